@@ -24,10 +24,10 @@ from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernel_timing import copy_bytes_per_us, eager_us, graph_us, rotations
 from tandem_kernels import ops
-from tandem_kernels.delta_chunks import delta_chunks
-from tandem_kernels.delta_rule import delta_tokens
-from tandem_kernels.delta_tuning import DeltaTuning
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
+from tandem_kernels.linear_attention.delta_chunks import delta_chunks
+from tandem_kernels.linear_attention.delta_rule import delta_tokens
+from tandem_kernels.linear_attention.delta_tuning import DeltaTuning
 
 KEY_HEADS, VALUE_HEADS, DIM, KERNEL = 16, 32, 128, 4
 DECODES = (1, 16, 64, 256)

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from tandem_kernels import ops
-from tandem_kernels.expert_rows import ExpertRows
-from tandem_kernels.expert_tuning import ExpertShape, ExpertTuning
-from tandem_kernels.fp8_activations import quantise_fp8
-from tandem_kernels.fp8_experts import fp8_gemm
-from tandem_kernels.fp8_rows import GROUP
-from tandem_kernels.fused_experts import expert_gemm
-from tandem_kernels.int4_experts import int4_expert_gemm
-from tandem_kernels.int4_packing import padded_inputs
-from tandem_kernels.mxfp4_experts import mxfp4_gemm
-from tandem_kernels.mxfp4_tiles import NUMBER_WORDS, tiles_of
+from tandem_kernels.experts.expert_rows import ExpertRows
+from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.experts.fp8_experts import fp8_gemm
+from tandem_kernels.experts.fused_experts import expert_gemm
+from tandem_kernels.experts.int4_experts import int4_expert_gemm
+from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
+from tandem_kernels.experts.mxfp4_tiles import NUMBER_WORDS, tiles_of
+from tandem_kernels.gemm.fp8_activations import quantise_fp8
+from tandem_kernels.gemm.fp8_rows import GROUP
+from tandem_kernels.gemm.int4_packing import padded_inputs
 
 _BF16_FLOPS_PER_US = 690e6
 """A large bf16 GEMM on an H200, as measured inside our steps."""

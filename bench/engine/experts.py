@@ -29,8 +29,8 @@ from bench.engine.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerSha
 from bench.engine.kernel_timing import copy_bytes_per_us, graph_us
 from bench.record import write_result
 from tandem_kernels.device import gpu_name
-from tandem_kernels.expert_rows import ExpertRows
-from tandem_kernels.expert_tuning import TABLES, ExpertTable, ExpertTuning, Range
+from tandem_kernels.experts.expert_rows import ExpertRows
+from tandem_kernels.experts.expert_tuning import TABLES, ExpertTable, ExpertTuning, Range
 
 _TOKENS = (1, 16, 64, 256, 2048, 8192)
 _SETS = 8

@@ -30,17 +30,11 @@ from bench.engine.fp8_steps import try_steps
 from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, matmul_flops_per_us, rotations
 from bench.name_lists import names_among
 from bench.record import write_result
-from tandem_kernels import (
-    fp8_activations,
-    fp8_gemm,
-    fp8_library,
-    fused_gate_up,
-    rms_norm,
-    silu_and_mul,
-)
-from tandem_kernels.fp8_gemm import Fp8Tuning
+from tandem_kernels.elementwise import rms_norm, silu_and_mul
+from tandem_kernels.gemm import fp8_activations, fp8_gemm, fp8_library, fused_gate_up
+from tandem_kernels.gemm.fp8_gemm import Fp8Tuning
+from tandem_kernels.gemm.small_m_gemm import small_m_gate_up, small_m_gemm
 from tandem_kernels.reference import fp8 as reference
-from tandem_kernels.small_m_gemm import small_m_gate_up, small_m_gemm
 
 SHAPES = {
     "qkv": (6144, 4096),

@@ -23,8 +23,8 @@ from bench.engine.step_variants import step_ms
 from bench.engine.variant_model import VariantModel
 from bench.record import write_result
 from engine.layers.methods import fp8_linear
-from tandem_kernels import fp8_gemm
-from tandem_kernels.fp8_gemm import Fp8Tuning
+from tandem_kernels.gemm import fp8_gemm
+from tandem_kernels.gemm.fp8_gemm import Fp8Tuning
 
 _CONTEXT = 1088
 _LARGEST_ERROR = 0.1

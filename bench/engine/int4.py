@@ -34,9 +34,9 @@ from bench.engine.kernel_timing import (
 )
 from bench.record import write_result
 from tandem_kernels import ops
-from tandem_kernels.int4_gemm import launch
-from tandem_kernels.int4_packing import padded_inputs
-from tandem_kernels.int4_tuning import Int4Tuning, int4_tuning
+from tandem_kernels.gemm.int4_gemm import launch
+from tandem_kernels.gemm.int4_packing import padded_inputs
+from tandem_kernels.gemm.int4_tuning import Int4Tuning, int4_tuning
 
 BF16 = torch.bfloat16
 ROWS = (1, 4, 16, 32, 64, 128, 256, 2048)

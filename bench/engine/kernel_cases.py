@@ -17,9 +17,9 @@ from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.flash_attention import FlashPrefill
 from engine.layers.attention.uncached_prefill import split_metadata
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.batch_tables import RowTables, StepInputs
-from tandem_kernels.kv_scales import E4M3, KVScales
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_scales import E4M3, KVScales
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs
 
 BF16 = torch.bfloat16
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 32, 8, 128, 4096, 14336, 128256

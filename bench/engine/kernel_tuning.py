@@ -22,10 +22,10 @@ from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernel_cases import SCALE, PagedInputs, attention_flops, paged_inputs
 from bench.engine.kernel_timing import graph_us
-from tandem_kernels.decode_attention import decode_attention
-from tandem_kernels.decode_tuning import DecodeTuning
-from tandem_kernels.kv_scales import E4M3
-from tandem_kernels.prefill_attention import PrefillTuning, prefill_attention
+from tandem_kernels.attention.decode_attention import decode_attention
+from tandem_kernels.attention.decode_tuning import DecodeTuning
+from tandem_kernels.attention.kv_scales import E4M3
+from tandem_kernels.attention.prefill_attention import PrefillTuning, prefill_attention
 
 Attention = Callable[..., None]
 Lengths = dict[str, tuple[list[int], list[int]]]

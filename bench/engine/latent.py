@@ -30,8 +30,8 @@ from engine.layers.attention.latent_backend import LatentBackend
 from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.layer import AttentionInputs
 from engine.models.specs.latent import LatentSpec
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.latent_decode import (
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.latent_decode import (
     LatentDecodeTuning,
     latent_decode,
     latent_decode_tuning,

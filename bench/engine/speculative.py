@@ -37,7 +37,7 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.worker.drafter import Drafter
 from tandem_kernels import ops
-from tandem_kernels.batch_tables import RowTables
+from tandem_kernels.batch.batch_tables import RowTables
 
 _LOOKUP_ROWS, _LOOKUP_TOKENS, _LOOKUP_LENGTHS = 256, 8192, (2, 4)
 

@@ -40,7 +40,7 @@ from bench.engine.variant_list import (
 from bench.engine.variant_model import VariantModel
 from bench.record import write_result
 from engine.layers.attention.paged import PagedBackend
-from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
 
 _LARGEST_LOGITS_ERROR, _LARGEST_KERNEL_ERROR = 0.1, 1e-2
 _ROUNDS, _REPLAYS = 5, 8

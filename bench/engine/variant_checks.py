@@ -9,8 +9,8 @@ from torch import Tensor
 from bench.engine.variant_model import VariantModel
 from engine.models.llama_layer import LlamaDecoderLayer
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.kv_scales import E4M3
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_scales import E4M3
 
 _CHECKED_REQUESTS = 3
 

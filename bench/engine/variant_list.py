@@ -15,10 +15,12 @@ from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
 from engine.models.llama import LlamaForCausalLM
-from tandem_kernels import decode_attention, device, prefill_attention, small_m_gemm
-from tandem_kernels.decode_tuning import DecodeTuning
-from tandem_kernels.prefill_attention import PrefillTuning
-from tandem_kernels.small_m_gemm import SmallMTuning
+from tandem_kernels import device
+from tandem_kernels.attention import decode_attention, prefill_attention
+from tandem_kernels.attention.decode_tuning import DecodeTuning
+from tandem_kernels.attention.prefill_attention import PrefillTuning
+from tandem_kernels.gemm import small_m_gemm
+from tandem_kernels.gemm.small_m_gemm import SmallMTuning
 
 DECODE_CASES = (
     (16, 1088), (1, 1088), (64, 1088), (256, 1088), (4, 1088), (8, 1088), (32, 1088), (32, 8192),

@@ -26,8 +26,8 @@ from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.worker.kv_cache import layer_views
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.kv_scales import E4M3
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_scales import E4M3
 
 _SHARE_OF_MEMORY = 0.75
 _MAX_MODEL_LEN = 16_384

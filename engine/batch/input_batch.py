@@ -31,8 +31,8 @@ from engine.batch.places import Places
 from engine.batch.row_states import RowStates
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from tandem_kernels import ops
-from tandem_kernels.batch_tables import RowTables, StepInputs
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 _NO_ROW = -1
 _ALIGNED_INTS = 4

@@ -26,7 +26,7 @@ import torch
 from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, StagedWriteTensor
 from engine.sched.output import NewRequestData
-from tandem_kernels.batch_tables import RowTables
+from tandem_kernels.batch.batch_tables import RowTables
 
 
 class RowError(RuntimeError):

@@ -7,7 +7,7 @@ import torch
 from engine.kv_scales import KVScaleTable
 from engine.layers.shard import Shard
 from kv_transfer.layout import heads_of_rank
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.kv_scales import KVScales
 
 
 def layer_scales(

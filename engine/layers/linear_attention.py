@@ -23,7 +23,7 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 _STATE_BYTES = 4
 """States are kept in float32: they are sums over the whole sequence."""

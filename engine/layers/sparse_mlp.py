@@ -27,7 +27,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
-from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.shard import CheckpointWeight
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 
 @dataclass(frozen=True, slots=True)

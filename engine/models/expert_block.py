@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import Experts, Router, RouterOptions, SharedExpert, SparseMLP
 from engine.models.specs.experts import ExpertNames, ExpertSpec
-from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
 
 def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:

@@ -16,7 +16,7 @@ from engine.layers.linear_attention import StateInputs
 from engine.layers.rotary import cos_sin_cache
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 
 class LayerKinds:

@@ -18,7 +18,7 @@ import torch
 from engine.batch.input_batch import BatchOrder
 from engine.config import EngineConfig, SpeculativeConfig
 from tandem_kernels import ops
-from tandem_kernels.batch_tables import RowTables
+from tandem_kernels.batch.batch_tables import RowTables
 
 
 class Drafter(Protocol):

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from tandem_kernels.small_m_shapes import MAX_ROWS
+from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
 
 def num_programs(device: torch.device, programs_per_sm: int) -> int:

@@ -21,50 +21,47 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tandem_kernels import (
-    batch_prep,
-    block_copies,
-    causal_conv,
+from tandem_kernels.attention import (
     decode_attention,
     decode_tuning,
-    delta_chunks,
-    delta_rule,
-    delta_tuning,
-    expert_rows,
-    expert_tuning,
-    filter_floor,
-    fp8_activations,
-    fp8_experts,
-    fp8_gemm,
-    fused_experts,
-    fused_gate_up,
-    gated_rms_norm,
-    int4_dequantise,
-    int4_experts,
-    int4_gemm,
-    int4_tuning,
-    invariant_gemm,
     latent_attention,
     latent_decode,
     latent_gather,
     latent_rope_and_cache,
-    logprobs,
     merge_attention,
-    mxfp4_experts,
-    ngrams,
-    penalties,
     prefill_attention,
     ragged_attention,
-    rms_norm,
     rope_and_cache,
-    route_tokens,
-    sampling,
-    sigmoid_and_mul,
-    silu_and_mul,
-    small_m_gemm,
-    staged_writes,
-    token_masks,
 )
+from tandem_kernels.batch import batch_prep, block_copies, ngrams, staged_writes
+from tandem_kernels.elementwise import rms_norm, sigmoid_and_mul, silu_and_mul
+from tandem_kernels.experts import (
+    expert_rows,
+    expert_tuning,
+    fp8_experts,
+    fused_experts,
+    int4_experts,
+    mxfp4_experts,
+    route_tokens,
+)
+from tandem_kernels.gemm import (
+    fp8_activations,
+    fp8_gemm,
+    fused_gate_up,
+    int4_dequantise,
+    int4_gemm,
+    int4_tuning,
+    invariant_gemm,
+    small_m_gemm,
+)
+from tandem_kernels.linear_attention import (
+    causal_conv,
+    delta_chunks,
+    delta_rule,
+    delta_tuning,
+    gated_rms_norm,
+)
+from tandem_kernels.sampler import filter_floor, logprobs, penalties, sampling, token_masks
 
 NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}

@@ -12,7 +12,7 @@ import torch
 from kernel_oracle import relative_error
 from torch import Tensor
 
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 Op = Callable[..., Any]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -13,7 +13,7 @@ import kernel_oracle as oracle
 import torch
 from torch import Tensor
 
-from tandem_kernels.kv_scales import E4M3, KVScales
+from tandem_kernels.attention.kv_scales import E4M3, KVScales
 
 
 def e4m3_numbers() -> Tensor:

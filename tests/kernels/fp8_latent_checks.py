@@ -9,7 +9,7 @@ import kernel_checks as check
 import kernel_oracle as oracle
 import torch
 
-from tandem_kernels.kv_scales import E4M3, KVScales
+from tandem_kernels.attention.kv_scales import E4M3, KVScales
 
 Sizes = tuple[int, int, int]
 """Sizes are (H, L, R)."""

@@ -9,7 +9,7 @@ import kernel_oracle as oracle
 import torch
 from torch import Tensor
 
-from tandem_kernels.int4_packing import pack_groups, pack_numbers
+from tandem_kernels.gemm.int4_packing import pack_groups, pack_numbers
 
 Op = Callable[..., Any]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}

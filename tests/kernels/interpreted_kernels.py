@@ -24,10 +24,11 @@ import triton.language as tl
 from interpreted_fixtures import rows_by_themselves  # noqa: F401
 from triton.runtime import interpreter
 
-from tandem_kernels import gumbel, ops
-from tandem_kernels.fp8_gemm import Fp8Tuning, fp8_small_m
-from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
+from tandem_kernels import ops
+from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
+from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
 from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
+from tandem_kernels.sampler import gumbel
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tandem_kernels import ops
-from tandem_kernels.batch_tables import RowTables, StepInputs
-from tandem_kernels.clamped_gate import ClampedGate
-from tandem_kernels.ragged_batch import RaggedBatch
+from tandem_kernels.attention.ragged_batch import RaggedBatch
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
 Op = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

@@ -9,11 +9,11 @@ import kernel_oracle as oracle
 import torch
 from torch import Tensor
 
-from tandem_kernels.clamped_gate import ClampedGate
-from tandem_kernels.expert_rows import ExpertRows
-from tandem_kernels.expert_tuning import ExpertTuning
-from tandem_kernels.mxfp4_experts import mxfp4_gemm
-from tandem_kernels.mxfp4_tiles import tile_mxfp4, tiles_of
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.experts.expert_rows import ExpertRows
+from tandem_kernels.experts.expert_tuning import ExpertTuning
+from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
+from tandem_kernels.experts.mxfp4_tiles import tile_mxfp4, tiles_of
 
 Op = Callable[..., Any]
 Sizes = tuple[int, int, int, int, int]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.engine.experts import ranges
-from tandem_kernels.expert_tuning import (
+from tandem_kernels.experts.expert_tuning import (
     TABLES,
     ExpertShape,
     ExpertTable,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem_kernels import ops
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem_kernels import ops
-from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
+from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
 
 pytestmark = pytest.mark.gpu
 

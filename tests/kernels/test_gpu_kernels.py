@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
 
 pytestmark = pytest.mark.gpu
@@ -182,7 +182,7 @@ def test_latent_decode(
     dtype: torch.dtype, query_len: int, num_heads: int, block_size: int, turned: bool
 ) -> None:
     """Contexts in parts and whole, tiles within a block and across blocks, drafts."""
-    from tandem_kernels.latent_decode import LatentDecodeTuning, latent_decode
+    from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
 
     tuning = LatentDecodeTuning(16, 64, 4, 3, 1, turned=True) if turned else None
     for seq_lens in ([1500], [3, 64, 65, 1000, 128, 127] * 40):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem_kernels import ops
-from tandem_kernels.int4_packing import (
+from tandem_kernels.gemm.int4_packing import (
     group_size_for,
     pack_groups,
     pack_numbers,

@@ -66,5 +66,5 @@ def test_kernels_compile_ahead_of_time() -> None:
 def _defined_kernels() -> list[str]:
     """Returns the names of all functions that something launches."""
     folder = HERE.parent.parent / "kernels" / "tandem_kernels"
-    sources = [path.read_text() for path in folder.glob("*.py")]
+    sources = [path.read_text() for path in folder.rglob("*.py")]
     return [name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.M)]

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_scales import KVScales
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 

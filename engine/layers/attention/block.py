@@ -18,7 +18,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import HeadRange, heads_of_rank
 from tandem_kernels import ops
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.kv_scales import KVScales
 
 HeadNorm = Literal["none", "each", "all"]
 

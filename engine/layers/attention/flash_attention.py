@@ -20,8 +20,8 @@ from torch import Tensor
 
 from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.ragged_batch import RaggedBatch
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 PACKAGE = "flash_attn_interface"
 PREFILL_PACKAGE = "fa3_fwd_interface"

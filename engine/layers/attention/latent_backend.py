@@ -30,8 +30,8 @@ from engine.layers.attention.backend import PrefillChunk, StepBatch, StepOrder
 from engine.layers.attention.latent_passes import LatentPass, latent_passes
 from engine.layers.attention.paged import PagedBackend
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.ragged_batch import RaggedBatch
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 RaggedKernel: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, RaggedBatch, float], tuple[Tensor, Tensor]

@@ -31,7 +31,7 @@ from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.kv_scales import KVScales
 
 LATENT_NORM_EPS = 1e-6
 """transformers takes it for the norms of latents, whatever config.json says of the others."""

@@ -18,8 +18,8 @@ from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
 from engine.layers.attention.latent_passes import LatentPass
 from engine.layers.attention.layer import AttentionInputs
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True)

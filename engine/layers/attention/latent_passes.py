@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention.backend import Int32Array, PrefillChunk
-from tandem_kernels.ragged_batch import RaggedBatch
+from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 _ALIGNED_INTS = 4
 

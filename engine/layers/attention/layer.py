@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True)

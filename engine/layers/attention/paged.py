@@ -15,7 +15,7 @@ from engine.layers.attention.backend import (
     StepOrder,
 )
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
 
 PagedKernel = Callable[..., Tensor]
 """See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound, its

@@ -27,7 +27,7 @@ from engine.layers.attention.backend import (
     StepOrder,
 )
 from engine.layers.attention.paged import PagedBackend
-from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)

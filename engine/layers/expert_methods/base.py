@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, Shard
-from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
 Projection = Literal["gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")

@@ -18,7 +18,7 @@ from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Int4Scheme
 from tandem_kernels import ops
-from tandem_kernels.int4_packing import GROUP_SIZES, group_size_for, padded_inputs
+from tandem_kernels.gemm.int4_packing import GROUP_SIZES, group_size_for, padded_inputs
 
 
 def int4_experts(scheme: Int4Scheme, shard: Shard) -> ExpertMethod | None:
@@ -32,7 +32,7 @@ def int4_experts(scheme: Int4Scheme, shard: Shard) -> ExpertMethod | None:
 
 class Int4Experts(ExpertMethod):
     """Holds `packed13` [E, 2 I, H' / 4], gate before up, `packed2` [E, H, I' / 4], and their groups
-    (`tandem_kernels.int4_packing`)."""
+    (`tandem_kernels.gemm.int4_packing`)."""
 
     unit = min(GROUP_SIZES)
     """Ranks cut the inputs of the down projection where a group may begin."""

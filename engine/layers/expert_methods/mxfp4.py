@@ -16,7 +16,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Mxfp4Scheme
 from tandem_kernels import ops
 from tandem_kernels.device import multiplies_halves
-from tandem_kernels.mxfp4_tiles import SIDE, tile_mxfp4, tiles_of
+from tandem_kernels.experts.mxfp4_tiles import SIDE, tile_mxfp4, tiles_of
 
 
 def mxfp4_experts(scheme: Mxfp4Scheme, shard: Shard) -> ExpertMethod | None:
@@ -28,8 +28,8 @@ def mxfp4_experts(scheme: Mxfp4Scheme, shard: Shard) -> ExpertMethod | None:
 
 
 class Mxfp4Experts(ExpertMethod):
-    """Holds tiles (`tandem_kernels.mxfp4_tiles`) of gates and ups, `w13` [E, 2, ...], and of down
-    projections, `w2` [E, ...]. One expert at a time is there in both forms.
+    """Holds tiles (`tandem_kernels.experts.mxfp4_tiles`) of gates and ups, `w13` [E, 2, ...], and
+    of down projections, `w2` [E, ...]. One expert at a time is there in both forms.
     """
 
     unit = SIDE

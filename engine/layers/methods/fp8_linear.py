@@ -27,7 +27,7 @@ from engine.layers.rows import QuantisedRows, Rows, UnscaledProduct, quantised
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Fp8Scheme
 from tandem_kernels import ops
-from tandem_kernels.fp8_paths import fp8_path
+from tandem_kernels.gemm.fp8_paths import fp8_path
 from tandem_kernels.reference.fp8 import BLOCK
 
 _MULTIPLE = 16
@@ -83,7 +83,7 @@ class Fp8Linear(LinearMethod):
         layer.bias = shard.parameter(num_outputs) if bias else None
         if layer.weight.is_cuda:
             # Imports triton.
-            import_module("tandem_kernels.fp8_gemm").prepare(layer.weight.device)
+            import_module("tandem_kernels.gemm.fp8_gemm").prepare(layer.weight.device)
 
     def checkpoint_weights(
         self, layer: LinearLayer, part: LinearPart

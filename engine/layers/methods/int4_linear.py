@@ -1,8 +1,8 @@
 """Computes linear layers with 4-bit weights, which stay packed in memory.
 
-All published layouts become one packed form (`tandem_kernels.int4_packing`), tensor by tensor as
-they are loaded. Few rows are multiplied by a kernel that unpacks in registers; for many, a layer's
-weights are written out in half precision and multiplied as plain ones.
+All published layouts become one packed form (`tandem_kernels.gemm.int4_packing`), tensor by tensor
+as they are loaded. Few rows are multiplied by a kernel that unpacks in registers; for many, a
+layer's weights are written out in half precision and multiplied as plain ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Int4Scheme
 from tandem_kernels import ops
-from tandem_kernels.int4_packing import (
+from tandem_kernels.gemm.int4_packing import (
     group_size_for,
     pack_groups,
     pack_numbers,

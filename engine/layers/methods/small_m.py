@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.layers.methods.base import LinearLayer, Wrapped
-from tandem_kernels import ops, small_m_shapes
+from tandem_kernels import ops
+from tandem_kernels.gemm import small_m_shapes
 
 
 class SmallM(Wrapped):

@@ -55,7 +55,8 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=T
         biases: The projections of experts have one each.
         stacked: The checkpoint has the tensors of all experts of a layer in one; see
             `engine.layers.expert_methods.stacked`.
-        gate_limit, gate_alpha: See `tandem_kernels.clamped_gate.ClampedGate`; limit 0: SiLU.
+        gate_limit, gate_alpha: See `tandem_kernels.elementwise.clamped_gate.ClampedGate`; limit 0:
+            SiLU.
     """
 
     count: int

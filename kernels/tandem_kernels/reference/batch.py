@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem_kernels.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs
 
 
 def prepare_inputs(

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.reference.steady import sigmoid, silu, softplus
-from tandem_kernels.state_metadata import StateMetadata
 
 L2_EPS = 1e-6
 """Added to the sum of squares when queries and keys are normalised."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.fp8_cache import quantise
 from tandem_kernels.reference.steady import sigmoid
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.clamped_gate import ClampedGate
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.reference import steady
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem_kernels.kv_scales import E4M3
+from tandem_kernels.attention.kv_scales import E4M3
 from tandem_kernels.reference.fp8 import E4M3_MAX
 
 

@@ -1,7 +1,8 @@
 """The random numbers of sampling: a pure function of (seed, position, token id).
 
 Nothing is stateful, so a token is the same on any rank and any node, after preemption and after
-a resume, whatever else is in the batch. `tandem_kernels.gumbel` computes the same bits in Triton.
+a resume, whatever else is in the batch. `tandem_kernels.sampler.gumbel` computes the same bits in
+Triton.
 
 Definition, all in unsigned 32-bit arithmetic that wraps:
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.int4_packing import packed_group_size, unpack_numbers
+from tandem_kernels.gemm.int4_packing import packed_group_size, unpack_numbers
 from tandem_kernels.reference.elementwise import silu_and_mul
 from tandem_kernels.reference.experts import fused_experts
 from tandem_kernels.reference.gemm import invariant_gemm

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.kv_scales import KVScales
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.fp8_cache import dequantise, quantise
 
 

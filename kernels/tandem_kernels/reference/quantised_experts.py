@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem_kernels.clamped_gate import ClampedGate
-from tandem_kernels.mxfp4_tiles import untile_mxfp4
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.experts.mxfp4_tiles import untile_mxfp4
 from tandem_kernels.reference.experts import activated, fused_experts
 from tandem_kernels.reference.fp8 import BLOCK, dequantise_weight, quantise_fp8
 

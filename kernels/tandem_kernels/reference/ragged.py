@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem_kernels.ragged_batch import RaggedBatch
+from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 
 def ragged_attention(

@@ -19,7 +19,7 @@ from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from engine.layers.attention.paged import PagedBackend
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData
-from tandem_kernels.batch_tables import RowTables
+from tandem_kernels.batch.batch_tables import RowTables
 
 CPU = torch.device("cpu")
 ROWS, MAX_LEN, BLOCK_SIZE, MAX_TOKENS = 6, 40, 8, 64

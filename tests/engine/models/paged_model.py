@@ -16,8 +16,8 @@ from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
 from kv_transfer.layout import KVGroup
-from tandem_kernels.attention_metadata import AttentionMetadata
-from tandem_kernels.state_metadata import StateMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.batch.state_metadata import StateMetadata
 
 BLOCK_SIZE = 16
 _NUM_BLOCKS = 128

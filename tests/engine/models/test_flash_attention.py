@@ -21,7 +21,7 @@ from engine.layers.attention.selection import AttentionBackendError, choose_atte
 from engine.layers.attention.uncached_prefill import UncachedPrefillBackend
 from kv_transfer.layout import Plane
 from tandem_kernels import ops
-from tandem_kernels.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tests.engine.worker.conftest import tiny_config
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import GateUpParallelLinear
 from engine.layers.shard import Shard
 from engine.parallel import ParallelPlace
-from tandem_kernels import fused_gate_up_shapes, ops
+from tandem_kernels import ops
+from tandem_kernels.gemm import fused_gate_up_shapes
 
 MANY = 40
 

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from tandem_kernels.batch_tables import RowTables
+from tandem_kernels.batch.batch_tables import RowTables
 
 NO_SUCH_TOKENS = (-1, 2**31, 2**62)
 

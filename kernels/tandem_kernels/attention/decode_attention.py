@@ -1,0 +1,401 @@
+"""Attention of one query token per request over its paged context.
+
+All KV tiles of the batch form one line: request by request, head by head, position by position.
+A fixed number of programs cut the line into equal runs, so the grid depends on nothing but the
+device, every program streams the same number of bytes, and lengths are read on the device:
+
+    request 0                    request 1          request 2
+    |head 0    |head 1    |      |head 0 |head 1 |  |h0|h1|
+    |-----------------|-----------------|-----------------|
+      program 0         program 1         program 2
+
+A program that owns a whole (request, head) writes its output. A cut one leaves a partial softmax
+state in its slot 0 (a run that begins inside a head) or slot 1 (a run that ends inside one). There
+are fewer cuts than programs, so `merge_kernel` has a program for each run that ends in a cut. The
+query heads that share a KV head are the rows of one tile: each byte of the cache is read once.
+
+With a window the line has only the tiles that the window reaches. A sink joins where a softmax
+state is complete: in the program that owns a whole head, or in the merge.
+
+On Hopper both kernels launch before their predecessor has drained (programmatic dependent
+launch) and wait for its writes where they first need them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.decode_line import find, line, skipped
+from tandem_kernels.attention.decode_tuning import DecodeTuning, decode_tuning
+from tandem_kernels.attention.fp8_cache import in_half, unpacked
+from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.soft_cap import soft_capped
+from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    kv_cache: tl.tensor,
+    block_table: tl.tensor,
+    first_tile: tl.tensor,
+    last_tile: tl.tensor,
+    seq_len: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one
+    head.
+
+    `kv_cache` points at the head's keys in block 0; scores are in powers of two. FP8: at pairs of
+    numbers, see `fp8_cache`.
+    """
+    row_len: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    width: tl.constexpr = BLOCK_DIM // 2 if FP8 else BLOCK_DIM
+    lane = tl.arange(0, TILE)
+    dim = tl.arange(0, width)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, width], tl.float32)
+    if FP8:
+        acc_odd = tl.zeros([ROWS, width], tl.float32)
+        kind: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+        q, q_odd = in_half(q).reshape(ROWS, width, 2).split()
+    for tile in range(first_tile, last_tile):
+        start = tile * TILE
+        inside = start + lane < seq_len
+        if WINDOW > 0:
+            inside &= start + lane >= seq_len - WINDOW
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+            place = block * block_stride + (start % BLOCK_SIZE + lane) * row_len
+        else:
+            position = start + lane
+            block = tl.load(block_table + position // BLOCK_SIZE, mask=inside, other=0)
+            place = block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * row_len
+        mask = inside[:, None] & (dim < row_len)[None, :]
+        keys = tl.load(kv_cache + place[:, None] + dim[None, :], mask=mask, other=0)
+        if FP8:
+            keys, keys_odd = unpacked(tl.trans(keys), NATIVE)
+            scores = tl.dot(q, keys.to(kind), input_precision=PRECISION)
+            scores = tl.dot(q_odd, keys_odd.to(kind), scores, input_precision=PRECISION)
+        else:
+            scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if CAPPED:
+            scores = soft_capped(scores, cap)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        peak = higher
+        total = total * shrink + tl.sum(weights, axis=1)
+        values = tl.load(
+            kv_cache + value_stride + place[:, None] + dim[None, :], mask=mask, other=0
+        )
+        acc = acc * shrink[:, None]
+        if FP8:
+            values, values_odd = unpacked(values, NATIVE)
+            weights = weights.to(kind)
+            acc = tl.dot(weights, values.to(kind), acc, input_precision=PRECISION)
+            acc_odd = acc_odd * shrink[:, None]
+            acc_odd = tl.dot(weights, values_odd.to(kind), acc_odd, input_precision=PRECISION)
+        else:
+            acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+    if FP8:
+        acc = tl.interleave(acc, acc_odd)
+    return peak, total, acc
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def decode_attention_kernel(
+    q: tl.tensor,
+    kv_cache: tl.tensor,
+    block_tables: tl.tensor,
+    seq_lens: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    partial_acc: tl.tensor,
+    partial_state: tl.tensor,
+    num_reqs: tl.tensor,
+    q_stride: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Computes one run of the line in each program."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    _, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
+    run = tl.cdiv(length, tl.num_programs(0))
+    here = program * run
+    end = tl.minimum(here + run, length)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, BLOCK_DIM)
+    real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    while here < end:
+        r, begin = find(ends, here)
+        seq_len = tl.load(seq_lens + r)
+        first = skipped(seq_len, TILE, WINDOW)
+        tiles = tl.cdiv(seq_len, TILE) - first
+        head = (here - begin) // tiles
+        first_tile = (here - begin) % tiles
+        last_tile = tl.minimum(tiles, first_tile + end - here)
+        query_head = head * GROUP + row[:, None]
+        place = r.to(tl.int64) * q_stride + query_head * HEAD_DIM + dim[None, :]
+        own_scale, own_cap = scale, cap
+        if FP8:
+            of_keys = tl.load(k_scale + head)
+            own_scale, own_cap = scale * of_keys, cap / of_keys
+        peak, total, acc = _attend(
+            tl.load(q + place, mask=real, other=0.0),
+            kv_cache + head.to(tl.int64) * head_stride,
+            block_tables + r.to(tl.int64) * table_stride,
+            first + first_tile,
+            first + last_tile,
+            seq_len,
+            block_stride,
+            value_stride,
+            own_scale,
+            own_cap,
+            HEAD_DIM,
+            BLOCK_DIM,
+            BLOCK_SIZE,
+            ROWS,
+            TILE,
+            WINDOW,
+            CAPPED,
+            PRECISION,
+            FP8,
+            NATIVE,
+        )
+        if FP8:
+            acc = acc * tl.load(v_scale + head)
+        if (first_tile == 0) & (last_tile == tiles):
+            if HAS_SINKS:
+                total = with_sink(total, peak, sinks, head * GROUP + row, row < GROUP)
+            to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim[None, :]
+            tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+        else:
+            slot = program * 2 + (first_tile == 0).to(tl.int32)
+            to = (slot * GROUP + row[:, None]) * HEAD_DIM + dim[None, :]
+            tl.store(partial_acc + to, acc, mask=real)
+            state = partial_state + slot * (2 * GROUP) + row
+            tl.store(state, peak, mask=row < GROUP)
+            tl.store(state + GROUP, total, mask=row < GROUP)
+        here += last_tile - first_tile
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def merge_kernel(
+    seq_lens: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    partial_acc: tl.tensor,
+    partial_state: tl.tensor,
+    num_reqs: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Merges, in program (p, g), query head g of the KV head whose first part is the end of run p.
+
+    Outputs of requests without a context become zero, those of request p, p + programs, ... here.
+    """
+    program = tl.program_id(0)
+    g = tl.program_id(1)
+    dim = tl.arange(0, BLOCK_DIM)
+    kind = out.dtype.element_ty
+    seq_len, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
+    request = tl.arange(0, REQS)
+    own = (request % tl.num_programs(0) == program) & (request < num_reqs)
+    if tl.sum((own & (seq_len == 0)).to(tl.int32), axis=0) > 0:
+        for r in range(program, num_reqs, tl.num_programs(0)):
+            if tl.load(seq_lens + r) == 0:
+                for head in range(NUM_KV_HEADS):
+                    to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
+                    tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
+
+    if OVERLAP:
+        # Even where nothing is to be merged: the next kernel may wait for this one only.
+        gdc_wait()
+    run = tl.cdiv(length, tl.num_programs(0))
+    end = (program + 1) * run
+    if end >= length:
+        return
+    r, begin = find(ends, end - 1)
+    own_len = tl.sum(tl.where(request == r, seq_len, 0), axis=0)
+    tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
+    head = (end - 1 - begin) // tiles
+    begin += head * tiles
+    if (begin + tiles == end) | (begin < end - run):
+        return
+    last = (begin + tiles - 1) // run
+    peak = -3.0e38
+    total = 0.0
+    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    for first in range(program, last + 1, PARTS):
+        part = first + tl.arange(0, PARTS)
+        known = part <= last
+        slot = part * 2 + (part == program).to(tl.int32)
+        state = partial_state + slot * (2 * GROUP) + g
+        part_peak = tl.load(state, mask=known, other=-3.0e38)
+        part_total = tl.load(state + GROUP, mask=known, other=0.0)
+        place = (slot * GROUP + g)[:, None] * HEAD_DIM + dim[None, :]
+        real = known[:, None] & (dim < HEAD_DIM)[None, :]
+        parts = tl.load(partial_acc + place, mask=real, other=0.0)
+        higher = tl.maximum(peak, tl.max(part_peak, axis=0))
+        shrink = tl.exp2(peak - higher)
+        part_shrink = tl.exp2(part_peak - higher)
+        total = total * shrink + tl.sum(part_total * part_shrink, axis=0)
+        acc = acc * shrink + tl.sum(parts * part_shrink[:, None], axis=0)
+        peak = higher
+    query_head = head * GROUP + g
+    if HAS_SINKS:
+        total = with_sink(total, peak, sinks, query_head, g < GROUP)
+    to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim
+    tl.store(out + to, (acc / total).to(kind), mask=dim < HEAD_DIM)
+
+
+def decode_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    tuning: DecodeTuning | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_scales: KVScales | None = None,
+) -> None:
+    """Attends for one query token of each request.
+
+    Args:
+        q: [R, Hq, D], row r belongs to request r of `metadata`; heads of a token adjacent.
+        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent; D even.
+        metadata: Only block tables, sequence lengths and the window are read.
+        scale: Multiplies the scores.
+        out: [R, Hq, D] contiguous, written completely.
+        tuning: None: the choice for this shape.
+        softcap: Bound of the scores; 0: none.
+        sinks: [Hq] float32, or None.
+        kv_scales: Of a cache of e4m3 numbers; None: it has those of `q`.
+    """
+    num_reqs, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[2]
+    is_fp8 = kv_scales is not None
+    group = num_q_heads // num_kv_heads
+    tuning = tuning or decode_tuning(num_reqs * num_kv_heads, head_dim, kv_cache.dtype)
+    programs = num_programs(q.device, tuning.programs_per_sm)
+    partial_acc = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
+    partial_state = torch.empty((programs, 2, 2, group), dtype=torch.float32, device=q.device)
+    shape = _shape(q, num_kv_heads, metadata, tuning, is_fp8=is_fp8)
+    shape["HAS_SINKS"] = sinks is not None
+    numbers = kv_cache.view(torch.int16) if is_fp8 else kv_cache
+    decode_attention_kernel[(programs,)](
+        q,
+        numbers,
+        metadata.block_tables,
+        metadata.seq_lens,
+        *pointers(kv_scales),
+        sinks,
+        out,
+        partial_acc,
+        partial_state,
+        num_reqs,
+        *metadata.strides(q, numbers),
+        scale * LOG2_E,
+        softcap / scale,
+        BLOCK_SIZE=kv_cache.shape[3],
+        ROWS=max(16, triton.next_power_of_2(group)),
+        CAPPED=softcap > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        FP8=is_fp8,
+        NATIVE=has_e4m3(q.device),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **shape,
+    )
+    merge_kernel[(programs, group)](
+        metadata.seq_lens,
+        sinks,
+        out,
+        partial_acc,
+        partial_state,
+        num_reqs,
+        PARTS=16,
+        num_warps=4,
+        **shape,
+    )
+
+
+def _shape(
+    q: Tensor,
+    num_kv_heads: int,
+    metadata: AttentionMetadata,
+    tuning: DecodeTuning,
+    *,
+    is_fp8: bool,
+) -> dict[str, Any]:
+    """Returns what both kernels are compiled for."""
+    num_reqs, num_q_heads, head_dim = q.shape
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_q_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": max(32 if is_fp8 else 1, triton.next_power_of_2(head_dim)),
+        "TILE": tuning.tile,
+        "REQS": max(16, triton.next_power_of_2(num_reqs)),
+        "WINDOW": metadata.window or 0,
+        **({"OVERLAP": True, "launch_pdl": True} if supports_pdl(q.device) else {"OVERLAP": False}),
+    }

@@ -1,0 +1,209 @@
+"""Latent attention over a paged cache, absorbed: all heads read the same rows.
+
+Decodes go through `latent_decode`. For the others a program owns ROWS query rows of one request,
+tokens times heads, and walks its context. A row of the cache is loaded once and serves as key and
+as value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.fp8_cache import in_half
+from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.latent_decode import blocks_of, latent_decode
+from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTuning:
+    """Says how one shape runs."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_tuning(itemsize: int) -> LatentTuning:
+    """Chooses by the bytes of a number."""
+    if itemsize > 2:
+        return LatentTuning(rows=16, tile=16, num_warps=4, num_stages=1)
+    return LatentTuning(rows=64, tile=32, num_warps=8, num_stages=3)
+
+
+@triton.jit(do_not_specialize=["first_req", "num_reqs"])
+def latent_attention_kernel(
+    q_latent: tl.tensor,
+    q_rope: tl.tensor,
+    kv_cache: tl.tensor,
+    block_tables: tl.tensor,
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    kv_scale: tl.tensor,
+    out: tl.tensor,
+    first_req: tl.tensor,
+    num_reqs: tl.tensor,
+    latent_token_stride: tl.tensor,
+    latent_head_stride: tl.tensor,
+    rope_token_stride: tl.tensor,
+    rope_head_stride: tl.tensor,
+    block_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+) -> None:
+    """Walks, in program (h, i), the context for tile i of the tokens, those of the requests from
+    `first_req` on, and tile h of the heads.
+    """
+    q_tile = tl.program_id(1)
+    r = request_of(query_start_loc, q_tile, first_req, num_reqs, BLOCK_Q)
+    query_start = tl.load(query_start_loc + r)
+    num_tokens = tl.load(query_start_loc + r + 1) - query_start
+    first_token = (q_tile - (query_start - first_req) // BLOCK_Q - (r - first_req)) * BLOCK_Q
+    if first_token >= num_tokens:
+        return
+    seq_len = tl.load(seq_lens + r)
+    row = tl.arange(0, BLOCK_Q * HEADS)
+    token = first_token + row // HEADS
+    head = tl.program_id(0) * HEADS + row % HEADS
+    real = (token < num_tokens) & (head < NUM_HEADS)
+    own_position = seq_len - num_tokens + token
+    at = (query_start + token).to(tl.int64)
+    dim = tl.arange(0, BLOCK_LATENT)
+    rot = tl.arange(0, BLOCK_ROPE)
+    is_latent = dim < LATENT
+    is_rope = rot < ROPE
+    place = q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride
+    query = tl.load(place + dim[None, :], mask=real[:, None] & is_latent[None, :], other=0.0)
+    place = q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride
+    turned = tl.load(place + rot[None, :], mask=real[:, None] & is_rope[None, :], other=0.0)
+
+    if FP8:
+        own_scale = tl.load(kv_scale)
+        scale = scale * own_scale
+        query, turned = in_half(query), in_half(turned)
+    peak = tl.full([BLOCK_Q * HEADS], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK_Q * HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_Q * HEADS, BLOCK_LATENT], tl.float32)
+    needed = tl.minimum(seq_len - num_tokens + first_token + BLOCK_Q, seq_len)
+    lane = tl.arange(0, TILE)
+    table = block_tables + r.to(tl.int64) * table_stride
+    block = blocks_of(table, 0, needed, lane, BLOCK_SIZE, TILE)
+    for start in range(0, needed, TILE):
+        position = start + lane
+        inside = position < needed
+        line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
+        block = blocks_of(table, start + TILE, needed, lane, BLOCK_SIZE, TILE)
+        mask = inside[:, None] & is_latent[None, :]
+        latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
+        mask = inside[:, None] & is_rope[None, :]
+        keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        latents, keys = latents.to(query.dtype), keys.to(query.dtype)
+        scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
+        scores = tl.dot(turned, tl.trans(keys), scores, input_precision=PRECISION)
+        seen = inside[None, :] & (position[None, :] <= own_position[:, None])
+        scores = tl.where(seen, scores * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        peak = higher
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(latents.dtype), latents, acc, input_precision=PRECISION)
+    writes = real[:, None] & is_latent[None, :]
+    index = at * NUM_HEADS + head
+    if FP8:
+        acc = acc * own_scale
+    total = tl.where(total > 0.0, total, 1.0)
+    attended = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    kv_scales: KVScales | None = None,
+) -> Tensor:
+    """See `reference.latent.latent_attention`.
+
+    In fixed order all queries go through the kernel of long ones: it walks a context from its
+    beginning, and what lies behind a query's own position adds nothing. So do all queries of a step
+    in which decodes with drafts come with others.
+    """
+    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    num_others = metadata.seq_lens.shape[0] - metadata.num_decodes
+    if metadata.fixed_order or (num_others > 0 and metadata.decode_query_len > 1):
+        metadata = replace(metadata, num_decodes=0, decode_query_len=1)
+    if metadata.num_decodes > 0:
+        latent_decode(q_latent, q_rope, kv_cache, metadata, scale, out, None, kv_scales)
+    if metadata.num_decodes < metadata.seq_lens.shape[0]:
+        _attend_others(q_latent, q_rope, kv_cache, metadata, scale, out, kv_scales)
+    return out
+
+
+def _attend_others(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    kv_scales: KVScales | None,
+) -> None:
+    """Attends for the requests behind the decodes, which have one token each."""
+    num_tokens, num_heads, latent = q_latent.shape
+    first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
+    tuning = latent_tuning(q_latent.element_size())
+    heads = min(tuning.rows, triton.next_power_of_2(num_heads))
+    block_q = max(1, tuning.rows // heads)
+    tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req
+    latent_attention_kernel[(triton.cdiv(num_heads, heads), tiles)](
+        q_latent,
+        q_rope,
+        kv_cache,
+        metadata.block_tables,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        pointers(kv_scales)[0],
+        out,
+        first_req,
+        num_reqs,
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        kv_cache.stride(0),
+        metadata.block_tables.stride(0),
+        scale * LOG2_E,
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        LATENT=latent,
+        BLOCK_LATENT=triton.next_power_of_2(latent),
+        ROPE=q_rope.shape[2],
+        BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
+        BLOCK_SIZE=kv_cache.shape[1],
+        BLOCK_Q=block_q,
+        TILE=tuning.tile,
+        PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        FP8=kv_scales is not None,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )

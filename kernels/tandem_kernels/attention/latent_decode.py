@@ -1,0 +1,302 @@
+"""Latent attention of decodes, absorbed: all heads of a token read the same rows of the cache.
+
+A program owns ROWS query rows of one request, tokens times heads, and walks a part of the context.
+A row of the cache is loaded once and serves as key and as value. With few rows the context is cut
+into SPLITS parts, whose results `latent_merge_kernel` joins; how many depends on shapes alone, so
+steps can be recorded.
+
+TURNED, scores are computed with the context on the left: a matrix unit of Hopper takes 64 rows
+there and no fewer, and there are 16 heads on a rank.
+
+Which block comes next is read one tile ahead: a load whose address waits for another load would
+leave the pipeline a tile short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.fp8_cache import in_half
+from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.prefill_attention import LOG2_E
+from tandem_kernels.device import num_programs, uses_pdl
+
+
+@dataclass(frozen=True, slots=True)
+class LatentDecodeTuning:
+    """Says how one shape runs; found by measurement (`python -m bench.engine.latent --tune`).
+
+    Attributes:
+        rows: Query rows of a program, tokens times heads.
+        tile: Tokens of the context at once.
+        programs_per_sm: Contexts are cut until there are so many programs.
+        most_splits: Parts of a context; a power of two.
+        turned: Scores are computed with the context on the left.
+    """
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 2
+    most_splits: int = 16
+    turned: bool = False
+
+
+def latent_decode_tuning(num_rows: int, itemsize: int) -> LatentDecodeTuning:
+    """Chooses by the query rows of a request.
+
+    Args:
+        num_rows: Tokens times heads.
+        itemsize: Bytes of a number.
+    """
+    if itemsize > 2:
+        return LatentDecodeTuning(rows=16, tile=16, num_warps=4, num_stages=1)
+    if num_rows > 32:
+        return LatentDecodeTuning(rows=64, tile=32, num_warps=8, num_stages=3, programs_per_sm=1)
+    return LatentDecodeTuning(rows=16, tile=32, num_warps=4, num_stages=3)
+
+
+def num_splits(tuning: LatentDecodeTuning, num_tiles: int, device: torch.device) -> int:
+    """Returns into how many parts contexts are cut when there are so many tiles of rows."""
+    free = num_programs(device, tuning.programs_per_sm) // num_tiles
+    return min(tuning.most_splits, 1 << max(free.bit_length() - 1, 0))
+
+
+@triton.jit
+def blocks_of(
+    table: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    lane: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the block of positions `start` and on: one where a tile lies within a block, else
+    [TILE]."""
+    position = start
+    if BLOCK_SIZE % TILE != 0:
+        position = start + lane
+    block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+    return block.to(tl.int64)
+
+
+@triton.jit
+def latent_decode_kernel(
+    q_latent: tl.tensor,
+    q_rope: tl.tensor,
+    kv_cache: tl.tensor,
+    block_tables: tl.tensor,
+    seq_lens: tl.tensor,
+    kv_scale: tl.tensor,
+    out: tl.tensor,
+    state: tl.tensor,
+    latent_token_stride: tl.tensor,
+    latent_head_stride: tl.tensor,
+    rope_token_stride: tl.tensor,
+    rope_head_stride: tl.tensor,
+    block_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    QUERY_LEN: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TURNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
+) -> None:
+    """Walks, in program (i, r, s), part s of the context of request r for its i-th tile of rows.
+    Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    r = tl.program_id(1)
+    split = tl.program_id(2)
+    seq_len = tl.load(seq_lens + r)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = row // NUM_HEADS
+    head = row % NUM_HEADS
+    real = token < QUERY_LEN
+    own_position = seq_len - QUERY_LEN + token
+    at = (r * QUERY_LEN + token).to(tl.int64)
+    dim = tl.arange(0, BLOCK_LATENT)
+    rot = tl.arange(0, BLOCK_ROPE)
+    is_latent = (dim < LATENT)[None, :]
+    is_rope = (rot < ROPE)[None, :]
+    place = q_latent + at[:, None] * latent_token_stride + head[:, None] * latent_head_stride
+    query = tl.load(place + dim[None, :], mask=real[:, None] & is_latent, other=0.0)
+    place = q_rope + at[:, None] * rope_token_stride + head[:, None] * rope_head_stride
+    rotated = tl.load(place + rot[None, :], mask=real[:, None] & is_rope, other=0.0)
+
+    if FP8:
+        own_scale = tl.load(kv_scale)
+        scale = scale * own_scale
+        query, rotated = in_half(query), in_half(rotated)
+    peak = tl.full([ROWS], -3.0e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_LATENT], tl.float32)
+    part = tl.cdiv(tl.cdiv(seq_len, TILE), SPLITS) * TILE
+    first = split * part
+    end = tl.minimum(first + part, seq_len)
+    lane = tl.arange(0, TILE)
+    table = block_tables + r.to(tl.int64) * table_stride
+    block = blocks_of(table, first, end, lane, BLOCK_SIZE, TILE)
+    for start in range(first, end, TILE):
+        position = start + lane
+        inside = position < end
+        line = kv_cache + block * block_stride + position % BLOCK_SIZE * (LATENT + ROPE)
+        mask = inside[:, None] & is_latent
+        latents = tl.load(line[:, None] + dim[None, :], mask=mask, other=0.0)
+        block = blocks_of(table, start + TILE, end, lane, BLOCK_SIZE, TILE)
+        mask = inside[:, None] & is_rope
+        keys = tl.load(line[:, None] + LATENT + rot[None, :], mask=mask, other=0.0)
+        latents, keys = latents.to(query.dtype), keys.to(query.dtype)
+        if TURNED:
+            scores = tl.dot(latents, tl.trans(query), input_precision=PRECISION)
+            scores = tl.dot(keys, tl.trans(rotated), scores, input_precision=PRECISION)
+            seen = inside[:, None] & (position[:, None] <= own_position[None, :])
+            scores = tl.where(seen, scores * scale, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, axis=0))
+            weights = tl.exp2(scores - higher[None, :])
+            added = tl.sum(weights, axis=0)
+            share = tl.trans(weights.to(latents.dtype))
+        else:
+            scores = tl.dot(query, tl.trans(latents), input_precision=PRECISION)
+            scores = tl.dot(rotated, tl.trans(keys), scores, input_precision=PRECISION)
+            seen = inside[None, :] & (position[None, :] <= own_position[:, None])
+            scores = tl.where(seen, scores * scale, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - higher[:, None])
+            added = tl.sum(weights, axis=1)
+            share = weights.to(latents.dtype)
+        shrink = tl.exp2(peak - higher)
+        peak = higher
+        total = total * shrink + added
+        acc = tl.dot(share, latents, acc * shrink[:, None], input_precision=PRECISION)
+    writes = real[:, None] & is_latent
+    index = at * NUM_HEADS + head
+    if FP8:
+        acc = acc * own_scale
+    if SPLITS == 1:
+        total = tl.where(total > 0.0, total, 1.0)
+        attended = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + index[:, None] * LATENT + dim[None, :], attended, mask=writes)
+    else:
+        index = index * SPLITS + split
+        tl.store(out + index[:, None] * LATENT + dim[None, :], acc, mask=writes)
+        tl.store(state + index * 2, peak, mask=real)
+        tl.store(state + index * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def latent_merge_kernel(
+    parts: tl.tensor,
+    state: tl.tensor,
+    out: tl.tensor,
+    LATENT: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Joins the parts of one row in each program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, BLOCK_LATENT)
+    is_latent = dim < LATENT
+    of_part = row * SPLITS + split
+    peak = tl.load(state + of_part * 2)
+    share = tl.exp2(peak - tl.max(peak, axis=0))
+    total = tl.sum(share * tl.load(state + of_part * 2 + 1), axis=0)
+    place = parts + of_part[:, None] * LATENT + dim[None, :]
+    joined = tl.sum(tl.load(place, mask=is_latent[None, :], other=0.0) * share[:, None], axis=0)
+    joined = joined / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + row * LATENT + dim, joined.to(out.dtype.element_ty), mask=is_latent)
+
+
+def latent_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    tuning: LatentDecodeTuning | None = None,
+    kv_scales: KVScales | None = None,
+) -> None:
+    """Attends for the decodes of `metadata`, which come first.
+
+    Args:
+        q_latent: [T, H, L] of the whole step.
+        q_rope: [T, H, R], rotated.
+        kv_cache: [N, B, L + R].
+        scale: Multiplies the scores.
+        out: [T, H, L] contiguous; rows of decodes are written.
+        tuning: None: the choice for this shape.
+        kv_scales: Of a cache of e4m3 numbers; None: it has those of the queries.
+    """
+    _, num_heads, latent = q_latent.shape
+    num_decodes, query_len = metadata.num_decodes, metadata.decode_query_len
+    tuning = tuning or latent_decode_tuning(num_heads * query_len, q_latent.element_size())
+    row_tiles = triton.cdiv(num_heads * query_len, tuning.rows)
+    splits = num_splits(tuning, num_decodes * row_tiles, q_latent.device)
+    target, state = out, None
+    if splits > 1:
+        rows = num_decodes * query_len, num_heads, splits
+        target, state = (
+            torch.empty((*rows, width), dtype=torch.float32, device=out.device)
+            for width in (latent, 2)
+        )
+    overlap = uses_pdl(out.device, num_decodes * query_len)
+    launch = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+    shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
+    latent_decode_kernel[(row_tiles, num_decodes, splits)](
+        q_latent,
+        q_rope,
+        kv_cache,
+        metadata.block_tables,
+        metadata.seq_lens,
+        pointers(kv_scales)[0],
+        target,
+        state,
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        kv_cache.stride(0),
+        metadata.block_tables.stride(0),
+        scale * LOG2_E,
+        QUERY_LEN=query_len,
+        NUM_HEADS=num_heads,
+        ROWS=tuning.rows,
+        ROPE=q_rope.shape[2],
+        BLOCK_ROPE=max(16, triton.next_power_of_2(q_rope.shape[2])),
+        BLOCK_SIZE=kv_cache.shape[1],
+        TILE=tuning.tile,
+        TURNED=tuning.turned,
+        PRECISION="ieee" if q_latent.dtype == torch.float32 else "tf32",
+        FP8=kv_scales is not None,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **shape,
+        **launch,
+    )
+    if state is not None:
+        grid = (num_decodes * query_len * num_heads,)
+        latent_merge_kernel[grid](target, state, out, num_warps=4, **shape, **launch)

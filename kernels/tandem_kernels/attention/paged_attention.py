@@ -1,0 +1,65 @@
+"""Attention of a mixed step: its decodes and its longer queries by a kernel each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.decode_attention import decode_attention
+from tandem_kernels.attention.kv_scales import KVScales
+from tandem_kernels.attention.prefill_attention import fixed_tuning, prefill_attention
+
+_UNCUT_WINDOW = 256
+"""Up to so many positions a window is walked by one program: cutting it would take a merge, and
+there is little to walk."""
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_scales: KVScales | None = None,
+) -> Tensor:
+    """See `reference.attention.paged_attention`. The heads of one query token must be adjacent.
+
+    In fixed order all queries go through the kernel of long ones with one size of tiles: it walks
+    a context from its beginning, and what lies behind a query's own position adds nothing. So do
+    decodes with drafts, and those whose window is small, with tiles of their own.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_decodes = metadata.num_decodes
+    rare = softcap, sinks, kv_scales
+    if metadata.fixed_order or metadata.decode_query_len > 1:
+        tuning = fixed_tuning(q.shape[-1], q.dtype) if metadata.fixed_order else None
+        together = replace(metadata, num_decodes=0)
+        prefill_attention(q, kv_cache, together, scale, out, tuning, *rare)
+        return out
+    if num_decodes > 0:
+        queries, attended = q[:num_decodes], out[:num_decodes]
+        if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
+            alone = _decodes_alone(metadata)
+            prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare)
+        else:
+            decode_attention(queries, kv_cache, metadata, scale, attended, None, *rare)
+    if num_decodes < metadata.seq_lens.shape[0]:
+        prefill_attention(q, kv_cache, metadata, scale, out, None, *rare)
+    return out
+
+
+def _decodes_alone(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Returns the decodes of a step as queries of one token."""
+    count = metadata.num_decodes
+    return replace(
+        metadata,
+        block_tables=metadata.block_tables[:count],
+        query_start_loc=metadata.query_start_loc[: count + 1],
+        seq_lens=metadata.seq_lens[:count],
+        num_decodes=0,
+        max_query_len=1,
+    )

@@ -1,0 +1,200 @@
+"""Attention of queries to keys without pages; keys may be wider than values.
+
+A program owns one tile of query tokens of one head and walks its request's keys twice: without a
+mask as far as all of its queries see, then masked to where the last one does. Tiles are taken from
+the end of the batch backwards, so that the longest walks start first. A key's width is cut into the
+largest power of two and the rest, as 192 is into 128 and 64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.attention.prefill_attention import LOG2_E, request_of
+from tandem_kernels.attention.ragged_batch import RaggedBatch
+
+_LOG_2 = 1 / LOG2_E
+_LEAST_WIDTH = 16
+
+
+@triton.jit
+def _advance(
+    query: tl.tensor,
+    query_rest: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    k_line: tl.tensor,
+    v_line: tl.tensor,
+    position: tl.tensor,
+    last_seen: tl.tensor,
+    num_keys: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    scale: tl.tensor,
+    KEY: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Takes the keys at `position` [TILE] into a softmax state."""
+    inside = (position < num_keys)[:, None]
+    row = position.to(tl.int64)[:, None]
+    main = tl.arange(0, MAIN)[None, :]
+    keys = tl.load(k_line + row * k_stride + main, mask=inside, other=0.0)
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    if REST > 0:
+        rest = MAIN + tl.arange(0, REST)[None, :]
+        keys = tl.load(k_line + row * k_stride + rest, mask=inside & (rest < KEY), other=0.0)
+        scores = tl.dot(query_rest, tl.trans(keys), scores, input_precision=PRECISION)
+    scores *= scale
+    if MASKED:
+        scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(peak - higher)
+    total = total * shrink + tl.sum(weights, axis=1)
+    dim = tl.arange(0, BLOCK_VALUE)[None, :]
+    values = tl.load(v_line + row * v_stride + dim, mask=inside & (dim < VALUE), other=0.0)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+    return higher, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "log_sums_stride"],
+    do_not_specialize_on_alignment=["query_bounds", "key_bounds"],
+)
+def ragged_attention_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    query_bounds: tl.tensor,
+    key_bounds: tl.tensor,
+    out: tl.tensor,
+    log_sums: tl.tensor,
+    num_reqs: tl.tensor,
+    q_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    k_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    log_sums_stride: tl.tensor,
+    scale: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LOG_2: tl.constexpr,
+) -> None:
+    """Computes, in program (h, i), the i-th tile from the end of head h."""
+    head = tl.program_id(0)
+    q_tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    r = request_of(query_bounds, q_tile, 0, num_reqs, BLOCK_Q)
+    query_start = tl.load(query_bounds + r)
+    num_queries = tl.load(query_bounds + r + 1) - query_start
+    first = (q_tile - query_start // BLOCK_Q - r) * BLOCK_Q
+    if first >= num_queries:
+        return
+    key_start = tl.load(key_bounds + r)
+    num_keys = tl.load(key_bounds + r + 1) - key_start
+    query = first + tl.arange(0, BLOCK_Q)
+    real = (query < num_queries)[:, None]
+    at = (query_start + query).to(tl.int64)
+    line = q + at[:, None] * q_stride + head * q_head_stride
+    main = tl.load(line + tl.arange(0, MAIN)[None, :], mask=real, other=0.0)
+    rest = main
+    if REST > 0:
+        column = MAIN + tl.arange(0, REST)[None, :]
+        rest = tl.load(line + column, mask=real & (column < KEY), other=0.0)
+    k_line = k + key_start.to(tl.int64) * k_stride + head * k_head_stride
+    v_line = v + key_start.to(tl.int64) * v_stride + head * v_head_stride
+
+    last_seen = tl.zeros([BLOCK_Q], tl.int32) + num_keys - 1
+    seen_by_all = num_keys // TILE * TILE
+    needed = num_keys
+    if CAUSAL:
+        before = num_keys - num_queries
+        last_seen = before + query
+        seen_by_all = tl.maximum(tl.minimum(before + first + 1, num_keys), 0) // TILE * TILE
+        needed = tl.minimum(before + first + BLOCK_Q, num_keys)
+    last_seen = tl.minimum(last_seen, num_keys - 1)
+    peak = tl.full([BLOCK_Q], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
+    lane = tl.arange(0, TILE)
+    for start in range(0, seen_by_all, TILE):
+        peak, total, acc = _advance(
+            main, rest, peak, total, acc, k_line, v_line, start + lane, last_seen, num_keys,
+            k_stride, v_stride, scale, KEY, MAIN, REST, VALUE, BLOCK_VALUE, False, PRECISION,
+        )  # fmt: skip
+    for start in range(seen_by_all, needed, TILE):
+        peak, total, acc = _advance(
+            main, rest, peak, total, acc, k_line, v_line, start + lane, last_seen, num_keys,
+            k_stride, v_stride, scale, KEY, MAIN, REST, VALUE, BLOCK_VALUE, True, PRECISION,
+        )  # fmt: skip
+    attended = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    dim = tl.arange(0, BLOCK_VALUE)[None, :]
+    to = out + (at * NUM_HEADS + head)[:, None] * VALUE + dim
+    tl.store(to, attended.to(out.dtype.element_ty), mask=real & (dim < VALUE))
+    log_sum = tl.where(total > 0.0, peak * LOG_2 + tl.log(total), float("-inf"))
+    tl.store(log_sums + head * log_sums_stride + at, log_sum, mask=query < num_queries)
+
+
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `reference.ragged.ragged_attention`. Numbers of a head are adjacent."""
+    num_tokens, num_heads, key = q.shape
+    value = v.shape[2]
+    out = torch.empty((num_tokens, num_heads, value), dtype=q.dtype, device=q.device)
+    log_sums = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q.device)
+    num_reqs = len(batch.query_bounds) - 1
+    main = 1 << (key.bit_length() - 1)
+    rest = key - main
+    is_half = q.element_size() == 2
+    block_q = 128 if is_half else 32
+    tile = 64 if is_half else 32
+    tiles = triton.cdiv(num_tokens, block_q) + num_reqs
+    ragged_attention_kernel[(num_heads, tiles)](
+        q,
+        k,
+        v,
+        batch.query_bounds,
+        batch.key_bounds,
+        out,
+        log_sums,
+        num_reqs,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        num_tokens,
+        scale * LOG2_E,
+        NUM_HEADS=num_heads,
+        KEY=key,
+        MAIN=main,
+        REST=max(_LEAST_WIDTH, triton.next_power_of_2(rest)) if rest else 0,
+        VALUE=value,
+        BLOCK_VALUE=max(_LEAST_WIDTH, triton.next_power_of_2(value)),
+        BLOCK_Q=block_q,
+        TILE=tile,
+        CAUSAL=batch.causal,
+        PRECISION="tf32" if is_half else "ieee",
+        LOG_2=_LOG_2,
+        num_warps=8 if is_half else 4,
+        num_stages=3 if is_half else 1,
+    )
+    return out, log_sums

@@ -1,0 +1,205 @@
+"""The rows of each expert, which are (token, expert) pairs numbered token * k + place.
+
+With few pairs, programs of a GEMM read the experts of all of them and find their own. With many,
+they are sorted by expert first: each program reads all pairs and places those of its own expert,
+because the numbers are few, and one launch is less than the start of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
+
+CHUNK = 8192
+
+
+@triton.jit
+def found_rows(
+    experts: tl.tensor,
+    slot: tl.tensor,
+    tile: tl.tensor,
+    num_pairs: tl.tensor,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+) -> tl.tensor:
+    """Returns the expert of `slot`, and the pairs of its `tile` [ROWS]: `num_pairs` for none.
+
+    BY_PAIR: slot p stands for the expert of pair p, and only the first of its pairs has work.
+    """
+    pair = tl.arange(0, PAIRS)
+    of_pair = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+    expert = slot
+    if BY_PAIR:
+        expert = tl.load(experts + slot)
+    own = (of_pair == expert) & (expert >= 0)
+    rank = tl.cumsum(own.to(tl.int32), axis=0) - 1 - tile * ROWS
+    if BY_PAIR:
+        earlier = tl.sum((own & (pair < slot)).to(tl.int32), axis=0)
+        own &= earlier == 0
+    row = tl.arange(0, ROWS)
+    is_row = own[None, :] & (rank[None, :] == row[:, None])
+    return expert, num_pairs - tl.sum(tl.where(is_row, num_pairs - pair[None, :], 0), axis=1)
+
+
+@triton.jit
+def sorted_rows(
+    order: tl.tensor,
+    counts: tl.tensor,
+    tile: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    FIRST: tl.constexpr,
+) -> tl.tensor:
+    """Returns the expert of the `tile`-th tile of all experts, and pairs FIRST and on of the HEIGHT
+    that it has: [ROWS]."""
+    lane = tl.arange(0, EXPERTS)
+    count = tl.load(counts + lane, mask=lane < num_experts, other=0)
+    tiles = tl.cdiv(count, HEIGHT)
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    own = lane == expert
+    before = tl.sum(tl.where(own, ends - tiles, 0), axis=0)
+    start = tl.sum(tl.where(lane < expert, count, 0), axis=0)
+    place = (tile - before) * HEIGHT + FIRST + tl.arange(0, ROWS)
+    real = place < tl.sum(tl.where(own, count, 0), axis=0)
+    return expert, tl.load(order + start + place, mask=real, other=num_pairs)
+
+
+@triton.jit
+def rows_of_program(
+    experts: tl.tensor,
+    order: tl.tensor,
+    counts: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    num_row_tiles: tl.tensor,
+    num_col_tiles: tl.tensor,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SORTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    HEIGHT: tl.constexpr = 0,
+    FIRST: tl.constexpr = 0,
+) -> tl.tensor:
+    """Returns the expert, the pairs [ROWS] and the tile of outputs of this program. A program
+    whose pairs are all `num_pairs` has no work.
+
+    GROUP tiles of rows are computed together, column by column. Sorted tiles may be of HEIGHT rows,
+    of which these are FIRST and on.
+    """
+    program = tl.program_id(0)
+    span = GROUP * num_col_tiles
+    first = program // span * GROUP
+    height = tl.minimum(num_row_tiles - first, GROUP)
+    tile = first + program % span % height
+    if SORTED:
+        expert, pair = sorted_rows(
+            order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, HEIGHT or ROWS, FIRST
+        )
+    else:
+        expert, pair = found_rows(
+            experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
+        )
+    return expert, pair, program % span // height
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def sort_pairs_kernel(
+    experts: tl.tensor,
+    order: tl.tensor,
+    counts: tl.tensor,
+    num_pairs: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Places the pairs of expert e in program e, behind those of all lower experts."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    start = 0
+    count = 0
+    for first in range(0, num_pairs, CHUNK):
+        of_pair = tl.load(experts + first + lane, mask=first + lane < num_pairs, other=-1)
+        start += tl.sum(((of_pair >= 0) & (of_pair < expert)).to(tl.int32), axis=0)
+        count += tl.sum((of_pair == expert).to(tl.int32), axis=0)
+    tl.store(counts + expert, count)
+    if count > 0:
+        for first in range(0, num_pairs, CHUNK):
+            pair = first + lane
+            of_pair = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+            own = of_pair == expert
+            rank = tl.cumsum(own.to(tl.int32), axis=0)
+            tl.store(order + start + rank - 1, pair, mask=own)
+            start += tl.max(rank, axis=0)
+
+
+def sort_pairs(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sorts the pairs of `experts` [T, k] int32, -1 for none.
+
+    Returns:
+        (order [T * k] int32, counts [E] int32): the pairs by expert, and how many each has.
+    """
+    num_pairs = experts.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
+    chunk = min(CHUNK, max(16, triton.next_power_of_2(num_pairs)))
+    sort_pairs_kernel[(num_experts,)](
+        experts, order, counts, num_pairs, CHUNK=chunk, num_warps=max(1, min(16, chunk // 256))
+    )
+    return order, counts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Says how programs of a step's GEMMs find their rows.
+
+    Attributes:
+        experts: [T, k] int32; -1: none.
+        num_experts: Of the layer.
+        order, counts: As `sort_pairs` gives them; None: programs search.
+    """
+
+    experts: Tensor
+    num_experts: int
+    order: Tensor | None
+    counts: Tensor | None
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> ExpertRows:
+        """Sorts the pairs if there are too many to search."""
+        order = counts = None
+        if experts.numel() > MAX_SEARCHED_PAIRS:
+            order, counts = sort_pairs(experts, num_experts)
+        return cls(experts, num_experts, order, counts)
+
+    def tiles(self, rows: int, extra_rows: int = 0) -> tuple[int, dict[str, int]]:
+        """Returns the number of tiles of `rows` rows that may have work, and the constants with
+        which `rows_of_program` finds them. Sorted ones have `extra_rows` more."""
+        num_pairs, top_k = self.experts.numel(), self.experts.shape[1]
+        is_sorted = self.counts is not None
+        height = rows + extra_rows if is_sorted else rows
+        by_pair = not is_sorted and num_pairs <= self.num_experts
+        # No token goes to an expert twice.
+        of_expert = triton.cdiv(num_pairs // top_k, height)
+        total = of_expert * (num_pairs if by_pair else self.num_experts)
+        if is_sorted:
+            total = min(triton.cdiv(num_pairs, height) + self.num_experts, total)
+        return total, {
+            "ROWS": rows,
+            "PAIRS": 1 if is_sorted else max(16, triton.next_power_of_2(num_pairs)),
+            "TILES": 1 if is_sorted else of_expert,
+            "EXPERTS": triton.next_power_of_2(self.num_experts),
+            "SORTED": is_sorted,
+            "BY_PAIR": by_pair,
+        }

@@ -1,0 +1,306 @@
+"""Experts whose weights are float8 e4m3, as are the numbers that they are multiplied by.
+
+    1. rows in e4m3, each 128 numbers with a scale                    [T, H]
+    2. gate·up of each (token, expert) pair, with the activation      [pairs, I]
+    3. its rows in e4m3: by step 2 where a tile has 128 outputs
+    4. down, times the pair's weight                                  [pairs, H]
+    5. the sum over a token's pairs                                   [T, H]
+
+Weights have a scale for each block of 128 x 128, or for each output. Every 128 numbers of the inner
+dimension are multiplied by themselves, and their sum by its scales: tensor cores keep few bits of
+sums of e4m3 (DeepSeek-V3, 2024). Few rows lie on the side of the operands that may be narrow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.device import gpu_name
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.experts.expert_gate import activated
+from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
+from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
+from tandem_kernels.experts.fused_experts import sum_pairs
+from tandem_kernels.gemm.fp8_activations import quantise_fp8
+from tandem_kernels.gemm.fp8_rows import GROUP, fp8_scale, to_fp8
+
+FORMAT = "fp8"
+FIXED = ExpertTuning(rows=64, cols=64, depth=GROUP, num_warps=4, num_stages=3)
+"""One choice for all batches, where a row must have the same bits in any company."""
+_MIN_WIDE_ROWS = 64
+"""Tiles of fewer rows are the second operand."""
+
+
+@triton.jit
+def _scaled_gemm(
+    given: tl.tensor,
+    weight: tl.tensor,
+    inside: tl.tensor,
+    scale: tl.tensor,
+    acc: tl.tensor,
+    WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Adds the product of rows [ROWS, 128] and a weight [COLS, 128] at an address, scaled."""
+    by = tl.load(weight, mask=inside, other=0.0) if MASKED else tl.load(weight)
+    if WIDE:
+        acc += tl.dot(given, by.T) * scale[:, None]
+    else:
+        acc += tl.dot(by, given.T) * scale[None, :]
+    return acc
+
+
+@triton.jit
+def _block_scales(
+    of_block: tl.tensor, of_up_block: tl.tensor, GATED: tl.constexpr, BLOCKS: tl.constexpr
+) -> tl.tensor:
+    """Loads the scales of a block of the weight, and of its up part; without BLOCKS they are 1."""
+    scale = 1.0
+    up_scale = 1.0
+    if BLOCKS:
+        scale = tl.load(of_block)
+        if GATED:
+            up_scale = tl.load(of_up_block)
+    return scale, up_scale
+
+
+@triton.jit
+def _of_columns(places: tl.tensor, real_col: tl.tensor) -> tl.tensor:
+    """Loads a number for each column: [1, COLS] float32."""
+    return tl.load(places, mask=real_col, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_row_tiles", "x_scales_stride", "out_scales_stride"]
+)
+def fp8_expert_gemm_kernel(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    weight: tl.tensor,
+    weight_scales: tl.tensor,
+    bias: tl.tensor,
+    pair_weights: tl.tensor,
+    experts: tl.tensor,
+    order: tl.tensor,
+    counts: tl.tensor,
+    out: tl.tensor,
+    out_scales: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    num_outputs: tl.tensor,
+    inner: tl.tensor,
+    x_scales_stride: tl.tensor,
+    out_scales_stride: tl.tensor,
+    num_row_tiles: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    SORTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    QUANTISES: tl.constexpr,
+    WIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> None:
+    """Computes one tile of pairs times one tile of outputs in each program.
+
+    GATED: x [T, H], weight [E, 2, num_outputs, H], activated. Else x [pairs, I], weight
+    [E, 1, num_outputs, I], times the pair's weight. BLOCKS: weight_scales [E, 1 or 2,
+    num_outputs / 128, inner / 128], else [E, 1 or 2, num_outputs]. QUANTISES: COLS is 128, and out
+    is e4m3 with a scale for each tile. WIDE: rows are the first operand.
+    """
+    num_col_tiles = tl.cdiv(num_outputs, COLS)
+    expert, pair, col_tile = rows_of_program(
+        experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
+        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR,
+    )  # fmt: skip
+    if tl.min(pair, axis=0) >= num_pairs:
+        return
+    real = pair < num_pairs
+    row = pair
+    if GATED:
+        row = pair // TOP_K
+    row = tl.where(real, row, 0).to(tl.int64)
+    col = col_tile * COLS + tl.arange(0, COLS)
+    real_col = col < num_outputs
+    lane = tl.arange(0, 128)
+    num_blocks = tl.cdiv(inner, 128)
+    inputs = x + row[:, None] * inner + lane[None, :]
+    shares = x_scales + row
+    part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
+    first = part * num_outputs + col
+    places = weight + first[:, None] * inner + lane[None, :]
+    up = num_outputs.to(tl.int64) * inner
+    num_col_blocks = tl.cdiv(num_outputs, 128)
+    of_block = weight_scales + (part * num_col_blocks + col_tile * COLS // 128) * num_blocks
+    of_up_block = of_block + num_col_blocks * num_blocks
+    if WIDE:
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        second = tl.zeros([ROWS, COLS], tl.float32)
+    else:
+        acc = tl.zeros([COLS, ROWS], tl.float32)
+        second = tl.zeros([COLS, ROWS], tl.float32)
+    # Scales are loaded a step ahead: the compiler does that for operands alone.
+    share = tl.load(shares)
+    scale, up_scale = _block_scales(of_block, of_up_block, GATED, BLOCKS)
+    for block in range(num_blocks):
+        following = tl.minimum(block + 1, num_blocks - 1)
+        next_share = tl.load(shares + following * x_scales_stride)
+        next_scales = _block_scales(of_block + following, of_up_block + following, GATED, BLOCKS)
+        start = block * 128
+        given_mask, inside = real[:, None], real_col[:, None]
+        if not EVEN:
+            real_k = (start + lane < inner)[None, :]
+            given_mask, inside = given_mask & real_k, inside & real_k
+        given = tl.load(inputs + start, mask=given_mask, other=0.0)
+        acc = _scaled_gemm(given, places + start, inside, share * scale, acc, WIDE, not EVEN)
+        if GATED:
+            by_up = places + up + start
+            second = _scaled_gemm(given, by_up, inside, share * up_scale, second, WIDE, not EVEN)
+        share = next_share
+        scale, up_scale = next_scales
+    if not WIDE:
+        acc = acc.T
+        second = second.T
+    if not BLOCKS:
+        acc *= _of_columns(weight_scales + first, real_col)
+        if GATED:
+            second *= _of_columns(weight_scales + first + num_outputs, real_col)
+    if HAS_BIAS:
+        acc += _of_columns(bias + first, real_col)
+        if GATED:
+            second += _of_columns(bias + first + num_outputs, real_col)
+    if GATED:
+        acc = activated(acc, second, limit, alpha, CLAMPED)
+    else:
+        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
+    written = real[:, None] & real_col[None, :]
+    if QUANTISES:
+        acc = tl.where(written, acc, 0.0)
+        scales = fp8_scale(tl.max(tl.abs(acc), axis=1))
+        tl.store(to, to_fp8(acc, scales[:, None]), mask=written)
+        tl.store(out_scales + col_tile * out_scales_stride + pair, scales, mask=real)
+    else:
+        tl.store(to, acc.to(out.dtype.element_ty), mask=written)
+
+
+def fp8_experts(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    fixed_order: bool = False,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> Tensor:
+    """See `reference.quantised_experts.fp8_experts`."""
+    num_tokens, hidden_size = x.shape
+    num_experts, _, width, _ = w13.shape
+    num_pairs = experts.numel()
+    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
+    first, second = (
+        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
+        for gated in (True, False)
+    )
+    rows = ExpertRows.of(experts, num_experts)
+    hidden: tuple[Tensor, Tensor]
+    if first.cols == GROUP:
+        hidden = (
+            torch.empty((num_pairs, width), dtype=torch.float8_e4m3fn, device=x.device),
+            torch.empty((triton.cdiv(width, GROUP), num_pairs), device=x.device),
+        )
+        fp8_gemm(
+            quantise_fp8(x, GROUP), (w13, s13), weights, rows, hidden, first, bias=b13, gate=gate
+        )
+    else:
+        plain = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+        given = quantise_fp8(x, GROUP)
+        fp8_gemm(given, (w13, s13), weights, rows, (plain, None), first, bias=b13, gate=gate)
+        hidden = quantise_fp8(plain, GROUP)
+    parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+    fp8_gemm(hidden, (w2.unsqueeze(1), s2.unsqueeze(1)), weights, rows, (parts, None), second, b2)
+    sum_pairs(parts, experts, out)
+    return out
+
+
+def fp8_gemm(
+    x: tuple[Tensor, Tensor],
+    weight: tuple[Tensor, Tensor],
+    pair_weights: Tensor,
+    rows: ExpertRows,
+    out: tuple[Tensor, Tensor | None],
+    tuning: ExpertTuning,
+    bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> None:
+    """Computes one of the two GEMMs; the first where the weight has two parts.
+
+    Args:
+        x: [T, H] or [T * k, I] e4m3, and scales [inner / 128, rows].
+        weight: [E, 2, I, H] or [E, 1, H, I] e4m3, and scales as the kernel has them.
+        pair_weights: [T, k].
+        out: [T * k, I] or [T * k, H]; with scales [I / 128, T * k] it is e4m3.
+        bias: [E, 2 I], or [E, H]; None: none.
+        gate: None: SiLU.
+    """
+    given, shares = x
+    numbers, scales = weight
+    result, result_scales = out
+    num_pairs, num_outputs = result.shape
+    num_experts, num_parts, _, inner = numbers.shape
+    row_tiles, constants = rows.tiles(tuning.rows)
+    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
+    fp8_expert_gemm_kernel[grid](
+        given,
+        shares,
+        numbers,
+        scales,
+        bias,
+        pair_weights,
+        rows.experts,
+        rows.order,
+        rows.counts,
+        result,
+        result_scales,
+        num_pairs,
+        num_experts,
+        num_outputs,
+        inner,
+        shares.stride(0),
+        0 if result_scales is None else result_scales.stride(0),
+        row_tiles,
+        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        TOP_K=rows.experts.shape[1],
+        COLS=tuning.cols,
+        GROUP=tuning.group,
+        GATED=num_parts == 2,
+        HAS_BIAS=bias is not None,
+        CLAMPED=gate is not None,
+        BLOCKS=scales.dim() == 4,
+        QUANTISES=result_scales is not None,
+        WIDE=tuning.rows >= _MIN_WIDE_ROWS,
+        EVEN=inner % GROUP == 0 and num_outputs % tuning.cols == 0,
+        **constants,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )

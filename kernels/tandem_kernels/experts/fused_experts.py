@@ -1,0 +1,250 @@
+"""The experts' feed-forward blocks, for all tokens of a step.
+
+    1. gate·up of each (token, expert) pair, bias, activation         [pairs, I]
+    2. down, bias, times the pair's weight                            [pairs, H]
+    3. the sum over a token's pairs                                   [T, H]
+
+Grids depend on shapes alone, so all of it can be recorded: programs without work end at once. With
+few pairs a program reads the experts of all of them and finds its own; with many they are sorted
+first (`expert_rows`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.device import gpu_name
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.experts.expert_gate import activated
+from tandem_kernels.experts.expert_rows import ExpertRows, found_rows, sorted_rows
+from tandem_kernels.experts.expert_tuning import (
+    FIXED,
+    ExpertShape,
+    ExpertTuning,
+    expert_tuning,
+    weight_format,
+)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def expert_gemm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    pair_weights: tl.tensor,
+    experts: tl.tensor,
+    order: tl.tensor,
+    counts: tl.tensor,
+    out: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    num_outputs: tl.tensor,
+    inner: tl.tensor,
+    x_stride: tl.tensor,
+    num_row_tiles: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GATED: tl.constexpr,
+    SORTED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Computes one tile of pairs times one tile of outputs in each program.
+
+    GATED: x [T, H], weight [E, 2 * num_outputs, H], activated. Else x [pairs, I], weight
+    [E, num_outputs, I], times the pair's weight. A bias has a number for each row of the weight.
+    """
+    program = tl.program_id(0)
+    num_col_tiles = tl.cdiv(num_outputs, COLS)
+    span = GROUP * num_col_tiles
+    first = program // span * GROUP
+    height = tl.minimum(num_row_tiles - first, GROUP)
+    tile = first + program % span % height
+    col_tile = program % span // height
+    if SORTED:
+        expert, pair = sorted_rows(
+            order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, ROWS, 0
+        )
+        if expert >= num_experts:
+            return
+    else:
+        expert, pair = found_rows(
+            experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
+        )
+        if tl.min(pair, axis=0) >= num_pairs:
+            return
+    real = pair < num_pairs
+    row = pair
+    if GATED:
+        row = pair // TOP_K
+    col = col_tile * COLS + tl.arange(0, COLS)
+    real_col = col < num_outputs
+    lane = tl.arange(0, DEPTH)
+    inputs = x + row.to(tl.int64)[:, None] * x_stride
+    width = 2 * num_outputs if GATED else num_outputs
+    places = weight + (expert.to(tl.int64) * width + col)[None, :] * inner
+    up = num_outputs.to(tl.int64) * inner
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    second = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, inner, DEPTH):
+        k = start + lane
+        if EVEN:
+            given = tl.load(inputs + k[None, :], mask=real[:, None], other=0.0)
+            by = tl.load(places + k[:, None])
+        else:
+            real_k = k < inner
+            given = tl.load(inputs + k[None, :], mask=real[:, None] & real_k[None, :], other=0.0)
+            inside = real_k[:, None] & real_col[None, :]
+            by = tl.load(places + k[:, None], mask=inside, other=0.0)
+        acc = tl.dot(given, by, acc, input_precision=PRECISION)
+        if GATED:
+            if EVEN:
+                by = tl.load(places + up + k[:, None])
+            else:
+                by = tl.load(places + up + k[:, None], mask=inside, other=0.0)
+            second = tl.dot(given, by, second, input_precision=PRECISION)
+    if HAS_BIAS:
+        of_col = bias + expert.to(tl.int64) * width + col
+        acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
+            second += of_up.to(tl.float32)[None, :]
+    if GATED:
+        acc = activated(acc, second, limit, alpha, CLAMPED)
+    else:
+        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
+    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
+
+
+@triton.jit
+def sum_pairs_kernel(
+    parts: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Sums, in program (t, j), columns j * BLOCK and on of token t over its experts."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        real = inside & (tl.load(experts + pair) >= 0)
+        total += tl.load(parts + pair * width + col, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + token * width + col, total.to(out.dtype.element_ty), mask=inside)
+
+
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    fixed_order: bool = False,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> Tensor:
+    """See `reference.experts.fused_experts`."""
+    num_tokens, hidden_size = x.shape
+    num_experts, doubled, _ = w13.shape
+    top_k = experts.shape[1]
+    num_pairs = num_tokens * top_k
+    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    shape = ExpertShape(num_experts, doubled // 2, hidden_size, weight_format(w13.dtype))
+    first, second = (
+        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
+        for gated in (True, False)
+    )
+    rows = ExpertRows.of(experts, num_experts)
+    hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
+    parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+    expert_gemm(x, w13, weights, rows, hidden, first, gated=True, bias=b13, gate=gate)
+    expert_gemm(hidden, w2, weights, rows, parts, second, gated=False, bias=b2)
+    sum_pairs(parts, experts, out)
+    return out
+
+
+def sum_pairs(parts: Tensor, experts: Tensor, out: Tensor) -> None:
+    """Sums `parts` [T * k, H] of the pairs that have an expert to `out` [T, H]."""
+    num_tokens, width = out.shape
+    block = min(1024, triton.next_power_of_2(width))
+    grid = (num_tokens, triton.cdiv(width, block))
+    sum_pairs_kernel[grid](parts, experts, out, width, TOP_K=experts.shape[1], BLOCK=block)
+
+
+def expert_gemm(
+    x: Tensor,
+    weight: Tensor,
+    pair_weights: Tensor,
+    rows: ExpertRows,
+    out: Tensor,
+    tuning: ExpertTuning,
+    *,
+    gated: bool,
+    bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> None:
+    """Computes one of the two GEMMs.
+
+    Args:
+        x: [T, H] when `gated`, else [T * k, I].
+        weight: [E, 2 I, H], or [E, H, I].
+        pair_weights: [T, k].
+        out: [T * k, I], or [T * k, H].
+        bias: [E, 2 I], or [E, H]; None: none.
+        gate: None: SiLU.
+    """
+    num_pairs, num_outputs = out.shape
+    num_experts, _, inner = weight.shape
+    row_tiles, constants = rows.tiles(tuning.rows)
+    grid = (row_tiles * triton.cdiv(num_outputs, tuning.cols),)
+    expert_gemm_kernel[grid](
+        x,
+        weight,
+        bias,
+        pair_weights,
+        rows.experts,
+        rows.order,
+        rows.counts,
+        out,
+        num_pairs,
+        num_experts,
+        num_outputs,
+        inner,
+        x.stride(0),
+        row_tiles,
+        *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        TOP_K=rows.experts.shape[1],
+        COLS=tuning.cols,
+        DEPTH=tuning.depth,
+        GROUP=tuning.group,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        CLAMPED=gate is not None,
+        EVEN=inner % tuning.depth == 0 and num_outputs % tuning.cols == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **constants,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )

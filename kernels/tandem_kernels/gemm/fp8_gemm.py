@@ -1,0 +1,316 @@
+"""Small-M GEMMs on FP8 weights: few rows, where reading the weights is all that takes time.
+
+A program has COLS outputs, and where these are too few for all SMs, one of SPLITS parts of the
+inner dimension: partial sums then meet in memory, and the last program of an output adds them, in
+their order. SWAPped, the weights are the first operand: the matrix units of Hopper take 64 rows of
+that at least, and few of the other.
+
+Without scales of x, x is in half precision and weights are converted as they are multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.attention.cache_lines import prefetch_lines
+from tandem_kernels.device import supports_pdl
+from tandem_kernels.elementwise.silu_and_mul import silu_and_mul
+from tandem_kernels.gemm.fp8_activations import scale_product
+from tandem_kernels.gemm.fp8_library import fp8_product, one, scaled_mm
+from tandem_kernels.gemm.fp8_paths import fp8_path
+
+_MAX_PROGRAMS = 4096
+"""Programs along the outputs, at most: each has a counter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tuning:
+    """Says how one shape runs best.
+
+    Attributes:
+        cols, depth: Outputs of a program, and how much of the inner dimension it takes at once.
+        splits: Programs that share the inner dimension.
+        swap: Weights are the first operand.
+        lines: So many of 128 inputs of each output are brought into the cache while the kernel
+            before this one ends.
+    """
+
+    cols: int
+    depth: int
+    splits: int
+    swap: bool
+    num_warps: int
+    num_stages: int
+    lines: int = 0
+
+
+def fp8_tuning(
+    num_rows: int, num_outputs: int, inner: int, *, gated: bool, blocks: bool
+) -> Fp8Tuning:
+    """Returns what suits a shape; all take inner dimensions of multiples of 128 and outputs of
+    multiples of 64."""
+    swap = num_rows > 16
+    splits = 1
+    while (
+        not gated
+        and splits < 4
+        and num_outputs // 64 * splits < 132
+        and inner % (256 * splits) == 0
+    ):
+        splits *= 2
+    if swap:
+        return Fp8Tuning(64, 128, splits, True, 4, 4, lines=8)
+    depth = 128 if blocks or inner % (256 * splits) else 256
+    return Fp8Tuning(32, depth, splits, False, 4, 3 if gated else 4, lines=8)
+
+
+@triton.jit
+def _multiplied(
+    acc: tl.tensor,
+    given: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    SWAP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """Adds given [ROWS, DEPTH] x weight [COLS, DEPTH] to `acc`, times the scales of this block."""
+    if given.dtype != weight.dtype:
+        weight = weight.to(given.dtype)
+    if BLOCKS:
+        if SWAP:
+            acc += tl.dot(weight, tl.trans(given)) * scale[None, :]
+        else:
+            acc += tl.dot(given, tl.trans(weight)) * scale[:, None]
+    elif SWAP:
+        acc = tl.dot(weight, tl.trans(given), acc)
+    else:
+        acc = tl.dot(given, tl.trans(weight), acc)
+    return acc
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor,
+    x_scales: tl.tensor,
+    w_scales: tl.tensor,
+    row: tl.tensor,
+    col: tl.tensor,
+    num_rows: tl.tensor,
+    SWAP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """Multiplies by the scales of rows and outputs; returns [ROWS, COLS]."""
+    if SWAP:
+        acc = tl.trans(acc)
+    if not BLOCKS:
+        acc *= tl.load(w_scales + col)[None, :]
+        if x_scales is not None:
+            acc *= tl.load(x_scales + row, mask=row < num_rows, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_scales_stride"])
+def fp8_small_m_kernel(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    weight: tl.tensor,
+    w_scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    tickets: tl.tensor,
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    inner: tl.tensor,
+    x_stride: tl.tensor,
+    x_scales_stride: tl.tensor,
+    w_scales_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    LINES: tl.constexpr,
+) -> None:
+    """Computes, in program (j, s), part s of outputs j * COLS and on. When GATED, they are the
+    gate's, and the weights of an output's other half lie `num_outputs` rows behind. With BLOCKS,
+    DEPTH inputs and 128 outputs share a scale, and x_scales is [K / DEPTH, x_scales_stride].
+    """
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    col = tile * COLS + tl.arange(0, COLS)
+    row = tl.arange(0, ROWS)
+    real = (row < num_rows)[:, None]
+    lane = tl.arange(0, DEPTH)
+    rows_of_weight = weight + col.to(tl.int64) * inner
+    others = num_outputs.to(tl.int64) * inner
+    steps = inner // (DEPTH * SPLITS)
+    if OVERLAP:
+        gdc_launch_dependents()
+        if LINES > 0:
+            line = tl.minimum(tl.arange(0, LINES), steps * (DEPTH // 128) - 1)
+            first = rows_of_weight + part * steps * DEPTH
+            prefetch_lines(first[:, None] + line[None, :] * 128)
+            if GATED:
+                prefetch_lines(first[:, None] + line[None, :] * 128 + others)
+        gdc_wait()
+    if SWAP:
+        acc = tl.zeros([COLS, ROWS], tl.float32)
+        second = tl.zeros([COLS, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        second = tl.zeros([ROWS, COLS], tl.float32)
+    scale = tl.zeros([ROWS], tl.float32)
+    other_scale = scale
+    w_block = w_scales + tile * COLS // 128 * w_scales_stride
+    for step in range(part * steps, (part + 1) * steps):
+        k = step * DEPTH + lane
+        given = tl.load(x + row[:, None] * x_stride + k[None, :], mask=real, other=0.0)
+        if BLOCKS:
+            scale = tl.load(x_scales + step * x_scales_stride + row, mask=row < num_rows, other=0.0)
+            if GATED:
+                behind = num_outputs // 128 * w_scales_stride
+                other_scale = scale * tl.load(w_block + behind + step)
+            scale *= tl.load(w_block + step)
+        places = rows_of_weight[:, None] + k[None, :]
+        acc = _multiplied(acc, given, tl.load(places), scale, SWAP, BLOCKS)
+        if GATED:
+            ups = tl.load(places + others)
+            second = _multiplied(second, given, ups, other_scale, SWAP, BLOCKS)
+    acc = _scaled(acc, x_scales, w_scales, row, col, num_rows, SWAP, BLOCKS)
+    kind = out.dtype.element_ty
+    to = row[:, None] * num_outputs + col[None, :]
+    if GATED:
+        second = _scaled(second, x_scales, w_scales, row, num_outputs + col, num_rows, SWAP, BLOCKS)
+        gate = acc.to(kind).to(tl.float32)
+        acc = gate / (1.0 + tl.exp(-gate)) * second.to(kind).to(tl.float32)
+    if SPLITS > 1:
+        stride = num_rows * num_outputs
+        tl.store(partial + part * stride + to, acc, mask=real)
+        tl.debug_barrier()
+        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(tickets + tile, 0)
+            acc = tl.zeros([ROWS, COLS], tl.float32)
+            for other in range(SPLITS):
+                acc += tl.load(partial + other * stride + to, mask=real, cache_modifier=".cg")
+            if HAS_BIAS:
+                acc += tl.load(bias + col).to(tl.float32)[None, :]
+            tl.store(out + to, acc.to(kind), mask=real)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias + col).to(tl.float32)[None, :]
+        tl.store(out + to, acc.to(kind), mask=real)
+
+
+def prepare(device: torch.device) -> None:
+    """Makes what lives as long as the device. Not inside a capture of a graph: it would live with
+    the graph."""
+    _tickets(device)
+    one(device)
+
+
+@cache
+def _tickets(device: torch.device) -> Tensor:
+    """Returns the counters of programs that have ended, all 0 between kernels."""
+    return torch.zeros(_MAX_PROGRAMS, dtype=torch.int32, device=device)
+
+
+def fp8_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `reference.fp8_linear.fp8_gemm`."""
+    path = fp8_path(len(x), weight, w_scales)
+    if path == "unscaled":
+        return scale_product(fp8_product(x, weight), x_scales, w_scales, bias)
+    if path == "scaled":
+        return scaled_mm(x, x_scales, weight, w_scales, bias, out_dtype)
+    out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
+    tuning = fp8_tuning(len(x), *weight.shape, gated=False, blocks=w_scales.dim() == 2)
+    return fp8_small_m(x, x_scales, weight, w_scales, bias, out, tuning)
+
+
+def fp8_gate_up(
+    x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """See `reference.fp8_linear.fp8_gate_up`."""
+    if fp8_path(len(x), weight, w_scales) != "small":
+        return silu_and_mul(fp8_gemm(x, x_scales, weight, w_scales, None, out_dtype))
+    num_outputs, inner = len(weight) // 2, weight.shape[1]
+    out = torch.empty((len(x), num_outputs), dtype=out_dtype, device=x.device)
+    tuning = fp8_tuning(len(x), num_outputs, inner, gated=True, blocks=w_scales.dim() == 2)
+    return fp8_small_m(x, x_scales, weight, w_scales, None, out, tuning, gated=True)
+
+
+def fp8_small_m(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    w_scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tuning: Fp8Tuning,
+    *,
+    gated: bool = False,
+) -> Tensor:
+    """Computes [T, K] x [N, K] into `out` [T, N], or [T, N / 2] when `gated`.
+
+    Args:
+        x: e4m3 with scales, else half precision.
+        x_scales: [T], or of each 128 inputs [K / 128, T or more].
+        w_scales: [N], or of each 128 x 128 weights [N / 128, K / 128].
+    """
+    assert tuning.splits == 1 or not gated, "an activation takes whole sums"
+    num_rows, num_outputs = out.shape
+    inner = weight.shape[1]
+    blocks = w_scales.dim() == 2
+    overlap = supports_pdl(x.device)
+    partial = None
+    if tuning.splits > 1:
+        shape = (tuning.splits, num_rows, num_outputs)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    fp8_small_m_kernel[(num_outputs // tuning.cols, tuning.splits)](
+        x,
+        x_scales,
+        weight,
+        w_scales,
+        bias,
+        out,
+        partial,
+        _tickets(x.device),
+        num_rows,
+        num_outputs,
+        inner,
+        x.stride(0),
+        x_scales.stride(0) if blocks and x_scales is not None else 0,
+        w_scales.stride(0),
+        ROWS=max(16, triton.next_power_of_2(num_rows)),
+        COLS=tuning.cols,
+        DEPTH=tuning.depth,
+        SPLITS=tuning.splits,
+        SWAP=tuning.swap,
+        BLOCKS=blocks,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        OVERLAP=overlap,
+        LINES=tuning.lines,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return out
