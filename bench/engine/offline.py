@@ -295,7 +295,7 @@ class OfflineEngine:
         started = time.perf_counter()
         self.executor = executor or MultiprocExecutor(config, self._context)
         try:
-            self.core = EngineCore(config, self.executor, _print_progress)
+            self.core = EngineCore(config, self.executor, _ProgressLine())
         except BaseException:
             self.close()
             raise
@@ -354,6 +354,15 @@ def offline_engine(
         engine.close()
 
 
-def _print_progress(stage: str, fraction: float, total_bytes: int = 0) -> None:
-    end = "\n" if fraction >= 1.0 else ""
-    print(f"\r{stage} {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
+class _ProgressLine:
+    """Shows how far a stage is, in one line, and each percent once."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __call__(self, stage: str, fraction: float, total_bytes: int = 0) -> None:
+        text = f"{stage} {fraction:4.0%}"
+        if text != self._shown:
+            end = "\n" if fraction >= 1.0 else ""
+            print(f"\r{text}", end=end, file=sys.stderr, flush=True)
+            self._shown = text
