@@ -98,7 +98,11 @@ async def test_decode_nodes_that_die_freeze_and_stop_cost_no_token(
             os.kill(pid, signal.SIGCONT)
     assert frozen and drained
     metrics = await router_metrics(http, cluster.url)
-    assert metrics["tandem_router_migrations_total"] >= 3
+    moved, tried_again = (
+        metrics[f"tandem_router_{what}_total"] for what in ("migrations", "retries")
+    )
+    # Each node had answers. Those that had not begun are no moves: their requests are tried again.
+    assert moved >= 1 and moved + tried_again >= 3, (moved, tried_again)
     for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         assert summary(got) == summary(wanted), f"request {i}"
     await cluster.wait_whole()
