@@ -76,6 +76,19 @@ def sorted_rows(
 
 
 @triton.jit
+def tile_of_program(
+    num_row_tiles: tl.tensor, num_col_tiles: tl.tensor, GROUP: tl.constexpr
+) -> tl.tensor:
+    """Returns the tile of rows and the tile of outputs of this program. GROUP tiles of rows are
+    computed together, column by column."""
+    program = tl.program_id(0)
+    span = GROUP * num_col_tiles
+    first = program // span * GROUP
+    height = tl.minimum(num_row_tiles - first, GROUP)
+    return first + program % span % height, program % span // height
+
+
+@triton.jit
 def rows_of_program(
     experts: tl.tensor,
     order: tl.tensor,
@@ -95,16 +108,10 @@ def rows_of_program(
     FIRST: tl.constexpr = 0,
 ) -> tl.tensor:
     """Returns the expert, the pairs [ROWS] and the tile of outputs of this program. A program
-    whose pairs are all `num_pairs` has no work.
-
-    GROUP tiles of rows are computed together, column by column. Sorted tiles may be of HEIGHT rows,
-    of which these are FIRST and on.
+    whose pairs are all `num_pairs` has no work. Sorted tiles may be of HEIGHT rows, of which these
+    are FIRST and on.
     """
-    program = tl.program_id(0)
-    span = GROUP * num_col_tiles
-    first = program // span * GROUP
-    height = tl.minimum(num_row_tiles - first, GROUP)
-    tile = first + program % span % height
+    tile, col_tile = tile_of_program(num_row_tiles, num_col_tiles, GROUP)
     if SORTED:
         expert, pair = sorted_rows(
             order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, HEIGHT or ROWS, FIRST
@@ -113,7 +120,7 @@ def rows_of_program(
         expert, pair = found_rows(
             experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
         )
-    return expert, pair, program % span // height
+    return expert, pair, col_tile
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

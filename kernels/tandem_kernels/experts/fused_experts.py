@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.expert_gate import activated
-from tandem_kernels.experts.expert_rows import ExpertRows, found_rows, sorted_rows
+from tandem_kernels.experts.expert_outputs import write_pairs
+from tandem_kernels.experts.expert_rows import ExpertRows, found_rows, sorted_rows, tile_of_program
 from tandem_kernels.experts.expert_tuning import (
     FIXED,
     ExpertShape,
@@ -68,13 +68,7 @@ def expert_gemm_kernel(
     GATED: x [T, H], weight [E, 2 * num_outputs, H], activated. Else x [pairs, I], weight
     [E, num_outputs, I], times the pair's weight. A bias has a number for each row of the weight.
     """
-    program = tl.program_id(0)
-    num_col_tiles = tl.cdiv(num_outputs, COLS)
-    span = GROUP * num_col_tiles
-    first = program // span * GROUP
-    height = tl.minimum(num_row_tiles - first, GROUP)
-    tile = first + program % span % height
-    col_tile = program % span // height
+    tile, col_tile = tile_of_program(num_row_tiles, tl.cdiv(num_outputs, COLS), GROUP)
     if SORTED:
         expert, pair = sorted_rows(
             order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, ROWS, 0
@@ -117,18 +111,10 @@ def expert_gemm_kernel(
             else:
                 by = tl.load(places + up + k[:, None], mask=inside, other=0.0)
             second = tl.dot(given, by, second, input_precision=PRECISION)
-    if HAS_BIAS:
-        of_col = bias + expert.to(tl.int64) * width + col
-        acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
-            second += of_up.to(tl.float32)[None, :]
-    if GATED:
-        acc = activated(acc, second, limit, alpha, CLAMPED)
-    else:
-        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
-    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
+    write_pairs(
+        acc, second, pair, col, out, bias, expert.to(tl.int64) * width, pair_weights, num_pairs,
+        num_outputs, limit, alpha, GATED, HAS_BIAS, CLAMPED,
+    )  # fmt: skip
 
 
 @triton.jit

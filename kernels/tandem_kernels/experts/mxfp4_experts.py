@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.expert_gate import activated
+from tandem_kernels.experts.expert_outputs import write_pairs
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 from tandem_kernels.experts.fused_experts import sum_pairs
@@ -66,40 +66,6 @@ def _loaded(
         pieces = given.reshape(ROWS, DEPTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
         given = pieces.reshape(ROWS, DEPTH)
     return given
-
-
-@triton.jit
-def _write(
-    acc: tl.tensor,
-    second: tl.tensor,
-    pair: tl.tensor,
-    col: tl.tensor,
-    out: tl.tensor,
-    bias: tl.tensor,
-    of_part: tl.tensor,
-    pair_weights: tl.tensor,
-    num_pairs: tl.tensor,
-    num_outputs: tl.tensor,
-    limit: tl.tensor,
-    alpha: tl.tensor,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
-) -> None:
-    """Writes sums [ROWS, COLS], with the expert's bias and activated, or weighted."""
-    real, real_col = pair < num_pairs, col < num_outputs
-    if HAS_BIAS:
-        of_col = bias + of_part + col
-        acc += tl.load(of_col, mask=real_col, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            of_up = tl.load(of_col + num_outputs, mask=real_col, other=0.0)
-            second += of_up.to(tl.float32)[None, :]
-    if GATED:
-        acc = activated(acc, second, limit, alpha, CLAMPED)
-    else:
-        acc *= tl.load(pair_weights + pair, mask=real, other=0.0)[:, None]
-    to = out + pair.to(tl.int64)[:, None] * num_outputs + col[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & real_col[None, :])
 
 
 @triton.jit
@@ -228,12 +194,12 @@ def mxfp4_expert_gemm_kernel(
         if GATED:
             second = _sum_of_splits(place + num_outputs, of_split, written, SPLITS)
     of_part = part * num_outputs
-    _write(
+    write_pairs(
         acc, second, pair, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
         limit, alpha, GATED, HAS_BIAS, CLAMPED,
     )  # fmt: skip
     if EXTRA > 0:
-        _write(
+        write_pairs(
             acc2.T, second2.T, pair2, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
             limit, alpha, GATED, HAS_BIAS, CLAMPED,
         )  # fmt: skip
