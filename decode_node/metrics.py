@@ -19,6 +19,7 @@ from engine.node.metrics import (
     LATENCY_BUCKETS,
     TOKEN_BUCKETS,
     TTFT_BUCKETS,
+    counters_from_zero,
     metric_labels,
 )
 
@@ -196,12 +197,7 @@ class DecodeMetrics:
         return Counter(name, text, LABELS, registry=self.registry).labels(*self._labels)
 
     def _counters(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
-        """Returns a counter with one label more, which starts at zero for each of `values`: an
-        alert sees no increase in a series that appears with its first event."""
-        counter = Counter(name, text, (*LABELS, label), registry=self.registry)
-        for value in values:
-            counter.labels(*self._labels, value)
-        return counter
+        return counters_from_zero(self.registry, self._labels, name, text, label, values)
 
 
 def _decision(record: RequestRecord) -> str:

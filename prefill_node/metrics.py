@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 
 from engine.config import EngineConfig
 from engine.node.metrics import (
@@ -13,6 +13,7 @@ from engine.node.metrics import (
     LATENCY_BUCKETS,
     TOKEN_BUCKETS,
     TTFT_BUCKETS,
+    counters_from_zero,
     metric_labels,
 )
 from kv_transfer.layer_times import LayerTime
@@ -21,7 +22,6 @@ _OUTCOMES = (
     "done", "cancelled", "given_up", "kv_transfer", "cannot_follow", "ended", "engine_dead",
     "unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "unimplemented",
 )  # fmt: skip
-"""They count from zero on: an alert sees no increase in a series that its first event makes."""
 
 
 class PrefillMetrics:
@@ -30,14 +30,14 @@ class PrefillMetrics:
     def __init__(self, config: EngineConfig) -> None:
         self.registry = CollectorRegistry()
         self._labels = metric_labels(config)
-        self._ended = Counter(
+        self._ended = counters_from_zero(
+            self.registry,
+            self._labels,
             "tandem_prefill_requests",
             "Prompts by how they ended.",
-            (*LABELS, "outcome"),
-            registry=self.registry,
+            "outcome",
+            _OUTCOMES,
         )
-        for outcome in _OUTCOMES:
-            self._ended.labels(*self._labels, outcome)
         self.open = Gauge(
             "tandem_open_prefills", "Calls being served.", LABELS, registry=self.registry
         ).labels(*self._labels)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Protocol
 
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -232,6 +233,22 @@ class EngineCollector(Collector):
         gauge = GaugeMetricFamily(name, text, labels=LABELS)
         gauge.add_metric(self._labels, value)
         return gauge
+
+
+def counters_from_zero(
+    registry: CollectorRegistry,
+    labels: tuple[str, str],
+    name: str,
+    text: str,
+    label: str,
+    values: Iterable[str],
+) -> Counter:
+    """Returns a counter with one label besides `LABELS`, which is there for each of `values` from
+    the beginning: an alert sees no increase in a series that its first event makes."""
+    counter = Counter(name, text, (*LABELS, label), registry=registry)
+    for value in values:
+        counter.labels(*labels, value)
+    return counter
 
 
 def metric_labels(config: EngineConfig) -> tuple[str, str]:
