@@ -11,7 +11,7 @@ from edge.security.config import SecurityConfig, TlsIdentity
 
 
 class SecuritySettings(BaseSettings):
-    """See docs/operations.md."""
+    """See docs/security.md."""
 
     tls_cert_file: Path | None = Field(
         default=None,

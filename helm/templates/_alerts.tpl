@@ -1,4 +1,4 @@
-{{/* Alerts, each with a runbook in docs/operations.md: tiers, rule, and the series' labels of
+{{/* Alerts, each with a runbook in docs/monitoring.md: tiers, rule, and the series' labels of
   router, prefill, decode and all. A window is longer than what an alert waits for, else a burst has
   left it before the alert fires. */}}
 {{- define "tandem.alerts" -}}

@@ -121,11 +121,11 @@ def test_certificates_are_watched_where_there_are_any() -> None:
 
 
 def test_every_alert_has_a_runbook() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     headings = {line.strip("# ").lower() for line in re.findall(r"^#+ .*$", text, re.MULTILINE)}
     for rule in rules("production"):
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert page == "https://wiki.example.com/tandem/operations"
+        assert page == "https://wiki.example.com/tandem/monitoring"
         assert anchor == rule["alert"].lower() and anchor in headings, rule["alert"]
     # A link that leads nowhere is worse than none.
     assert all("runbook_url" not in rule["annotations"] for rule in rules("decode-only"))

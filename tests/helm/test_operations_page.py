@@ -1,4 +1,4 @@
-"""docs/operations.md and NOTES say what is true: commands, values, files, alerts."""
+"""The pages for operators and NOTES say what is true: commands, values, files, alerts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.helm.helm_engine import CHART, ROOT, HelmCli, HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
 from tests.helm.value_strategies import schema
 
-PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGES = ("operations.md", "security.md", "monitoring.md")
+PAGE = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
 TOP = {"image", "model", "tierDefaults", "prefill", "decode", "router", "auth", "networkPolicy"} | {
     "monitoring", "inferencePool", "tests", "global", "serviceAccount", "rbac",
 }  # fmt: skip
