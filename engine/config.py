@@ -219,6 +219,18 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InspectionConfig:
+    """Says how far the engine lets itself be looked into.
+
+    Attributes:
+        kv_cache_metrics_sample: The part of all allocated blocks whose residency is measured; 0:
+            none is.
+    """
+
+    kv_cache_metrics_sample: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that one engine is.
 
@@ -239,6 +251,7 @@ class EngineConfig:
     kv_transfer: KVTransferConfig | None = None
     decode_query_len: int = 1
     speculative: SpeculativeConfig | None = None
+    inspection: InspectionConfig = field(default_factory=InspectionConfig)
 
     @property
     def kv_layout(self) -> KVLayout:

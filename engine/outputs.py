@@ -11,6 +11,12 @@ import msgspec
 DURATION_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1.0)
 """Seconds, upper bounds, of `Durations`."""
 
+RESIDENCY_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0),
+    *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
+"""Seconds, upper bounds, of `BlockTimes`."""
+
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log probabilities at one position, of the raw logits' softmax.
@@ -148,6 +154,30 @@ class Durations(msgspec.Struct, array_like=True):
         self.total_s += seconds
 
 
+class BlockTimes(Durations, array_like=True):
+    """Durations of blocks, by `RESIDENCY_BUCKETS`."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(RESIDENCY_BUCKETS) + 1))
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(RESIDENCY_BUCKETS, seconds)] += 1
+        self.total_s += seconds
+
+
+class ResidencyStats(msgspec.Struct, array_like=True):
+    """Tells of the watched blocks of the KV cache.
+
+    Attributes:
+        lifetime: From the allocation of a block until its content is evicted.
+        idle_before_evict: From its last use until then.
+        reuse_gap: From a use to the next, of one that is found by another request.
+    """
+
+    lifetime: BlockTimes = msgspec.field(default_factory=BlockTimes)
+    idle_before_evict: BlockTimes = msgspec.field(default_factory=BlockTimes)
+    reuse_gap: BlockTimes = msgspec.field(default_factory=BlockTimes)
+
+
 class GrammarStats(msgspec.Struct, array_like=True):
     """Counts what grammars have cost the first worker so far.
 
@@ -244,3 +274,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     kv_transfer: dict[str, float] = {}
     grammar: GrammarStats = msgspec.field(default_factory=GrammarStats)
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
+    residency: ResidencyStats | None = None

@@ -93,10 +93,13 @@ class BlockPool:
     def _take(self) -> KVCacheBlock:
         block = self.free_queue.popleft()
         if block.block_hash is not None:
-            self._cached.remove(block.block_hash, block)
-            block.block_hash = None
+            self._forget(block, block.block_hash)
         block.ref_cnt = 1
         return block
+
+    def _forget(self, block: KVCacheBlock, block_hash: BlockHash) -> None:
+        self._cached.remove(block_hash, block)
+        block.block_hash = None
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """Returns any block with that content. Not yet a user of it: `touch` it before anything

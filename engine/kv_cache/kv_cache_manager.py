@@ -21,6 +21,7 @@ is certain: the KV is written and no token in the block is a guess.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import TypeAlias
 
 from engine.kv_cache.block import KVCacheBlock
@@ -33,6 +34,8 @@ from engine.kv_cache.group_manager import (
     create_group_managers,
     state_stride,
 )
+from engine.kv_cache.sampled_pool import SampledBlockPool
+from engine.outputs import ResidencyStats
 from engine.request import Request
 from kv_transfer.layout import BlockIds, KVGroup
 
@@ -46,8 +49,18 @@ BlockCopy: TypeAlias = tuple[int, int]
 class KVCacheManager:
     """Keeps the blocks of all requests, over one `BlockPool`."""
 
-    def __init__(self, num_blocks: int, groups: Sequence[KVGroup], enable_caching: bool) -> None:
-        self.block_pool = BlockPool(num_blocks, enable_caching)
+    def __init__(
+        self,
+        num_blocks: int,
+        groups: Sequence[KVGroup],
+        enable_caching: bool,
+        residency_sample: float = 0.0,
+    ) -> None:
+        self.block_pool = (
+            SampledBlockPool(num_blocks, enable_caching, residency_sample)
+            if residency_sample
+            else BlockPool(num_blocks, enable_caching)
+        )
         self._shapes = groups
         self._groups = create_group_managers(groups, self.block_pool)
         self._states = [group for group in self._groups if isinstance(group, StateGroupManager)]
@@ -70,6 +83,11 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return self.block_pool.num_free_blocks
+
+    def residency(self) -> ResidencyStats | None:
+        """Returns how long blocks stay; None: nobody watches them."""
+        pool = self.block_pool
+        return deepcopy(pool.stats) if isinstance(pool, SampledBlockPool) else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the blocks of `num_tokens` tokens, over all groups."""

@@ -6,20 +6,19 @@ Read from `SchedulerStats` at the moment of a scrape; nothing is counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
 from engine.messages import EngineReady
+from engine.node.inspection_metrics import histogram_of, residency_metrics
 from engine.outputs import DURATION_BUCKETS, DraftStats, Durations, GrammarStats, SchedulerStats
 
 LABELS = ("model_name", "engine")
@@ -72,6 +71,7 @@ class EngineCollector(Collector):
         yield from self._grammar(stats.grammar)
         if self._engine.config.decode_query_len > 1:
             yield from self._drafts(stats.drafts)
+        yield from residency_metrics(stats.residency, LABELS, self._labels)
         yield from self._kv_transfer(stats.kv_transfer)
         yield self._cache_config()
 
@@ -206,11 +206,7 @@ class EngineCollector(Collector):
             yield counter
 
     def _histogram(self, name: str, text: str, durations: Durations) -> Metric:
-        histogram = HistogramMetricFamily(name, text, labels=LABELS)
-        bounds = [*map(str, DURATION_BUCKETS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(durations.counts), strict=True))
-        histogram.add_metric(self._labels, buckets, durations.total_s)
-        return histogram
+        return histogram_of(name, text, durations, DURATION_BUCKETS, LABELS, self._labels)
 
     def _kv_transfer(self, counters: Mapping[str, float]) -> Iterable[Metric]:
         """Yields the connector's metrics under its own names; some fall again, so none is declared

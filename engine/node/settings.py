@@ -43,6 +43,7 @@ from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.cache_settings import CacheSettings
 from engine.node.command_line import SettingsError as SettingsError
 from engine.node.command_line import parse_settings
+from engine.node.inspection_settings import InspectionSettings
 from engine.node.speculative_settings import SpeculativeSettings
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
 from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
@@ -51,8 +52,7 @@ from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
 _MAX_PORT = 65535
 _EPOCH_BITS = 63
-"""Bits of an epoch: one less than the wire has, so that every language's signed integers hold
-it."""
+"""Bits of an epoch: every language's signed integers hold what is on the wire."""
 
 _EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
@@ -62,7 +62,7 @@ def _checked_transports(text: str) -> str:
     return text
 
 
-class EngineSettings(SpeculativeSettings, CacheSettings, SecuritySettings):
+class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, SecuritySettings):
     """The settings of the engine of either kind of node."""
 
     model_config = SettingsConfigDict(
@@ -334,6 +334,7 @@ class EngineSettings(SpeculativeSettings, CacheSettings, SecuritySettings):
             scheduler=SchedulerConfig(**scheduler),
             device=device,
             kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
+            inspection=self.inspection_config(),
         )
         return self.with_drafts(config)
 

@@ -41,6 +41,7 @@ from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue
 from engine.sched.row import Row
 from engine.sched.running import RunningRows
+from engine.sched.scheduler_view import SchedulerView
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
@@ -57,7 +58,10 @@ class Scheduler:
         self._limits = RequestLimits(config, num_blocks)
         self._counters = SchedulerCounters()
         self._kv_cache = KVCacheManager(
-            num_blocks, config.kv_layout.groups, config.cache.enable_prefix_caching
+            num_blocks,
+            config.kv_layout.groups,
+            config.cache.enable_prefix_caching,
+            config.inspection.kv_cache_metrics_sample,
         )
         self._fence = StepFence(self._kv_cache)
         self._steps = StepsInFlight(self._fence, self._counters)
@@ -88,6 +92,17 @@ class Scheduler:
         self._unreported: set[str] = set()
         """Requests whose first output is still to come."""
         self._num_arrived = 0
+        self._view = SchedulerView(
+            self._requests,
+            self._kv_cache,
+            self._waiting,
+            self._running,
+            self._remote,
+            self._forks,
+            self._fence,
+            self._steps,
+            self._counters,
+        )
 
     # Requests come, are advised on, and go ----------------------------------------------------
 
@@ -378,41 +393,11 @@ class Scheduler:
     # What there is ----------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
-        counters, remote, table = self._counters, self._remote, self._running.table
-        return SchedulerStats(
-            num_running=table.num_live,
-            num_waiting=len(self._waiting) + len(self._forks.ready),
-            num_waiting_for_remote_kvs=remote.pulls.num_started,
-            num_waiting_tokens=self._waiting.num_tokens + self._running.num_prompt_tokens_left,
-            num_free_blocks=self._kv_cache.num_free_blocks,
-            num_total_blocks=self._kv_cache.num_blocks,
-            num_free_rows=table.num_free,
-            num_delayed_frees=len(remote.held),
-            prompt_tokens_cached=counters.prefix_cache_hits,
-            prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
-            prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
-            kv_transfer=remote.counters,
-            **counters.by_name(),
-        )
+        return self._view.stats()
 
     def check_empty(self) -> list[str]:
         """Names everything that is left though no request should be; empty when all is well."""
-        left = [f"request {name} ({r.status.name})" for name, r in self._requests.items()]
-        left += self._remote.leftovers() + self._forks.leftovers() + self._steps.leftovers()
-        left += [f"row {row.index} of {row.request_id}" for row in self._running.table.live()]
-        left += [f"blocks of {name}" for name in self._kv_cache.request_ids()]
-        left += [f"first output of {name}" for name in self._unreported]
-        for name, count in (
-            ("queued requests", len(self._waiting)),
-            ("requests ready for a row", len(self._remote.pulls.ready)),
-            ("choices ready for a row", len(self._forks.ready)),
-            ("rows in the decode set", self._running.calendar.size),
-            ("fenced blocks", self._fence.num_blocks),
-            ("blocks in use", self._kv_cache.num_blocks - self._kv_cache.num_free_blocks),
-        ):
-            if count:
-                left.append(f"{count} {name}")
-        return left
+        return self._view.leftovers() + [f"first output of {name}" for name in self._unreported]
 
 
 def _one(output: EngineCoreOutput) -> EngineCoreOutputs:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from decode_node.metrics import DecodeMetrics
 from edge.security.metrics import CredentialsCollector
 from engine.node.metrics import EngineCollector
-from engine.outputs import SchedulerStats
+from engine.outputs import ResidencyStats, SchedulerStats
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from prefill_node.metrics import PrefillMetrics
 from router.app import OuterWorld, make_services
@@ -66,7 +66,7 @@ def _engine() -> Any:
             cache=SimpleNamespace(block_size=16),
             decode_query_len=4,
         ),
-        stats=SchedulerStats(kv_transfer=counters),
+        stats=SchedulerStats(kv_transfer=counters, residency=ResidencyStats()),
         ready=SimpleNamespace(num_blocks=1),
         is_dead=False,
     )
