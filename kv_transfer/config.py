@@ -25,6 +25,9 @@ class KVTransferConfig:
         hosts: Addresses of this host, one for each network interface that carries KV. Transfer
             processes share them out: a producer's listens on its own and is reached there, a
             consumer's connects from its own if there are several.
+        named_hosts: What `hosts` were looked up from, if any of it was a name (`interface:eth1`):
+            ranks on other hosts look it up there. Empty: they use the address of their host.
+        network_status: File by which names of networks are looked up.
         port: Of a producer's first transfer process; those of all ranks follow. 0: any free ones.
         security: How transfer processes make sure of those of peers.
         num_processes: Transfer processes for each tensor-parallel rank.
@@ -49,6 +52,8 @@ class KVTransferConfig:
 
     kv_role: KVRole
     hosts: tuple[str, ...] = ("127.0.0.1",)
+    named_hosts: tuple[str, ...] = ()
+    network_status: str = ""
     port: int = 0
     security: SecurityConfig = field(default_factory=SecurityConfig)
     num_processes: int = 1

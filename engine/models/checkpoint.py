@@ -17,7 +17,12 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from engine.config import Dtype, LoadFormat, ModelConfig, QuantizationName
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
@@ -53,6 +58,7 @@ def resolve_model(
     report: Callable[[float], None] | None = None,
     *,
     load_format: LoadFormat = "safetensors",
+    revision: str | None = None,
 ) -> Path:
     """Returns the folder of a complete checkpoint: the one named, or the hub's, downloaded if need
     be.
@@ -60,6 +66,7 @@ def resolve_model(
     Args:
         report: Told the finished fraction, 0..1.
         load_format: `dummy` asks for config.json alone.
+        revision: Branch, tag or commit of a model on the hub; None: its main branch.
 
     Raises:
         CheckpointError: No such folder or hub name, or a file is missing or cut off.
@@ -67,7 +74,13 @@ def resolve_model(
     folder = Path(name_or_path).expanduser()
     _refuse_gguf(name_or_path, folder)
     if not folder.is_dir():
-        folder = _download(name_or_path, folder, load_format)
+        folder = _download(name_or_path, folder, load_format, revision)
+    elif revision is not None:
+        raise CheckpointError(
+            folder,
+            f"is a folder, which has no revision {revision}",
+            "leave --revision, or name a model on the hub",
+        )
     folder = folder.resolve()
     check_architecture(folder)
     for name in ("config.json", "tokenizer.json") if load_format != "dummy" else ("config.json",):
@@ -104,7 +117,7 @@ def _refuse_gguf(name: str, folder: Path) -> None:
         )
 
 
-def _download(name: str, folder: Path, load_format: LoadFormat) -> Path:
+def _download(name: str, folder: Path, load_format: LoadFormat, revision: str | None) -> Path:
     if folder.exists():
         raise CheckpointError(folder, "is a file", "name the folder that holds config.json")
     if not _HUB_NAME.fullmatch(name):
@@ -114,8 +127,18 @@ def _download(name: str, folder: Path, load_format: LoadFormat) -> Path:
     patterns = _HUB_FILES if load_format == "safetensors" else _HUB_FILES[:-1]
     try:
         # Weights that nothing here can compute with are not worth hours of downloading.
-        check_architecture(snapshot_download(name, allow_patterns=["config.json"]))
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_OTHER_FORMS))
+        check_architecture(
+            snapshot_download(name, revision=revision, allow_patterns=["config.json"])
+        )
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_FORMS
+            )
+        )
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            name, f"has no revision {revision} on the hub", "name a branch, a tag or a commit of it"
+        ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
             name,

@@ -12,13 +12,12 @@ import secrets
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from edge.security.config import SecurityConfig, SecurityError
-from edge.security.settings import SecuritySettings
+from edge.security.config import SecurityError
 from engine.config import (
     AttentionBackendName,
     CacheConfig,
@@ -45,24 +44,15 @@ from engine.node.command_line import SettingsError as SettingsError
 from engine.node.command_line import parse_settings
 from engine.node.inspection_settings import InspectionSettings
 from engine.node.speculative_settings import SpeculativeSettings
-from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
-from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
-from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
+from engine.node.transfer_settings import TransferSettings
+from kv_transfer.config import KVRole, KVTransferConfig
 
 _GPU_DRIVER = Path("/proc/driver/nvidia/gpus")
-_MAX_PORT = 65535
 _EPOCH_BITS = 63
 """Bits of an epoch: every language's signed integers hold what is on the wire."""
 
-_EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
-
-def _checked_transports(text: str) -> str:
-    parse_transports(text)
-    return text
-
-
-class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, SecuritySettings):
+class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, TransferSettings):
     """The settings of the engine of either kind of node."""
 
     model_config = SettingsConfigDict(
@@ -77,6 +67,11 @@ class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, Sec
     )
 
     model: str = Field(description="Folder of a Hugging Face checkpoint, or a name on the hub.")
+    revision: str | None = Field(
+        default=None,
+        description="Branch, tag or commit of a model on the hub. A commit is the same on every "
+        "host and at every restart; a branch may move in between. Default: its main branch.",
+    )
     served_model_name: str | None = Field(
         default=None,
         description="Name that clients use, and that answers bear. Clients may use others, too, "
@@ -188,66 +183,6 @@ class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, Sec
         default="fcfs",
         description="fcfs: in order of arrival. priority: requests of smaller `priority` first.",
     )
-    kv_host: str | None = Field(
-        default=None,
-        description="Address of this host at which decode nodes fetch KV from a prefill node. "
-        "Several, comma separated, use one network interface each: transfer processes share them, "
-        "those nearest to their GPU first, and decode nodes connect from their own. Default: "
-        "--host.",
-    )
-    kv_port: int = Field(
-        default=0,
-        ge=0,
-        le=65535,
-        description="First port at which decode nodes fetch KV from a prefill node. The "
-        "--tensor-parallel-size times --kv-processes transfer processes take consecutive ports, "
-        "one each. 0: any free ones.",
-    )
-    kv_transports: Annotated[str, AfterValidator(_checked_transports)] = Field(
-        default="auto",
-        description="Ways for KV to get from a prefill to a decode node, in order of preference, "
-        "comma separated. cuda_ipc: if both are on one host, decode copies it from GPU to GPU. "
-        "stream: over the network; must be the last. auto: cuda_ipc,stream for KV on GPUs, else "
-        "stream.",
-    )
-    kv_pull_transport: PullTransportName = Field(
-        default="h2",
-        description="Implementation that carries KV over the network. h2: our own HTTP/2 client "
-        "and server, which copy much less. grpcio: the gRPC library. Both speak gRPC, so nodes "
-        "need not agree.",
-    )
-    kv_processes: int | None = Field(
-        default=None,
-        ge=1,
-        description="KV transfer processes of each worker. Default: 1 to 4, by this host's cores, "
-        "network interfaces and workers.",
-    )
-    kv_streams: int | None = Field(
-        default=None,
-        ge=1,
-        le=64,
-        description="Connections that pull one request's KV. Default: 4, or 2 for each of 3 or "
-        "more processes.",
-    )
-    kv_chunk_bytes: int = Field(
-        default=2 << 20,
-        ge=4096,
-        le=MAX_CHUNK_BYTES,
-        description="Size of one chunk of KV on the wire.",
-    )
-    kv_staging_bytes: int = Field(
-        default=512 << 20,
-        ge=1 << 20,
-        description="Host memory of each worker for KV in transit, divided equally among its "
-        "transfer processes; pinned if KV is on a GPU. Each process needs at least 8 times "
-        "--kv-chunk-bytes.",
-    )
-    kv_lease_s: float = Field(
-        default=30.0, gt=0, description="Seconds after which KV that nobody fetched is dropped."
-    )
-    kv_stall_timeout_s: float = Field(
-        default=5.0, gt=0, description="Seconds without progress after which a transfer has failed."
-    )
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Most requests in the queue; more are refused."
     )
@@ -294,7 +229,7 @@ class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, Sec
         """Does what `--check` asks and returns the exit code. Reads no checkpoint. Secrets are
         masked."""
         try:
-            self._kv_transfer_config(kv_role)
+            self._kv_transfer_config(kv_role, is_check=True)
             self._parallel_config()
         except (SettingsError, SecurityError) as error:
             print(f"wrong settings: {error}", file=sys.stderr)
@@ -305,7 +240,7 @@ class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, Sec
     def to_engine_config(self, kv_role: KVRole | None) -> EngineConfig:
         """Finds and reads the checkpoint. Raises `CheckpointError`, `KVCacheDtypeError`. May
         download."""
-        folder = resolve_model(self.model, load_format=self.load_format)
+        folder = resolve_model(self.model, load_format=self.load_format, revision=self.revision)
         model = load_model_config(
             folder,
             dtype=self.dtype,
@@ -344,6 +279,11 @@ class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, Sec
         names = (field.name for field in fields(config) if field.name in ours)
         return {name: getattr(self, name) for name in names}
 
+    def _kv_transfer_config(self, kv_role: KVRole, *, is_check: bool = False) -> KVTransferConfig:
+        return self.kv_transfer_config(
+            kv_role, self.host, self.tensor_parallel_size, self.frozen_after_s, is_check=is_check
+        )
+
     def _parallel_config(self) -> ParallelConfig:
         if self.distributed_executor_backend == "ray" and self.first_gpu:
             raise SettingsError(
@@ -355,63 +295,6 @@ class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, Sec
     def _device_config(self) -> DeviceConfig:
         device = detect_device() if self.device == "auto" else self.device
         return DeviceConfig(**{**self._named_as_in(DeviceConfig), "device": device})
-
-    def _kv_transfer_config(self, kv_role: KVRole) -> KVTransferConfig:
-        processes = self._kv_processes(kv_role)
-        return KVTransferConfig(
-            kv_role=kv_role,
-            hosts=self._kv_hosts(kv_role),
-            port=self._kv_port(processes),
-            security=self._checked_security(kv_role),
-            transports=self.kv_transports,
-            num_processes=processes,
-            num_streams=self.kv_streams or choose_num_streams(processes),
-            chunk_bytes=self.kv_chunk_bytes,
-            staging_bytes=self._kv_staging_bytes(processes),
-            lease_s=self.kv_lease_s,
-            stall_timeout_s=self.kv_stall_timeout_s,
-            frozen_after_s=self.frozen_after_s,
-            pull_transport=self.kv_pull_transport,
-        )
-
-    def _kv_hosts(self, kv_role: KVRole) -> tuple[str, ...]:
-        hosts = tuple(host.strip() for host in (self.kv_host or self.host).split(","))
-        for host in hosts:
-            if kv_role == "kv_producer" and host in _EVERY_ADDRESS:
-                raise SettingsError(
-                    f"a prefill node that listens on {host} does not know by which address decode "
-                    f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
-                )
-        return hosts
-
-    def _checked_security(self, kv_role: KVRole) -> SecurityConfig:
-        """Returns the security settings. Raises `SecurityError` if we would listen where others can
-        hear and nobody wanted it."""
-        config = self.security_config()
-        config.check_plaintext("listening for other services", self.host)
-        if kv_role == "kv_producer":
-            for host in self._kv_hosts(kv_role):
-                config.check_plaintext("listening for decode nodes", host)
-        return config
-
-    def _kv_processes(self, kv_role: KVRole) -> int:
-        hosts, ranks = self._kv_hosts(kv_role), self.tensor_parallel_size
-        return self.kv_processes or processes_for_this_host(hosts, ranks)
-
-    def _kv_staging_bytes(self, processes: int) -> int:
-        fewest = fewest_staging_bytes(processes, self.kv_chunk_bytes)
-        if self.kv_staging_bytes < fewest:
-            raise SettingsError(
-                f"{processes} transfer processes need at least {fewest} --kv-staging-bytes; give "
-                f"that, or lower --kv-processes or --kv-chunk-bytes"
-            )
-        return self.kv_staging_bytes
-
-    def _kv_port(self, processes: int) -> int:
-        last = self.kv_port + self.tensor_parallel_size * processes - 1
-        if self.kv_port and last > _MAX_PORT:
-            raise SettingsError(f"--kv-port {self.kv_port} needs ports up to {last}")
-        return self.kv_port
 
 
 def detect_device() -> Device:

@@ -19,6 +19,7 @@
 - {{ printf "--model=%s" (include "tandem.modelArgument" .) | quote }}
 {{- $model := .Values.model }}
 {{- include "tandem.flags" (dict
+      "revision" (ternary $model.revision nil (ne $model.revision ""))
       "servedModelName" $model.servedName
       "dtype" $model.dtype
       "kvCacheDtype" $model.kvCacheDtype

@@ -36,6 +36,9 @@
 {{- if not (or $model.name (include "tandem.modelIsLocal" .root)) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "model.name is empty: set it to a name on the hub (--set model.name=org/model), or model.storage.path to the checkpoint's folder in the volume") -}}
 {{- end -}}
+{{- if and $model.revision (include "tandem.modelIsLocal" .root) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.revision is of a model on the hub, but the checkpoint is in the volume: leave it empty") -}}
+{{- end -}}
 {{- if $storage.path -}}
 {{- if eq $storage.type "emptyDir" -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "model.storage.path is set, but an emptyDir starts empty: set model.storage.type to pvc, hostPath or image, or leave the path empty to download model.name") -}}

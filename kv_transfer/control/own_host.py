@@ -8,7 +8,9 @@ with equally many processes and addresses the first of one side talks to the fir
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
+from host.named_addresses import NamedAddresses
 from host.network import Network
 from kv_transfer.control.process_config import TransferProcessConfig
 
@@ -17,13 +19,23 @@ def own_host(config: TransferProcessConfig, gpu: str, network: Network | None = 
     """Returns the address of this host that the process shall use.
 
     `gpu`: PCI address of the GPU that holds the rank's cache; empty for none.
+
+    Raises:
+        NoSuchAddress: On a host of a node that spans several, the name has no address here.
     """
-    hosts = config.transfer.hosts
+    hosts = _hosts(config)
     if len(hosts) == 1:
         return hosts[0]
     nearest = (network or Network()).nearest(hosts, gpu)
     number = config.index if len(nearest) < len(hosts) else config.process
     return nearest[number % len(nearest)]
+
+
+def _hosts(config: TransferProcessConfig) -> tuple[str, ...]:
+    """Returns the addresses; names are still there on other hosts than the engine core's."""
+    transfer = config.transfer
+    family = 6 if config.link is not None and ":" in config.link.host_address else 4
+    return NamedAddresses(family, status_file=Path(transfer.network_status)).resolve(transfer.hosts)
 
 
 def source_host(config: TransferProcessConfig, gpu: str) -> str:
@@ -32,7 +44,7 @@ def source_host(config: TransferProcessConfig, gpu: str) -> str:
     Raises:
         OSError: It is no address of this host.
     """
-    if len(config.transfer.hosts) == 1:
+    if len(_hosts(config)) == 1:
         return ""
     host = own_host(config, gpu)
     info = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]

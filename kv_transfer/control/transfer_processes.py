@@ -273,7 +273,9 @@ class TransferProcesses:
             self._remote_events_address = listen(self._events, link.core_address, link.key)
         return msgspec.structs.replace(
             config,
-            transfer=replace(config.transfer, hosts=(link.host_address,)),
+            transfer=replace(
+                config.transfer, hosts=config.transfer.named_hosts or (link.host_address,)
+            ),
             link=link,
             remote_events_address=self._remote_events_address,
         )

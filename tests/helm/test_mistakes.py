@@ -15,6 +15,10 @@ ONE_CLAIM = {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]
 BETWEEN_VALUES = [
     ({"model": {"name": ""}}, "set it to a name on the hub"),
     ({"fullnameOverride": "7b"}, "and a letter first: set fullnameOverride"),
+    (
+        {"model": {"revision": "v1", "storage": {"type": "hostPath", "path": "m"}}},
+        "model.revision is of a model on the hub",
+    ),
     ({"model": {"storage": {"path": "x"}}}, "set model.storage.type to pvc, hostPath or image"),
     ({"model": {"storage": {"type": "hostPath"}}}, "set model.storage.hostPath.path"),
     ({"model": {"storage": {"type": "image"}}}, "set model.storage.image.reference"),

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -140,3 +141,26 @@ def test_ipv6() -> None:
         assert events.poll(60_000) and events.recv() == b"friend"
         friend.close(linger=0)
         events.close()
+
+
+def test_a_rank_elsewhere_looks_a_named_network_up_on_its_own_host(tmp_path: Path) -> None:
+    """Each host of a node has another address in it: the engine core's would be wrong there."""
+    status = tmp_path / "network-status"
+    status.write_text('[{"name": "kube"}, {"name": "fabric/rail0", "ips": ["127.0.0.7"]}]')
+    config = KVTransferConfig(
+        kv_role="kv_producer",
+        hosts=("127.0.0.1",),
+        named_hosts=("network:fabric/*",),
+        network_status=str(status),
+        chunk_bytes=2048,
+        staging_bytes=4 << 20,
+    )
+    hosts = [LocalHost(), FarHost(LinkKey.create())]
+    made = KVNode(config, layout(tp_size=2), hosts=hosts)
+    try:
+        endpoints = made.peer.endpoints
+        told = [addresses[0].rpartition(":")[0] for addresses in endpoints]
+        assert told == ["127.0.0.1", "127.0.0.7"]
+        assert listening(made.connector.process_pids[1]) == {FAR, "127.0.0.7"}
+    finally:
+        made.close()

@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -210,7 +211,7 @@ def test_missing_weights(copy: Callable[[str], Path]) -> None:
 
 
 def test_hub_name_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(name: str, allow_patterns: list[str]) -> str:
+    def offline(name: str, revision: str | None, allow_patterns: list[str]) -> str:
         raise LocalEntryNotFoundError(f"{name} {allow_patterns}")
 
     monkeypatch.setattr(checkpoint, "snapshot_download", offline)
@@ -226,13 +227,20 @@ def test_hub_name_is_downloaded(
     snapshots.mkdir(parents=True)
     folder = (snapshots.parent.parent / "llama").rename(snapshots / "0a1b")
     asked: list[list[str]] = []
+    revisions: list[str | None] = []
     published = [
         "config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json",
         "model-00001-of-00002.safetensors", "README.md", "original/model.safetensors",
         "consolidated.safetensors", "metal/model.bin",
     ]  # fmt: skip
 
-    def download(name: str, allow_patterns: list[str], ignore_patterns: Sequence[str] = ()) -> str:
+    def download(
+        name: str,
+        revision: str | None,
+        allow_patterns: list[str],
+        ignore_patterns: Sequence[str] = (),
+    ) -> str:
+        revisions.append(revision)
         asked.append(
             list(
                 filter_repo_objects(
@@ -246,6 +254,26 @@ def test_hub_name_is_downloaded(
     assert resolve_model("some-org/some-model") == folder
     assert asked == [["config.json"], published[:5]]
     assert load_model_config(folder).served_model_name == "some-org/some-model"
+    assert resolve_model("some-org/some-model", revision="0a1b") == folder
+    assert revisions == [None, None, "0a1b", "0a1b"]
+
+
+def test_a_revision_that_there_is_not(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(name: str, **options: Any) -> str:
+        raise RevisionNotFoundError(f"{name} {options['revision']}", response=Mock(headers={}))
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model("some-org/some-model", revision="v9")
+    check_error(
+        caught.value, Path("some-org/some-model"), "has no revision v9", "a tag or a commit"
+    )
+    folder = copy("llama")
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(str(folder), revision="v9")
+    check_error(caught.value, folder, "which has no revision v9", "leave --revision")
 
 
 # config.json ----------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_a_node_exits_with_one_error(node: str, tmp_path: Path) -> None:
 def test_nothing_is_downloaded_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
         asked.append(allow_patterns)
         return str(write(tmp_path, LLAMA4))
 

@@ -1,0 +1,172 @@
+"""Settings of how KV gets from a prefill to a decode node, and what follows from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from edge.security.config import SecurityConfig
+from edge.security.settings import SecuritySettings
+from engine.node.command_line import SettingsError
+from host.named_addresses import NETWORK_STATUS_FILE, NamedAddresses, NoSuchAddress, is_named
+from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
+from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
+from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
+
+_MAX_PORT = 65535
+_EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+
+
+def _checked_transports(text: str) -> str:
+    parse_transports(text)
+    return text
+
+
+class TransferSettings(SecuritySettings):
+    """See docs/architecture.md."""
+
+    kv_host: str | None = Field(
+        default=None,
+        description="Address of this host at which decode nodes fetch KV from a prefill node. "
+        "Several, comma separated, use one network interface each: transfer processes share them, "
+        "those nearest to their GPU first, and decode nodes connect from their own. "
+        "interface:eth1 is that interface's address, interface:net* those of each that fits; "
+        "network:fabric/rail0 the pod's in that network of Multus, by --kv-network-status. "
+        "Default: --host.",
+    )
+    kv_network_status: Path = Field(
+        default=NETWORK_STATUS_FILE,
+        description="File with the pod's annotation k8s.v1.cni.cncf.io/network-status, for "
+        "--kv-host network:NAME.",
+    )
+    kv_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="First port at which decode nodes fetch KV from a prefill node. The "
+        "--tensor-parallel-size times --kv-processes transfer processes take consecutive ports, "
+        "one each. 0: any free ones.",
+    )
+    kv_transports: Annotated[str, AfterValidator(_checked_transports)] = Field(
+        default="auto",
+        description="Ways for KV to get from a prefill to a decode node, in order of preference, "
+        "comma separated. cuda_ipc: if both are on one host, decode copies it from GPU to GPU. "
+        "stream: over the network; must be the last. auto: cuda_ipc,stream for KV on GPUs, else "
+        "stream.",
+    )
+    kv_pull_transport: PullTransportName = Field(
+        default="h2",
+        description="Implementation that carries KV over the network. h2: our own HTTP/2 client "
+        "and server, which copy much less. grpcio: the gRPC library. Both speak gRPC, so nodes "
+        "need not agree.",
+    )
+    kv_processes: int | None = Field(
+        default=None,
+        ge=1,
+        description="KV transfer processes of each worker. Default: 1 to 4, by this host's cores, "
+        "network interfaces and workers.",
+    )
+    kv_streams: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Connections that pull one request's KV. Default: 4, or 2 for each of 3 or "
+        "more processes.",
+    )
+    kv_chunk_bytes: int = Field(
+        default=2 << 20,
+        ge=4096,
+        le=MAX_CHUNK_BYTES,
+        description="Size of one chunk of KV on the wire.",
+    )
+    kv_staging_bytes: int = Field(
+        default=512 << 20,
+        ge=1 << 20,
+        description="Host memory of each worker for KV in transit, divided equally among its "
+        "transfer processes; pinned if KV is on a GPU. Each process needs at least 8 times "
+        "--kv-chunk-bytes.",
+    )
+    kv_lease_s: float = Field(
+        default=30.0, gt=0, description="Seconds after which KV that nobody fetched is dropped."
+    )
+    kv_stall_timeout_s: float = Field(
+        default=5.0, gt=0, description="Seconds without progress after which a transfer has failed."
+    )
+
+    def kv_transfer_config(
+        self, kv_role: KVRole, host: str, ranks: int, frozen_after_s: float, *, is_check: bool
+    ) -> KVTransferConfig:
+        """Returns the settings of the data plane of a node with so many ranks that listens on
+        `host`.
+
+        `is_check`: names of interfaces and networks stay as they are, since the node may run
+        elsewhere.
+
+        Raises:
+            SettingsError: They do not fit together, or to this host.
+            SecurityError: We would listen where others can hear, and nobody wanted it.
+        """
+        wanted = tuple(one.strip() for one in (self.kv_host or host).split(","))
+        hosts = wanted if is_check else self._looked_up(wanted, host)
+        self._check_reachable(kv_role, hosts)
+        addresses = [one for one in hosts if not is_named(one)]
+        processes = self.kv_processes or processes_for_this_host(addresses, ranks)
+        return KVTransferConfig(
+            kv_role=kv_role,
+            hosts=hosts,
+            named_hosts=wanted if any(map(is_named, wanted)) else (),
+            network_status=str(self.kv_network_status),
+            port=self._checked_port(processes, ranks),
+            security=self._checked_security(kv_role, host, hosts),
+            transports=self.kv_transports,
+            num_processes=processes,
+            num_streams=self.kv_streams or choose_num_streams(processes),
+            chunk_bytes=self.kv_chunk_bytes,
+            staging_bytes=self._checked_staging_bytes(processes),
+            lease_s=self.kv_lease_s,
+            stall_timeout_s=self.kv_stall_timeout_s,
+            frozen_after_s=frozen_after_s,
+            pull_transport=self.kv_pull_transport,
+        )
+
+    def _looked_up(self, wanted: tuple[str, ...], host: str) -> tuple[str, ...]:
+        family = 6 if ":" in host else 4
+        try:
+            return NamedAddresses(family, status_file=self.kv_network_status).resolve(wanted)
+        except (NoSuchAddress, OSError) as error:
+            raise SettingsError(f"--kv-host {self.kv_host}: {error}") from error
+
+    def _check_reachable(self, kv_role: KVRole, hosts: tuple[str, ...]) -> None:
+        for host in hosts:
+            if kv_role == "kv_producer" and host in _EVERY_ADDRESS:
+                raise SettingsError(
+                    f"a prefill node that listens on {host} does not know by which address decode "
+                    f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
+                )
+
+    def _checked_security(
+        self, kv_role: KVRole, host: str, hosts: tuple[str, ...]
+    ) -> SecurityConfig:
+        config = self.security_config()
+        config.check_plaintext("listening for other services", host)
+        if kv_role == "kv_producer":
+            for one in hosts:
+                config.check_plaintext("listening for decode nodes", one)
+        return config
+
+    def _checked_staging_bytes(self, processes: int) -> int:
+        fewest = fewest_staging_bytes(processes, self.kv_chunk_bytes)
+        if self.kv_staging_bytes < fewest:
+            raise SettingsError(
+                f"{processes} transfer processes need at least {fewest} --kv-staging-bytes; give "
+                f"that, or lower --kv-processes or --kv-chunk-bytes"
+            )
+        return self.kv_staging_bytes
+
+    def _checked_port(self, processes: int, ranks: int) -> int:
+        last = self.kv_port + ranks * processes - 1
+        if self.kv_port and last > _MAX_PORT:
+            raise SettingsError(f"--kv-port {self.kv_port} needs ports up to {last}")
+        return self.kv_port
