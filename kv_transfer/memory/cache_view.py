@@ -4,8 +4,9 @@
 computes addresses; `kv_transfer.memory` copies. Numbers are only moved, never computed with.
 
     1. `KVCacheView(handle, layout)`   maps the cache
-    2. `copy_out`, `write_blocks`, `write_runs`   issue copies on `copies.stream`; `copies` says
-                                       when they are done
+    2. `copy_out`                      issues copies on `copies.stream`, as those who write do with
+                                       `copy_blocks` and `copy_runs`; `copies` says when they are
+                                       done
     3. `close`                         when no transfer is left
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.memory.copy_queue import CopyQueue
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.copy_stream import CopyStream, Numbers
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.devices import device_of
 from kv_transfer.memory.inbox import Inbox
@@ -48,29 +49,59 @@ def token_runs(start: int, stop: int, source_size: int, target_size: int) -> Ite
         token += room
 
 
-class CacheMap:
-    """The cache of one rank at addresses of this process."""
+def copy_blocks(
+    stream: CopyStream, copy: PageCopy, targets: Numbers, sources: Numbers, from_host: bool
+) -> None:
+    """Issues copies of whole blocks, all by address."""
+    copy_joined(stream, *copy.of_blocks(targets, sources), from_host)
 
-    def __init__(self, handle: KVCacheHandle, layout: KVLayout, device: MemoryDevice) -> None:
-        """Raises:
-        ValueError: The memory does not hold such a cache.
-        DeviceError, OSError: It cannot be mapped.
-        """
-        self.handle = handle
+
+def copy_joined(
+    stream: CopyStream, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool
+) -> None:
+    """Issues copies; those that continue each other on both sides become one."""
+    if not len(targets):
+        return
+    goes_on = targets[1:] - targets[:-1] == sizes[:-1]
+    goes_on &= sources[1:] - sources[:-1] == sizes[:-1]
+    if goes_on.any():
+        first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+        targets, sources = targets[first], sources[first]
+        sizes = np.add.reduceat(sizes, first)
+    stream.copy(targets, sources, sizes, in_portions)
+
+
+def copy_runs(
+    stream: CopyStream, copy: PageCopy, runs: Iterable[tuple[int, TokenRun, int]]
+) -> None:
+    """Issues copies of tokens between blocks.
+
+    `runs`: (address of the source block, which tokens, address of the target block).
+    """
+    for source, run, target in runs:
+        for rows in copy.rows:
+            stream.copy_rows(
+                target + rows.target + run.target_offset * rows.row_bytes,
+                rows.target_pitch,
+                source + rows.source + run.source_offset * rows.row_bytes,
+                rows.source_pitch,
+                run.num_tokens * rows.row_bytes,
+                rows.num_rows,
+            )
+
+
+class CachePlaces:
+    """Tells where the blocks of one rank's cache lie, from `address` on."""
+
+    def __init__(self, rank: int, num_blocks: int, layout: KVLayout, address: int) -> None:
         self.layout = layout
-        self.num_blocks = handle.num_blocks
-        self.pages = tuple(layout.page(group, handle.rank) for group in range(len(layout.groups)))
+        self.num_blocks = num_blocks
+        self.address = address
+        self.pages = tuple(layout.page(group, rank) for group in range(len(layout.groups)))
         """Shapes of a page, by group."""
         self.page_bytes = layout.page_bytes
-        self.slot_bytes = handle.num_blocks * layout.page_bytes
-        self.num_bytes = handle.num_blocks * layout.block_bytes
-        self._mapping = device.open_cache(handle)
-        if self._mapping.num_bytes < self.num_bytes:
-            self._mapping.close()
-            raise ValueError(
-                f"the KV cache of rank {handle.rank} has {self._mapping.num_bytes} bytes, "
-                f"but {handle.num_blocks} blocks take {self.num_bytes}"
-            )
+        self.slot_bytes = num_blocks * layout.page_bytes
+        self.num_bytes = num_blocks * layout.block_bytes
 
     def check_block_ids(self, block_ids: list[int]) -> None:
         """Raises ValueError for a block that the cache lacks."""
@@ -86,12 +117,32 @@ class CacheMap:
 
     def address_of(self, slot: int, block_id: int) -> int:
         """Returns where the page of a block in a slot begins."""
-        return self._mapping.address + slot * self.slot_bytes + block_id * self.page_bytes
+        return self.address + slot * self.slot_bytes + block_id * self.page_bytes
 
     def addresses_of(self, slots: int | Numbers, block_ids: list[int] | Numbers) -> Numbers:
         """Returns the addresses of one block in each of these slots, or of blocks in one slot."""
         inside = slots * self.slot_bytes + np.asarray(block_ids, np.int64) * self.page_bytes
-        return inside + self._mapping.address
+        return inside + self.address
+
+
+class CacheMap(CachePlaces):
+    """The cache of one rank at addresses of this process."""
+
+    def __init__(self, handle: KVCacheHandle, layout: KVLayout, device: MemoryDevice) -> None:
+        """Raises:
+        ValueError: The memory does not hold such a cache.
+        DeviceError, OSError: It cannot be mapped.
+        """
+        self.handle = handle
+        super().__init__(handle.rank, handle.num_blocks, layout, 0)
+        self._mapping = device.open_cache(handle)
+        self.address = self._mapping.address
+        if self._mapping.num_bytes < self.num_bytes:
+            self._mapping.close()
+            raise ValueError(
+                f"the KV cache of rank {handle.rank} has {self._mapping.num_bytes} bytes, "
+                f"but {handle.num_blocks} blocks take {self.num_bytes}"
+            )
 
     def close(self) -> None:
         """No copy may be on its way."""
@@ -125,43 +176,8 @@ class KVCacheView(CacheMap):
         size = self.pages[group].num_bytes
         targets = target + size * np.arange(len(block_ids))
         sources = self.addresses_of(slot, block_ids)
-        self._copy_joined(targets, sources, np.full(len(block_ids), size), in_portions=True)
-
-    def write_blocks(
-        self, copy: PageCopy, targets: Numbers, sources: Numbers, from_host: bool
-    ) -> None:
-        """Issues copies of whole blocks into blocks of ours, all by address."""
-        self._copy_joined(*copy.of_blocks(targets, sources), from_host)
-
-    def _copy_joined(
-        self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool
-    ) -> None:
-        """Copies; those that continue each other on both sides become one."""
-        if not len(targets):
-            return
-        goes_on = targets[1:] - targets[:-1] == sizes[:-1]
-        goes_on &= sources[1:] - sources[:-1] == sizes[:-1]
-        if goes_on.any():
-            first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
-            targets, sources = targets[first], sources[first]
-            sizes = np.add.reduceat(sizes, first)
-        self.copies.stream.copy(targets, sources, sizes, in_portions)
-
-    def write_runs(self, copy: PageCopy, runs: Iterable[tuple[int, TokenRun, int]]) -> None:
-        """Issues copies of tokens into blocks of ours.
-
-        `runs`: (address of the source block, which tokens, address of our block).
-        """
-        for source, run, target in runs:
-            for rows in copy.rows:
-                self.copies.stream.copy_rows(
-                    target + rows.target + run.target_offset * rows.row_bytes,
-                    rows.target_pitch,
-                    source + rows.source + run.source_offset * rows.row_bytes,
-                    rows.source_pitch,
-                    run.num_tokens * rows.row_bytes,
-                    rows.num_rows,
-                )
+        sizes = np.full(len(block_ids), size)
+        copy_joined(self.copies.stream, targets, sources, sizes, in_portions=True)
 
     def close(self) -> None:
         """Waits for copies that are on their way."""

@@ -14,8 +14,15 @@ import numpy.typing as npt
 
 from kv_transfer.layout import PageShape
 from kv_transfer.memory.block_views import BlockViews
-from kv_transfer.memory.cache_view import CacheMap, KVCacheView, TokenRun, token_runs
-from kv_transfer.memory.copy_stream import Numbers
+from kv_transfer.memory.cache_view import (
+    CachePlaces,
+    KVCacheView,
+    TokenRun,
+    copy_blocks,
+    copy_runs,
+    token_runs,
+)
+from kv_transfer.memory.copy_stream import CopyStream, Numbers
 from kv_transfer.memory.page_copy import PageCopy, page_copy
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code
@@ -69,31 +76,35 @@ class GroupTarget:
         place = np.arange(header.num_blocks)
         layers = np.full_like(place, header.layer)
         blocks = NamedBlocks(layers, header.first_block + place, start + size * place)
-        self._copy(blocks, page_copy(self._page, self.share, self.share), from_host=True)
+        copy = page_copy(self._page, self.share, self.share)
+        self._copy(blocks, copy, self._cache.copies.stream, from_host=True)
         self._cache.inbox.copies_issued()
 
-    def copy_from_cache(self, blocks: NamedBlocks, peer: CacheMap) -> None:
-        """Issues copies of what was asked for out of the sender's cache, which is mapped here."""
+    def copy_from_cache(self, blocks: NamedBlocks, peer: CachePlaces, stream: CopyStream) -> None:
+        """Issues copies of what was asked for out of the sender's cache, which `stream` reads."""
         sources = peer.addresses_of(blocks.layers, blocks.places)
         copy = page_copy(self._page, peer.pages[self._group], self.share)
-        self._copy(NamedBlocks(blocks.layers, blocks.numbers, sources), copy, from_host=False)
+        named = NamedBlocks(blocks.layers, blocks.numbers, sources)
+        self._copy(named, copy, stream, from_host=False)
 
-    def _copy(self, blocks: NamedBlocks, copy: PageCopy, from_host: bool) -> None:
+    def _copy(
+        self, blocks: NamedBlocks, copy: PageCopy, stream: CopyStream, from_host: bool
+    ) -> None:
         """`blocks.places` are addresses."""
         size, whole = self._source_size, blocks
         if size != self._page.block_size:
-            self._cache.write_runs(copy, self._wanted_runs(blocks))
+            copy_runs(stream, copy, self._wanted_runs(blocks))
             return
         first = blocks.numbers * size
         is_whole = (first >= self._rows.start) & (first + size <= self._rows.stop)
         if not is_whole.all():
             whole = blocks.where(is_whole)
-            self._cache.write_runs(copy, self._wanted_runs(blocks.where(~is_whole)))
+            copy_runs(stream, copy, self._wanted_runs(blocks.where(~is_whole)))
         targets = self._cache.addresses_of(whole.layers, self._block_array[whole.numbers])
-        self._cache.write_blocks(copy, targets, whole.places, from_host)
+        copy_blocks(stream, copy, targets, whole.places, from_host)
 
     def _wanted_runs(self, blocks: NamedBlocks) -> Iterator[tuple[int, TokenRun, int]]:
-        """Yields tokens of these blocks that were asked for, as `KVCacheView.write_runs` takes
+        """Yields tokens of these blocks that were asked for, as `copy_runs` takes
         them."""
         size, wanted = self._source_size, self._rows
         columns = blocks.layers.tolist(), blocks.numbers.tolist(), blocks.places.tolist()

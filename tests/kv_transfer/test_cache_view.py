@@ -15,7 +15,7 @@ from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import HeadRange
 from kv_transfer.memory.cache_handle import handle_of_tensor
-from kv_transfer.memory.cache_view import KVCacheView, token_runs
+from kv_transfer.memory.cache_view import KVCacheView, copy_blocks, copy_runs, token_runs
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers
 from kv_transfer.memory.page_copy import PageCopy
 
@@ -74,7 +74,7 @@ def test_copy_out_keeps_order_and_joins_neighbours(block_ids: list[int]) -> None
 
 
 @pytest.mark.parametrize("source_first_head", [0, 1])
-def test_write_runs_touches_nothing_else(source_first_head: int) -> None:
+def test_copied_runs_touch_nothing_else(source_first_head: int) -> None:
     shape = layout(tp_size=1, num_kv_heads=4)
     cache = RankCache(shape, 0, 8)
     view = KVCacheView(cache.handle, shape)
@@ -86,7 +86,7 @@ def test_write_runs_touches_nothing_else(source_first_head: int) -> None:
     large = layout(tp_size=1, num_kv_heads=4, block_size=64).groups[0]
     wanted = large.page([HeadRange(1, 2)] * 2)
     copy = PageCopy(shape.page(0, 0), large.page([held] * 2), wanted)
-    view.write_runs(copy, [(int(source.ctypes.data), run, view.address_of(2, 6))])
+    copy_runs(view.copies.stream, copy, [(int(source.ctypes.data), run, view.address_of(2, 6))])
     before[2, 6, :, 1:3, 5:9] = source[:, source_first_head:, 5:9]
     np.testing.assert_array_equal(cache.words, before)
     view.close()
@@ -107,7 +107,7 @@ def test_whole_blocks_of_several_layers_are_one_call(heads: HeadRange) -> None:
     sources = np.arange(8) * source_shape.num_bytes + blocks.ctypes.data
     targets = view.addresses_of(layers, block_ids)
     copy = PageCopy(shape.page(0, 0), source_shape, source_shape)
-    view.write_blocks(copy, targets, sources, from_host=False)
+    copy_blocks(view.copies.stream, copy, targets, sources, from_host=False)
     before[layers, block_ids, :, heads.start : heads.stop] = blocks
     np.testing.assert_array_equal(cache.words, before)
     assert stream.num_calls == 1

@@ -29,11 +29,12 @@ from kv_transfer.metadata import ExportMeta, KVPeer, RecvMeta, SendMeta, StepPro
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.base import Export, ExportOwner, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
-from kv_transfer.transports.cuda_ipc.consumer import NamesAssembler
+from kv_transfer.transports.cuda_ipc.consumer import MappedBlocks
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
-from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
 from kv_transfer.transports.fetch_job import FetchJob, PullSource
+from kv_transfer.transports.named.names_assembler import NamesAssembler
+from kv_transfer.transports.named.read_leases import ReadLeases
 from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.chunk_messages import ChunkMessages
 from kv_transfer.transports.stream.consumer import StreamAssembler
@@ -299,7 +300,8 @@ def test_every_byte_of_every_wanted_token_once(is_direct: bool, case: Case) -> N
                 messages = call.staged()
                 if is_direct:
                     caches, leases = PeerCaches(view.device), ReadLeases().file
-                    assembler = NamesAssembler(job, view, caches, source_view, leases)
+                    peer_blocks = MappedBlocks(source_view, caches, leases, view)
+                    assembler = NamesAssembler(job, view, TransportId.CUDA_IPC, peer_blocks)
                     messages = call.named()
                 for message in messages:
                     if message.header.kind is ChunkKind.END:

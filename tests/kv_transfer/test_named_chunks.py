@@ -14,12 +14,14 @@ from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, RecvMeta
+from kv_transfer.transports.base import TransportId
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
-from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer, NamesAssembler
+from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer, MappedBlocks
 from kv_transfer.transports.cuda_ipc.local_frames import LocalAddress
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
-from kv_transfer.transports.cuda_ipc.read_leases import ReadLeases
 from kv_transfer.transports.fetch_job import FetchJob, PullSource
+from kv_transfer.transports.named.names_assembler import NamesAssembler
+from kv_transfer.transports.named.read_leases import ReadLeases
 from kv_transfer.wire.chunk import (
     Chunk,
     ChunkHeader,
@@ -55,7 +57,8 @@ def leases() -> ReadLeases:
 def assembler(cache: RankCache, leases: ReadLeases) -> Iterator[NamesAssembler]:
     """Its peer's cache is our own."""
     view = KVCacheView(cache.handle, SHAPE)
-    yield NamesAssembler(JOB, view, PeerCaches(HostDevice()), view, leases.file)
+    peer = MappedBlocks(view, PeerCaches(HostDevice()), leases.file, view)
+    yield NamesAssembler(JOB, view, TransportId.CUDA_IPC, peer)
     view.close()
 
 

@@ -1,6 +1,6 @@
-"""Whether blocks that a puller of this host was told of are still as they were.
+"""Whether blocks that a puller was told of are still as they were.
 
-The holder may let go at any time, and a puller that copies blocks itself would not notice. So the
+The holder may let go at any time, and a puller that reads blocks itself would not notice. So the
 holder's transfer process has memory in which it takes back its word before it tells anybody else:
 
     words[slot] = number of the lease; 0: nobody's
@@ -23,6 +23,9 @@ from weakref import finalize
 
 from host.memory_file import MemoryFile
 from kv_transfer.errors import KVTransferError
+
+LeaseName = tuple[int, int]
+"""Slot and number, as they go with the names of blocks."""
 
 _NUM_SLOTS = 16_384
 """More transfers than a process can have."""
