@@ -1,48 +1,58 @@
 # Two images from one file:
-#   docker build --target router -t tandem/router:0.1.0 .     (small, no torch)
-#   docker build --target engine -t tandem/engine:0.1.0 .     (prefill and decode nodes)
+#   docker build --target router -t tandem/router:0.2.0 .     (small, no torch)
+#   docker build --target engine -t tandem/engine:0.2.0 .     (prefill and decode nodes)
 # Both run as user 10001, write to /tmp, /cache and /models only, and take SIGTERM. They run as any
 # other user, too: libraries that ask for its name find LOGNAME.
-# Bases are pinned by tag; a release pins them by digest: --build-arg PYTHON_BASE=python@sha256:...
-ARG PYTHON_BASE=python:3.12.11-slim-bookworm
+#
+# For amd64 and arm64. All but FlashAttention 3 has wheels for both: engines on arm64 (Grace) use
+# Triton's attention for every prompt.
+#
+# The digest is that of the tag's index of both architectures; `make release-bases` asks for newer ones.
+# Python's packages come by their hashes from requirements/*.lock. With SOURCE_DATE_EPOCH and BuildKit's
+# rewrite-timestamp (`make release` sets both) an image depends on nothing but these inputs and, for
+# the engine's, what Debian's archive has for gcc that day.
+ARG PYTHON_BASE=python:3.12.14-slim-bookworm@sha256:392307d22300de8b5986851a12d9176dfc0fc073e65bf6523ebd7dcbeb23564e
+
+# An environment without pip, and the pip of the base to fill it.
+FROM ${PYTHON_BASE} AS environment
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_NO_COMPILE=1 \
+    PIP_ONLY_BINARY=:all: \
+    PIP_REQUIRE_HASHES=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PYTHONDONTWRITEBYTECODE=1
+RUN python -m venv --without-pip /opt/tandem
+WORKDIR /src
 
 # The wheel, and nothing that made it.
-FROM ${PYTHON_BASE} AS wheel
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-WORKDIR /src
+FROM environment AS wheel
+COPY requirements/build.lock requirements/build.lock
+RUN python -m pip install -r requirements/build.lock
 COPY . .
-RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+ARG SOURCE_DATE_EPOCH
+RUN python -m hatchling build --target wheel --directory /wheels
 
 # The router's environment: what it imports, not what engines need.
-FROM ${PYTHON_BASE} AS router-environment
-RUN python -m venv /opt/tandem
+FROM environment AS router-environment
+COPY requirements/image-router.lock requirements/image-router.lock
+RUN python -m pip --python /opt/tandem/bin/python install -r requirements/image-router.lock
 COPY --from=wheel /wheels /wheels
-RUN /opt/tandem/bin/pip install --no-cache-dir \
-        "aiohttp>=3.11,<4" \
-        "fastapi>=0.115,<1" \
-        "grpcio>=1.76,<2" \
-        "grpcio-health-checking>=1.76,<2" \
-        "httptools>=0.6,<1" \
-        "msgspec>=0.19,<1" \
-        "prometheus-client>=0.21,<1" \
-        "protobuf>=6.31.1,<8" \
-        "pydantic-settings>=2.7,<3" \
-        "rich>=13.9,<16" \
-        "uvicorn>=0.32,<1" \
-        "uvloop>=0.21,<1" \
-        "xxhash>=3.5,<5" \
-    && /opt/tandem/bin/pip install --no-cache-dir --no-deps /wheels/*.whl
+# Bytecode without times in it: the root file system is read-only, and images are compared.
+RUN PIP_REQUIRE_HASHES=0 python -m pip --python /opt/tandem/bin/python \
+        install --no-index --no-deps /wheels/*.whl \
+    && python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/tandem/lib
 
 # Everything, Ray for nodes that span hosts, FlashAttention 3; torch brings CUDA's libraries along.
-FROM ${PYTHON_BASE} AS engine-environment
-RUN python -m venv /opt/tandem
+FROM environment AS engine-environment
+COPY requirements/image-engine.lock requirements/image-engine.lock
+RUN python -m pip --python /opt/tandem/bin/python install -r requirements/image-engine.lock
 COPY --from=wheel /wheels /wheels
-RUN /opt/tandem/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[ray,fa3]"
+RUN PIP_REQUIRE_HASHES=0 python -m pip --python /opt/tandem/bin/python \
+        install --no-index --no-deps /wheels/*.whl \
+    && python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/tandem/lib
 
 FROM ${PYTHON_BASE} AS base
-LABEL org.opencontainers.image.title="tandem" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.description="LLM serving with prefill and decode on separate hosts"
 RUN groupadd --gid 10001 tandem \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin tandem
 COPY LICENSE /licenses/LICENSE
@@ -55,6 +65,13 @@ ENV PATH=/opt/tandem/bin:$PATH \
 WORKDIR /tmp
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tandem"]
+ARG VERSION=0.2.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="tandem" \
+      org.opencontainers.image.description="LLM serving with prefill and decode on separate hosts" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
 
 FROM base AS router
 COPY --from=router-environment /opt/tandem /opt/tandem
@@ -63,11 +80,12 @@ EXPOSE 8000 8001
 CMD ["router", "--help"]
 
 FROM base AS engine
-# Triton compiles a launcher in C for each kernel, against Python's headers, which the base has.
+# Triton compiles its driver and a launcher in C at run time, against Python's headers, which the base
+# has; ptxas comes with its wheel.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/ldconfig/aux-cache /var/log/*
 COPY --from=engine-environment /opt/tandem /opt/tandem
 RUN install --directory --owner 10001 --group 10001 /cache /models
 ENV NVIDIA_VISIBLE_DEVICES=all \

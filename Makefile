@@ -11,7 +11,8 @@ PYTEST_WORKERS ?= 2
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-clients helm-tools promtool lint types proto proto-check docs docs-check format
+.PHONY: help setup demo test test-clients helm-tools promtool lint types proto proto-check docs docs-check format \
+	lock lock-upgrade release release-bases
 
 help:
 	@echo "make demo    install, start a cluster with the demo checkpoint, talk to it, stop it"
@@ -19,6 +20,7 @@ help:
 	@echo "make test-clients    third-party clients against a cluster, in environments of their own"
 	@echo "make lint types proto-check docs-check    what CI checks besides"
 	@echo "make format proto docs                    what mends those"
+	@echo "make lock, make release                   dependencies of the images; what a release is made of"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -116,3 +118,7 @@ docs: $(VENV)/.installed-dev
 
 docs-check: docs
 	git diff --exit-code -- docs helm
+
+# One version and the hashes of each dependency of the images; `lock-upgrade` takes the newest.
+lock lock-upgrade: $(VENV)/.installed-dev
+	$(BIN)/python -m release.lock $(if $(findstring upgrade,$@),--upgrade)

@@ -1,6 +1,6 @@
 """Answers what every HTTP service of ours is asked about itself, by vLLM's names and shapes.
 
-    GET       /version       {"version": "0.1.0"}
+    GET       /version       {"version": "0.2.0"}
     GET, POST /ping          as /health, for platforms that ask so
     GET       /load          {"server_load": 3}: requests that are being answered
     GET       /openapi.json  the API, for programs

@@ -15,9 +15,15 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from release.lock import PYTHONS, wanted
 from tests.helm.helm_engine import CHART, ROOT, load_values
 from tests.helm.scenarios import rendered
 
+LOCKS = {
+    "wheel": "requirements/build.lock",
+    "router-environment": "requirements/image-router.lock",
+    "engine-environment": "requirements/image-engine.lock",
+}
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
@@ -68,10 +74,72 @@ def test_images_run_as_the_user_of_the_chart_and_get_signals(stage: str) -> None
 
 def test_bases_are_pinned_and_nothing_is_added_from_the_network() -> None:
     bases = re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)
-    assert set(bases) == {"${PYTHON_BASE}", "base"}
-    tag = re.search(r"^ARG PYTHON_BASE=python:(\S+)$", TEXT, re.MULTILINE)
-    assert tag and re.match(r"3\.\d+\.\d+-slim-\w+$", tag.group(1))
+    assert set(bases) == {"${PYTHON_BASE}", "environment", "base"}
+    assert re.search(
+        r"^ARG PYTHON_BASE=python:3\.\d+\.\d+-slim-bookworm@sha256:[0-9a-f]{64}$",
+        TEXT,
+        re.MULTILINE,
+    )
     assert "ADD " not in TEXT and "curl" not in TEXT
+
+
+def test_the_base_is_what_the_locks_are_made_for() -> None:
+    tag = re.search(r"^ARG PYTHON_BASE=python:3\.(\d+)", TEXT, re.MULTILINE)
+    assert tag
+    for name in ("image-router", "image-engine"):
+        assert PYTHONS[name][-1] == (3, int(tag.group(1)))
+
+
+def test_packages_are_installed_by_hash_from_wheels_alone() -> None:
+    """All but our own wheel, which a stage before made."""
+    settings = environment("environment")
+    assert settings["PIP_REQUIRE_HASHES"] == "1" and settings["PIP_ONLY_BINARY"] == ":all:"
+    for stage, lock in LOCKS.items():
+        instructions = stages()[stage]
+        (lock_install,) = (
+            rest for word, rest in instructions if word == "RUN" and rest.endswith(".lock")
+        )
+        assert lock_install.endswith(f"install -r {lock}")
+        assert ("COPY", f"{lock} {lock}") in instructions
+        others = [
+            rest
+            for word, rest in instructions
+            if word == "RUN" and " install -" in f" {rest}" and rest != lock_install
+        ]
+        assert all("--no-index --no-deps /wheels/*.whl" in rest for rest in others)
+
+
+@pytest.mark.parametrize("stage", ["router", "engine"])
+def test_images_have_no_tools_that_only_builds_need(stage: str) -> None:
+    """The router's has no compiler; the engine's has the one that Triton calls, and no more."""
+    runs = " ".join(rest for word, rest in stages()[stage] if word == "RUN")
+    installed = re.findall(r"--no-install-recommends ([^&]*) &&", runs)
+    assert installed == ([] if stage == "router" else ["gcc libc6-dev"])
+    copied = [rest for word, rest in stages()[stage] if word == "COPY"]
+    assert copied == [
+        "LICENSE /licenses/LICENSE",
+        f"--from={stage}-environment /opt/tandem /opt/tandem",
+    ]
+    assert "python -m venv --without-pip /opt/tandem" in str(stages()[f"{stage}-environment"])
+
+
+def test_images_can_be_made_twice_alike() -> None:
+    """No times in bytecode or wheel, and labels are given, not found out."""
+    for stage in ("router-environment", "engine-environment"):
+        assert "--invalidation-mode unchecked-hash" in last(stage, "RUN")
+        assert environment(stage)["PIP_NO_COMPILE"] == "1"
+    wheel = [word for word, _ in stages()["wheel"]]
+    assert ("ARG", "SOURCE_DATE_EPOCH") in stages()["wheel"]
+    assert wheel[-1] == "RUN" and "hatchling build" in last("wheel", "RUN")
+
+
+@pytest.mark.parametrize("stage", ["router", "engine"])
+def test_labels_say_what_an_image_is_made_of(stage: str) -> None:
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', last(stage, "LABEL")))
+    assert labels["version"] == "${VERSION}" and labels["revision"] == "${REVISION}"
+    assert {"title", "licenses", "description"} <= set(labels)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert ("ARG", f"VERSION={version}") in stages()[stage]
 
 
 def test_caches_and_ports_are_those_of_the_chart() -> None:
@@ -89,8 +157,7 @@ def test_caches_and_ports_are_those_of_the_chart() -> None:
 
 
 def router_requirements() -> dict[str, Requirement]:
-    found = re.findall(r'"([a-z-]+[><=][^"]+)"', TEXT)
-    return {Requirement(text).name: Requirement(text) for text in found}
+    return {requirement.name: requirement for requirement in wanted("image-router")}
 
 
 def with_what_they_need(names: set[str]) -> set[str]:
@@ -131,20 +198,11 @@ def test_the_router_image_has_all_that_the_router_imports_and_no_torch() -> None
     assert not installed & {"torch", "triton", "numpy", "transformers"}
 
 
-def test_the_router_image_has_the_versions_of_pyproject() -> None:
-    ranges = project_ranges()
-    for name, requirement in router_requirements().items():
-        if name in ranges:
-            assert requirement.specifier == ranges[name], name
-        else:
-            assert name in with_what_they_need({"uvicorn"}) | {"httptools", "uvloop"}
-
-
 def test_the_build_context_has_what_the_wheel_packs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = {line[1:].strip("/") for line in ignored if line.startswith("!")}
     packed = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
     assert {path.partition("/")[0] for path in packed} <= allowed
-    assert {"pyproject.toml", project["project"]["readme"]} <= allowed
+    assert {"pyproject.toml", project["project"]["readme"], "requirements/*.lock"} <= allowed
     assert "*" in ignored

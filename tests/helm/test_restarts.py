@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     newer = tmp_path_factory.mktemp("newer") / "tandem"
     shutil.copytree(CHART, newer)
     text = (newer / "Chart.yaml").read_text(encoding="utf-8")
-    bumped = text.replace("ersion: 0.1.0", "ersion: 9.9.9")
+    bumped = re.sub(r"(?m)ersion: \d+\.\d+\.\d+$", "ersion: 9.9.9", text)
     assert bumped.count("9.9.9") == 2
     (newer / "Chart.yaml").write_text(bumped, encoding="utf-8")
     return newer

@@ -1,0 +1,1 @@
+"""The tools that make a release: locks of dependencies, artifacts, signatures."""
