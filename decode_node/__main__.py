@@ -9,7 +9,7 @@ import uvloop
 from decode_node.config import DecodeNodeSettings
 from decode_node.server import create_parsers, serve
 from edge.security.config import SecurityError
-from edge.tracing.file import TraceFileError
+from edge.tracing.errors import TracingError
 from engine.errors import CannotStartError, EngineDeadError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.node.grpc_server import PortInUse
@@ -31,7 +31,7 @@ def main() -> int:
         SecurityError,
         SettingsError,
         TokenizerError,
-        TraceFileError,
+        TracingError,
         OSError,
     ) as error:
         print(f"decode node: {error}", file=sys.stderr)

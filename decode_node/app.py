@@ -35,7 +35,9 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
     edge = ErrorForms(EdgeMiddleware(app, callers))
-    return OuterEdge(edge, lambda: api.state.draining, api.settings.http_front())
+    return OuterEdge(
+        edge, lambda: api.state.draining, api.settings.http_front(), api.settings.sampler()
+    )
 
 
 def node_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:

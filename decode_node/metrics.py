@@ -11,7 +11,7 @@ from decode_node.disagg.prefill_events import FAILURE_CODES
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import RequestRecord
-from edge.tracing.file import TraceFile
+from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.node.metrics import (
     ITL_BUCKETS,
@@ -56,11 +56,12 @@ _MEASURES = (
 
 class DecodeMetrics:
     """Owns the node's registry. Call `observe` once for each HTTP request, at its end; its trace
-    goes to `traces`."""
+    goes to `tracer`."""
 
-    def __init__(self, config: EngineConfig, traces: TraceFile | None = None) -> None:
+    def __init__(self, config: EngineConfig, tracer: Tracer | None = None) -> None:
         self.registry = CollectorRegistry()
-        self._traces = traces
+        self._tracer = tracer or Tracer()
+        self._model_name = config.model.served_model_name
         labels = metric_labels(config)
         self._histograms = {
             name: Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(
@@ -117,8 +118,9 @@ class DecodeMetrics:
                 if id(choice.record.prefill) not in seen:
                     seen.add(id(choice.record.prefill))
                     self._observe_prefill(choice.record)
-                if self._traces is not None and choice.request.trace is not None:
-                    self._traces.write(choice.request.trace, spans_of(choice.record))
+                if self._tracer.wants(choice.request.trace):
+                    spans = spans_of(choice.record, choice.request, self._model_name)
+                    self._tracer.write(choice.request.trace, spans)
 
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""

@@ -43,7 +43,8 @@ from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.security.server_tls import ServerTls
 from edge.security.tls_http import TlsConfig
-from edge.tracing.file import TraceFile
+from edge.tracing.metrics import TracerCollector
+from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig, ModelConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ class DecodeNode:
         tokenizer: Tokenizer,
         ports: NodePorts,
         credentials: Credentials,
-        traces: TraceFile | None,
+        tracer: Tracer,
         defaults: SamplingDefaults,
     ) -> None:
         self._settings = settings
@@ -100,7 +101,7 @@ class DecodeNode:
             settings.drain_timeout_s,
             self._note_status,
         )
-        self._metrics = create_metrics(engine, self._proxy, traces)
+        self._metrics = create_metrics(engine, self._proxy, tracer)
         self._metrics.registry.register(CredentialsCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
         self._checker = GrammarChecker(engine.config.model)
@@ -209,12 +210,12 @@ class NodePorts:
 
 async def serve(settings: DecodeNodeSettings) -> int:
     """Runs the node and returns its exit code. Raises `CheckpointError`, `TokenizerError`,
-    `EngineDeadError`, `PortInUse`, `SecurityError`, `TraceFileError`."""
+    `EngineDeadError`, `PortInUse`, `SecurityError`, `TracingError`."""
     stop = StopSignal()
     credentials = Credentials(settings.security_config())
     ports = NodePorts.take(settings, credentials)
     config = settings.to_engine_config("kv_consumer")
-    traces = TraceFile.open(settings.trace_file, "tandem-decode", config.engine_id)
+    tracer = Tracer.open(settings, "tandem-decode", config.engine_id)
     tokenizer = Tokenizer.of_model(config.model)
     defaults = find_defaults(settings, config.model)
     parsers = create_parsers(settings, tokenizer)  # A wrong name costs no loading of weights.
@@ -226,13 +227,14 @@ async def serve(settings: DecodeNodeSettings) -> int:
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0
-    node = DecodeNode(settings, engine, tokenizer, ports, credentials, traces, defaults)
+    node = DecodeNode(settings, engine, tokenizer, ports, credentials, tracer, defaults)
     try:
         return await node.run(stop)
     finally:
         await ports.close()
         await node.close()
         await engine.shutdown()
+        await asyncio.to_thread(tracer.close)
 
 
 def create_prefill_client(
@@ -289,8 +291,9 @@ def create_proxy(
     )
 
 
-def create_metrics(engine: AsyncLLM, proxy: DisaggProxy, traces: TraceFile | None) -> DecodeMetrics:
-    metrics = DecodeMetrics(engine.config, traces)
+def create_metrics(engine: AsyncLLM, proxy: DisaggProxy, tracer: Tracer) -> DecodeMetrics:
+    metrics = DecodeMetrics(engine.config, tracer)
+    metrics.registry.register(TracerCollector(tracer))
     metrics.registry.register(EngineCollector(engine))
     metrics.watch_proxy(proxy)
     return metrics

@@ -7,7 +7,7 @@ import sys
 import uvloop
 
 from edge.security.config import SecurityError
-from edge.tracing.file import TraceFileError
+from edge.tracing.errors import TracingError
 from engine.errors import EngineDeadError
 from engine.frontend.tokenizer import TokenizerError
 from engine.models.checkpoint import CheckpointError
@@ -32,7 +32,7 @@ def main() -> int:
         SettingsError,
         SecurityError,
         TokenizerError,
-        TraceFileError,
+        TracingError,
     ) as error:
         print(f"prefill node: {error}", file=sys.stderr)
         return 1

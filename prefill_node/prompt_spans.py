@@ -9,23 +9,64 @@ A layer is saved from when it was computed until all of its KV had left the bloc
 
 from __future__ import annotations
 
-from edge.tracing.file import Span
+from dataclasses import dataclass, field
+
+from edge.tracing.span import AttributeValue, Span
 from kv_transfer.metadata import TransferStats
 
+_FINE = "done", "cancelled", "given_up"
+"""Ends of a call that are no failures of this node."""
 
-def spans_of(
-    received_at: float, queue_s: float, token_at: float, released_at: float, kv: TransferStats
-) -> list[Span]:
-    """Returns the spans, the request's first. All times but `queue_s` are CLOCK_MONOTONIC
-    seconds."""
-    begun = received_at + queue_s
+
+@dataclass(slots=True, kw_only=True)
+class PromptRecord:
+    """Is filled while a prompt is served. `outcome` says how its call ends, as far as is known; the
+    other times are CLOCK_MONOTONIC seconds, 0.0 for not yet."""
+
+    received_at: float
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    outcome: str = "cancelled"
+    failure: str = ""
+    queue_s: float = 0.0
+    token_at: float = 0.0
+    released_at: float = 0.0
+    kv: TransferStats = field(default_factory=TransferStats)
+
+
+def spans_of(record: PromptRecord, model: str) -> list[Span]:
+    """Returns the spans of a call that has ended, the request's first. Parts that never happened
+    are left out."""
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.provider.name": "tandem",
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "tandem.kv.bytes": record.kv.num_bytes,
+        "tandem.prefill.outcome": record.outcome,
+    }
+    error = ""
+    if record.outcome not in _FINE:
+        attributes["error.type"] = record.outcome
+        error = record.failure or record.outcome
     return [
-        Span("request", received_at, released_at, {"bytes": kv.num_bytes}),
-        Span("queue", received_at, begun),
+        Span("request", record.received_at, record.released_at, attributes, error),
+        *_parts(record),
+    ]
+
+
+def _parts(record: PromptRecord) -> list[Span]:
+    token_at, released_at = record.token_at, record.released_at
+    if not token_at:
+        return []
+    begun = record.received_at + record.queue_s
+    return [
+        Span("queue", record.received_at, begun),
         Span("prefill", begun, token_at),
         *(
             Span(f"save layer {layer}", ready, saved)
-            for layer, (ready, saved) in enumerate(kv.layers)
+            for layer, (ready, saved) in enumerate(record.kv.layers)
             if ready and saved
         ),
         *([Span("kv held", token_at, released_at)] if released_at > token_at else []),

@@ -16,7 +16,8 @@ import logging
 from edge.address import join_address
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
-from edge.tracing.file import TraceFile
+from edge.tracing.metrics import TracerCollector
+from edge.tracing.tracer import Tracer
 from engine.frontend.async_llm import AsyncLLM
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import ProbeServer
@@ -36,7 +37,7 @@ _WATCH_S = 0.25
 
 async def serve(settings: PrefillNodeSettings) -> int:
     """Runs the node and returns its exit code. Raises `CheckpointError`, `EngineDeadError`,
-    `PortInUse`, `SecurityError`, `TraceFileError`."""
+    `PortInUse`, `SecurityError`, `TracingError`."""
     stop = StopSignal()
     credentials = Credentials(settings.security_config())
     server = NodeGrpcServer(settings.host, settings.port, credentials, CALLERS)
@@ -44,17 +45,18 @@ async def serve(settings: PrefillNodeSettings) -> int:
     if settings.metrics_port is not None:
         probes = ProbeServer(settings.host, settings.metrics_port)
     config = settings.to_engine_config("kv_producer")
-    traces = TraceFile.open(settings.trace_file, "tandem-prefill", config.engine_id)
+    tracer = Tracer.open(settings, "tandem-prefill", config.engine_id)
     engine = await start_engine(config, None, stop)
     if engine is None:
         return 0
     try:
-        return await _serve_engine(settings, credentials, server, probes, engine, stop, traces)
+        return await _serve_engine(settings, credentials, server, probes, engine, stop, tracer)
     finally:
         if probes is not None:
             await probes.stop()
         await server.stop()
         await engine.shutdown()
+        await asyncio.to_thread(tracer.close)
 
 
 async def _serve_engine(
@@ -64,7 +66,7 @@ async def _serve_engine(
     probes: ProbeServer | None,
     engine: AsyncLLM,
     stop: StopSignal,
-    traces: TraceFile | None,
+    tracer: Tracer,
 ) -> int:
     status = NodeStatus(
         engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s, settings.frozen_after_s
@@ -72,13 +74,14 @@ async def _serve_engine(
     metrics = PrefillMetrics(engine.config)
     metrics.registry.register(EngineCollector(engine))
     metrics.registry.register(CredentialsCollector(credentials))
+    metrics.registry.register(TracerCollector(tracer))
     servicer = PrefillServicer(
         engine,
         status,
         metrics,
         max_waiting_requests=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
-        traces=traces,
+        tracer=tracer,
     )
     prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
         servicer, server.server

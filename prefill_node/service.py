@@ -25,8 +25,8 @@ from typing import Protocol
 import grpc
 
 from edge.security.config import Role
-from edge.tracing.context import TraceContext
-from edge.tracing.file import TraceFile
+from edge.tracing.context import REQUEST_ID, TraceContext, current_trace, plain_request_id
+from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor
@@ -43,10 +43,10 @@ from engine.outputs import SchedulerStats
 from engine.request_spec import UnknownSpecVersion, decode_spec
 from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats, is_transfer_id
+from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from prefill_node.metrics import PrefillMetrics
-from prefill_node.prompt_spans import spans_of
+from prefill_node.prompt_spans import PromptRecord, spans_of
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -85,13 +85,12 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class _Call:
-    """One call. `outcome` says how it ends, as far as is known. Times are in CLOCK_MONOTONIC
-    seconds."""
+    """One call that was accepted."""
 
     work: GenerationRequest
-    outcome: str = "cancelled"
-    queue_s: float = 0.0
-    token_at: float = 0.0
+    record: PromptRecord
+    is_told: bool = False
+    """Its trace is written."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -105,12 +104,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         *,
         max_waiting_requests: int,
         max_waiting_tokens: int,
-        traces: TraceFile | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._engine = engine
         self._status = status
         self._metrics = metrics
-        self._traces = traces
+        self._tracer = tracer or Tracer()
+        self._model_name = engine.config.model.served_model_name
         self._input_processor = InputProcessor(engine.config)
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
@@ -137,21 +137,29 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: PrefillContext
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        trace = _trace_of(request, context)
+        current_trace.set(trace)
+        logger.debug("request %s: trace %s", request.request_id, trace.trace_id)
+        record = PromptRecord(
+            received_at=time.monotonic(), num_prompt_tokens=len(request.prompt_token_ids)
+        )
         try:
             work = self._accept(request)
         except Refused as error:
             self._status.notify()
-            self._metrics.ended(error.code.name.lower())
-            yield self._failed(error.code.name.lower(), str(error), retryable=True)
+            record.outcome, record.failure = error.code.name.lower(), str(error)
+            self._metrics.ended(record.outcome)
+            self._write_trace(trace, record)
+            yield self._failed(record.outcome, str(error), retryable=True)
             await context.abort(error.code, str(error))
         self._enter()
         self._in_engine.add(work.request_id)
-        work.trace = _trace_of(context)
-        logger.debug("request %s: trace %s", request.request_id, work.trace.trace_id)
+        work.trace = trace
+        record.received_at = work.arrival_time
         context.add_done_callback(
             lambda _: self._engine.abort(work.request_id)  # type: ignore[arg-type]
         )
-        call = _Call(work)
+        call = _Call(work, record)
         try:
             yield prefill_pb2.PrefillEvent(
                 accepted=prefill_pb2.Accepted(), load=self._status.load()
@@ -159,12 +167,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             async with aclosing(self._serve(call)) as events:
                 async for event in events:
                     if event.WhichOneof("event") == "failed":
-                        call.outcome = event.failed.code
+                        record.outcome = event.failed.code
+                        record.failure = event.failed.message
                     yield event
         finally:
             self._in_engine.discard(work.request_id)
             self._engine.abort(work.request_id)
-            self._leave(call.outcome)
+            self._leave(record.outcome)
+            self._tell(call)
 
     async def _serve(self, call: _Call) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """Yields the events after acceptance."""
@@ -197,28 +207,29 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._status.work.num_computing -= is_computing
 
     def _note_token(self, call: _Call, output: RequestOutput) -> None:
-        call.token_at, call.queue_s = time.monotonic(), output.queue_s
+        record = call.record
+        record.token_at, record.queue_s = time.monotonic(), output.queue_s
+        record.num_cached_tokens = output.num_cached_tokens or 0
         self._status.note_prefix(call.work.spec.prefix_hash)
         is_end = output.finish_reason == "stop" and output.siblings is None
         if call.work.kv_transfer_params is None or is_end:
             # The caller has all it wants with this token, and may leave at any moment.
-            call.outcome = "done"
-            self._write_trace(call, call.token_at, TransferStats())
+            record.outcome = "done"
+            self._tell(call)
 
     async def _kv_event(self, call: _Call) -> prefill_pb2.PrefillEvent:
         """Returns the last event: what became of the KV. Raises `EngineDeadError`."""
         if call.work.kv_transfer_params is None:
             return self._done(0)
         result = await self._engine.wait_kv_result(call.work.request_id)
-        if call.outcome == "done":
+        if call.record.outcome == "done":
             return self._done(result.stats.num_bytes)
         if not result.ok:
             code = "given_up" if result.is_called_off else "kv_transfer"
             return self._failed(code, result.reason, retryable=result.retryable)
-        call.outcome = "done"
-        now = time.monotonic()
-        self._metrics.kv_taken(now - call.token_at, result.stats.layers)
-        self._write_trace(call, now, result.stats)
+        call.record.outcome, call.record.kv = "done", result.stats
+        self._metrics.kv_taken(time.monotonic() - call.record.token_at, result.stats.layers)
+        self._tell(call)
         return self._done(result.stats.num_bytes)
 
     def _accept(self, request: prefill_pb2.PrefillRequest) -> GenerationRequest:
@@ -288,7 +299,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def _first_token(self, call: _Call, output: RequestOutput) -> prefill_pb2.PrefillEvent:
         work = call.work
-        prefill_s = max(0.0, call.token_at - work.arrival_time - output.queue_s)
+        prefill_s = max(0.0, call.record.token_at - work.arrival_time - output.queue_s)
         self._metrics.first_token(len(work.spec.prompt_token_ids), output.queue_s, prefill_s)
         token = prefill_pb2.FirstToken(
             token_id=output.token_ids[0],
@@ -302,11 +313,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             token.siblings.extend(siblings_to_messages(output.siblings))
         return prefill_pb2.PrefillEvent(first_token=token, load=self._status.load())
 
-    def _write_trace(self, call: _Call, released_at: float, kv: TransferStats) -> None:
-        work = call.work
-        if self._traces is not None and work.trace is not None:
-            spans = spans_of(work.arrival_time, call.queue_s, call.token_at, released_at, kv)
-            self._traces.write(work.trace, spans)
+    def _tell(self, call: _Call) -> None:
+        """Writes the trace of a call whose outcome is known, once."""
+        if not call.is_told:
+            call.is_told = True
+            assert call.work.trace is not None
+            self._write_trace(call.work.trace, call.record)
+
+    def _write_trace(self, trace: TraceContext, record: PromptRecord) -> None:
+        record.released_at = time.monotonic()
+        if self._tracer.wants(trace):
+            self._tracer.write(trace, spans_of(record, self._model_name))
 
     def _done(self, kv_bytes: int) -> prefill_pb2.PrefillEvent:
         done = prefill_pb2.Done(kv_bytes=kv_bytes)
@@ -317,6 +334,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.PrefillEvent(failed=failed, load=self._status.load())
 
 
-def _trace_of(context: PrefillContext) -> TraceContext:
+def _trace_of(request: prefill_pb2.PrefillRequest, context: PrefillContext) -> TraceContext:
     given = {key: str(value) for key, value in context.invocation_metadata() or ()}
-    return TraceContext.from_headers(given)
+    return TraceContext.from_headers(given, plain_request_id({REQUEST_ID: request.request_id}))

@@ -90,7 +90,8 @@ def ranges() -> list[str]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     build: list[str] = tomllib.loads(text)["build-system"]["requires"]
     extras = project()["optional-dependencies"]
-    return [*project()["dependencies"], *extras["ray"], *extras["fa3"], *build]
+    wanted_extras = (*extras["ray"], *extras["fa3"], *extras["otlp"])
+    return [*project()["dependencies"], *wanted_extras, *build]
 
 
 def wanted(lock: str) -> list[Requirement]:

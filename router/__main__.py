@@ -8,7 +8,7 @@ import uvloop
 from pydantic import ValidationError
 
 from edge.security.config import SecurityError
-from edge.tracing.file import TraceFileError
+from edge.tracing.errors import TracingError
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys
 from router.errors import ConfigurationError
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         for problem in error.errors():
             print(f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", file=sys.stderr)
         return 2
-    except (ConfigurationError, SecurityError, TraceFileError) as error:
+    except (ConfigurationError, SecurityError, TracingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -31,7 +31,8 @@ from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve, unknown_path
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
-from edge.tracing.file import TraceFile
+from edge.tracing.metrics import TracerCollector
+from edge.tracing.tracer import Tracer
 from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
 from router.config import RouterSettings
@@ -94,6 +95,7 @@ class Services:
     meter: TrafficMeter
     credentials: Credentials
     caches: PrefixCaches
+    tracer: Tracer
     draining: bool = False
 
     def view(self) -> RouterView:
@@ -111,7 +113,7 @@ class Services:
 
 def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
     """Returns the router. Raises `ConfigurationError` when a node list is wrong, `SecurityError`
-    when a certificate cannot be read."""
+    when a certificate cannot be read, `TracingError` when traces cannot be written."""
     services = make_services(settings, world or OuterWorld())
     app = _bare_app(_lifespan)
     app.state.services = services
@@ -121,7 +123,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         metrics=services.metrics,
         body_limits=settings.body_limits(),
         max_open_requests=settings.max_open_requests,
-        traces=TraceFile.open(settings.trace_file, "tandem-router", socket.gethostname()),
+        tracer=services.tracer,
     )
     serve(app, [Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS])
     catalog = ModelCatalog(
@@ -148,7 +150,10 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     app.add_middleware(ApiKeyGate, check=check)
     app.add_middleware(ErrorForms)
     app.add_middleware(
-        OuterEdge, is_draining=lambda: services.draining, front=settings.http_front()
+        OuterEdge,
+        is_draining=lambda: services.draining,
+        front=settings.http_front(),
+        sampler=settings.sampler(),
     )
     return app
 
@@ -218,6 +223,8 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     gate = _make_gate(settings, registry, world.rng)
     metrics.registry.register(GateCollector(gate))
     metrics.registry.register(CredentialsCollector(credentials))
+    tracer = Tracer.open(settings, "tandem-router", socket.gethostname())
+    metrics.registry.register(TracerCollector(tracer))
     return Services(
         registry=registry,
         keys=keys,
@@ -239,6 +246,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
             rng=world.rng,
         ),
         gate=gate,
+        tracer=tracer,
     )
 
 
@@ -345,6 +353,7 @@ def _service_watcher(
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, services.tracer.close)
         await services.transport.open()
         stack.push_async_callback(services.transport.close)
         stack.push_async_callback(services.monitor.close)

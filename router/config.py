@@ -10,9 +10,10 @@ from pydantic_settings import SettingsConfigDict
 
 from edge.http.settings import HttpEdgeSettings
 from edge.security.settings import SecuritySettings
+from edge.tracing.settings import TraceSettings
 
 
-class RouterSettings(SecuritySettings, HttpEdgeSettings):
+class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings):
     """Takes OpenAI requests, chooses a decode node and prefill nodes for each, streams the answer.
 
     Node lists are comma separated. One node is written `host:port` (prefill: its gRPC port) or
@@ -266,11 +267,6 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings):
         default="info",
         description="Level of the log; debug also logs each placement. Request content is never "
         "logged.",
-    )
-    trace_file: Path | None = Field(
-        default=None,
-        description="File to which the trace of every request is appended, a line of OTLP/JSON "
-        "each: when each part happened, never what was asked or answered.",
     )
     check: bool = Field(
         default=False,

@@ -35,7 +35,6 @@ from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
-from edge.tracing.context import TraceContext
 from engine.node.http_server import METRICS_TYPE
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Api:
         raw = await read_json_body(headers, request.receive, limits, offset)
         resume = None if offset is None else read_resume(raw[offset:])
         named = headers.get(names.PREFILL_NODES)
-        trace = TraceContext.from_headers(headers)
+        trace = request.state.trace
         logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
         context = RequestContext(
             request_id=request.state.request_id,

@@ -10,28 +10,87 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from decode_node.observe.timeline import RequestRecord
-from edge.tracing.file import Span
+from edge.tracing.span import AttributeValue, Span
+from engine.frontend.input_processor import GenerationRequest
+
+_ABORTED = "abort"
+_FAILED = "error"
 
 
-def spans_of(record: RequestRecord) -> list[Span]:
-    """Returns the spans, the request's first. Parts that never happened are left out."""
+def spans_of(record: RequestRecord, request: GenerationRequest, model: str) -> list[Span]:
+    """Returns the spans, the request's first. Parts that never happened are left out. Attributes
+    have OpenTelemetry's names for generative AI, and vLLM's where those have none."""
+    is_unfinished = not record.finish_reason
     end = max(record.last_token_at, record.first_token_at, record.received_at)
-    attributes: dict[str, str | int] = {
-        "prompt_tokens": record.num_prompt_tokens,
-        "output_tokens": record.num_output_tokens,
-        "cached_tokens": record.prefill.cached_tokens,
-        "path": record.prefill.path,
-        "attempts": record.prefill.attempts,
-        "finish_reason": record.finish_reason or "abort",
+    if is_unfinished:
+        end = max(end, time.monotonic())
+    attributes = {
+        **_asked(record, request, model),
+        **_answered(record, model),
+        **_latencies(record),
+        **_prefill(record),
     }
-    if record.prefill.prefill_node:
-        attributes["prefill_node"] = record.prefill.prefill_node
-    if record.prefill.failures:
-        attributes["failures"] = ",".join(record.prefill.failures)
-    return [Span("request", record.received_at, end, attributes), *_parts(record)]
+    error = "the engine ended the request" if record.finish_reason == _FAILED else ""
+    if error:
+        attributes["error.type"] = _FAILED
+    return [Span("request", record.received_at, end, attributes, error), *_parts(record)]
+
+
+def _asked(
+    record: RequestRecord, request: GenerationRequest, model: str
+) -> dict[str, AttributeValue]:
+    sampling = request.spec.sampling
+    return {
+        "gen_ai.operation.name": record.operation,
+        "gen_ai.provider.name": "tandem",
+        "gen_ai.request.model": model,
+        "gen_ai.request.max_tokens": record.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+    }
+
+
+def _answered(record: RequestRecord, model: str) -> dict[str, AttributeValue]:
+    prompt, output = record.num_prompt_tokens, record.num_output_tokens
+    return {
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": (record.finish_reason or _ABORTED,),
+        "gen_ai.usage.input_tokens": prompt,
+        "gen_ai.usage.output_tokens": output,
+        "gen_ai.usage.cache_read.input_tokens": record.prefill.cached_tokens,
+        "gen_ai.usage.prompt_tokens": prompt,
+        "gen_ai.usage.completion_tokens": output,
+    }
+
+
+def _latencies(record: RequestRecord) -> dict[str, AttributeValue]:
+    """Returns vLLM's latencies, in seconds; none before the first token."""
+    if not record.first_token_at:
+        return {}
+    return {
+        "gen_ai.latency.time_in_queue": record.queue_s,
+        "gen_ai.latency.time_in_model_prefill": record.prefill_s,
+        "gen_ai.latency.time_to_first_token": record.first_token_at - record.received_at,
+        "gen_ai.latency.time_in_model_decode": record.last_token_at - record.first_token_at,
+        "gen_ai.latency.e2e": record.last_token_at - record.received_at,
+    }
+
+
+def _prefill(record: RequestRecord) -> dict[str, AttributeValue]:
+    prefill = record.prefill
+    found: dict[str, AttributeValue] = {
+        "tandem.prefill.path": prefill.path,
+        "tandem.prefill.attempts": prefill.attempts,
+    }
+    if prefill.prefill_node:
+        found["tandem.prefill.node"] = prefill.prefill_node
+    if prefill.failures:
+        found["tandem.prefill.failures"] = tuple(prefill.failures)
+    return found
 
 
 def _parts(record: RequestRecord) -> Iterator[Span]:
@@ -43,7 +102,7 @@ def _parts(record: RequestRecord) -> Iterator[Span]:
     yield Span("token 1", record.received_at, record.first_token_at)
     kv = record.prefill.kv
     if kv is not None and kv.num_bytes:
-        size = {"bytes": kv.num_bytes, "streams": kv.num_streams}
+        size = {"tandem.kv.bytes": kv.num_bytes, "tandem.kv.streams": kv.num_streams}
         yield Span("stream", kv.first_byte_at, kv.received_at, size)
         yield Span("inject", kv.received_at, kv.last_byte_at)
     if record.second_token_at:

@@ -77,6 +77,8 @@ class RequestRecord:
 
     num_prompt_tokens: int
     max_tokens: int = 0
+    operation: str = "text_completion"
+    """`chat`, or `text_completion`, as traces call it."""
     received_at: float = field(default_factory=time.monotonic)
     prefill: PrefillRecord = field(default_factory=PrefillRecord)
     first_token_at: float = 0.0

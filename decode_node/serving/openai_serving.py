@@ -249,6 +249,9 @@ class OpenAIServing:
                 record = RequestRecord(
                     num_prompt_tokens=len(prompt),
                     max_tokens=request.spec.sampling.max_tokens,
+                    operation="chat"
+                    if isinstance(body, ChatCompletionRequest)
+                    else "text_completion",
                     received_at=context.received_at,
                 )
                 choice = Choice(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,12 +11,11 @@ from typing import Self
 
 from starlette.types import Receive, Scope
 
-from edge.http import headers as names
 from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedBody
 from edge.http.json_counter import JsonCounter
 from edge.http.request_head import RequestHead
+from edge.tracing.context import plain_request_id
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LENGTH_DIGITS = 18
 
 
@@ -86,8 +84,7 @@ def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Returns the client's id if it is a plain one, else a new one."""
-    given = headers.get(names.REQUEST_ID, "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return plain_request_id(headers) or uuid.uuid4().hex
 
 
 async def read_json_body(

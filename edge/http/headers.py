@@ -7,7 +7,8 @@ A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFI
 
 from __future__ import annotations
 
-REQUEST_ID = "x-request-id"
+from edge.tracing.context import REQUEST_ID as REQUEST_ID
+
 SESSION = "x-session-id"
 PRIORITY = "x-tandem-priority"
 TTFT_DEADLINE = "x-slo-ttft-ms"

@@ -1,6 +1,7 @@
 """Is the outermost part of an HTTP application: every request passes here first, every answer last.
 
 - Every answer has an `x-request-id`: the client's, if it is a plain one, else a new one.
+- Every request has a trace: the caller's, or one that begins here. Log lines read it too.
 - Paths lose what a proxy in front of us has left on, and pages of other sites hear whether they may
   read the answer (`edge.http.front`).
 - Clients connect anew where their connection has no future. An answer that begins before its
@@ -19,19 +20,26 @@ from edge.http import headers as names
 from edge.http.client_connection import request_headers, request_id
 from edge.http.errors import OriginRefused, send_error
 from edge.http.front import HttpFront
+from edge.tracing.context import Sampler, TraceContext, current_trace, sample_all
 
 _REQUEST_ID = names.REQUEST_ID.encode()
 
 
 class OuterEdge:
-    """Wraps an ASGI application. The request's id is at `scope["state"]["request_id"]`."""
+    """Wraps an ASGI application. The request's id is at `scope["state"]["request_id"]`, its trace
+    at `["trace"]`; `sampler` judges traces that begin here."""
 
     def __init__(
-        self, app: ASGIApp, is_draining: Callable[[], bool], front: HttpFront | None = None
+        self,
+        app: ASGIApp,
+        is_draining: Callable[[], bool],
+        front: HttpFront | None = None,
+        sampler: Sampler = sample_all,
     ) -> None:
         self._app = app
         self._is_draining = is_draining
         self._front = front or HttpFront()
+        self._sampler = sampler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,7 +47,10 @@ class OuterEdge:
             return
         headers = request_headers(scope)
         name = request_id(headers)
-        scope.setdefault("state", {})["request_id"] = name
+        state = scope.setdefault("state", {})
+        state["request_id"] = name
+        state["trace"] = trace = TraceContext.from_headers(headers, name, self._sampler)
+        current_trace.set(trace)
         scope["path"] = self._front.inner_path(scope["path"])
         is_whole = not _announces_body(scope)
 

@@ -2,102 +2,112 @@
 
 The collector's `otlpjsonfile` receiver reads such files; so do people with `jq`. Each service of a
 request writes its own line; the trace and the caller's span, which travel with the request, tie
-them together. Spans say when something happened and how much it was, never what was asked or
-answered.
+them together.
+
+A file that would grow beyond its limit becomes `PATH.1`, the one before it `PATH.2`, and so on; the
+oldest is deleted.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge.tracing.context import TraceContext
+from edge.tracing.errors import TraceFileError
+from edge.tracing.span import Attributes, AttributeValue, RecordedSpan
 
 _INTERNAL, _SERVER = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Is one part of a request. `start` and `end` are CLOCK_MONOTONIC seconds."""
-
-    name: str
-    start: float
-    end: float
-    attributes: Mapping[str, str | int] = field(default_factory=dict)
-
-
-class TraceFileError(Exception):
-    """The trace file cannot be written. The message names it and says what to do."""
+_ERROR = 2
 
 
 class TraceFile:
     """Appends to `path`. One service, one thread. What cannot be written ends nothing."""
 
-    def __init__(self, path: Path, service: str, instance: str) -> None:
-        """Opens the file. Raises `TraceFileError`."""
+    def __init__(
+        self, path: Path, resource: Mapping[str, str], max_bytes: int = 0, backups: int = 1
+    ) -> None:
+        """Opens the file. `max_bytes` 0: it grows without limit; else `backups` older files are
+        kept. Raises `TraceFileError`."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._backups = backups
+        self._resource = _attributes(resource)
+        self.num_dropped = 0
+        """Spans that could not be written."""
         try:
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._open()
         except OSError as error:
             raise TraceFileError(
                 f"the trace file {path} cannot be opened ({error.strerror}); make its folder, or "
                 f"give another --trace-file"
             ) from None
-        self._resource = _attributes({"service.name": service, "service.instance.id": instance})
-        self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
-    @classmethod
-    def open(cls, path: Path | None, service: str, instance: str) -> TraceFile | None:
-        """Returns None where no traces are wanted. Raises `TraceFileError`."""
-        return None if path is None else cls(path, service, instance)
-
-    def write(self, trace: TraceContext, spans: Sequence[Span]) -> None:
-        """Writes a line. The first span is the request, the others happened in it."""
-        request, *parts = spans
-        found = [self._span(trace, request, trace.span_id, trace.parent_id, _SERVER)]
-        found += [
-            self._span(trace, span, secrets.token_hex(8), trace.span_id, _INTERNAL)
-            for span in parts
-        ]
-        scope = {"scope": {"name": "tandem"}, "spans": found}
+    def write(self, spans: Sequence[RecordedSpan]) -> None:
+        """Writes a line."""
+        scope = {"scope": {"name": "tandem"}, "spans": [_json_span(span) for span in spans]}
         line = {
             "resourceSpans": [{"resource": {"attributes": self._resource}, "scopeSpans": [scope]}]
         }
+        text = json.dumps(line, separators=(",", ":")) + "\n"
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except OSError:
-            return
+            if self._max_bytes and self._size and self._size + len(text) > self._max_bytes:
+                self._rotate()
+            self._file.write(text)
+            self._size += len(text)
+        except (OSError, ValueError):
+            self.num_dropped += len(spans)
 
     def close(self) -> None:
         self._file.close()
 
-    def _span(
-        self, trace: TraceContext, span: Span, span_id: str, parent: str, kind: int
-    ) -> dict[str, Any]:
-        return {
-            "traceId": trace.trace_id,
-            "spanId": span_id,
-            **({"parentSpanId": parent} if parent else {}),
-            "name": span.name,
-            "kind": kind,
-            "startTimeUnixNano": self._unix_ns(span.start),
-            "endTimeUnixNano": self._unix_ns(max(span.start, span.end)),
-            "attributes": _attributes(span.attributes),
-        }
+    def _open(self) -> None:
+        self._file = self._path.open("a", encoding="ascii", buffering=1)
+        self._size = self._file.tell()
 
-    def _unix_ns(self, seconds: float) -> str:
-        return str(self._epoch_ns + int(seconds * 1e9))
+    def _rotate(self) -> None:
+        """Begins a new file. Raises OSError; the next line tries again."""
+        self._file.close()
+        try:
+            for number in range(self._backups - 1, 0, -1):
+                older = self._backup(number)
+                if older.exists():
+                    older.replace(self._backup(number + 1))
+            if self._backups:
+                self._path.replace(self._backup(1))
+            else:
+                self._path.unlink()
+        finally:
+            self._open()
+
+    def _backup(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
 
 
-def _attributes(values: Mapping[str, str | int]) -> list[dict[str, Any]]:
-    return [
-        {
-            "key": key,
-            "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)},
-        }
-        for key, value in values.items()
-    ]
+def _json_span(span: RecordedSpan) -> dict[str, Any]:
+    return {
+        "traceId": span.trace_id,
+        "spanId": span.span_id,
+        **({"parentSpanId": span.parent_id} if span.parent_id else {}),
+        "name": span.name,
+        "kind": _SERVER if span.is_server else _INTERNAL,
+        "startTimeUnixNano": str(span.start_ns),
+        "endTimeUnixNano": str(span.end_ns),
+        "attributes": _attributes(span.attributes),
+        **({"status": {"code": _ERROR, "message": span.error}} if span.error else {}),
+    }
+
+
+def _attributes(values: Attributes) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items()]
+
+
+def _value(value: AttributeValue) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"stringValue": value}
+    if isinstance(value, int):
+        return {"intValue": str(value)}
+    if isinstance(value, float):
+        return {"doubleValue": value}
+    return {"arrayValue": {"values": [{"stringValue": item} for item in value]}}

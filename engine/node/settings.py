@@ -18,6 +18,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from edge.security.config import SecurityError
+from edge.tracing.settings import TraceSettings
 from engine.config import (
     AttentionBackendName,
     CacheConfig,
@@ -52,7 +53,9 @@ _EPOCH_BITS = 63
 """Bits of an epoch: every language's signed integers hold what is on the wire."""
 
 
-class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, TransferSettings):
+class EngineSettings(
+    InspectionSettings, SpeculativeSettings, CacheSettings, TransferSettings, TraceSettings
+):
     """The settings of the engine of either kind of node."""
 
     model_config = SettingsConfigDict(
@@ -206,11 +209,6 @@ class EngineSettings(InspectionSettings, SpeculativeSettings, CacheSettings, Tra
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
         description="Level of the log, on standard error. Prompt text is never logged.",
-    )
-    trace_file: Path | None = Field(
-        default=None,
-        description="File to which the trace of every request is appended, a line of OTLP/JSON "
-        "each: when each part happened, never what was asked or answered.",
     )
     check: bool = Field(
         default=False,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from fastapi import APIRouter
@@ -29,7 +29,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
-from edge.tracing.file import TraceFile
+from edge.tracing.tracer import Tracer
 from router.admission.admission_gate import AdmissionGate
 from router.admission.ticket import Ticket
 from router.errors import ModelNotFound, NoNodeAvailable, Overloaded
@@ -57,12 +57,11 @@ class ProxyEndpoint:
     metrics: RouterMetrics
     body_limits: BodyLimits
     max_open_requests: int
-    traces: TraceFile | None = None
+    tracer: Tracer = field(default_factory=Tracer)
     num_open: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = request_headers(scope)
-        trace = RequestTrace.begin(headers, scope["state"]["request_id"])
+        trace = RequestTrace(scope["state"]["trace"], scope["path"])
         self.num_open += 1
         self.metrics.open_requests.set(self.num_open)
         try:
@@ -73,8 +72,7 @@ class ProxyEndpoint:
             self.metrics.duration.observe(time.monotonic() - trace.started_at)
         self.metrics.requests.labels(scope["path"], status).inc()
         self.metrics.by_tenant.add((_tenant(scope).name,), str(status))
-        if self.traces is not None:
-            trace.write(self.traces, status)
+        trace.write(self.tracer, status)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> int:
         """Returns the status that the client got, or would have got."""
@@ -92,6 +90,7 @@ class ProxyEndpoint:
         except ClientDisconnected:
             return _CLIENT_LEFT
         except AnswerBroken:
+            trace.failure = trace.failure or "the client took nothing, or the answer broke off"
             return 200
 
     async def _read(self, scope: Scope, receive: Receive, trace: RequestTrace) -> ClientRequest:

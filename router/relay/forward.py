@@ -56,13 +56,13 @@ class Forwarder:
         if exchange.is_journaled:
             relay = JournaledRelay(self.attempts, self.migrations, self.metrics, request, client)
             return await relay.run(exchange)
-        return await PlainRelay(self.attempts, self.metrics, request.info, client).run(exchange)
+        return await PlainRelay(self.attempts, self.metrics, request, client).run(exchange)
 
     async def ask(self, request: ClientRequest, send: Send) -> int:
         """Has a request answered that generates nothing. Raises as `forward` does."""
         exchange = await self._begin(request, lambda placement: None, self.no_node_wait_s)
         client = Client(send, request.info.request_id, self.send_timeout_s)
-        return await PlainRelay(self.attempts, self.metrics, request.info, client).run(exchange)
+        return await PlainRelay(self.attempts, self.metrics, request, client).run(exchange)
 
     async def _begin(
         self, request: ClientRequest, check: Callable[[Placement], None], time_left_s: float

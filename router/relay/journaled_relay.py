@@ -166,6 +166,7 @@ class JournaledRelay:
         if self.journal.end is JournalEnd.FAILED:
             if self.journal.error_status >= 500:
                 self.metrics.broken_streams.inc()
+                self.request.trace.failure = "the decode node gave up"
             return await outlet.end(self.journal.error, self.journal.error_status)
         self.attempts.finished(exchange, self.request.info, self.journal.next_number)
         return await outlet.end(b"", 200)
@@ -183,7 +184,9 @@ class JournaledRelay:
         )
         if following is None:
             self.metrics.broken_streams.inc()
+            self.request.trace.failure = f"no other decode node could go on: {interruption}"
         else:
+            self.request.trace.num_moves += 1
             self.metrics.migrations.labels(interruption).inc()
             move.accepted(following.asked_at)
             self._move = move

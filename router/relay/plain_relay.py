@@ -15,7 +15,7 @@ from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts, Failure
 from router.relay.event_buffer import EventBuffer
 from router.relay.exchange import Exchange
-from router.request.info import RequestInfo
+from router.request.client_request import ClientRequest
 
 _LOST_STATUS = 500
 Headers = list[tuple[bytes, bytes]]
@@ -52,7 +52,7 @@ class PlainRelay:
 
     attempts: Attempts
     metrics: RouterMetrics
-    info: RequestInfo
+    request: ClientRequest
     client: Client
 
     async def run(self, exchange: Exchange) -> int:
@@ -73,12 +73,13 @@ class PlainRelay:
         except NodeLost as error:
             self.metrics.broken_streams.inc()
             decode = exchange.placement.decode
-            self.attempts.node_failed(decode, Failure.LOST, str(error), self.info)
+            self.attempts.node_failed(decode, Failure.LOST, str(error), self.request.info)
+            self.request.trace.failure = "the decode node was lost"
             if not exchange.is_event_stream:
-                raise AnswerBroken(self.info.request_id) from error
-            await self.client.write(lost_event(self.info.path), more=False)
+                raise AnswerBroken(self.request.info.request_id) from error
+            await self.client.write(lost_event(self.request.info.path), more=False)
         else:
-            self.attempts.judge(exchange, self.info)
+            self.attempts.judge(exchange, self.request.info)
 
     async def _relay_events(self, exchange: Exchange) -> None:
         buffer = EventBuffer()

@@ -9,11 +9,13 @@ The spans of decode nodes are children of `request`, whichever of them gave the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edge.tracing.context import TraceContext
-from edge.tracing.file import Span, TraceFile
+from edge.tracing.span import AttributeValue, Span
+from edge.tracing.tracer import Tracer
+
+_FIRST_SERVER_ERROR = 500
 
 
 @dataclass(slots=True)
@@ -22,27 +24,42 @@ class RequestTrace:
 
     Attributes:
         decode_node: That began the answer.
+        num_moves: Times that another node went on with it.
+        failure: Why the answer broke off after its first byte; empty: it did not.
     """
 
     context: TraceContext
-    request_id: str
+    path: str
     started_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     answered_at: float = 0.0
     decode_node: str = ""
+    num_moves: int = 0
+    failure: str = ""
 
-    @classmethod
-    def begin(cls, headers: Mapping[str, str], request_id: str) -> RequestTrace:
-        return cls(TraceContext.from_headers(headers), request_id)
+    @property
+    def request_id(self) -> str:
+        return self.context.request_id
 
-    def write(self, traces: TraceFile, status: int) -> None:
+    def write(self, tracer: Tracer, status: int) -> None:
         """Writes a request that has ended, for the client with `status`."""
-        attributes: dict[str, str | int] = {"request_id": self.request_id, "status": status}
+        if not tracer.wants(self.context):
+            return
+        attributes: dict[str, AttributeValue] = {
+            "http.request.method": "POST",
+            "url.path": self.path,
+            "http.response.status_code": status,
+        }
         if self.decode_node:
-            attributes["decode_node"] = self.decode_node
-        spans = [Span("request", self.started_at, time.monotonic(), attributes)]
+            attributes["tandem.decode_node"] = self.decode_node
+        if self.num_moves:
+            attributes["tandem.moves"] = self.num_moves
+        error = self.failure or (f"status {status}" if status >= _FIRST_SERVER_ERROR else "")
+        if error:
+            attributes["error.type"] = "broken_answer" if self.failure else str(status)
+        spans = [Span("request", self.started_at, time.monotonic(), attributes, error)]
         if self.admitted_at:
             spans.append(Span("queue", self.started_at, self.admitted_at))
         if self.answered_at:
             spans.append(Span("first byte", self.admitted_at, self.answered_at))
-        traces.write(self.context, spans)
+        tracer.write(self.context, spans)

@@ -29,7 +29,7 @@ from decode_node.http.routes import ApiState
 from decode_node.server import create_metrics, create_node_app, find_defaults, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
-from edge.tracing.file import TraceFile
+from edge.tracing.tracer import Tracer
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.http_server import HttpServer, listen
@@ -132,8 +132,8 @@ async def http_node(
     callers = CallerCheck(
         read_api_keys(node_settings), Credentials(node_settings.security_config())
     )
-    traces = TraceFile.open(node_settings.trace_file, "tandem-decode", config.engine_id)
-    metrics = create_metrics(engine, proxy, traces)  # type: ignore[arg-type]
+    tracer = Tracer.open(node_settings, "tandem-decode", config.engine_id)
+    metrics = create_metrics(engine, proxy, tracer)  # type: ignore[arg-type]
     defaults = find_defaults(node_settings, config.model)
     app = create_node_app(
         node_settings,

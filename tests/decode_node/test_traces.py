@@ -14,7 +14,12 @@ from decode_node.metrics import DecodeMetrics
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from edge.tracing.context import TraceContext
-from edge.tracing.file import Span, TraceFile
+from edge.tracing.file import TraceFile
+from edge.tracing.span import Span
+from edge.tracing.tracer import Tracer
+from engine.frontend.input_processor import GenerationRequest
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import TransferStats
 from tests.decode_node.http_node import http_node
 from tests.engine.core.tiny_engine import tiny_config
@@ -30,13 +35,13 @@ def spans_in(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def test_a_line_is_otlp(tmp_path: Path) -> None:
-    traces = TraceFile(tmp_path / "traces", "tandem-decode", "d")
+    tracer = Tracer(TraceFile(tmp_path / "traces", {"service.name": "tandem-decode"}))
     now = time.monotonic()
-    traces.write(
+    tracer.write(
         TraceContext(TRACE),
         [Span("request", now, now + 2.0, {"n": 3, "path": "x"}), Span("a", now, 0)],
     )
-    traces.close()
+    tracer.close()
     line = json.loads((tmp_path / "traces").read_text())
     (resource,) = line["resourceSpans"]
     assert {"key": "service.name", "value": {"stringValue": "tandem-decode"}} in (
@@ -59,10 +64,27 @@ def test_all_parts_of_a_request_whose_kv_came_from_elsewhere() -> None:
     record.prefill.kv = TransferStats(4096, 8, 10.75, 12.0, received_at=11.75)
     prefill = record.prefill
     prefill.prefill_node, prefill.path, prefill.failures = "p:1", "remote", ["timeout"]
-    request, *parts = spans_of(record)
+    record.finish_reason = "stop"
+    asked = GenerationRequest("r", RequestSpec([1], SamplingParams(temperature=0.5)))
+    request, *parts = spans_of(record, asked, "m")
     assert (request.start, request.end) == (10.0, 14.0)
-    assert request.attributes["prefill_node"] == "p:1"
-    assert request.attributes["failures"] == "timeout"
+    assert {
+        "tandem.prefill.node": "p:1",
+        "tandem.prefill.failures": ("timeout",),
+        "gen_ai.request.model": "m",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.usage.input_tokens": 2000,
+        "gen_ai.usage.prompt_tokens": 2000,
+        "gen_ai.latency.time_in_queue": 0.5,
+        "gen_ai.latency.time_in_model_prefill": 1.0,
+        "gen_ai.latency.time_to_first_token": 1.5,
+        "gen_ai.latency.time_in_model_decode": 2.5,
+        "gen_ai.latency.e2e": 4.0,
+        "gen_ai.response.finish_reasons": ("stop",),
+    }.items() <= request.attributes.items()
+    assert request.error == ""
+    record.finish_reason = "error"
+    assert spans_of(record, asked, "m")[0].error
     assert [(span.name, span.start, span.end) for span in parts] == [
         ("queue", 10.0, 10.5),
         ("prefill", 10.5, 11.5),

@@ -15,7 +15,9 @@ import pytest
 
 from cli.cluster import free_ports
 from edge.tracing.context import TraceContext
-from edge.tracing.file import Span, TraceFile
+from edge.tracing.file import TraceFile
+from edge.tracing.span import Span
+from edge.tracing.tracer import Tracer
 from tests.router.processes import ROOT, run_module
 
 FULL = Path("/dev/full")
@@ -85,6 +87,7 @@ def test_a_trace_file_in_a_missing_folder_is_named_before_anything_is_loaded(
 
 
 def test_traces_that_cannot_be_written_end_nothing() -> None:
-    traces = TraceFile(FULL, "tandem-router", "r")
+    tracer = Tracer(TraceFile(FULL, {}))
     for _ in range(2):
-        traces.write(TraceContext.from_headers({}), [Span("request", 1.0, 2.0)])
+        tracer.write(TraceContext.from_headers({}), [Span("request", 1.0, 2.0)])
+    assert tracer.counts()["file"] == 2

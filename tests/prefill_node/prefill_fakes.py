@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from edge.security.credentials import Credentials
-from edge.tracing.file import TraceFile
+from edge.tracing.tracer import Tracer
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
@@ -156,7 +156,7 @@ class ServedPrefill:
 
 @asynccontextmanager
 async def served_prefill(
-    traces: TraceFile | None = None, **limits: int
+    tracer: Tracer | None = None, **limits: int
 ) -> AsyncIterator[ServedPrefill]:
     """At the end no call is open."""
     engine = FakePrefillEngine()
@@ -167,7 +167,7 @@ async def served_prefill(
         status,
         metrics,
         **{"max_waiting_requests": 100, "max_waiting_tokens": 10_000, **limits},
-        traces=traces,
+        tracer=tracer,
     )
     server = NodeGrpcServer("127.0.0.1", 0, Credentials(), CALLERS)
     prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.server)

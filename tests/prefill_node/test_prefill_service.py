@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from edge.tracing.file import TraceFile
+from edge.tracing.tracer import Tracer
 from engine.outputs import SchedulerStats
 from engine.request_spec import SPEC_VERSION, RequestSpec, encode_spec
 from engine.sampling_params import SamplingParams
@@ -382,10 +383,32 @@ async def test_the_trace_of_a_call_is_named_in_the_log(caplog: pytest.LogCapture
         call.cancel()
 
 
+async def test_prompts_that_failed_are_traced_as_such(tmp_path: Path) -> None:
+    tracer = Tracer(TraceFile(tmp_path / "traces", {"service.name": "tandem-prefill"}))
+    async with served_prefill(tracer) as node:
+        await refusal(node, prompt_token_ids=[VOCAB])
+        call, _ = await accepted(node, metadata=(("x-request-id", "req-7"),))
+        node.servicer.abort_all()
+        assert (await read(call)).WhichOneof("event") == "failed"
+        assert await read(call) is grpc.aio.EOF
+        call, _ = await accepted(node)
+        call.cancel()
+    refused, ended, left = [
+        json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
+        for line in (tmp_path / "traces").read_text().splitlines()
+    ]
+    assert refused["status"]["code"] == ended["status"]["code"] == 2
+    assert "out of range" in refused["status"]["message"]
+    assert {"key": "gen_ai.request.id", "value": {"stringValue": "req-7"}} in ended["attributes"]
+    assert {"key": "error.type", "value": {"stringValue": "ended"}} in ended["attributes"]
+    assert "status" not in left, "its caller left"
+    tracer.close()
+
+
 async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
-    traces = TraceFile(tmp_path / "traces", "tandem-prefill", "p")
+    tracer = Tracer(TraceFile(tmp_path / "traces", {"service.name": "tandem-prefill"}))
     trace = "0af7651916cd43dd8448eb211c80319c"
-    async with served_prefill(traces) as node:
+    async with served_prefill(tracer) as node:
         parent = f"00-{trace}-b7ad6b7169203331-01"
         call, prompt = await accepted(node, metadata=(("traceparent", parent),))
         node.engine.samples(prompt)
@@ -403,4 +426,4 @@ async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
         assert saved == pytest.approx([5e8, 2.5e8], abs=2)
         text = node.metrics.text().decode()
         assert 'tandem_kv_layer_save_seconds_count{engine="0",model_name="tiny"} 2.0' in text
-    traces.close()
+    tracer.close()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edge.tracing.context import TraceContext
-from tests.router.cluster import Cluster
+from tests.router.cluster import Cluster, eventually
+from tests.router.fakes import answer_json, break_after, event, stream_tokens
 from tests.router.token_server import TokenHandler
 
 BODY = {"prompt": "a", "seed": 1, "max_tokens": 2, "stream": True}
@@ -43,7 +45,9 @@ async def test_spans_of_nodes_are_below_ours(cluster: Cluster, tmp_path: Path) -
     assert (request["traceId"], request["parentSpanId"]) == (TRACE, PARENT.split("-")[2])
     assert [part["name"] for part in parts] == ["queue", "first byte"]
     assert {part["parentSpanId"] for part in parts} == {request["spanId"]}
-    assert {"key": "status", "value": {"intValue": "200"}} in request["attributes"]
+    assert {"key": "http.response.status_code", "value": {"intValue": "200"}} in request[
+        "attributes"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ async def test_spans_of_nodes_are_below_ours(cluster: Cluster, tmp_path: Path) -
 def test_what_is_no_trace_begins_a_new_one(given: str) -> None:
     trace = TraceContext.from_headers({"traceparent": given, "tracestate": "vendor=1"})
     assert trace.trace_id != TRACE
-    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", trace.child_headers()["traceparent"])
+    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-01", trace.child_headers()["traceparent"])
     assert "tracestate" not in trace.child_headers()
 
 
@@ -69,3 +73,49 @@ def test_a_later_version_is_understood_as_far_as_it_goes() -> None:
 def test_a_strange_state_is_dropped(state: str) -> None:
     trace = TraceContext.from_headers({"traceparent": PARENT, "tracestate": state})
     assert "tracestate" not in trace.child_headers()
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    """The router's own spans."""
+    found = []
+    for line in path.read_text().splitlines():
+        (resource,) = json.loads(line)["resourceSpans"]
+        found.append(resource["scopeSpans"][0]["spans"][0])
+    return found
+
+
+def attributes(span: dict[str, Any]) -> dict[str, str]:
+    return {pair["key"]: next(iter(pair["value"].values())) for pair in span["attributes"]}
+
+
+async def test_spans_say_what_failed(cluster: Cluster, tmp_path: Path) -> None:
+    node = await cluster.decode()
+    path = tmp_path / "traces"
+    router = await cluster.router(node, trace_file=path, max_migrations=0)
+    broken = break_after(event(0), stream=True)
+    for handler in (
+        answer_json(400, {"error": {}}), answer_json(500, {"error": {}}), broken, stream_tokens(1)
+    ):  # fmt: skip
+        node.handler = handler
+        async with router.post(BODY, x_request_id="req-7") as response:
+            await response.read()
+    await eventually(lambda: len(written(path)) == 4)
+    wrong, failed, lost, fine = written(path)
+    assert "status" not in wrong and "status" not in fine, (
+        "a client's mistake is no failure of ours"
+    )
+    assert failed["status"] == {"code": 2, "message": "status 500"}
+    assert attributes(failed)["error.type"] == "500"
+    assert lost["status"]["code"] == 2 and "lost" in lost["status"]["message"]
+    assert attributes(lost)["http.response.status_code"] == "200"
+    assert {attributes(span)["gen_ai.request.id"] for span in written(path)} == {"req-7"}
+    assert attributes(fine)["url.path"] == "/v1/completions"
+
+
+async def test_a_share_of_new_traces_is_sampled(cluster: Cluster) -> None:
+    node = await cluster.decode(handler=TokenHandler())
+    router = await cluster.router(node, trace_sample_ratio=0.0)
+    await router.text(BODY)
+    await router.text(BODY, traceparent=PARENT)
+    flags = [headers["traceparent"][-2:] for headers, _ in node.requests]
+    assert flags == ["00", "01"]

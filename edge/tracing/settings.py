@@ -1,0 +1,63 @@
+"""Defines once, for all services, where the traces of requests go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, Field
+
+from edge.tracing.context import Sampler
+from edge.tracing.errors import OtlpError
+from edge.tracing.otlp_endpoint import OtlpEndpoint
+from edge.tracing.sampling import find_ratio, ratio_sampler
+
+
+def _checked_endpoint(text: str) -> str:
+    try:
+        OtlpEndpoint.find(text, os.environ)
+    except OtlpError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def _checked_ratio(ratio: float | None) -> float | None:
+    find_ratio(ratio, os.environ)
+    return ratio
+
+
+class TraceSettings(BaseModel):
+    """See docs/monitoring.md."""
+
+    trace_file: Path | None = Field(
+        default=None,
+        description="File to which the trace of every request is appended, a line of OTLP/JSON "
+        "each: when each part happened, never what was asked or answered.",
+    )
+    trace_file_max_bytes: int = Field(
+        default=256 << 20,
+        ge=0,
+        description="Size at which --trace-file becomes FILE.1 and a new one begins. 0: no limit.",
+    )
+    trace_file_backups: int = Field(
+        default=3, ge=0, description="Older files that are kept beside --trace-file."
+    )
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_checked_endpoint)] = Field(
+        default="",
+        validate_default=True,
+        description="OpenTelemetry collector to which spans of sampled traces are pushed: "
+        "http://host:4318, or grpc://host:4317. Needs the extra `otlp`. The variables "
+        "OTEL_EXPORTER_OTLP_* are honoured. Empty: what those name, else none.",
+    )
+    trace_sample_ratio: Annotated[float | None, AfterValidator(_checked_ratio)] = Field(
+        default=None,
+        ge=0,
+        le=1,
+        validate_default=True,
+        description="Part of the traces that begin here that is sampled; a caller's traceparent "
+        "decides for its own. Default: what OTEL_TRACES_SAMPLER says, else 1.",
+    )
+
+    def sampler(self) -> Sampler:
+        return ratio_sampler(find_ratio(self.trace_sample_ratio, os.environ))

@@ -1,0 +1,40 @@
+"""Spans: what a service says of one part of a request, and what is written of it.
+
+They say when something happened and how much it was, never what was asked or answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+AttributeValue = str | int | float | tuple[str, ...]
+Attributes = Mapping[str, AttributeValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Is one part of a request. `start` and `end` are CLOCK_MONOTONIC seconds. `error` says what
+    failed; empty: nothing."""
+
+    name: str
+    start: float
+    end: float
+    attributes: Attributes = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSpan:
+    """Is a span with its place in the trace. Times are Unix nanoseconds, ids lower-case hex;
+    `parent_id` is empty where the trace begins. `is_server` marks the span that answers a call."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    is_server: bool
+    start_ns: int
+    end_ns: int
+    attributes: Attributes
+    error: str = ""

@@ -1,0 +1,87 @@
+"""What a cluster tells of one request: one connected trace."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from tests.edge.otlp_collector import Collected, ReceivedSpan, http_collector
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+CLIENT_SPAN = "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "x-request-id": "req-7.of_client"}
+
+
+@pytest.fixture(scope="module")
+def collected() -> Iterator[Collected]:
+    with http_collector() as collected, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        yield collected
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def cluster(share_cluster: Any, collected: Collected) -> AsyncIterator[Any]:
+    told = ("--otlp-traces-endpoint", collected.url)
+    yield await share_cluster(
+        decode_args=("--local-prefill-threshold", "0", *told), prefill_args=told, router_args=told
+    )
+
+
+async def ask(http: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> Any:
+    body = {"model": "demo", "prompt": [7] * 40, "max_tokens": 4, "ignore_eos": True}
+    async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        return response.headers
+
+
+def of(spans: list[ReceivedSpan], trace: str) -> list[ReceivedSpan]:
+    return [span for span in spans if span.trace_id == trace]
+
+
+@pytest.mark.e2e
+async def test_one_request_is_one_connected_trace(
+    cluster: Any, collected: Collected, http: aiohttp.ClientSession
+) -> None:
+    await ask(http, cluster.url, HEADERS)
+    services = {"tandem-router", "tandem-decode", "tandem-prefill"}
+
+    def is_complete(spans: list[ReceivedSpan]) -> bool:
+        return {span.service for span in of(spans, TRACE) if span.name == "request"} == services
+
+    spans = of(collected.wait(is_complete), TRACE)
+    whole = {span.service: span for span in spans if span.name == "request"}
+    router, decode, prefill = (whole[f"tandem-{name}"] for name in ("router", "decode", "prefill"))
+    assert router.parent_id == CLIENT_SPAN
+    assert decode.parent_id == router.span_id
+    assert prefill.parent_id == decode.span_id
+    for span in spans:
+        assert span.attributes["gen_ai.request.id"] == "req-7.of_client", (span.service, span.name)
+        assert span.name == "request" or span.parent_id == whole[span.service].span_id
+        assert not span.is_error
+    names = {service: {s.name for s in spans if s.service == service} for service in services}
+    assert names["tandem-router"] == {"request", "queue", "first byte"}
+    assert {"queue", "prefill", "token 1", "stream", "token 2"} <= names["tandem-decode"]
+    assert {"queue", "prefill", "save layer 0"} <= names["tandem-prefill"]
+    # What happened inside another one's call happened in its time.
+    assert router.start_ns <= decode.start_ns <= prefill.start_ns < decode.end_ns
+    assert decode.attributes["gen_ai.usage.input_tokens"] == 40
+    assert decode.attributes["gen_ai.usage.output_tokens"] == 4
+    assert decode.attributes["gen_ai.request.model"] == "demo"
+    assert 0 < decode.attributes["gen_ai.latency.time_to_first_token"] < 60
+    (stream,) = (span for span in spans if span.name == "stream")
+    assert stream.attributes["tandem.kv.bytes"] == prefill.attributes["tandem.kv.bytes"] > 0
+
+
+@pytest.mark.e2e
+async def test_what_the_caller_does_not_sample_is_not_exported(
+    cluster: Any, collected: Collected, http: aiohttp.ClientSession
+) -> None:
+    quiet, loud = "1" * 32, "2" * 32
+    for trace, flags in ((quiet, "00"), (loud, "01")):
+        await ask(http, cluster.url, {"traceparent": f"00-{trace}-{CLIENT_SPAN}-{flags}"})
+    spans = collected.wait(lambda spans: len({s.service for s in of(spans, loud)}) == 3)
+    assert not of(spans, quiet)
