@@ -28,6 +28,8 @@ CALIBRATION = "engine/calibration/__main__.py"
 """Asks for texts of its own, which no client sees."""
 
 SEVERAL_USES = {
+    "temperature": {"decode_node/observe/request_spans.py", "engine/sample"},  # a trace tells it
+    "top_p": {"decode_node/observe/request_spans.py", "engine/sample"},
     "max_tokens": {
         "decode_node/disagg/proxy.py",  # room for the answer
         "decode_node/serving/openai_serving.py",  # for the request's record

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, Field
 
 from edge.tracing.context import Sampler
+from edge.tracing.environment import tracing_environment
 from edge.tracing.errors import OtlpError
 from edge.tracing.otlp_endpoint import OtlpEndpoint
 from edge.tracing.sampling import find_ratio, ratio_sampler
@@ -16,14 +16,14 @@ from edge.tracing.sampling import find_ratio, ratio_sampler
 
 def _checked_endpoint(text: str) -> str:
     try:
-        OtlpEndpoint.find(text, os.environ)
+        OtlpEndpoint.find(text, tracing_environment())
     except OtlpError as error:
         raise ValueError(str(error)) from None
     return text
 
 
 def _checked_ratio(ratio: float | None) -> float | None:
-    find_ratio(ratio, os.environ)
+    find_ratio(ratio, tracing_environment())
     return ratio
 
 
@@ -60,4 +60,4 @@ class TraceSettings(BaseModel):
     )
 
     def sampler(self) -> Sampler:
-        return ratio_sampler(find_ratio(self.trace_sample_ratio, os.environ))
+        return ratio_sampler(find_ratio(self.trace_sample_ratio, tracing_environment()))

@@ -1,4 +1,4 @@
-"""Spans: what a service says of one part of a request, and what is written of it.
+"""Defines spans: what a service says of one part of a request, and what is written of it.
 
 They say when something happened and how much it was, never what was asked or answered.
 """

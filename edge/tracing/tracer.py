@@ -7,13 +7,13 @@ service ──▶ Tracer.write ──┬──▶ TraceFile    every request
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from edge.tracing.context import TraceContext
+from edge.tracing.environment import tracing_environment
 from edge.tracing.errors import OtlpError
 from edge.tracing.file import TraceFile
 from edge.tracing.otlp_endpoint import OtlpEndpoint
@@ -42,7 +42,8 @@ class Tracer:
     def open(cls, settings: TraceSettings, service: str, instance: str) -> Tracer:
         """Opens what the settings and the environment ask for. Raises `TraceFileError`,
         `OtlpError`."""
-        resource = resource_attributes(service, instance, os.environ)
+        environ = tracing_environment()
+        resource = resource_attributes(service, instance, environ)
         file = None
         if settings.trace_file is not None:
             file = TraceFile(
@@ -51,7 +52,7 @@ class Tracer:
                 settings.trace_file_max_bytes,
                 settings.trace_file_backups,
             )
-        endpoint = OtlpEndpoint.find(settings.otlp_traces_endpoint, os.environ)
+        endpoint = OtlpEndpoint.find(settings.otlp_traces_endpoint, environ)
         return cls(file, None if endpoint is None else _export(endpoint, resource))
 
     def wants(self, trace: TraceContext | None) -> bool:

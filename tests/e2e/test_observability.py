@@ -1,4 +1,4 @@
-"""What a cluster tells of one request: one connected trace."""
+"""A cluster tells of one request: one connected trace, by OTLP."""
 
 from __future__ import annotations
 

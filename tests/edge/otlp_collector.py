@@ -45,7 +45,7 @@ class ReceivedSpan:
 
 @dataclass(slots=True)
 class Collected:
-    """What a collector was given so far."""
+    """Holds what a collector was given so far."""
 
     url: str
     spans: list[ReceivedSpan] = field(default_factory=list)

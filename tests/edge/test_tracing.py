@@ -1,4 +1,4 @@
-"""Where spans go: a collector, a file, both. Whatever becomes of them, requests pay nothing."""
+"""Spans reach a collector, a file, or both. Whatever becomes of them, requests pay nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "req-7"}
 UNSAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-00"}
 MOST_S = 1.0
-"""What a thousand writes may take on a busy machine: far less than one call of a dead collector."""
+"""A thousand writes take less, even on a busy machine; one call of a dead collector takes more."""
 
 
 @pytest.fixture(autouse=True)
