@@ -83,9 +83,10 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- end -}}
 
 {{- define "tandem.groupAnnotations" -}}
-{{- with .topology.groupKey }}
+{{- with .of.topology.groupKey }}
 leaderworkerset.sigs.k8s.io/exclusive-topology: {{ . | quote }}
 {{- end }}
+{{- include "tandem.queueAnnotations" . }}
 {{- end -}}
 
 {{/* What an autoscaler changes: root, component, of */}}

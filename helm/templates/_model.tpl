@@ -26,6 +26,12 @@
       "maxModelLen" $model.maxModelLen) }}
 {{- end -}}
 
+{{/* What a pod must find free on its host to download the model into its own volume. */}}
+{{- define "tandem.downloadSize" -}}
+{{- $storage := .Values.model.storage -}}
+{{- if eq $storage.type "emptyDir" -}}{{- $storage.emptyDir.sizeLimit -}}{{- end -}}
+{{- end -}}
+
 {{- define "tandem.modelVolume" -}}
 {{- $storage := .Values.model.storage -}}
 - name: models

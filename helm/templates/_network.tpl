@@ -50,3 +50,12 @@ ipFamilies: [{{ .Values.ipFamily }}]
 - {{ .side }}: {{- toYaml (list .peer) | nindent 4 }}
 {{- end }}
 {{- end -}}
+
+{{/* Who is at the other end of a rule: pods of a component by their labels, which pods on the network
+  of their host do not show; those have the address of any host, so that ports alone decide.
+  side (from or to), peer, of (the tier, or nothing for the router) */}}
+{{- define "tandem.policyPeer" -}}
+{{- if not (include "tandem.isOnHost" (dict "of" (.of | default dict))) }}
+{{ .side }}: {{- toYaml (list .peer) | nindent 2 }}
+{{- end }}
+{{- end -}}

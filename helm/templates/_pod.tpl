@@ -14,7 +14,7 @@ priorityClassName: {{ . | quote }}
 {{- with .of.runtimeClassName }}
 runtimeClassName: {{ . | quote }}
 {{- end }}
-{{- with .of.schedulerName }}
+{{- with include "tandem.schedulerName" . }}
 schedulerName: {{ . | quote }}
 {{- end }}
 {{- with .of.nodeSelector }}
@@ -25,6 +25,8 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- include "tandem.affinity" . }}
 {{- include "tandem.spread" . }}
+{{- include "tandem.hostNetwork" . }}
+{{- include "tandem.resourceClaims" . }}
 {{- end -}}
 
 {{/* Both tiers in one domain, if a key is given; the user's own rules win. */}}

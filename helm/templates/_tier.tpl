@@ -4,24 +4,23 @@
 {{- define "tandem.tierPod" -}}
 metadata:
   labels: {{- include "tandem.podLabels" . | nindent 4 }}
-  {{- with .of.podAnnotations }}
-  annotations: {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "tandem.tierAnnotations" . | nindent 2 }}
 spec:
   {{- include "tandem.podCommon" . | nindent 2 }}
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: {{ include "tandem.graceSeconds" .of.drain }}
-  {{- with .of.initContainers }}
-  initContainers: {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "tandem.initContainers" . | nindent 2 }}
   containers:
     - name: engine
       image: {{ include "tandem.image" (dict "root" .root "image" .root.Values.image.engine) | quote }}
       imagePullPolicy: {{ .root.Values.image.engine.pullPolicy | quote }}
       command: {{- include "tandem.tierCommand" . | trim | nindent 8 }}
       {{- if ne .part "worker" }}
-      args: {{- include "tandem.tierArgs" . | trim | nindent 8 }}
+      args:
+        {{- include "tandem.tierArgs" . | trim | nindent 8 }}
+        {{- include "tandem.extraArgs" . | nindent 8 }}
       {{- end }}
+      {{- include "tandem.envFrom" . | nindent 6 }}
       env: {{- include "tandem.tierEnv" . | trim | nindent 8 }}
       {{- if eq .part "worker" }}
       {{- include "tandem.rayWorkerLife" . | nindent 6 }}
@@ -36,8 +35,9 @@ spec:
       {{- end }}
       {{- end }}
       resources: {{- include "tandem.tierResources" . | nindent 8 }}
-      securityContext: {{- toYaml .of.securityContext | nindent 8 }}
+      securityContext: {{- include "tandem.tierSecurityContext" . | nindent 8 }}
       volumeMounts: {{- include "tandem.tierMounts" . | trim | nindent 8 }}
+    {{- include "tandem.extraContainers" . | nindent 4 }}
   volumes: {{- include "tandem.tierVolumes" . | trim | nindent 4 }}
 {{- end -}}
 
@@ -49,11 +49,12 @@ spec:
 {{- include "tandem.securityFlags" . }}
 {{- if eq .component "prefill" }}
 - --port={{ int $tier.ports.grpc }}
-- --kv-host=$(POD_IP)
+{{- include "tandem.kvHostFlags" . }}
 - --kv-port={{ int $tier.ports.kv }}
 {{- else }}
 - --port={{ int $tier.ports.http }}
 - --grpc-port={{ int $tier.ports.grpc }}
+{{- include "tandem.kvHostFlags" . }}
 {{- if include "tandem.nodeKeySecret" .root }}
 - --api-key-file=/etc/tandem/node-key/{{ .root.Values.auth.nodeKey.secretKey }}
 {{- end }}
@@ -76,8 +77,8 @@ spec:
 {{- define "tandem.tierEnv" -}}
 {{- include "tandem.podIp" . }}
 {{- include "tandem.modelEnv" .root }}
-- name: TRITON_CACHE_DIR
-  value: /cache/triton
+{{- include "tandem.cacheEnv" .root }}
+{{- include "tandem.ncclEnv" . }}
 {{- if .part }}
 {{ include "tandem.rayEnv" . }}
 {{- end }}
@@ -95,6 +96,17 @@ spec:
 {{- end }}
 - name: metrics
   containerPort: {{ int .of.ports.metrics }}
+{{- if include "tandem.isOnHost" . }}
+# On a host's network, the scheduler keeps pods apart by the ports that they name.
+{{- if eq .component "prefill" }}
+- name: kv
+  containerPort: {{ int .of.ports.kv }}
+{{- end }}
+{{- if .part }}
+- name: ray
+  containerPort: 6380
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* The health service says SERVING while the node serves: not before the model is loaded, not
@@ -121,20 +133,6 @@ livenessProbe:
   {{- toYaml $probes.liveness | nindent 2 }}
 {{- end -}}
 
-{{/* The user's resources, and one GPU for each rank on this host. */}}
-{{- define "tandem.tierResources" -}}
-{{- $resources := .of.resources | default dict | deepCopy -}}
-{{- if .of.gpu.enabled -}}
-{{- $gpus := div (int .of.parallelism.tensor) (int .of.parallelism.hosts) | int -}}
-{{- range $side := list "limits" "requests" -}}
-{{- $amounts := default (dict) (get $resources $side) -}}
-{{- $_ := set $amounts $.of.gpu.resourceName $gpus -}}
-{{- $_ := set $resources $side $amounts -}}
-{{- end -}}
-{{- end -}}
-{{- toYaml $resources -}}
-{{- end -}}
-
 {{- define "tandem.tierMounts" -}}
 - name: models
   mountPath: /models
@@ -143,8 +141,7 @@ livenessProbe:
   {{- end }}
 - name: shm
   mountPath: /dev/shm
-- name: cache
-  mountPath: /cache
+{{ include "tandem.cacheMounts" .root }}
 - name: tmp
   mountPath: /tmp
 {{- if include "tandem.hasNodeKey" . }}
@@ -158,6 +155,7 @@ livenessProbe:
   mountPath: /etc/tandem/ray-token
   readOnly: true
 {{- end }}
+{{- include "tandem.fabricMounts" . }}
 {{- with .of.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -169,8 +167,7 @@ livenessProbe:
   emptyDir:
     medium: Memory
     sizeLimit: {{ .of.shm.sizeLimit | quote }}
-- name: cache
-  emptyDir: {}
+{{ include "tandem.cacheVolumes" .root }}
 - name: tmp
   emptyDir: {}
 {{- if include "tandem.hasNodeKey" . }}
@@ -185,6 +182,7 @@ livenessProbe:
   secret:
     secretName: {{ include "tandem.rayTokenSecret" .root | quote }}
 {{- end }}
+{{- include "tandem.fabricVolumes" . }}
 {{- with .of.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

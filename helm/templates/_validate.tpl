@@ -14,6 +14,9 @@
 {{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}
 {{- include "tandem.mistakes.pool" $scope -}}
 {{- include "tandem.mistakes.security" $scope -}}
+{{- include "tandem.mistakes.hostPorts" $scope -}}
+{{- include "tandem.mistakes.scheduling" $scope -}}
+{{- include "tandem.mistakes.cache" $scope -}}
 {{- range $name, $tier := $tiers -}}
 {{- include "tandem.mistakes.tier" (dict "root" $ "name" $name "tier" $tier "found" $found) -}}
 {{- end -}}
@@ -90,7 +93,10 @@
 {{- end -}}{{- end -}}
 {{- include "tandem.mistakes.hosts" . -}}
 {{- include "tandem.mistakes.autoscaling" . -}}
+{{- include "tandem.mistakes.fabric" . -}}
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" $name "of" $tier) -}}
+{{- $flags := include "tandem.tierArgs" (dict "root" .root "component" $name "of" $tier "part" (ternary "leader" "" (gt (int $tier.parallelism.hosts) 1))) -}}
+{{- include "tandem.mistakes.extras" (dict "root" .root "found" $found "name" $name "of" $tier "own" "engine" "flags" $flags) -}}
 {{- end -}}
 
 {{- define "tandem.mistakes.hosts" -}}
@@ -205,6 +211,8 @@
 {{- end -}}
 {{- end -}}
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" "router" "of" $router) -}}
+{{- $flags := include "tandem.routerArgs" (dict "root" .root "component" "router" "of" $router) -}}
+{{- include "tandem.mistakes.extras" (dict "root" .root "found" $found "name" "router" "of" $router "own" "router" "flags" $flags) -}}
 {{- end -}}
 
 {{- define "tandem.mistakes.pool" -}}

@@ -25,12 +25,21 @@
 {{- if and (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 1) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s has one pod: %s" $name (ternary "while it is upgraded, decode nodes compute prompts themselves" "an upgrade is an outage" (eq $name "prefill")))) -}}
 {{- end -}}
+{{- if $tier.network.hostNetwork -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s is on the network of its hosts, which network policies do not cover: whoever reaches the hosts reaches it, and the token or TLS alone keeps them out" $name)) -}}
+{{- end -}}
+{{- if and $tier.network.ipcLock (not (eq (toString $tier.podSecurityContext.runAsUser) "0")) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.network.ipcLock: Kubernetes gives added capabilities to root alone; unless the container runtime allows locked memory (memlock), registering memory for RDMA fails" $name)) -}}
+{{- end -}}
 {{- if and (ne $tier.autoscaling.kind "none") (not $.Values.monitoring.podMonitor.enabled) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s scales by metrics, but monitoring.podMonitor.enabled is false: make sure that they are scraped with the labels namespace, release and component" $name)) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq .Values.model.storage.type "emptyDir") (not .Values.model.storage.path) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "every pod downloads the model for itself (model.storage.type emptyDir): a pvc makes restarts faster") -}}
+{{- if not .Values.model.storage.emptyDir.sizeLimit -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "hosts that run out of room evict pods: set model.storage.emptyDir.sizeLimit to the model's size, which is then asked for as ephemeral-storage") -}}
+{{- end -}}
 {{- end -}}
 {{- range $value, $api := include "tandem.neededApis" . | fromYaml -}}
 {{- if not ($.Capabilities.APIVersions.Has $api) -}}
@@ -64,6 +73,12 @@ monitoring.prometheusRule: monitoring.coreos.com/v1
 {{- end -}}
 {{- if .Values.router.httpRoute.enabled }}
 router.httpRoute: gateway.networking.k8s.io/v1
+{{- end -}}
+{{- if eq .Values.scheduling.kind "kueue" }}
+scheduling.kind kueue: kueue.x-k8s.io/v1beta1
+{{- end -}}
+{{- if eq .Values.scheduling.kind "volcano" }}
+scheduling.kind volcano: scheduling.volcano.sh/v1beta1
 {{- end -}}
 {{- if eq .Values.tls.mode "certManager" }}
 tls.mode: cert-manager.io/v1

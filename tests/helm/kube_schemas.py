@@ -227,7 +227,12 @@ _LEADER_WORKER_SET = _object(
     ),
 )
 
+_POD_GROUP = _object(
+    "minMember", minMember=NUMBER, queue=TEXT, priorityClassName=TEXT, minTaskMember=NUMBER
+)
+
 CUSTOM = {
+    ("scheduling.volcano.sh/v1beta1", "PodGroup"): _POD_GROUP,
     ("cert-manager.io/v1", "Certificate"): _CERTIFICATE,
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _LEADER_WORKER_SET,
     ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,

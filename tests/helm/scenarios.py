@@ -14,7 +14,7 @@ SCENARIOS = {
     path.name.removesuffix("-values.yaml"): path
     for path in sorted((CHART / "ci").glob("*-values.yaml"))
 }
-FIRST_KUBE_VERSION = {"image-volume": "1.34"}
+FIRST_KUBE_VERSION = {"image-volume": "1.34", "devices": "1.34", "fabric": "1.30"}
 """The version of scenarios that need a newer Kubernetes than the chart."""
 
 

@@ -47,7 +47,7 @@ def containers(objects: Rendered) -> dict[str, Manifest]:
     found = {}
     for pod in pods(objects).values():
         for container in pod["spec"]["containers"]:
-            if "tandem" in container["command"]:
+            if "tandem" in container.get("command", ()):
                 found[container["command"][-1]] = container
     return found
 

@@ -137,6 +137,90 @@ BETWEEN_VALUES = [
     ),
 ]
 
+CONTAINER = {"image": "i:1"}
+BETWEEN_VALUES += [
+    (
+        {"decode": {"extraArgs": ["--max-num-seqs=8", "--port=9"]}},
+        "decode.extraArgs gives --port, which the chart sets",
+    ),
+    ({"decode": {"extraArgs": ["--x=1", "--x=2"]}}, "decode.extraArgs gives --x"),
+    (
+        {"prefill": {"settings": {"enforceEager": True}, "extraArgs": ["--no-enforce-eager"]}},
+        "prefill.extraArgs gives --enforce-eager",
+    ),
+    ({"router": {"extraArgs": ["--admin-port=1"]}}, "router.extraArgs gives --admin-port"),
+    (
+        {"router": {"extraContainers": [{"name": "router", **CONTAINER}]}},
+        "a container called router",
+    ),
+    (
+        {"decode": {
+            "sidecars": [{"name": "a", **CONTAINER}],
+            "extraContainers": [{"name": "a", **CONTAINER}],
+        }},
+        "decode.extraContainers has a container called a",
+    ),
+    (
+        {"decode": {"network": {"kvHost": "network:fabric/rail0"}}},
+        "set decode.network.networks",
+    ),
+    (
+        {"prefill": {"network": {"kvHost": "network:a/b", "networks": "a/b", "hostNetwork": True}}},
+        "name an interface (interface:NAME)",
+    ),
+    (
+        {"prefill": {
+            "network": {"networks": "a/b"},
+            "podAnnotations": {"k8s.v1.cni.cncf.io/networks": "a/c"},
+        }},
+        "keep one of them",
+    ),
+    (
+        {"tierDefaults": {"network": {"hostNetwork": True}}},
+        "prefill.ports.grpc and decode.ports.grpc are both 8200",
+    ),
+    (
+        {
+            "tierDefaults": {"network": {"hostNetwork": True}},
+            "prefill": {"ports": {"grpc": 8300, "metrics": 8301, "kv": 8098}},
+        },
+        "decode.ports.metrics (8101) is one of the ports 8098 to 8101",
+    ),
+    (
+        {"decode": {
+            "network": {"rdma": {"rdma/hca": 1}}, "resources": {"limits": {"rdma/hca": 1}},
+        }},
+        "decode.resources.limits counts rdma/hca",
+    ),
+    ({"decode": {"network": {"rdma": {"nvidia.com/gpu": 1}}}}, "which are the GPUs"),
+    ({"decode": {"nccl": {"preset": "roce"}}}, "set decode.network.rdma"),
+    ({"decode": {"nccl": {"preset": "tcp", "hca": "mlx5"}}}, "to infiniband or roce"),
+    (
+        {"decode": {"nccl": {"preset": "tcp"}, "env": [{"name": "NCCL_NET", "value": "IB"}]}},
+        "decode.env sets NCCL_NET",
+    ),
+    (
+        {"decode": {"resourceClaims": [{"name": "gpus", "resourceClaimName": "c"}]}},
+        "decode.resourceClaims has gpus, which is taken",
+    ),
+    ({"scheduling": {"kind": "kueue"}}, "set scheduling.queue to a LocalQueue"),
+    ({"scheduling": {"queue": "q"}}, "set it to kueue or volcano"),
+    ({"scheduling": {"minMember": 2}}, "set scheduling.kind to volcano"),
+    (
+        {"scheduling": {"kind": "volcano", "minMember": 3}},
+        "scheduling.minMember (3) is more than the 2 pods",
+    ),
+    (
+        {"scheduling": {"kind": "volcano"}, "decode": {"schedulerName": "other"}},
+        "decode.schedulerName is other",
+    ),
+    ({"compileCache": {"type": "hostPath"}}, "set compileCache.hostPath.path"),
+    (
+        {"compileCache": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}}},
+        "2 pods write to one claim",
+    ),
+]  # fmt: skip
+
 AGAINST_THE_SCHEMA = [
     ({"replicas": 2}, "replicas"),
     ({"prefill": {"replicaCount": 2}}, "replicaCount"),
@@ -173,6 +257,15 @@ AGAINST_THE_SCHEMA = [
     ({"router": {"podSecurityContext": {"fsgroup": 1}}}, "fsgroup"),
     ({"prefill": {"initContainers": [{"name": "c", "comand": ["x"]}]}}, "comand"),
     ({"networkPolicy": {"clients": [{"podSelectors": {}}]}}, "podSelectors"),
+    ({"decode": {"extraArgs": ["max-num-seqs=8"]}}, "extraArgs"),
+    ({"decode": {"sidecars": [{"name": "c", "imag": "x"}]}}, "imag"),
+    ({"decode": {"envFrom": [{"secret": {"name": "x"}}]}}, "secret"),
+    ({"decode": {"network": {"kvHost": "eth0"}}}, "kvHost"),
+    ({"decode": {"network": {"rdma": {"hca": 1}}}}, "hca"),
+    ({"decode": {"nccl": {"preset": "ib"}}}, "preset"),
+    ({"decode": {"resourceClaims": [{"name": "a", "claimName": "b"}]}}, "claimName"),
+    ({"scheduling": {"kind": "slurm"}}, "kind"),
+    ({"compileCache": {"type": "image"}}, "type"),
 ]
 
 PASSED_THROUGH = {
@@ -217,6 +310,23 @@ def test_an_old_kubernetes_is_told_that_it_has_no_image_volumes() -> None:
     values = {"model": {"storage": {"type": "image", "image": {"reference": "r/m:1"}}}}
     with pytest.raises(HelmError, match="use pvc or hostPath"):
         HelmSdk.shared().render(values, kube_version="1.28.0")
+
+
+@pytest.mark.parametrize(
+    ("over", "cure"),
+    [
+        ({"decode": {"sidecars": [{"name": "a", "image": "i:1"}]}}, "1.29, and this is v1.28.0"),
+        ({"decode": {"gpu": {"source": "claim"}}}, "use the device plugin"),
+        (
+            {"decode": {"resourceClaims": [{"name": "a", "resourceClaimName": "b"}]}},
+            "use extended resources",
+        ),
+    ],
+)
+def test_an_old_kubernetes_is_told_what_it_lacks(over: dict[str, Any], cure: str) -> None:
+    with pytest.raises(HelmError) as told:
+        HelmSdk.shared().render(overlay(MINIMAL, over), kube_version="1.28.0")
+    assert cure in str(told.value)
 
 
 def test_a_missing_operator_is_a_warning_not_an_error() -> None:

@@ -12,12 +12,15 @@ from tests.helm.helm_engine import CHART, ROOT, HelmCli, HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
 from tests.helm.value_strategies import schema
 
-PAGES = ("operations.md", "security.md", "monitoring.md")
+PAGES = ("operations.md", "security.md", "monitoring.md", "kubernetes.md")
 PAGE = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
 TOP = {"image", "model", "tierDefaults", "prefill", "decode", "router", "auth", "networkPolicy"} | {
-    "monitoring", "inferencePool", "tests", "global", "serviceAccount", "rbac",
+    "monitoring", "inferencePool", "tests", "global", "serviceAccount", "rbac", "compileCache",
+    "scheduling",
 }  # fmt: skip
-TIER = {"settings", "parallelism", "topology", "autoscaling", "strategy", "probes", "shm", "drain"}
+TIER = {"settings", "parallelism", "topology", "autoscaling", "strategy", "probes", "shm"} | {
+    "network", "nccl", "gpu", "resources", "drain",
+}  # fmt: skip
 
 
 def blocks(language: str) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helm.helm_engine import CHART, HelmSdk, Manifest, Rendered
 from tests.helm.scenarios import (
+    FIRST_KUBE_VERSION,
     SCENARIOS,
     overlay,
     rendered,
@@ -109,6 +110,6 @@ def test_a_new_chart_version_with_the_same_images_restarts_nothing(name: str, ne
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_newer_kubernetes_or_operator_restarts_nothing(name: str) -> None:
     """The templates of pods must not depend on what the cluster can do."""
-    old = "1.34.0" if name == "image-volume" else "1.28.0"
+    old = f"{FIRST_KUBE_VERSION.get(name, '1.28')}.0"
     before = HelmSdk.shared().render(values_of(name), kube_version=old, api_versions=())
     assert templates(before) == templates(rendered(name, "1.37"))

@@ -37,7 +37,10 @@ def secret_of(found: Rendered, service: str, mount_path: str) -> str:
     """Returns the name of the secret that a service has at a folder. Raises `StopIteration`."""
     pod = serving_pod(found, service)["spec"]
     (mount,) = [
-        m for c in pod["containers"] for m in c["volumeMounts"] if m["mountPath"] == mount_path
+        m
+        for c in pod["containers"]
+        for m in c.get("volumeMounts", ())
+        if m["mountPath"] == mount_path
     ]
     # A mount of one file (subPath) would never change.
     assert mount["readOnly"] is True and "subPath" not in mount

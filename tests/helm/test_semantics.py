@@ -48,7 +48,8 @@ def component(manifest: Manifest) -> str:
 
 def ports_of(found: Rendered, name: str) -> dict[str, int]:
     pod = serving_pod(found, name)["spec"]
-    return {p["name"]: p["containerPort"] for c in pod["containers"] for p in c["ports"]}
+    ports = [port for container in pod["containers"] for port in container.get("ports", ())]
+    return {port["name"]: port["containerPort"] for port in ports}
 
 
 def all_containers(pod: Manifest) -> list[Manifest]:
@@ -288,7 +289,15 @@ def restricted_violations(pod: Manifest) -> Iterator[str]:
             yield f"{container['name']}: root file system"
         if any("hostPort" in port for port in container.get("ports", ())):
             yield f"{container['name']}: host port"
-    allowed = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret", "image"}
+    allowed = {
+        "configMap",
+        "downwardAPI",
+        "emptyDir",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+        "image",
+    }
     for volume in spec.get("volumes", ()):
         if not set(volume) - {"name"} <= allowed:
             yield f"volume {volume['name']}"
@@ -296,8 +305,18 @@ def restricted_violations(pod: Manifest) -> Iterator[str]:
 
 @each_scenario
 def test_pods_are_restricted(name: str) -> None:
-    storage = values_of(name)["model"].get("storage", {}).get("type")
-    expected = {"volume models"} if storage == "hostPath" else set()
+    values = values_of(name)
+    expected = set()
+    for volume, storage in {
+        "models": values["model"].get("storage", {}),
+        "compiled": values.get("compileCache", {}),
+    }.items():
+        if storage.get("type") == "hostPath":
+            expected.add(f"volume {volume}")
+    if values.get("tierDefaults", {}).get("network", {}).get("ipcLock"):
+        expected.add("engine: capabilities")
+    if values.get("prefill", {}).get("network", {}).get("hostNetwork"):
+        expected.add("hostNetwork")
     for pod in pods(rendered(name)).values():
         assert set(restricted_violations(pod)) <= expected
 
@@ -376,6 +395,9 @@ def test_gpus_follow_from_the_ranks(name: str) -> None:
         assert gpus == resources.get("requests", {}).get("nvidia.com/gpu", 0)
         on_gpu = service in TIERS and settings["device"] == "cuda"
         ranks = settings["tensor_parallel_size"] // hosts.get("size", 1) if on_gpu else 0
+        for template in rendered(name).all("ResourceClaimTemplate", service):
+            (request,) = template["spec"]["spec"]["devices"]["requests"]
+            gpus += request["exactly"]["count"]
         assert gpus == ranks
 
 

@@ -29,7 +29,12 @@ RAY_VARIABLES = {
     "RAY_memory_monitor_refresh_ms",
     "RAY_DEDUP_LOGS",
 }
-LIBRARY_VARIABLES = {"TRITON_CACHE_DIR", "POD_IP", "TZ"} | RAY_VARIABLES | {
+NCCL_VARIABLES = {
+    "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TC",
+    "NCCL_IB_ROCE_VERSION_NUM", "NCCL_SOCKET_IFNAME",
+}  # fmt: skip
+CACHES = {"TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
+LIBRARY_VARIABLES = CACHES | {"POD_IP", "TZ"} | RAY_VARIABLES | NCCL_VARIABLES | {
     name for name in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
     if name in Path(hub.__file__).read_text(encoding="utf-8")
 }  # fmt: skip

@@ -1,0 +1,182 @@
+{{/* Mistakes about what is added to pods, their networks and devices, and who schedules them. */}}
+
+{{/* What a feature of Kubernetes needs, unless it is newer than `since`: root, found, name (of the
+  value), since, instead */}}
+{{- define "tandem.mistakes.since" -}}
+{{- $version := .root.Capabilities.KubeVersion.Version -}}
+{{- if semverCompare (printf "<%s-0" .since) $version -}}
+{{- include "tandem.mistake" (dict "found" .found "text" (printf "%s needs Kubernetes %s, and this is %s: %s" .name .since $version .instead)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* root, found, name, of, own (name of our container), flags (those that the chart sets, as lines) */}}
+{{- define "tandem.mistakes.extras" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $taken := dict .own true -}}
+{{- range $value := list "initContainers" "sidecars" "extraContainers" -}}
+{{- range get $.of $value -}}
+{{- if hasKey $taken .name -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.%s has a container called %s, and the pod has one already: choose another name" $name $value .name)) -}}
+{{- end -}}
+{{- $_ := set $taken .name true -}}
+{{- end -}}
+{{- end -}}
+{{- if .of.sidecars -}}
+{{- include "tandem.mistakes.since" (merge (dict "name" (printf "%s.sidecars" $name) "since" "1.29" "instead" "use extraContainers") .) -}}
+{{- end -}}
+{{- $set := dict -}}
+{{- range splitList "\n" .flags -}}
+{{- if contains "--" . -}}
+{{- $_ := set $set (include "tandem.flagName" .) true -}}
+{{- end -}}
+{{- end -}}
+{{- range .of.extraArgs -}}
+{{- $flag := include "tandem.flagName" . -}}
+{{- if hasKey $set $flag -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.extraArgs gives --%s, which the chart sets: remove it, and write the value that the chart has for it" $name $flag)) -}}
+{{- end -}}
+{{- $_ := set $set $flag true -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A flag without its value, and without the no of what is turned off. */}}
+{{- define "tandem.flagName" -}}
+{{- regexReplaceAll "^[- \"]*(no-)?([-a-z0-9]*).*$" . "${2}" -}}
+{{- end -}}
+
+{{/* root, found, name, tier */}}
+{{- define "tandem.mistakes.fabric" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $tier := .tier -}}
+{{- $network := $tier.network -}}
+{{- $scope := dict "root" .root "component" $name "of" $tier -}}
+{{- if include "tandem.asksMultus" $scope -}}
+{{- if $network.hostNetwork -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.network.kvHost names a network of Multus, which attaches none to pods on the host's network: name an interface (interface:NAME), or set %s.network.hostNetwork to false" $name $name)) -}}
+{{- else if not (or $network.networks (hasKey $tier.podAnnotations "k8s.v1.cni.cncf.io/networks")) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.network.kvHost names a network of Multus, and nothing attaches the pods to one: set %s.network.networks" $name $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $network.networks (hasKey $tier.podAnnotations "k8s.v1.cni.cncf.io/networks") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.podAnnotations sets k8s.v1.cni.cncf.io/networks, and so does %s.network.networks: keep one of them" $name $name)) -}}
+{{- end -}}
+{{- range $resource, $_ := $network.rdma -}}
+{{- range $side := list "limits" "requests" -}}
+{{- if hasKey (get ($tier.resources | default dict) $side | default dict) $resource -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resources.%s counts %s, and so does %s.network.rdma: remove it" $name $side $resource $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $resource $tier.gpu.resourceName -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.network.rdma counts %s, which are the GPUs: name the devices of the network" $name $resource)) -}}
+{{- end -}}
+{{- end -}}
+{{- include "tandem.mistakes.nccl" . -}}
+{{- $claimed := dict -}}
+{{- range $tier.resourceClaims -}}
+{{- if or (hasKey $claimed .name) (eq .name "gpus") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.resourceClaims has %s, which is taken: choose another name" $name .name)) -}}
+{{- end -}}
+{{- $_ := set $claimed .name true -}}
+{{- end -}}
+{{- if include "tandem.claimsGpus" $scope -}}
+{{- include "tandem.mistakes.since" (merge (dict "name" (printf "%s.gpu.source claim" $name) "since" "1.34" "instead" "use the device plugin (plugin)") .) -}}
+{{- else if $tier.resourceClaims -}}
+{{- include "tandem.mistakes.since" (merge (dict "name" (printf "%s.resourceClaims" $name) "since" "1.34" "instead" "use extended resources") .) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.nccl" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $tier := .tier -}}
+{{- $nccl := $tier.nccl -}}
+{{- if has $nccl.preset (list "infiniband" "roce") -}}
+{{- if not (or $tier.network.rdma $tier.resourceClaims $tier.securityContext.privileged) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.nccl.preset is %s, but the pods have no devices for RDMA: set %s.network.rdma to the resource of your device plugin, or %s.resourceClaims" $name $nccl.preset $name $name)) -}}
+{{- end -}}
+{{- else if or $nccl.hca (not (kindIs "invalid" $nccl.gidIndex)) (not (kindIs "invalid" $nccl.trafficClass)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.nccl.hca, gidIndex and trafficClass are of RDMA: set %s.nccl.preset to infiniband or roce" $name $name)) -}}
+{{- end -}}
+{{- $set := dict -}}
+{{- range splitList "\n" (include "tandem.ncclEnv" (dict "of" $tier)) -}}
+{{- if hasPrefix "- name: " . -}}{{- $_ := set $set (trimPrefix "- name: " .) true -}}{{- end -}}
+{{- end -}}
+{{- range $tier.env -}}
+{{- if hasKey $set .name -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.env sets %s, and so does %s.nccl: remove one of them" $name .name $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Pods on the network of their hosts share its ports: root, tiers, found */}}
+{{- define "tandem.mistakes.hostPorts" -}}
+{{- $found := .found -}}
+{{- if hasKey .tiers "prefill" -}}
+{{- $prefill := .tiers.prefill -}}
+{{- $decode := .tiers.decode -}}
+{{- if and $prefill.network.hostNetwork $decode.network.hostNetwork -}}
+{{- range $port, $number := omit $prefill.ports "kv" -}}
+{{- range $other, $taken := $decode.ports -}}
+{{- if eq (int $number) (int $taken) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "prefill.ports.%s and decode.ports.%s are both %d, so with network.hostNetwork no host could run a pod of each: choose two" $port $other (int $number))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $first := int $prefill.ports.kv -}}
+{{- $last := include "tandem.lastKvPort" $prefill | int -}}
+{{- range $other, $taken := $decode.ports -}}
+{{- if and (ge (int $taken) $first) (le (int $taken) $last) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "decode.ports.%s (%d) is one of the ports %d to %d, which KV transfer of prefill takes on the same hosts: choose another" $other (int $taken) $first $last)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.scheduling" -}}
+{{- $found := .found -}}
+{{- $scheduling := .root.Values.scheduling -}}
+{{- $pods := 0 -}}
+{{- range $name, $tier := .tiers -}}
+{{- if eq (int $tier.parallelism.hosts) 1 -}}{{- $pods = add $pods (include "tandem.minPods" $tier | int) -}}{{- end -}}
+{{- if and (eq $scheduling.kind "volcano") $tier.schedulerName (ne $tier.schedulerName "volcano") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.schedulerName is %s, but scheduling.kind is volcano: leave it empty" $name $tier.schedulerName)) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $scheduling.kind "kueue" -}}
+{{- if not $scheduling.queue -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "scheduling.kind is kueue: set scheduling.queue to a LocalQueue of the namespace") -}}
+{{- end -}}
+{{- else if and (eq $scheduling.kind "none") (or $scheduling.queue $scheduling.priorityClass) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "scheduling.queue and priorityClass are for a queue, but scheduling.kind is none: set it to kueue or volcano") -}}
+{{- end -}}
+{{- if $scheduling.minMember -}}
+{{- if ne $scheduling.kind "volcano" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "scheduling.minMember is of Volcano: set scheduling.kind to volcano") -}}
+{{- else if gt (int $scheduling.minMember) (int $pods) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "scheduling.minMember (%d) is more than the %d pods of tiers of one host, so none would ever be placed: lower it, or raise the replicas (groups of several hosts are gangs of their own)" (int $scheduling.minMember) (int $pods))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Pods that there are at least. */}}
+{{- define "tandem.minPods" -}}
+{{- if eq .autoscaling.kind "none" }}{{ int .replicas }}{{ else }}{{ int .autoscaling.minReplicas }}{{ end -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.cache" -}}
+{{- $found := .found -}}
+{{- $cache := .root.Values.compileCache -}}
+{{- if and (eq $cache.type "hostPath") (not $cache.hostPath.path) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "compileCache.type is hostPath: set compileCache.hostPath.path to a folder of the nodes") -}}
+{{- end -}}
+{{- if eq $cache.type "pvc" -}}
+{{- $pods := 0 -}}
+{{- range .tiers -}}{{- $pods = add $pods (mul (include "tandem.maxPods" . | int) (int .parallelism.hosts)) -}}{{- end -}}
+{{- if and (gt (int $pods) 1) (not (has "ReadWriteMany" $cache.pvc.accessModes)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%d pods write to one claim, but compileCache.pvc.accessModes is %s: use ReadWriteMany, or compileCache.type hostPath or emptyDir" (int $pods) (join "," $cache.pvc.accessModes))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

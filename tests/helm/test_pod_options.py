@@ -1,0 +1,237 @@
+"""Pods have what values add to them: networks, devices, containers, queues, caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helm.helm_engine import HelmSdk, Manifest
+from tests.helm.scenarios import overlay, rendered, serving_pod, templates_of, values_of, workload
+from tests.helm.service_settings import containers, environment, settings_of
+
+MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
+MULTUS = "k8s.v1.cni.cncf.io/networks"
+
+
+def pod_of(component: str, **over: Any) -> Manifest:
+    return serving_pod(HelmSdk.shared().render(overlay(MINIMAL, over)), component)
+
+
+def engine_of(pod: Manifest) -> Manifest:
+    return next(c for c in pod["spec"]["containers"] if c["name"] in ("engine", "router"))
+
+
+# Networks -----------------------------------------------------------------------------------------
+
+
+def test_pods_on_the_network_of_their_hosts_resolve_names_and_keep_apart() -> None:
+    """The scheduler keeps pods apart by the ports that they name, hidden ones would collide."""
+    for part, pod in templates_of(workload(rendered("fabric"), "prefill")).items():
+        assert pod["spec"]["hostNetwork"] is True
+        assert pod["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+        ports = {p["name"]: p["containerPort"] for p in engine_of(pod)["ports"]}
+        assert ports["ray"] == 6380
+        if part == "leader":
+            assert ports["kv"] == settings_of("fabric")["prefill"]["kv_port"]
+    for component in ("decode", "router"):
+        assert "hostNetwork" not in serving_pod(rendered("fabric"), component)["spec"]
+
+
+def test_policies_do_not_name_pods_that_have_the_address_of_their_host() -> None:
+    found = rendered("fabric")
+    policies = {p["metadata"]["name"]: p["spec"] for p in found.all("NetworkPolicy")}
+    assert set(policies) == {"tandem-router", "tandem-decode"}, "one for prefill would do nothing"
+    ports = {p["port"]: rule for p, rule in port_rules(policies["tandem-router"]["egress"])}
+    assert "to" not in ports[8300] and "to" in ports[8100]
+    ports = {p["port"]: rule for p, rule in port_rules(policies["tandem-decode"]["egress"])}
+    assert "to" not in ports[8400]
+    assert "which network policies do not cover" in found.notes
+
+
+def port_rules(rules: list[Manifest]) -> list[tuple[Manifest, Manifest]]:
+    return [(port, rule) for rule in rules for port in rule.get("ports", ())]
+
+
+def test_a_tier_on_the_hosts_network_is_let_in_by_its_ports() -> None:
+    found = HelmSdk.shared().render(
+        overlay(MINIMAL, {"decode": {"network": {"hostNetwork": True}}})
+    )
+    (policy,) = found.all("NetworkPolicy", "prefill")
+    ports = {p["port"]: rule for p, rule in port_rules(policy["spec"]["ingress"])}
+    assert "from" not in ports[8400]
+    assert not found.all("NetworkPolicy", "decode")
+
+
+def test_kv_travels_where_it_is_told_to() -> None:
+    for service, wanted in {"prefill": "interface:ens*", "decode": "network:fabric/rail*"}.items():
+        settings = settings_of("fabric")[service]
+        assert settings["kv_host"] == wanted and settings["host"] == "10.1.2.3"
+    pod = serving_pod(rendered("fabric"), "decode")
+    assert pod["metadata"]["annotations"][MULTUS] == "fabric/rail0"
+    (mount,) = [m for m in engine_of(pod)["volumeMounts"] if m["name"] == "pod-info"]
+    (volume,) = [v for v in pod["spec"]["volumes"] if v["name"] == "pod-info"]
+    (item,) = volume["downwardAPI"]["items"]
+    file = f"{mount['mountPath']}/{item['path']}"
+    assert file == settings_of("fabric")["decode"]["kv_network_status"]
+    assert "network-status" in item["fieldRef"]["fieldPath"]
+    assert settings_of("default")["prefill"]["kv_host"] == "10.1.2.3"
+    assert settings_of("default")["decode"]["kv_host"] is None
+
+
+def test_rdma_devices_and_locked_memory() -> None:
+    for part in templates_of(workload(rendered("fabric"), "decode")).values():
+        engine = engine_of(part)
+        for side in ("limits", "requests"):
+            assert engine["resources"][side]["rdma/hca_shared_devices_a"] == 1
+            assert engine["resources"][side]["nvidia.com/gpu"] == 8
+        assert engine["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert "memlock" in rendered("fabric").notes
+    root = {"network": {"ipcLock": True}, "podSecurityContext": {"runAsUser": 0}}
+    found = HelmSdk.shared().render(overlay(MINIMAL, {"decode": root}))
+    assert "memlock" not in found.notes
+
+
+@pytest.mark.parametrize(
+    ("nccl", "wanted"),
+    [
+        ({}, {}),
+        (
+            {"preset": "tcp", "interface": "eth0"},
+            {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth0"},
+        ),
+        (
+            {"preset": "infiniband", "hca": "mlx5_0,mlx5_1"},
+            {"NCCL_NET": "IB", "NCCL_IB_DISABLE": "0", "NCCL_IB_HCA": "mlx5_0,mlx5_1"},
+        ),
+        (
+            {"preset": "roce", "gidIndex": 0, "trafficClass": 106},
+            {
+                "NCCL_NET": "IB", "NCCL_IB_DISABLE": "0", "NCCL_IB_ROCE_VERSION_NUM": "2",
+                "NCCL_IB_GID_INDEX": "0", "NCCL_IB_TC": "106",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_nccl_presets(nccl: dict[str, Any], wanted: dict[str, str]) -> None:
+    pod = pod_of("decode", decode={"nccl": nccl, "network": {"rdma": {"rdma/hca": 1}}})
+    given = environment(engine_of(pod))
+    assert {name: value for name, value in given.items() if "NCCL" in name} == wanted
+
+
+# Devices by claims --------------------------------------------------------------------------------
+
+
+def test_each_pod_claims_its_gpus_and_what_the_user_names() -> None:
+    pod = serving_pod(rendered("devices"), "prefill")
+    claims = [
+        {"name": "gpus", "resourceClaimTemplateName": "tandem-prefill"},
+        {"name": "nic", "resourceClaimTemplateName": "nic"},
+    ]
+    assert pod["spec"]["resourceClaims"] == claims
+    resources = engine_of(pod)["resources"]
+    assert resources["claims"] == [{"name": "gpus"}, {"name": "nic"}]
+    assert "nvidia.com/gpu" not in resources["limits"]
+    template = rendered("devices").one("ResourceClaimTemplate", "prefill")
+    (request,) = template["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"]["deviceClassName"] == "gpu.nvidia.com"
+
+
+# Containers, arguments, variables -----------------------------------------------------------------
+
+
+def test_what_users_add_is_beside_ours() -> None:
+    pod = serving_pod(rendered("fabric"), "decode")
+    assert [c["name"] for c in pod["spec"]["containers"]] == ["engine"]
+    (sidecar,) = pod["spec"]["initContainers"]
+    assert (sidecar["name"], sidecar["restartPolicy"]) == ("log-shipper", "Always")
+    assert engine_of(pod)["envFrom"] == [{"configMapRef": {"name": "site"}}]
+    router = serving_pod(rendered("fabric"), "router")
+    assert [c["name"] for c in router["spec"]["containers"]] == ["router", "watcher"]
+    assert settings_of("fabric")["router"]["log_level"] == "warning"
+
+
+def test_init_containers_come_before_sidecars() -> None:
+    first, beside = {"name": "first", "image": "i:1"}, {"name": "beside", "image": "i:1"}
+    for component in ("router", "prefill"):
+        pod = pod_of(component, **{component: {"initContainers": [first], "sidecars": [beside]}})
+        assert pod["spec"]["initContainers"] == [first, {**beside, "restartPolicy": "Always"}]
+
+
+# Storage ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fabric", "volcano"])
+def test_compiled_kernels_are_kept_where_they_are_looked_for(name: str) -> None:
+    for service in ("prefill", "decode"):
+        container = containers(rendered(name))[service]
+        variables = environment(container)
+        (mount,) = [m for m in container["volumeMounts"] if m["name"] == "compiled"]
+        for variable in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH"):
+            assert variables[variable].startswith(f"{mount['mountPath']}/")
+
+
+def test_a_claim_for_compiled_kernels_is_made_once_for_both_tiers() -> None:
+    found = HelmSdk.shared().render(overlay(MINIMAL, {"compileCache": {"type": "pvc"}}))
+    (claim,) = found.all("PersistentVolumeClaim")
+    for component in ("prefill", "decode"):
+        (volume,) = [
+            v for v in serving_pod(found, component)["spec"]["volumes"] if v["name"] == "compiled"
+        ]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_room_for_a_download_is_asked_for() -> None:
+    def asked(**over: Any) -> str | None:
+        requests = engine_of(pod_of("decode", **over))["resources"]["requests"]
+        found: str | None = requests.get("ephemeral-storage")
+        return found
+
+    sized = {"name": "org/model", "storage": {"emptyDir": {"sizeLimit": "200Gi"}}}
+    assert asked(model=sized) == "200Gi"
+    own = {"resources": {"requests": {"ephemeral-storage": "1Gi"}}}
+    assert asked(model=sized, decode=own) == "1Gi"
+    assert asked() is None
+    assert "model.storage.emptyDir.sizeLimit" in HelmSdk.shared().render(MINIMAL).notes
+    assert "evict" not in rendered("devices").notes
+
+
+# Queues and gangs ---------------------------------------------------------------------------------
+
+
+def test_kueue_queues_the_tiers_and_not_the_router() -> None:
+    wanted = {"kueue.x-k8s.io/queue-name": "inference", "kueue.x-k8s.io/priority-class": "online"}
+    found = rendered("devices")
+    for component in ("prefill", "decode"):
+        assert wanted.items() <= workload(found, component)["metadata"]["labels"].items()
+    assert not wanted.keys() & workload(found, "router")["metadata"]["labels"].keys()
+    group = HelmSdk.shared().render(
+        overlay(values_of("multi-host"), {"scheduling": {"kind": "kueue", "queue": "q"}})
+    )
+    labels = group.one("LeaderWorkerSet", "decode")["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "q"
+
+
+def test_volcano_places_both_tiers_together() -> None:
+    found = rendered("volcano")
+    group = found.one("PodGroup")
+    assert group["spec"] == {"minMember": 4, "queue": "inference"}
+    for component in ("prefill", "decode"):
+        pod = serving_pod(found, component)
+        assert pod["spec"]["schedulerName"] == "volcano"
+        assert pod["metadata"]["annotations"] == {
+            "scheduling.k8s.io/group-name": group["metadata"]["name"],
+            "scheduling.volcano.sh/queue-name": "inference",
+        }
+    assert "schedulerName" not in serving_pod(found, "router")["spec"]
+
+
+def test_groups_of_hosts_are_gangs_of_their_operator() -> None:
+    """It makes a PodGroup for each: another one would be at odds with it."""
+    volcano = {"scheduling": {"kind": "volcano", "queue": "q", "minMember": 1}}
+    found = HelmSdk.shared().render(overlay(values_of("multi-host"), volcano))
+    groups = found.one("LeaderWorkerSet", "decode")
+    assert groups["metadata"]["annotations"]["scheduling.volcano.sh/queue-name"] == "q"
+    for pod in templates_of(groups).values():
+        assert "annotations" not in pod["metadata"]
+        assert pod["spec"]["schedulerName"] == "volcano"
