@@ -21,6 +21,9 @@ one service, for clusters over several hosts
   prefill   computes prompts
   decode    streams tokens; works alone, too
 
+a running node
+  profile   records what its GPUs do, for a few seconds
+
 a checkpoint
   calibrate-kv  finds the scales of an FP8 KV cache
 
@@ -29,7 +32,13 @@ tandem COMMAND --help describes each; every option is also an environment variab
 
 _SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
 _TOOLS = {"calibrate-kv": "engine.calibration"}
-_COMMANDS = {"demo": "demo", "up": "up", "serve": "up", "chat": "chat"}
+_COMMANDS = {
+    "demo": "demo",
+    "up": "up",
+    "serve": "up",
+    "chat": "chat",
+    "profile": "node_profile",
+}
 """Modules of this folder, by command. Only the one asked for is imported: a router's host has not
 what the others need."""
 

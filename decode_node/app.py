@@ -17,6 +17,7 @@ from decode_node.http.admin_routes import create_admin_router
 from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
 from decode_node.http.openapi import openapi_document
+from decode_node.http.profile_routes import create_profile_router
 from decode_node.http.routes import Api, create_router
 from decode_node.http.tokenizer_routes import create_tokenizer_router
 from edge.http.error_forms import ErrorForms
@@ -47,6 +48,7 @@ def node_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
         create_router(api),
         create_tokenizer_router(api),
         create_admin_router(api.reset_prefix_cache),
+        create_profile_router(api.profiles),
     )
     return [*(route for routes in own for route in routes.routes), *_service_routes(api, num_open)]
 

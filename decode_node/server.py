@@ -337,7 +337,17 @@ def create_node_app(
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
     cards = ModelCards(model, settings.model, defaults)
     asked = TokenizerServing(model, tokenizer, serving.prompts)
-    api = Api(settings, cards, serving, metrics, state, ignored, asked, proxy.reset_prefix_cache)
+    api = Api(
+        settings,
+        cards,
+        serving,
+        metrics,
+        state,
+        ignored,
+        asked,
+        proxy.reset_prefix_cache,
+        engine.profiles,
+    )
     return create_app(api, callers, lambda: proxy.open.count)
 
 

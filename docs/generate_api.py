@@ -97,7 +97,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-NO_BODY = {"/reset_prefix_cache"}
+NO_BODY = {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
 
 
 class Undocumented(Exception):
@@ -153,7 +153,9 @@ def endpoints() -> str:
 def node_paths() -> dict[str, tuple[set[str], str]]:
     """Returns methods and meaning of each path of a decode node."""
     settings = DecodeNodeSettings(model="any", enable_tokenizer_info_endpoint=True)
-    api: Any = SimpleNamespace(settings=settings, tokenizer=None, reset_prefix_cache=None)
+    api: Any = SimpleNamespace(
+        settings=settings, tokenizer=None, reset_prefix_cache=None, profiles=None
+    )
     found = _paths(node_routes(api, lambda: 0))
     posts = {path for path, (how, _) in found.items() if how == {"POST"}}
     missing = sorted(posts - BODIES.keys() - NO_BODY)

@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings
 
 from cli.chat import ChatSettings
 from cli.cluster import UpSettings
+from cli.node_profile import ProfileSettings
 from decode_node.config import DecodeNodeSettings
 from prefill_node.config import PrefillNodeSettings
 from router.config import RouterSettings
@@ -32,6 +33,7 @@ SERVICES: list[tuple[str, type[BaseSettings]]] = [
     ("tandem prefill", PrefillNodeSettings),
     ("tandem decode", DecodeNodeSettings),
     ("tandem chat", ChatSettings),
+    ("tandem profile", ProfileSettings),
 ]
 
 

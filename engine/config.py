@@ -225,7 +225,13 @@ class InspectionConfig:
     Attributes:
         kv_cache_metrics_sample: The part of all allocated blocks whose residency is measured; 0:
             none is.
+        torch_profiler_dir: Folder for profiles; None: they are refused.
+        torch_profiler_max_steps, torch_profiler_max_s: No profile is longer.
     """
+
+    torch_profiler_dir: str | None = None
+    torch_profiler_max_steps: int = 100
+    torch_profiler_max_s: float = 60.0
 
     kv_cache_metrics_sample: float = 0.0
 

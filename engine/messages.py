@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
+from engine.profiles import Profile, ProfileOptions, RefusalCode
 from engine.request_spec import RequestSpec
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
@@ -69,6 +70,19 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     pass
 
 
+class StartProfile(msgspec.Struct, tag="start_profile"):
+    """Is answered with the `ProfileAnswer` of this call."""
+
+    call_id: int
+    options: ProfileOptions
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile"):
+    """Is answered once all files are written."""
+
+    call_id: int
+
+
 class ShutdownEngine(msgspec.Struct, tag="shutdown"):
     pass
 
@@ -81,6 +95,8 @@ ToEngineCore = (
     | RetryRemotePrefill
     | PrefillLocally
     | ResetPrefixCache
+    | StartProfile
+    | StopProfile
     | ShutdownEngine
 )
 
@@ -157,6 +173,15 @@ class PrefixCacheReset(msgspec.Struct, tag="prefix_cache_reset"):
     ok: bool
 
 
+class ProfileAnswer(msgspec.Struct, tag="profile", kw_only=True):
+    """Answers one call: by the profile, or by why it was refused."""
+
+    call_id: int
+    profile: Profile | None = None
+    refusal: str = ""
+    code: RefusalCode = "profile_failed"
+
+
 class EngineDead(msgspec.Struct, tag="dead"):
     """Is the last message: the engine cannot go on. `reason` names the cause and the cure."""
 
@@ -170,5 +195,11 @@ class PeerChanged(msgspec.Struct, tag="peer", kw_only=True):
 
 
 FromEngineCore = (
-    LoadProgress | EngineReady | EngineCoreOutputs | PrefixCacheReset | PeerChanged | EngineDead
+    LoadProgress
+    | EngineReady
+    | EngineCoreOutputs
+    | PrefixCacheReset
+    | ProfileAnswer
+    | PeerChanged
+    | EngineDead
 )

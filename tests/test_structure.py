@@ -39,6 +39,7 @@ ENGINE_ORDER = [
     {
         "config",
         "life_places",
+        "profiles",
         "sampling_params",
         "request_spec",
         "outputs",
@@ -132,6 +133,7 @@ TORCH_FREE = [
     "kv_transfer.errors",
     "engine.config",
     "engine.life_places",
+    "engine.profiles",
     "engine.request",
     "engine.messages",
     "engine.outputs",

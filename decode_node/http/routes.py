@@ -36,6 +36,7 @@ from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
 from engine.node.http_server import METRICS_TYPE
+from engine.node.profile_servicer import ProfiledEngine
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Api:
     ignored: IgnoredFields
     tokenizer: TokenizerServing
     reset_prefix_cache: Callable[[], Awaitable[bool]]
+    profiles: ProfiledEngine
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
         """Reads the body and the headers of a request. Raises `HttpError`."""

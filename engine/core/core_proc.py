@@ -22,6 +22,7 @@ import zmq
 
 from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
+from engine.core.profile_session import ProfileSession
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
@@ -36,6 +37,8 @@ from engine.messages import (
     PrefixCacheReset,
     ResetPrefixCache,
     ShutdownEngine,
+    StartProfile,
+    StopProfile,
     ToEngineCore,
 )
 from engine.outputs import SchedulerStats
@@ -56,6 +59,7 @@ class EngineCoreProc:
     """The loop around an `EngineCore`."""
 
     _executor: Executor
+    _profiles: ProfileSession
 
     def __init__(self, config: CoreProcConfig) -> None:
         self._config = config.engine
@@ -81,6 +85,7 @@ class EngineCoreProc:
         try:
             executor = self._executor = create_executor(self._config, self._context, self._signs)
             core = self._core = EngineCore(self._config, executor, self._report, self._signs)
+            self._profiles = ProfileSession(self._config, executor, self._send)
             self._serve(core)
         except EngineDeadError as error:
             return self._die(str(error))
@@ -117,6 +122,7 @@ class EngineCoreProc:
                 return
             self._check_connector(core)
             self._send_results(core, core.step())
+            self._profiles.check()
 
     def _poll_sources(self, core: EngineCore, termination: int) -> list[PollSource]:
         executor = self._executor.poll_sources
@@ -135,7 +141,9 @@ class EngineCoreProc:
         """Seconds until something must be looked at without being asked."""
         now = time.monotonic()
         until = min(
-            now + SIGN_INTERVAL_S, self._connector_checked_at + core.connector.check_interval_s
+            now + SIGN_INTERVAL_S,
+            self._connector_checked_at + core.connector.check_interval_s,
+            self._profiles.deadline,
         )
         if self._executor.deadline is not None:
             until = min(until, self._executor.deadline)
@@ -165,6 +173,10 @@ class EngineCoreProc:
                 return False
             case ResetPrefixCache():
                 self._send(PrefixCacheReset(core.scheduler.reset_prefix_cache()))
+            case StartProfile(call_id, options):
+                self._profiles.start(call_id, options)
+            case StopProfile(call_id):
+                self._profiles.stop(call_id)
             case _:
                 core.handle(message)
         return True

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import zmq
 
+from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from host.process_host import ProcessHost
@@ -56,6 +57,15 @@ class Executor(ABC):
     @abstractmethod
     def collect(self) -> list[ModelRunnerOutput]:
         """Results that have arrived. Raises when a rank has died or hangs."""
+
+    @abstractmethod
+    def profile(self, command: BeginProfile | EndProfile) -> None:
+        """Tells all ranks. They answer through `take_profile_replies`, which has news when one of
+        `poll_sources` was readable and `collect` was called."""
+
+    @abstractmethod
+    def take_profile_replies(self) -> list[ProfileReply]:
+        """Returns what ranks have answered since the last call."""
 
     @property
     @abstractmethod

@@ -31,11 +31,17 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.worker_messages import (
+    BeginProfile,
+    EndProfile,
     ExecuteStep,
     InitializeKVCache,
+    ProfileBegun,
+    ProfileEnded,
+    ProfileReply,
     StepDone,
     StopWorker,
     WorkerAlive,
+    WorkerCommand,
     WorkerFailed,
     WorkerLoaded,
     WorkerProcConfig,
@@ -93,6 +99,7 @@ class ProcessExecutor(Executor):
         self._sent_at: deque[float] = deque()
         """The CLOCK_MONOTONIC seconds at which each step in flight was started, oldest first."""
         self._outputs: deque[ModelRunnerOutput] = deque()
+        self._profile_replies: list[ProfileReply] = []
         self._progress: dict[str, dict[int, float]] = {}
         """Stage to fraction by rank."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -197,7 +204,14 @@ class ProcessExecutor(Executor):
         self._send(ExecuteStep(step))
         self._sent_at.append(time.monotonic())
 
-    def _send(self, command: InitializeKVCache | ExecuteStep | StopWorker) -> None:
+    def profile(self, command: BeginProfile | EndProfile) -> None:
+        self._send(command)
+
+    def take_profile_replies(self) -> list[ProfileReply]:
+        replies, self._profile_replies = self._profile_replies, []
+        return replies
+
+    def _send(self, command: WorkerCommand) -> None:
         self._enqueue(self._encoder.encode(command))
 
     def collect(self) -> list[ModelRunnerOutput]:
@@ -218,6 +232,8 @@ class ProcessExecutor(Executor):
                 self._host_s = host_s
                 self._grammar_stats = grammar_stats or self._grammar_stats
                 self._outputs.append(output)
+            case ProfileBegun() | ProfileEnded():
+                self._profile_replies.append(reply)
             case WorkerAlive(rank):
                 if self._signs is not None:
                     self._signs.give(worker_place(rank))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections import deque
 
 from engine.config import EngineConfig
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.executor.step_profiler import StepProfiler
+from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
@@ -20,6 +24,8 @@ class UniprocExecutor(Executor):
         if config.parallel.tensor_parallel_size != 1:
             raise ValueError("one process has one rank; use MultiprocExecutor")
         self._worker = Worker(config, rank=0, rendezvous="")
+        self._profile_replies: list[ProfileReply] = []
+        self._profiler = StepProfiler(self._worker, socket.gethostname(), self._on_profile)
         self._outputs: deque[AsyncOutput] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -34,14 +40,27 @@ class UniprocExecutor(Executor):
         return KVCaches(num_blocks, [handle])
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        self._outputs.append(self._worker.start_step(step))
+        self._outputs.append(self._profiler.run(step))
         os.eventfd_write(self._event_fd, 1)
+
+    def profile(self, command: BeginProfile | EndProfile) -> None:
+        self._profiler.handle(command)
+
+    def _on_profile(self, reply: ProfileReply) -> None:
+        """Keeps it; runs in the thread that writes the file, too."""
+        self._profile_replies.append(reply)
+        os.eventfd_write(self._event_fd, 1)
+
+    def take_profile_replies(self) -> list[ProfileReply]:
+        replies, self._profile_replies = self._profile_replies, []
+        return replies
 
     def collect(self) -> list[ModelRunnerOutput]:
         """Waits for the oldest step only, so that the device has another one to go on with."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event_fd)
         if not self._outputs:
             return []
-        os.eventfd_read(self._event_fd)
         results = [self._outputs.popleft().get_output()]
         while self._outputs and self._outputs[0].is_ready:
             results.append(self._outputs.popleft().get_output())
@@ -71,6 +90,7 @@ class UniprocExecutor(Executor):
 
     def shutdown(self) -> None:
         if self._event_fd >= 0:
+            self._profiler.close()
             self._worker.shutdown()
             os.close(self._event_fd)
             self._event_fd = -1

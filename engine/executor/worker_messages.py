@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import GrammarStats, ModelRunnerOutput
+from engine.profiles import RankTrace
 from engine.sched.output import SchedulerOutput
 from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
@@ -50,11 +51,24 @@ class ExecuteStep(msgspec.Struct, tag="step", array_like=True):
     step: SchedulerOutput
 
 
+class BeginProfile(msgspec.Struct, tag="begin_profile", array_like=True):
+    """Starts a profile, which ends by itself after `num_steps`. Answered by ProfileBegun."""
+
+    name: str
+    num_steps: int
+    with_stack: bool
+    record_shapes: bool
+
+
+class EndProfile(msgspec.Struct, tag="end_profile", array_like=True):
+    """Ends the profile if it still runs. Either way there is one ProfileEnded of each."""
+
+
 class StopWorker(msgspec.Struct, tag="stop", array_like=True):
     pass
 
 
-WorkerCommand = InitializeKVCache | ExecuteStep | StopWorker
+WorkerCommand = InitializeKVCache | ExecuteStep | BeginProfile | EndProfile | StopWorker
 
 # From a worker, over a socket -----------------------------------------------------------------
 
@@ -89,6 +103,23 @@ class StepDone(msgspec.Struct, tag="ran", array_like=True):
     grammar_stats: GrammarStats | None = None
 
 
+class ProfileBegun(msgspec.Struct, tag="profile_begun", array_like=True):
+    """`error` says why it could not begin; then no ProfileEnded follows."""
+
+    rank: int
+    error: str = ""
+
+
+class ProfileEnded(msgspec.Struct, tag="profile_ended", array_like=True):
+    """The file is written. `is_complete`: the profile had all its steps."""
+
+    trace: RankTrace
+    is_complete: bool
+
+
+ProfileReply = ProfileBegun | ProfileEnded
+
+
 class WorkerAlive(msgspec.Struct, tag="alive", array_like=True):
     """A sign of life, from another host than the engine core's."""
 
@@ -102,4 +133,12 @@ class WorkerFailed(msgspec.Struct, tag="failed", array_like=True):
     reason: str
 
 
-WorkerReply = WorkerProgress | WorkerLoaded | WorkerReady | StepDone | WorkerAlive | WorkerFailed
+WorkerReply = (
+    WorkerProgress
+    | WorkerLoaded
+    | WorkerReady
+    | StepDone
+    | ProfileReply
+    | WorkerAlive
+    | WorkerFailed
+)

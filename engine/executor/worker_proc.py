@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 
@@ -29,7 +30,10 @@ import zmq
 from engine.errors import CannotStartError
 from engine.executor.open_queue import open_queue
 from engine.executor.result_thread import ResultThread
+from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import (
+    BeginProfile,
+    EndProfile,
     ExecuteStep,
     InitializeKVCache,
     StepDone,
@@ -71,6 +75,8 @@ class WorkerProc:
             address=config.link.host_address if config.link is not None else "",
             gpu=config.gpu,
         )
+        host = config.link.host_address if config.link is not None else socket.gethostname()
+        self._profiler = StepProfiler(self._worker, host, self._reply)
         self._results = ResultThread(self._finish_step)
         self._life = self._give_signs(config)
 
@@ -89,6 +95,7 @@ class WorkerProc:
             if self._life is not None:
                 self._life.close()
             self._results.close()
+            self._profiler.close()
             self._worker.shutdown()
             self._queue.close()
             self._context.destroy()
@@ -111,7 +118,9 @@ class WorkerProc:
         """Handles one message and returns whether to go on."""
         match command:
             case ExecuteStep(step):
-                self._results.put(self._worker.start_step(step))
+                self._results.put(self._profiler.run(step))
+            case BeginProfile() | EndProfile():
+                self._profiler.handle(command)
             case InitializeKVCache(num_blocks):
                 handle = self._worker.initialize_kv_cache(num_blocks)
                 self._worker.capture_model(self._report)

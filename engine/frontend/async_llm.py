@@ -27,6 +27,7 @@ from engine.frontend.core_client import EngineCoreClient
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.profile_calls import ProfileCalls
 from engine.frontend.request_stream import (
     KVResults,
     OutputQueue,
@@ -45,6 +46,7 @@ from engine.messages import (
     PeerChanged,
     PrefillLocally,
     PrefixCacheReset,
+    ProfileAnswer,
     PromptComputed,
     ResetPrefixCache,
     RetryRemotePrefill,
@@ -87,6 +89,7 @@ class AsyncLLM:
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
+        self.profiles = ProfileCalls(self._client.send)
 
     @classmethod
     async def start(
@@ -316,6 +319,8 @@ class AsyncLLM:
                     self._ready.set_result(message)
             case PeerChanged():
                 self.ready.peer = message.peer
+            case ProfileAnswer():
+                self.profiles.on_answer(message)
             case PrefixCacheReset(ok):
                 answer = self._resets.pop(0)
                 if not answer.done():
@@ -360,6 +365,7 @@ class AsyncLLM:
             return
         self.dead_reason = reason
         self._dead.set()
+        self.profiles.on_dead(reason)
         for state in self._states.values():
             state.queue.put_nowait(EngineDeadError(reason))
         for results in self._kv_results.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
@@ -23,7 +25,25 @@ class InspectionSettings(BaseSettings):
         description="With --kv-cache-metrics: the part of all allocated blocks that is measured.",
     )
 
+    torch_profiler_dir: Path | None = Field(
+        default=None,
+        description="Folder in which every worker writes its part of a profile, on its own host. "
+        "Operators start one by POST /start_profile or `tandem profile`. Default: profiles are "
+        "refused.",
+    )
+    torch_profiler_max_steps: int = Field(
+        default=100, ge=1, description="Steps after which a profile ends by itself at the latest."
+    )
+    torch_profiler_max_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds after which a profile ends by itself at the latest.",
+    )
+
     def inspection_config(self) -> InspectionConfig:
         return InspectionConfig(
-            kv_cache_metrics_sample=self.kv_cache_metrics_sample if self.kv_cache_metrics else 0.0
+            kv_cache_metrics_sample=self.kv_cache_metrics_sample if self.kv_cache_metrics else 0.0,
+            torch_profiler_dir=str(self.torch_profiler_dir) if self.torch_profiler_dir else None,
+            torch_profiler_max_steps=self.torch_profiler_max_steps,
+            torch_profiler_max_s=self.torch_profiler_max_s,
         )

@@ -26,9 +26,10 @@ import grpc
 from engine.errors import EngineDeadError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.metrics import MeasuredEngine
+from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
 from host.life_signs import Silence
 from kv_transfer.layout import KVLayout
-from tandem_pb import node_pb2, node_pb2_grpc
+from tandem_pb import node_pb2
 
 _DEFAULT_INTERVAL_S = 0.25
 _MIN_INTERVAL_S = 0.02
@@ -50,6 +51,8 @@ class WatchedEngine(MeasuredEngine, Protocol):
     def silence(self) -> Silence: ...
     def give_up(self, reason: str) -> None: ...
     async def reset_prefix_cache(self) -> bool: ...
+    @property
+    def profiles(self) -> ProfiledEngine: ...
 
 
 @dataclass(slots=True)
@@ -81,6 +84,7 @@ class NodeStatus:
         self.work = NodeWork()
         self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
+        self.profiles = engine.profiles
         self._engine = engine
         self._role = role
         self._stuck_after_s = stuck_after_s
@@ -188,10 +192,11 @@ class NodeStatus:
             self._engine.give_up(self.fault())
 
 
-class NodeStatusServicer(node_pb2_grpc.NodeStatusServicer):
-    """Serves `Watch`, and what routers ask on behalf of operators."""
+class NodeStatusServicer(ProfileServicer):
+    """Serves `Watch`, and what routers and operators ask."""
 
     def __init__(self, status: NodeStatus) -> None:
+        super().__init__(status.profiles)
         self._status = status
 
     async def ResetPrefixCache(

@@ -163,6 +163,14 @@ class ModelRunner:
             self.sampler.grammars.step_started(output)
         return output
 
+    def size_of(self, step: SchedulerOutput) -> tuple[int, int]:
+        """Returns how many rows will decode in a step that is next, and how many tokens it computes
+        in all."""
+        left = {*step.finished_rows, *step.decode_remove}
+        num_decodes = len(({*self._decode_set.rows.tolist()} - left) | {*step.decode_add})
+        of_prompts = sum(count for _, count in step.prefill_chunks)
+        return num_decodes, num_decodes * self._decode_query_len + of_prompts
+
     @property
     def share_of_graphs(self) -> float:
         """Returns the memory of long recorded prompts as a part of the largest step's."""

@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -15,6 +15,48 @@ class NodeRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 NODE_ROLE_UNSPECIFIED: NodeRole
 NODE_ROLE_PREFILL: NodeRole
 NODE_ROLE_DECODE: NodeRole
+
+class StartProfileRequest(_message.Message):
+    __slots__ = ("num_steps", "seconds", "with_stack", "record_shapes")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WITH_STACK_FIELD_NUMBER: _ClassVar[int]
+    RECORD_SHAPES_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    seconds: float
+    with_stack: bool
+    record_shapes: bool
+    def __init__(self, num_steps: _Optional[int] = ..., seconds: _Optional[float] = ..., with_stack: bool = ..., record_shapes: bool = ...) -> None: ...
+
+class StopProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Profile(_message.Message):
+    __slots__ = ("name", "num_steps", "seconds", "ended_by", "traces")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_BY_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_steps: int
+    seconds: float
+    ended_by: str
+    traces: _containers.RepeatedCompositeFieldContainer[RankTrace]
+    def __init__(self, name: _Optional[str] = ..., num_steps: _Optional[int] = ..., seconds: _Optional[float] = ..., ended_by: _Optional[str] = ..., traces: _Optional[_Iterable[_Union[RankTrace, _Mapping]]] = ...) -> None: ...
+
+class RankTrace(_message.Message):
+    __slots__ = ("rank", "host", "path", "error")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    host: str
+    path: str
+    error: str
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., path: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ()

@@ -45,6 +45,16 @@ class NodeStatusStub(object):
                 request_serializer=tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.FromString,
                 _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/tandem.v1.NodeStatus/StartProfile',
+                request_serializer=tandem__pb_dot_node__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.Profile.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/tandem.v1.NodeStatus/StopProfile',
+                request_serializer=tandem__pb_dot_node__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.Profile.FromString,
+                _registered_method=True)
 
 
 class NodeStatusServicer(object):
@@ -65,6 +75,21 @@ class NodeStatusServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartProfile(self, request, context):
+        """Starts a trace of torch.profiler on every rank; it ends by itself. FAILED_PRECONDITION where
+        settings name no folder, ALREADY_EXISTS while another one runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Ends it and returns once all files are written. NOT_FOUND if there was none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +102,16 @@ def add_NodeStatusServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=tandem__pb_dot_node__pb2.StartProfileRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.Profile.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=tandem__pb_dot_node__pb2.StopProfileRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.Profile.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +169,60 @@ class NodeStatus(object):
             '/tandem.v1.NodeStatus/ResetPrefixCache',
             tandem__pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
             tandem__pb_dot_node__pb2.ResetPrefixCacheAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/StartProfile',
+            tandem__pb_dot_node__pb2.StartProfileRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.Profile.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/StopProfile',
+            tandem__pb_dot_node__pb2.StopProfileRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.Profile.FromString,
             options,
             channel_credentials,
             insecure,

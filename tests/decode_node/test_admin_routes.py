@@ -40,3 +40,45 @@ async def test_a_key_of_the_api_resets_nothing(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
         as_router = {TOKEN_HEADER: "t" * 32}
         assert (await node.client.post(PATH, headers=as_router)).status_code == 200
+
+
+async def test_an_operator_starts_and_stops_a_profile() -> None:
+    async with http_node() as node:
+        none = await node.client.post("/stop_profile")
+        assert (none.status_code, none.json()["error"]["code"]) == (409, "no_profile")
+        for wrong, named in (
+            ({"num_steps": "many"}, "num_steps"),
+            ({"output_dir": "/etc"}, "output_dir"),
+            ({"seconds": "9" * 5000}, "bytes"),
+        ):
+            refused = await node.client.post("/start_profile", json=wrong)
+            assert refused.status_code in (400, 413)
+            assert named in refused.json()["error"]["message"]
+        assert node.engine.profiles.asked == []
+        started = await node.client.post("/start_profile")
+        assert started.status_code == 200 and started.json()["ended_by"] == ""
+        second = await node.client.post("/start_profile", json={"num_steps": 3})
+        assert (second.status_code, second.json()["error"]["code"]) == (409, "profile_running")
+        ended = await node.client.post("/stop_profile")
+        (trace,) = ended.json()["traces"]
+        assert trace == {
+            "rank": 0,
+            "host": "here",
+            "path": node.engine.profiles.trace.path,
+            "error": "",
+        }
+        node.engine.profiles.dead_reason = "worker 0 is gone"
+        dead = await node.client.post("/start_profile", json={"num_steps": 3})
+        assert (dead.status_code, dead.json()["error"]["code"]) == (503, "engine_dead")
+
+
+async def test_a_key_of_the_api_profiles_nothing(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    async with http_node(api_keys="key", cluster_token_file=token) as node:
+        for path in ("/start_profile", "/stop_profile"):
+            as_client = {"authorization": "Bearer key"}
+            refused = await node.client.post(path, headers=as_client)
+            assert refused.status_code == 403
+        as_router = {TOKEN_HEADER: "t" * 32}
+        assert (await node.client.post("/start_profile", headers=as_router)).status_code == 200

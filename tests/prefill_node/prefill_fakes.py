@@ -26,6 +26,7 @@ from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
+from tests.engine.frontend.still_profiles import StillProfiles
 
 TIMEOUT_S = 60.0
 
@@ -57,6 +58,7 @@ class FakePrefillEngine:
         self.is_dead = False
         self.dead_reason = ""
         self.silence = Silence()
+        self.profiles = StillProfiles()
         self.prompts: dict[str, FakePrompt] = {}
 
     def generate(self, request: GenerationRequest) -> RequestStream:

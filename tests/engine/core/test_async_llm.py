@@ -6,15 +6,20 @@ import asyncio
 import logging
 import os
 import random
+import shutil
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from engine.config import InspectionConfig
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import LoadProgress
+from engine.profiles import ProfileOptions, ProfileRefused
 from engine.request_spec import RequestSpec
 from tests.engine.core.tiny_engine import (
     NUM_BLOCKS,
@@ -23,6 +28,7 @@ from tests.engine.core.tiny_engine import (
     tiny_config,
     until_empty,
 )
+from tests.engine.core.trace_file import steps_of
 from tests.processes import is_gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,15 +41,22 @@ class Letters:
         return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns where profiles go: a folder that the engine makes."""
+    return tmp_path_factory.mktemp("profiles") / "made"
+
+
 @pytest_asyncio.fixture(
     scope="module", loop_scope="module", params=[(1, False), (2, True)], ids=["tp1", "tp2-async"]
 )
-async def llm(request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
+async def llm(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[AsyncLLM]:
     """Returns an engine whose core looks for leftovers whenever it is idle (a debug log level makes
     it do so), and dies when it finds some.
     """
     tp_size, async_scheduling = request.param
-    config = tiny_config(tp_size, async_scheduling=async_scheduling)
+    inspection = InspectionConfig(torch_profiler_dir=str(folder))
+    config = replace(tiny_config(tp_size, async_scheduling=async_scheduling), inspection=inspection)
     progress: list[LoadProgress] = []
     root = logging.getLogger()
     level = root.level
@@ -58,6 +71,8 @@ async def llm(request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
     await until_empty(llm)
     await llm.shutdown()
     await llm.shutdown()
+    with pytest.raises(EngineDeadError):
+        await llm.profiles.start(ProfileOptions())
     assert all(is_gone(pid) for pid in (llm.core_pid, *llm.ready.worker_pids))
 
 
@@ -195,3 +210,64 @@ async def test_shutdown_fails_streams_at_once_and_leaves_no_process(oracle: Orac
     with pytest.raises(EngineDeadError, match="was shut down"):
         llm.generate(make_request("late", 2))
     assert all(is_gone(pid) for pid in (llm.core_pid, *llm.ready.worker_pids))
+
+
+# Profiles --------------------------------------------------------------------------------------
+
+
+async def test_every_rank_records_the_steps_that_are_served_meanwhile(
+    llm: AsyncLLM, oracle: Oracle, folder: Path
+) -> None:
+    await until_empty(llm)
+    started = await llm.profiles.start(ProfileOptions(record_shapes=True))
+    with pytest.raises(ProfileRefused, match="running") as refused:
+        await llm.profiles.start(ProfileOptions())
+    assert refused.value.code == "profile_running"
+    assert await _tokens(llm, "recorded", 3) == oracle.tokens(3)
+    ended = await llm.profiles.stop()
+    assert (ended.name, ended.ended_by) == (started.name, "call")
+    assert [trace.rank for trace in ended.traces] == list(range(len(llm.ready.worker_pids)))
+    assert all(trace.host for trace in ended.traces)
+    recorded = [steps_of(trace.path) for trace in ended.traces]
+    assert all(steps == recorded[0] for steps in recorded)
+    spec = make_request("", 3).spec
+    num_prompt, num_new = len(spec.prompt_token_ids), spec.sampling.max_tokens
+    assert [tokens for _, _, tokens in recorded[0]] == [num_prompt] + [1] * (num_new - 1)
+    assert {rows for _, rows, _ in recorded[0]} == {1}
+    numbers = [number for number, _, _ in recorded[0]]
+    assert numbers == list(range(numbers[0], numbers[0] + num_new))
+    assert sorted(folder.iterdir()) == sorted(Path(trace.path) for trace in ended.traces)
+
+
+async def test_a_profile_ends_by_itself_though_its_caller_has_gone(
+    llm: AsyncLLM, oracle: Oracle
+) -> None:
+    asked = asyncio.create_task(llm.profiles.start(ProfileOptions(num_steps=4)))
+    await asyncio.sleep(0)
+    asked.cancel()
+    for seed in (1, 2, 5):
+        assert await _tokens(llm, f"beside-{seed}", seed) == oracle.tokens(seed)
+    ended = await llm.profiles.stop()
+    assert ended.ended_by == "steps"
+    assert [len(steps_of(trace.path)) for trace in ended.traces] == [4] * len(ended.traces)
+
+
+async def test_a_profile_of_an_idle_engine_ends_in_time(llm: AsyncLLM) -> None:
+    await llm.profiles.start(ProfileOptions(seconds=0.1))
+    refusal = "profile_running"
+    async with asyncio.timeout(60):
+        while refusal == "profile_running":
+            with pytest.raises(ProfileRefused) as refused:
+                await llm.profiles.start(ProfileOptions(num_steps=100_000))
+            refusal = refused.value.code
+    assert refusal == "invalid_value"
+    assert (await llm.profiles.stop()).ended_by == "seconds"
+
+
+async def test_a_folder_that_takes_no_profile_is_named(llm: AsyncLLM, folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    with pytest.raises(ProfileRefused, match=r"rank 0: FileExistsError") as refused:
+        await llm.profiles.start(ProfileOptions())
+    assert refused.value.code == "profile_failed"
+    folder.unlink()

@@ -21,10 +21,12 @@ from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus, fingerprint
 from engine.outputs import SchedulerStats
+from engine.profiles import ProfileOptions
 from host.life_signs import Silence
 from kv_transfer.layout import Plane
 from tandem_pb import node_pb2, node_pb2_grpc
 from tests.engine.core.tiny_engine import tiny_config
+from tests.engine.frontend.still_profiles import StillProfiles
 
 LONG_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -43,6 +45,7 @@ class StillEngine:
     silence: Silence = field(default_factory=Silence)
 
     holds_blocks: bool = False
+    profiles: StillProfiles = field(default_factory=StillProfiles)
 
     def give_up(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason
@@ -300,3 +303,18 @@ async def test_routers_may_reset_the_prefix_cache(
     with pytest.raises(grpc.aio.AioRpcError, match="worker 0") as error:
         await stub.ResetPrefixCache(node_pb2.ResetPrefixCacheRequest())
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_operators_profile_over_grpc(channel: grpc.aio.Channel, engine: StillEngine) -> None:
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as none:
+        await stub.StopProfile(node_pb2.StopProfileRequest())
+    assert none.value.code() is grpc.StatusCode.NOT_FOUND
+    profile = await stub.StartProfile(node_pb2.StartProfileRequest(num_steps=3, with_stack=True))
+    assert (profile.num_steps, profile.ended_by) == (3, "")
+    assert engine.profiles.asked == [ProfileOptions(num_steps=3, with_stack=True)]
+    with pytest.raises(grpc.aio.AioRpcError, match="is running") as second:
+        await stub.StartProfile(node_pb2.StartProfileRequest())
+    assert second.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    (trace,) = (await stub.StopProfile(node_pb2.StopProfileRequest())).traces
+    assert (trace.host, trace.path) == ("here", engine.profiles.trace.path)

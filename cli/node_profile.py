@@ -1,0 +1,173 @@
+"""Runs `tandem profile`: records a node's steps for a while, and says where the files are.
+
+    1. start: refused where the node has no --torch-profiler-dir, or while another profile runs
+    2. wait; Ctrl-C ends the waiting, not the answer
+    3. stop: each rank has written its file by then
+
+A command that is killed leaves nothing behind: the node ends the profile by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import suppress
+from typing import Any, Protocol
+
+import aiohttp
+import grpc
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from edge.security.config import Role, SecurityError
+from edge.security.credentials import Credentials
+from edge.security.settings import SecuritySettings
+from engine.node.command_line import parse_settings
+from tandem_pb import node_pb2, node_pb2_grpc
+
+_STOP_TIMEOUT_S = 300.0
+"""Seconds in which every rank has written its file."""
+
+
+class ProfileSettings(SecuritySettings):
+    """Profile a running node with torch.profiler. Where services show each other certificates or a
+    token, this needs them, too."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_",
+        cli_implicit_flags=True,
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        extra="ignore",
+    )
+
+    node: str = Field(
+        description="The node: http://host:port or https://host:port of a decode node; host:port "
+        "of the gRPC port of either kind, the only one that a prefill node has."
+    )
+    seconds: float = Field(default=5.0, gt=0, description="Seconds to record.")
+    num_steps: int | None = Field(
+        default=None, ge=1, description="End after so many steps, if that is sooner."
+    )
+    with_stack: bool = Field(
+        default=False, description="Record where in the Python code operators are called. Slower."
+    )
+    record_shapes: bool = Field(default=False, description="Record shapes of operators' inputs.")
+
+    def options(self) -> dict[str, Any]:
+        steps = {} if self.num_steps is None else {"num_steps": self.num_steps}
+        return {
+            "seconds": self.seconds,
+            "with_stack": self.with_stack,
+            "record_shapes": self.record_shapes,
+            **steps,
+        }
+
+
+class NodeRefused(Exception):
+    """The node cannot be profiled now. The message is the node's."""
+
+
+class _Node(Protocol):
+    async def start(self, options: dict[str, Any]) -> None: ...
+    async def stop(self) -> dict[str, Any]: ...
+
+
+class HttpNode:
+    """A decode node, by its HTTP port."""
+
+    def __init__(self, url: str, credentials: Credentials) -> None:
+        self._url = url.rstrip("/")
+        self._credentials = credentials
+
+    async def start(self, options: dict[str, Any]) -> None:
+        await self._post("/start_profile", options)
+
+    async def stop(self) -> dict[str, Any]:
+        return await self._post("/stop_profile", {})
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        address = self._url.partition("://")[2]
+        await self._credentials.meet(address)
+        timeout = aiohttp.ClientTimeout(total=_STOP_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(
+                self._url + path,
+                json=body,
+                headers=dict(self._credentials.metadata()),
+                ssl=self._credentials.client_context(address) or True,
+                server_hostname=self._credentials.server_name(Role.DECODE),
+            ) as response,
+        ):
+            text = await response.text()
+            if response.status != 200:
+                raise NodeRefused(_message_of(text))
+            answer: dict[str, Any] = json.loads(text)
+            return answer
+
+
+class GrpcNode:
+    """A node of either kind, by its gRPC port."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._address = address.removeprefix("grpc://")
+        self._credentials = credentials
+
+    async def start(self, options: dict[str, Any]) -> None:
+        await self._call("StartProfile", node_pb2.StartProfileRequest(**options))
+
+    async def stop(self) -> dict[str, Any]:
+        profile = await self._call("StopProfile", node_pb2.StopProfileRequest())
+        traces = [
+            {"rank": one.rank, "host": one.host, "path": one.path, "error": one.error}
+            for one in profile.traces
+        ]
+        return {"name": profile.name, "ended_by": profile.ended_by, "traces": traces}
+
+    async def _call(self, name: str, request: Any) -> node_pb2.Profile:
+        await self._credentials.meet(self._address)
+        async with self._credentials.channel(self._address, Role.PREFILL, ()) as channel:
+            call = getattr(node_pb2_grpc.NodeStatusStub(channel), name)  # type: ignore[no-untyped-call]
+            try:
+                answer: node_pb2.Profile = await call(
+                    request, timeout=_STOP_TIMEOUT_S, metadata=self._credentials.metadata()
+                )
+            except grpc.aio.AioRpcError as error:
+                raise NodeRefused(error.details() or error.code().name) from None
+            return answer
+
+
+def _message_of(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:500]
+
+
+async def profile_node(node: _Node, settings: ProfileSettings) -> int:
+    """Records, prints where the files are, and returns the exit code."""
+    await node.start(settings.options())
+    print(f"recording for {settings.seconds:g} s ...", file=sys.stderr)
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(settings.seconds)
+    found = await node.stop()
+    for trace in found["traces"]:
+        what = trace["path"] or f"no file: {trace['error']}"
+        print(f"rank {trace['rank']} on {trace['host']}: {what}")
+    print("open the files at https://ui.perfetto.dev", file=sys.stderr)
+    return 1 if any(trace["error"] for trace in found["traces"]) else 0
+
+
+def main(args: list[str]) -> int:
+    settings = parse_settings(ProfileSettings, "tandem profile", args)
+    try:
+        credentials = Credentials(settings.security_config())
+        is_http = settings.node.startswith(("http://", "https://"))
+        node = (HttpNode if is_http else GrpcNode)(settings.node, credentials)
+        return asyncio.run(profile_node(node, settings))
+    except (NodeRefused, SecurityError, aiohttp.ClientError, OSError) as error:
+        print(f"{settings.node}: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,66 @@
+"""Tests `tandem profile`: it starts, waits, stops, and prints where the files are."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cli.node_profile import main
+from edge.security.config import SecurityConfig
+from edge.security.credentials import Credentials
+from engine.node.grpc_server import NodeGrpcServer
+from engine.node.status import NodeStatus
+from engine.profiles import ProfileOptions, RankTrace
+from tandem_pb import node_pb2
+from tests.decode_node.http_node import http_node, live
+from tests.engine.frontend.test_node_status import StillEngine
+
+TOKEN = "t" * 32
+
+
+async def run(*args: str) -> int:
+    return await asyncio.to_thread(main, ["--seconds", "0.05", *args])
+
+
+async def test_a_node_is_profiled_by_its_grpc_port(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    engine = StillEngine()
+    status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, stuck_after_s=5.0)
+    credentials = Credentials(SecurityConfig(cluster_token_file=str(token)))
+    server = NodeGrpcServer("127.0.0.1", 0, credentials)
+    await server.start(status)
+    node = f"127.0.0.1:{server.port}"
+    try:
+        assert await run("--node", node) == 1
+        assert "cluster token" in capsys.readouterr().err
+        with_token = ("--node", node, "--cluster-token-file", str(token))
+        assert await run(*with_token, "--num-steps", "5", "--with-stack") == 0
+        assert engine.profiles.asked == [ProfileOptions(num_steps=5, seconds=0.05, with_stack=True)]
+        assert capsys.readouterr().out == f"rank 0 on here: {engine.profiles.trace.path}\n"
+        engine.profiles.trace = RankTrace(0, "here", error="the disk is full")
+        assert await run(*with_token) == 1
+        assert "the disk is full" in capsys.readouterr().out
+        await engine.profiles.start(ProfileOptions())
+        assert await run(*with_token) == 1
+        assert "is running" in capsys.readouterr().err
+    finally:
+        await server.stop()
+
+
+async def test_a_decode_node_is_profiled_by_its_http_port(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    async with http_node(api_keys="key", cluster_token_file=token) as node, live(node) as url:
+        assert await run("--node", url) == 1
+        assert "key" in capsys.readouterr().err
+        assert await run("--node", url, "--cluster-token-file", str(token)) == 0
+        assert capsys.readouterr().out == f"rank 0 on here: {node.engine.profiles.trace.path}\n"
+    assert await run("--node", url) == 1
+    assert url in capsys.readouterr().err
