@@ -101,7 +101,7 @@ BUGS = (
     Bug(
         "retry-storm", "retries are not paid for",
         "router/relay/attempts.py",
-        "return placement if self.budget.try_take() else None", "return placement",
+        "return placement if self._may_retry(request) else None", "return placement",
         ("tests/router/test_forward.py", "-k", "budget or retr"),
     ),
     Bug(

@@ -33,8 +33,9 @@ from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.tracing.metrics import TracerCollector
 from edge.tracing.tracer import Tracer
-from router.admission.admission_gate import AdmissionGate, GateLimits
+from router.admission.admission_gate import GateLimits
 from router.admission.gate_metrics import GateCollector
+from router.admission.model_gates import ModelGates
 from router.config import RouterSettings
 from router.edge.admin_api import admin_routes, probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
@@ -42,11 +43,15 @@ from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
 from router.kubernetes.endpoint_slices import Endpoints
 from router.kubernetes.slice_watch import SliceWatch
+from router.models.known_models import KnownModels
+from router.models.models_catalog import ModelCatalog
+from router.models.per_model import PerModel
+from router.models.request_room import RequestRoom
+from router.models.rules_file import RulesFile
 from router.nodes.address import NodeRole, parse_node_list
 from router.nodes.discovery import Discovery, Resolver, Watcher, resolve_host
 from router.nodes.health import EjectionPolicy
 from router.nodes.load_monitor import LoadMonitor
-from router.nodes.models_catalog import ModelCatalog
 from router.nodes.node import Patience
 from router.nodes.node_get import NodeGet
 from router.nodes.prefix_caches import PrefixCaches
@@ -90,7 +95,8 @@ class Services:
     silence: SilenceWatch
     decisions: DecisionLog
     forwarder: Forwarder
-    gate: AdmissionGate
+    gates: ModelGates
+    models: KnownModels
     keys: ApiKeys
     meter: TrafficMeter
     credentials: Credentials
@@ -119,22 +125,31 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     app.state.services = services
     endpoint = ProxyEndpoint(
         forwarder=services.forwarder,
-        gate=services.gate,
+        gates=services.gates,
+        models=services.models,
+        room=RequestRoom(
+            limit=settings.max_open_requests,
+            models=lambda: services.models.table.models(),
+            retry_after_s=services.gates.retry_after_s,
+        ),
         metrics=services.metrics,
         body_limits=settings.body_limits(),
-        max_open_requests=settings.max_open_requests,
         tracer=services.tracer,
     )
     serve(app, [Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS])
     catalog = ModelCatalog(
         registry=services.registry,
+        models=services.models,
         get=NodeGet(transport=services.transport, api_key=settings.node_api_key.get_secret_value()),
     )
     serve(app, model_routes(catalog).routes)
     serve(
         app,
         service_routes(
-            _alive, lambda: endpoint.num_open, catalog.document, settings.http_front().root_path
+            _alive,
+            lambda: endpoint.room.num_open,
+            catalog.document,
+            settings.http_front().root_path,
         ),
     )
     serve(app, _probe_routes(services).routes)
@@ -194,8 +209,11 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     credentials = Credentials(settings.security_config())
     registry = _make_registry(settings)
     keys = ApiKeys(settings.api_keys.get_secret_value(), settings.api_key_file)
+    models = KnownModels(registry=registry, rules=RulesFile(settings.model_rules_file))
     metrics = RouterMetrics(
-        registry, lambda: {tenant.name for tenant in keys.tenants} | {ANYONE.name}
+        registry,
+        lambda: {tenant.name for tenant in keys.tenants} | {ANYONE.name},
+        lambda: models.table.versions(),
     )
     start_at_zero(metrics)
     monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
@@ -213,15 +231,16 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         registry=registry,
         transport=transport,
         metrics=metrics,
-        budget=RetryBudget(settings.retry_budget, settings.retry_burst),
+        budgets=PerModel(lambda model: RetryBudget(settings.retry_budget, settings.retry_burst)),
         silence=silence,
         decisions=decisions,
         max_attempts=settings.max_attempts,
         node_api_key=settings.node_api_key.get_secret_value(),
         wants_journal=settings.max_migrations > 0,
     )
-    gate = _make_gate(settings, registry, world.rng)
-    metrics.registry.register(GateCollector(gate))
+    gates = _make_gates(settings, models, world.rng)
+    metrics.registry.register(GateCollector(gates, lambda: models.table.models()))
+    metrics.registry.register(models.rules)
     metrics.registry.register(CredentialsCollector(credentials))
     tracer = Tracer.open(settings, "tandem-router", socket.gethostname())
     metrics.registry.register(TracerCollector(tracer))
@@ -245,24 +264,21 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
             no_node_wait_s=settings.no_node_wait_s,
             rng=world.rng,
         ),
-        gate=gate,
+        gates=gates,
+        models=models,
         tracer=tracer,
     )
 
 
-def _make_gate(
-    settings: RouterSettings, registry: NodeRegistry, rng: random.Random
-) -> AdmissionGate:
-    def num_nodes() -> int:
-        return registry.num_members(NodeRole.PREFILL) or registry.num_members(NodeRole.DECODE)
-
+def _make_gates(settings: RouterSettings, models: KnownModels, rng: random.Random) -> ModelGates:
     limits = GateLimits(
         slots_per_node=settings.max_prefills_per_node,
         max_waiting=settings.max_waiting_requests,
         wait_s=settings.max_wait_s,
         num_routers=settings.num_routers,
     )
-    return AdmissionGate(limits=limits, num_nodes=num_nodes, clock=registry.clock, rng=rng)
+    clock = models.registry.clock
+    return ModelGates(limits=limits, num_nodes=models.num_computing, clock=clock, rng=rng)
 
 
 def _make_migrations(
@@ -271,7 +287,9 @@ def _make_migrations(
     return Migrations(
         attempts=attempts,
         registry=registry,
-        budget=RetryBudget(settings.retry_budget, settings.migration_burst),
+        budgets=PerModel(
+            lambda model: RetryBudget(settings.retry_budget, settings.migration_burst)
+        ),
         max_per_request=settings.max_migrations,
         timeout_s=settings.resume_timeout_s,
         rng=rng,
@@ -361,6 +379,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             services.discovery.run(),
             services.silence.run(),
             services.keys.watch(),
+            services.models.rules.watch(),
             services.meter.run(),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(work))

@@ -78,6 +78,13 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings):
         "clients' own keys are never passed on.",
     )
 
+    model_rules_file: Path | None = Field(
+        default=None,
+        description="TOML file of aliases of models, and of splits of a model between versions; "
+        "see docs/routing.md. Read again when it changes; with mistakes in it the rules stay as "
+        "they were.",
+    )
+
     kubernetes_url: str = Field(
         default="https://kubernetes.default.svc",
         description="Kubernetes API, for k8s:// entries of the node lists.",
@@ -231,12 +238,12 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings):
         default=64,
         ge=1,
         description="Requests that may wait for their first token at once, for each node that "
-        "computes prompts; more wait in the router, by priority.",
+        "computes prompts; more wait in the router, by priority, in a line for each model.",
     )
     max_waiting_requests: int = Field(
         default=1024,
         ge=1,
-        description="Requests that wait in the router; more are answered with 503.",
+        description="Requests that wait in the router for one model; more are answered with 503.",
     )
     max_wait_s: float = Field(
         default=60.0,
@@ -253,7 +260,10 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings):
         "right behind a load balancer.",
     )
     max_open_requests: int = Field(
-        default=4096, ge=1, description="Requests in flight; more are answered with 503."
+        default=4096,
+        ge=1,
+        description="Requests in flight; more are answered with 503. With several models, half is "
+        "kept free for those that are asked less.",
     )
     drain_delay_s: float = Field(
         default=0.0,

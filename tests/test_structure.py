@@ -70,6 +70,7 @@ ROUTER_ORDER = [
     {"errors", "config"},
     {"request", "kubernetes"},
     {"nodes"},
+    {"models"},
     {"placement"},
     {"admission"},
     {"observe"},

@@ -99,6 +99,7 @@ class Api:
             wants_timeline=headers.get(names.TIMELINE) == "1",
             wants_journal=headers.get(names.JOURNAL) == "1",
             resume=resume,
+            model=names.decode_name(headers.get(names.MODEL, "")),
             cache_salt=headers.get(names.CACHE_SALT, ""),
             trace=trace,
             prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),

@@ -18,13 +18,13 @@ def create_tokenizer_router(api: Api) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Tells the tokens of a text, or of the prompt that a chat becomes."""
         body, context = await api.read(request, TokenizeRequest)
-        return _json(await serving.tokenize(body, is_long=context.is_long))
+        return _json(await serving.tokenize(body, is_long=context.is_long, model=context.model))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Tells the text of tokens."""
         body, context = await api.read(request, DetokenizeRequest)
-        return _json(await serving.detokenize(body, is_long=context.is_long))
+        return _json(await serving.detokenize(body, is_long=context.is_long, model=context.model))
 
     if api.settings.enable_tokenizer_info_endpoint:
 

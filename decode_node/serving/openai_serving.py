@@ -71,6 +71,8 @@ class RequestContext:
     resume: Resume | None = None
     cache_salt: str = ""
     """The tenant's salt, which the request's own can narrow and never leave."""
+    model: str = ""
+    """What the router calls the model; the answer bears the client's own name for it then."""
     trace: TraceContext | None = None
     prefix_hash: int = 0
     """The name that routers give to the prompt's beginning."""
@@ -112,7 +114,7 @@ class OpenAIServing:
 
     async def completions(self, body: CompletionRequest, context: RequestContext) -> Response:
         """Completes prompts. Raises `HttpError`."""
-        check_served(self._model, body.model)
+        check_served(self._model, context.model or body.model)
         body.check_supported()
         self._limits.check(body, body.num_prompts)
         tokens, echoes = await self.prompts.of_texts(body, is_long=context.is_long)
@@ -142,7 +144,7 @@ class OpenAIServing:
         """Answers with the number of tokens that a request would have. Raises `HttpError`."""
         with body.named_fields():
             chat = body.to_chat()
-            check_served(self._model, chat.model)
+            check_served(self._model, context.model or chat.model)
             tool_use = chat.tool_use()
             _, tokens = await self.prompts.of_chat(chat, tool_use, is_long=context.is_long)
         content = msgspec.json.encode({"input_tokens": len(tokens)})
@@ -155,7 +157,7 @@ class OpenAIServing:
         make: Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat],
     ) -> Response:
         """Answers what amounts to a chat; `make` forms the answer."""
-        check_served(self._model, body.model)
+        check_served(self._model, context.model or body.model)
         body.check_supported()
         self._limits.check(body, 1)
         tool_use = body.tool_use()
@@ -181,7 +183,8 @@ class OpenAIServing:
             has_named_logprobs=bool(body.logprob_token_ids),
         )
         name = body.request_id or context.request_id
-        return name, self._model.served_model_name, self._tokenizer, options
+        model = (context.model and body.model) or self._model.served_model_name
+        return name, model, self._tokenizer, options
 
     def _answer(
         self,

@@ -30,16 +30,18 @@ _ALL = 1 << 40
 
 class TokenizerServing:
     """Serves one model's tokenizer. `is_long`: the body is long, and what is done to all of it
-    happens beside the event loop."""
+    happens beside the event loop; `model` is what a router calls the model, if it says so."""
 
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer, prompts: Prompts) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._prompts = prompts
 
-    async def tokenize(self, body: TokenizeRequest, *, is_long: bool) -> TokenizeAnswer:
+    async def tokenize(
+        self, body: TokenizeRequest, *, is_long: bool, model: str = ""
+    ) -> TokenizeAnswer:
         """Returns the tokens that a prompt or a chat would have. Raises `HttpError`."""
-        check_served(self._model, body.model)
+        check_served(self._model, model or body.model)
         body.check_supported()
         ids = await self._encode(body, is_long=is_long)
         strings = partial(self._tokenizer.token_strings, ids)
@@ -60,9 +62,11 @@ class TokenizerServing:
             text, param, KeptPart(_ALL), is_long=is_long, add_special_tokens=with_special
         )
 
-    async def detokenize(self, body: DetokenizeRequest, *, is_long: bool) -> DetokenizeAnswer:
+    async def detokenize(
+        self, body: DetokenizeRequest, *, is_long: bool, model: str = ""
+    ) -> DetokenizeAnswer:
         """Returns the text of tokens, special ones included. Raises `HttpError`."""
-        check_served(self._model, body.model)
+        check_served(self._model, model or body.model)
         ids, most = body.tokens, self._model.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < most:
             raise BadRequest(f"tokens must be 0 to {most - 1}", param="tokens")

@@ -1,11 +1,14 @@
 """Names tandem's own HTTP headers, in lower case, and says who says each to whom.
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
-Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME
+Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME, MODEL
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED
+A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE
 """
 
 from __future__ import annotations
+
+from urllib.parse import quote, unquote
 
 from edge.tracing.context import REQUEST_ID as REQUEST_ID
 
@@ -24,9 +27,23 @@ JOURNAL = "x-tandem-journal"
 """Says in a request that a journal is wanted, in an answer the number of its first entry."""
 RESUME = "x-tandem-resume"
 """Bytes of the client's own body; what exists of the answer already follows it."""
+MODEL = "x-tandem-model"
+"""The name by which the node serves the model, where the client asked by one that only routers
+know. Percent-encoded, as is MODEL_VERSION."""
 
+MODEL_VERSION = "x-tandem-model-version"
+"""The name by which nodes serve the model that answered."""
 PREFILL_NODE = "x-tandem-prefill-node"
 PREFILL_WORK = "x-tandem-prefill-work"
 PREFILL_FAILED = "x-tandem-prefill-failed"
 
-FROM_ROUTERS = frozenset({PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME})
+FROM_ROUTERS = frozenset({PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME, MODEL})
+
+
+def encode_name(name: str) -> str:
+    """Returns a model's name as headers can have it."""
+    return quote(name, safe=" !#$&'()*+,/:;=?@[]|~")
+
+
+def decode_name(text: str) -> str:
+    return unquote(text)

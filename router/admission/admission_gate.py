@@ -60,8 +60,8 @@ class GateLimits:
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionGate:
-    """Lets requests through to the nodes. `num_nodes` counts the nodes that compute prompts;
-    `clock` gives monotonic seconds."""
+    """Lets requests for one model through to its nodes. `num_nodes` counts those that compute
+    prompts; `clock` gives monotonic seconds; `tenants` may be shared with other gates."""
 
     limits: GateLimits
     num_nodes: Callable[[], int]
@@ -71,13 +71,14 @@ class AdmissionGate:
     num_started: int = 0
     """Requests that have a slot."""
     refusals: Counter[Refusal] = field(default_factory=Counter)
+    tenants: TenantLimits | None = None
     _tenants: TenantLimits = field(init=False)
     _retry_after: RetryAfter = field(init=False)
     _pace: LinePace = field(default_factory=LinePace)
 
     def __post_init__(self) -> None:
         self._retry_after = RetryAfter(self.rng)
-        self._tenants = TenantLimits(
+        self._tenants = self.tenants or TenantLimits(
             retry_after=self._retry_after, num_routers=self.limits.num_routers
         )
 

@@ -30,10 +30,12 @@ from edge.http.client_connection import (
 )
 from edge.http.errors import HttpError, send_error
 from edge.tracing.tracer import Tracer
-from router.admission.admission_gate import AdmissionGate
+from router.admission.model_gates import ModelGates
 from router.admission.ticket import Ticket
-from router.errors import ModelNotFound, NoNodeAvailable, Overloaded
-from router.nodes.models_catalog import ModelCard, ModelCatalog
+from router.errors import NoNodeAvailable
+from router.models.known_models import KnownModels
+from router.models.models_catalog import ModelCard, ModelCatalog
+from router.models.request_room import RequestRoom
 from router.observe.metrics import RouterMetrics
 from router.relay.forward import Forwarder
 from router.relay.plain_relay import AnswerBroken
@@ -53,37 +55,43 @@ class ProxyEndpoint:
     """Serves the paths that a decode node answers (ASGI)."""
 
     forwarder: Forwarder
-    gate: AdmissionGate
+    gates: ModelGates
+    models: KnownModels
+    room: RequestRoom
     metrics: RouterMetrics
     body_limits: BodyLimits
-    max_open_requests: int
     tracer: Tracer = field(default_factory=Tracer)
-    num_open: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = RequestTrace(scope["state"]["trace"], scope["path"])
-        self.num_open += 1
-        self.metrics.open_requests.set(self.num_open)
+        metrics, room = self.metrics, self.room
         try:
-            status = await self._answer(scope, receive, send, trace)
+            with room.arrived():
+                metrics.open_requests.set(room.num_open)
+                status = await self._answer(scope, receive, send, trace)
         finally:
-            self.num_open -= 1
-            self.metrics.open_requests.set(self.num_open)
-            self.metrics.duration.observe(time.monotonic() - trace.started_at)
-        self.metrics.requests.labels(scope["path"], status).inc()
-        self.metrics.by_tenant.add((_tenant(scope).name,), str(status))
+            metrics.open_requests.set(room.num_open)
+            metrics.duration.observe(time.monotonic() - trace.started_at)
+        metrics.requests.labels(scope["path"], status).inc()
+        if trace.model is not None:
+            metrics.by_model.add(trace.model, str(status))
+        metrics.by_tenant.add((_tenant(scope).name,), str(status))
         trace.write(self.tracer, status)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> int:
         """Returns the status that the client got, or would have got."""
         try:
             request = await self._read(scope, receive, trace)
-            async with ClientGuard(receive):
-                if not request.info.generates:
-                    self.gate.check_rates(request.info)
-                    return await self.forwarder.ask(request, send)
-                async with Ticket(self.gate, request.info) as ticket:
-                    return await self.forwarder.forward(request, ticket, send)
+            info = request.info
+            trace.model = (info.model_name, info.model)
+            gate = self.gates.of(info.model)
+            with self.room.admitted(info.model):
+                async with ClientGuard(receive):
+                    if not info.generates:
+                        gate.check_rates(info)
+                        return await self.forwarder.ask(request, send)
+                    async with Ticket(gate, info) as ticket:
+                        return await self.forwarder.forward(request, ticket, send)
         except HttpError as error:
             await send_error(send, error, trace.request_id)
             return int(error.status)
@@ -94,17 +102,14 @@ class ProxyEndpoint:
             return 200
 
     async def _read(self, scope: Scope, receive: Receive, trace: RequestTrace) -> ClientRequest:
-        if self.num_open > self.max_open_requests:
-            raise Overloaded(
-                "The router has too many open requests. Try again shortly.",
-                retry_after_s=self.gate.retry_after_s(),
-            )
+        self.room.check()
         headers = request_headers(scope)
         body = await read_json_body(headers, receive, self.body_limits)
         name = trace.request_id
         is_long = len(body) > long_work.LONG_BODY
         tenant = _tenant(scope)
-        read = partial(read_request_info, scope["path"], name, headers, body, tenant)
+        route = self.models.table.route
+        read = partial(read_request_info, scope["path"], name, headers, body, tenant, route)
         info = await long_work.run(is_long, read)
         return ClientRequest(info, headers, body, trace)
 
@@ -121,7 +126,7 @@ def model_routes(catalog: ModelCatalog) -> APIRouter:
         for card in await _models(catalog):
             if card.get("id") == model_id:
                 return JSONResponse(card)
-        raise ModelNotFound(f"The model {model_id!r} does not exist here.")
+        raise catalog.models.table.not_found(model_id)
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> JSONResponse:

@@ -112,6 +112,11 @@ class Node:
         return self.report.fingerprint if self.report else ""
 
     @property
+    def model(self) -> str:
+        """Returns the first name of the model it serves; empty before the first report."""
+        return self.report.model_name if self.report else ""
+
+    @property
     def predicted_requests(self) -> int:
         """Returns the requests on the node, with those of ours that its report cannot know yet."""
         reported = self.report.num_requests if self.report else 0

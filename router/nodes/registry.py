@@ -159,21 +159,27 @@ class NodeRegistry:
         ) or (old.seconds_since_progress > stall_s) != (new.seconds_since_progress > stall_s)
 
     def _check_partners(self, address: NodeAddress, report: NodeReport) -> None:
-        """Says once, when a node appears, that no node of the other tier can work with it:
-        everything is answered then, but prompts are computed on the decode nodes."""
-        others = {
-            node.report.fingerprint
-            for node in self._nodes.values()
-            if node.report is not None and node.address.role is not address.role
+        """Says once, when a node appears, that no node of the other tier can work with it, though
+        some serve its model, or have no partner either: everything is answered then, but prompts
+        are computed on the decode nodes."""
+        reporting = [node for node in self._nodes.values() if node.report is not None]
+        others = [node for node in reporting if node.address.role is not address.role]
+        if report.fingerprint in {node.fingerprint for node in others}:
+            return
+        paired = {node.fingerprint for node in reporting if node.address.role is address.role}
+        odd = {
+            node.fingerprint
+            for node in others
+            if node.model == report.model_name or node.fingerprint not in paired
         }
-        if others and report.fingerprint not in others:
+        if odd:
             logger.warning(
                 "%s node %s fits no node of the other tier: its protocol-dtype-model is %s, "
-                "theirs %s; start all nodes with the same model and dtype",
+                "theirs %s; start all nodes of a model with the same checkpoint and dtype",
                 address.role,
                 address,
                 report.fingerprint,
-                ", ".join(sorted(others)),
+                ", ".join(sorted(odd)),
             )
 
     def _replace(self, node: Node, old_epoch: int) -> Node:
@@ -199,7 +205,8 @@ class NodeRegistry:
 
     def record_failure(self, node: Node) -> bool:
         """Counts a failed request against `node`. Returns whether it was ejected."""
-        tier = [other.health for other in self.nodes(node.address.role)]
+        peers = self.nodes(node.address.role)
+        tier = [other.health for other in peers if other.model == node.model]
         if node.health not in tier:
             return False
         ejected = self.ejection.record_failure(node.health, tier, self.clock())

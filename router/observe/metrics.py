@@ -6,7 +6,7 @@ at each scrape, so they vanish together with their node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -78,9 +78,15 @@ class NodeCollector(Collector):
 
 
 class RouterMetrics:
-    """Holds all counters. `tenants` gives the names of those that exist now."""
+    """Holds all counters. `tenants` gives the names of those that exist now, `versions` the models
+    with their versions."""
 
-    def __init__(self, nodes: NodeRegistry, tenants: Callable[[], Iterable[str]] = tuple) -> None:
+    def __init__(
+        self,
+        nodes: NodeRegistry,
+        tenants: Callable[[], Iterable[str]] = tuple,
+        versions: Callable[[], Collection[tuple[str, str]]] = tuple,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(NodeCollector(nodes))
         self.by_node = Tally(
@@ -97,6 +103,15 @@ class RouterMetrics:
             "status",
             lambda: [(name,) for name in tenants()],
         )
+        self.by_model = Tally(
+            "tandem_router_model_requests",
+            "Answers given, by model, the version that served it, and status",
+            ["model", "version"],
+            "status",
+            versions,
+        )
+        self._versions = versions
+        self.registry.register(self.by_model)
         self.registry.register(self.by_node)
         self.registry.register(self.by_tenant)
         ProcessCollector(registry=self.registry)
@@ -116,6 +131,7 @@ class RouterMetrics:
         self.first_byte = Histogram(
             "tandem_router_time_to_first_byte_seconds",
             "From the whole request to the first byte of the node's answer",
+            ["model", "version"],
             buckets=_FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
@@ -208,6 +224,8 @@ class RouterMetrics:
         }
 
     def render(self) -> bytes:
+        for version in self._versions():
+            self.first_byte.labels(*version)
         return generate_latest(self.registry)
 
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from router.errors import ModelNotFound, NoNodeAvailable
+from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
@@ -123,17 +123,19 @@ class BasePolicy(ABC):
             raise self._why_no_decode_node(request.model)
         return self._decode_choice.pick(nodes, num_kv_tokens)
 
-    def _why_no_decode_node(self, model: str) -> NoNodeAvailable | ModelNotFound:
-        names = self.registry.model_names()
-        if model and names and model not in names:
-            listed = ", ".join(repr(name) for name in sorted(names))
-            shown = repr(model[:_MAX_SHOWN_NAME])
-            return ModelNotFound(f"The model {shown} does not exist here. There is: {listed}.")
-        states = [self.registry.state(node) for node in self.registry.nodes(NodeRole.DECODE)]
-        if not states:
+    def _why_no_decode_node(self, model: str) -> NoNodeAvailable:
+        nodes = self.registry.nodes(NodeRole.DECODE)
+        if not nodes:
             return NoNodeAvailable("No decode node is known to the router yet. Try again shortly.")
+        of_model = [
+            node
+            for node in nodes
+            if not model or node.report is None or model in node.report.model_names
+        ]
+        states = [self.registry.state(node) for node in of_model]
         counts = ", ".join(f"{states.count(s)} {s}" for s in NodeState if s in states)
+        known = f"{len(states)} known: {counts}" if states else "none known"
+        which = f" of {model[:_MAX_SHOWN_NAME]!r}" if model else ""
         return NoNodeAvailable(
-            f"No decode node can take the request now ({len(states)} known: {counts}). "
-            f"Try again shortly."
+            f"No decode node{which} can take the request now ({known}). Try again shortly."
         )

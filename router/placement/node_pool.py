@@ -10,11 +10,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
+from router.nodes.partners import Weights, by_weights, group_of
 from router.nodes.registry import NodeRegistry
 from router.nodes.session import Rendezvous
 
@@ -32,7 +34,7 @@ class NodeGroup:
         self.rendezvous = Rendezvous(self.nodes)
 
 
-_Groups = dict[str, NodeGroup]
+_Key = TypeVar("_Key")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +43,8 @@ class NodePool:
     refresh_s: float = 0.1
     generation: int = 0
     """Grows with every refresh that changed a group."""
-    _decodes: _Groups = field(default_factory=dict)
-    _prefills: _Groups = field(default_factory=dict)
+    _decodes: dict[str, NodeGroup] = field(default_factory=dict)
+    _prefills: dict[Weights, NodeGroup] = field(default_factory=dict)
     _version: int = -1
     _refreshed_at: float = 0.0
 
@@ -53,9 +55,9 @@ class NodePool:
         return self._decodes.get(model, _NOBODY)
 
     def partners(self, decode: Node) -> NodeGroup:
-        """Returns the prefill nodes whose KV `decode` can use."""
+        """Returns the prefill nodes whose KV `decode` can use, those of its model if there are."""
         self._refresh()
-        return self._prefills.get(decode.fingerprint, _NOBODY)
+        return group_of(decode, self._prefills, _NOBODY)
 
     def _refresh(self) -> None:
         registry = self.registry
@@ -63,9 +65,10 @@ class NodePool:
         if registry.version == self._version and now - self._refreshed_at < self.refresh_s:
             return
         self._version, self._refreshed_at = registry.version, now
-        prefills = self._usable(by_fingerprint(registry.nodes(NodeRole.PREFILL)))
+        prefills = self._usable(by_weights(registry.nodes(NodeRole.PREFILL)))
+        fingerprints = {fingerprint for fingerprint, _ in prefills}
         decodes = {
-            model: with_partner(nodes, prefills)
+            model: with_partner(nodes, fingerprints)
             for model, nodes in self._usable(by_model(registry.nodes(NodeRole.DECODE))).items()
         }
         before = (self._prefills, self._decodes)
@@ -73,16 +76,9 @@ class NodePool:
         self._decodes = _regroup(self._decodes, decodes)
         self.generation += before != (self._prefills, self._decodes)
 
-    def _usable(self, groups: dict[str, list[Node]]) -> dict[str, list[Node]]:
+    def _usable(self, groups: dict[_Key, list[Node]]) -> dict[_Key, list[Node]]:
         usable = {name: self.registry.usable_of(nodes) for name, nodes in groups.items()}
         return {name: nodes for name, nodes in usable.items() if nodes}
-
-
-def by_fingerprint(prefills: Iterable[Node]) -> dict[str, list[Node]]:
-    groups: defaultdict[str, list[Node]] = defaultdict(list)
-    for node in prefills:
-        groups[node.fingerprint].append(node)
-    return groups
 
 
 def by_model(decodes: Iterable[Node]) -> dict[str, list[Node]]:
@@ -95,14 +91,13 @@ def by_model(decodes: Iterable[Node]) -> dict[str, list[Node]]:
     return groups
 
 
-def with_partner(decodes: list[Node], prefills: Iterable[str]) -> list[Node]:
+def with_partner(decodes: list[Node], prefills: Collection[str]) -> list[Node]:
     """Returns decode nodes whose fingerprint is in `prefills`; all, when none has such a
     partner."""
-    known = set(prefills)
-    return [node for node in decodes if node.fingerprint in known] or decodes
+    return [node for node in decodes if node.fingerprint in prefills] or decodes
 
 
-def _regroup(before: _Groups, now: dict[str, list[Node]]) -> _Groups:
+def _regroup(before: dict[_Key, NodeGroup], now: dict[_Key, list[Node]]) -> dict[_Key, NodeGroup]:
     groups = {}
     for name, nodes in now.items():
         old = before.get(name)

@@ -68,7 +68,6 @@ class Policy(Protocol):
 
         Raises:
             NoNodeAvailable: no decode node can take it now; the message counts them by state.
-            ModelNotFound: nodes are known, and none serves the model.
             Overloaded: nodes are there, and too busy for this request.
         """
 

@@ -74,7 +74,7 @@ class PrefixIndex:
     """Holds `max_entries` pairs of block and node at most, about 200 bytes each."""
 
     def __init__(self, max_entries: int) -> None:
-        self._max_entries = max_entries
+        self.max_entries = max_entries
         self._nodes_of: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._shelves: OrderedDict[Node, _Shelf] = OrderedDict()
@@ -124,7 +124,7 @@ class PrefixIndex:
                 self.num_entries += 1
         while len(shelf.blocks) > capacity:
             self._drop_oldest(shelf)
-        while self.num_entries > self._max_entries:
+        while self.num_entries > self.max_entries:
             self._drop_oldest(self._next_shelf())
 
     def retain(self, nodes: Collection[Node]) -> None:

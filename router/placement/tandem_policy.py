@@ -3,7 +3,8 @@
     candidates    the session's home, nodes with a cached prefix, a few at random
     cost          estimated time to the first token of each
     spill         home, unless the best costs so much less that losing the prefix is worth it
-    learn         what was sent where (prefix index), and how long it took (service time)
+    learn         what was sent where (prefix index), and how long it took (service time),
+                  of each model apart
 
 Nothing is shared with other routers. They agree on homes because they hash alike, and on spills
 because all bound them by the same loads.
@@ -15,6 +16,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.models.per_model import PerModel
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
@@ -47,6 +49,15 @@ class TandemParameters:
     max_index_entries: int = 300_000
 
 
+@dataclass(frozen=True, slots=True)
+class ModelKnowledge:
+    """Holds what was learned about one model: how long its prompts take, where they are cached."""
+
+    fit: ServiceTimeFit
+    index: PrefixIndex
+    estimator: TtftEstimator
+
+
 class TandemPolicy(BasePolicy):
     def __init__(
         self,
@@ -64,32 +75,31 @@ class TandemPolicy(BasePolicy):
             max_prefill_candidates=max_prefill_candidates,
         )
         self._parameters = parameters or TandemParameters()
-        self.fit = ServiceTimeFit(self._parameters.prefill_tokens_per_s)
-        self.index = PrefixIndex(self._parameters.max_index_entries)
-        self._estimator = TtftEstimator(
-            fit=self.fit,
-            base_weight=self._parameters.base_weight,
-            queue_weight=self._parameters.queue_weight,
-        )
+        self._knowledge = PerModel(self._learn_model)
         self._local = LocalPrefillRule(self._parameters.short_prompt_tokens)
         self._indexed_generation = 0
-        registry.on_prefixes = self.index.note
+        registry.on_prefixes = self._note_prefixes
+
+    def knowledge(self, node: Node) -> ModelKnowledge:
+        """Returns what was learned about the model of a prefill node."""
+        return self._knowledge.of(node.model)
 
     # Placing -----------------------------------------------------------------------------------
 
     def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
         self._forget_lost_nodes()
-        match = self.index.match(request.prefix_blocks)
+        known = self.knowledge(group.nodes[0])
+        match = known.index.match(request.prefix_blocks)
         key = request.session_key
         home = group.rendezvous.home(key) if key else None
         candidates = prefill_candidates(group, home, match, self.rng)
         new = {node: num_new_tokens(request, match, node) for node in candidates}
-        costs = self._estimator.costs_s(new, request.num_prompt_tokens, self.registry.clock())
+        costs = known.estimator.costs_s(new, request.num_prompt_tokens, self.registry.clock())
         ranked = sorted(candidates, key=costs.__getitem__)
         choice = PrefillChoice.LEAST_LOADED
         if home in costs:
-            choice = self._stay_or_spill(request, ranked, costs, new)
-        return self._result(request, ranked, choice, new[ranked[0]], decode)
+            choice = self._stay_or_spill(request, ranked, costs, new, known.fit.mean_s)
+        return self._result(request, ranked, choice, new[ranked[0]], decode, known.estimator)
 
     def _stay_or_spill(
         self,
@@ -97,6 +107,7 @@ class TandemPolicy(BasePolicy):
         ranked: list[Node],
         costs: dict[Node, float],
         new: dict[Node, int],
+        mean_s: float,
     ) -> PrefillChoice:
         """Decides for a session. Home is the first of `costs`; it moves to the front of `ranked` if
         the session stays."""
@@ -104,7 +115,7 @@ class TandemPolicy(BasePolicy):
         known = 1 - min(new.values()) / max(1, request.num_prompt_tokens)
         is_later = request.is_later_turn or known >= _KNOWN_PREFIX
         margin = self._parameters.spill.margin(is_later_turn=is_later)
-        if not margin.keeps(costs[home], costs[ranked[0]], self.fit.mean_s):
+        if not margin.keeps(costs[home], costs[ranked[0]], mean_s):
             return PrefillChoice.SPILL
         ranked.remove(home)
         ranked.insert(0, home)
@@ -117,11 +128,12 @@ class TandemPolicy(BasePolicy):
         choice: PrefillChoice,
         num_new: int,
         decode: Node,
+        estimator: TtftEstimator,
     ) -> RankedPrefills:
-        num_prompt, estimator = request.num_prompt_tokens, self._estimator
+        num_prompt = request.num_prompt_tokens
         queue_s = estimator.queue_s(ranked[0], self.registry.clock())
         remote_s = queue_s + estimator.service_s(ranked[0], num_new, num_prompt)
-        alone_s = self.fit.time.seconds(num_prompt, num_prompt)
+        alone_s = estimator.fit.time.seconds(num_prompt, num_prompt)
         if self._local.applies(decode, num_prompt, alone_s, remote_s):
             return RankedPrefills((), PrefillChoice.LOCAL, ttft_s=alone_s)
         return RankedPrefills(ranked, choice, num_new, queue_s, remote_s)
@@ -141,8 +153,9 @@ class TandemPolicy(BasePolicy):
         if node not in placement.prefills[:1]:
             self._learn_prefix(node, request)
         new, prompt = outcome.num_computed_tokens, outcome.num_prompt_tokens
-        expected_s = self.fit.time.seconds(new, prompt)
-        self.fit.observe(new, prompt, outcome.compute_s / node.pace.factor)
+        fit = self.knowledge(node).fit
+        expected_s = fit.time.seconds(new, prompt)
+        fit.observe(new, prompt, outcome.compute_s / node.pace.factor)
         node.pace.observe(outcome.compute_s, expected_s)
 
     def _learn_prefix(self, node: Node, request: RequestInfo) -> None:
@@ -150,16 +163,41 @@ class TandemPolicy(BasePolicy):
             return
         tokens = node.report.num_kv_tokens if node.report else 0
         capacity = int((tokens or _DEFAULT_CACHE_TOKENS) / max(1.0, request.tokens_per_block))
-        self.index.learn(node, request.prefix_blocks, capacity)
+        self.knowledge(node).index.learn(node, request.prefix_blocks, capacity)
+
+    def _note_prefixes(self, node: Node, ends: tuple[int, ...]) -> None:
+        self.knowledge(node).index.note(node, ends)
+
+    def _learn_model(self, model: str) -> ModelKnowledge:
+        share = self._share_index(len(self._knowledge) + 1)
+        fit = ServiceTimeFit(self._parameters.prefill_tokens_per_s)
+        estimator = TtftEstimator(
+            fit=fit,
+            base_weight=self._parameters.base_weight,
+            queue_weight=self._parameters.queue_weight,
+        )
+        return ModelKnowledge(fit, PrefixIndex(share), estimator)
+
+    def _share_index(self, num_models: int) -> int:
+        """Gives all models equal parts of the index, so that none evicts another's blocks."""
+        share = self._parameters.max_index_entries // max(1, num_models)
+        for known in self._knowledge:
+            known.index.max_entries = share
+        return share
 
     def forget_prefixes(self) -> None:
         """Forgets what nodes have cached: their caches were reset."""
-        self.index.retain(set())
+        for known in self._knowledge:
+            known.index.retain(set())
 
     def _forget_lost_nodes(self) -> None:
         if self._indexed_generation != self.pool.generation:
             self._indexed_generation = self.pool.generation
-            self.index.retain(set(self.registry.nodes(NodeRole.PREFILL)))
+            prefills = set(self.registry.nodes(NodeRole.PREFILL))
+            self._knowledge.retain({node.model for node in prefills})
+            self._share_index(len(self._knowledge))
+            for known in self._knowledge:
+                known.index.retain(prefills)
 
 
 def num_new_tokens(request: RequestInfo, match: PrefixMatch, node: Node) -> int:

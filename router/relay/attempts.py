@@ -17,6 +17,7 @@ from enum import StrEnum
 from edge.http import headers as names
 from edge.http.errors import HttpError
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable
+from router.models.per_model import PerModel
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.nodes.transport import Transport
@@ -60,7 +61,7 @@ class Attempts:
     registry: NodeRegistry
     transport: Transport
     metrics: RouterMetrics
-    budget: RetryBudget
+    budgets: PerModel[RetryBudget]
     silence: SilenceWatch
     decisions: DecisionLog
     max_attempts: int = 3
@@ -76,7 +77,7 @@ class Attempts:
         Raises:
             HttpError: nobody answers.
         """
-        self.budget.add_request()
+        self.budgets.of(request.info.model).add_request()
         tried: list[Node] = []
         num_tried = 0
         placement = await self._first_placement(request, wait)
@@ -170,6 +171,8 @@ class Attempts:
         headers[names.REQUEST_ID] = info.request_id
         if self.wants_journal and info.generates:
             headers[names.JOURNAL] = "1"
+        if info.model != info.asked_model:
+            headers[names.MODEL] = names.encode_name(info.model)
         if info.prefix_blocks:
             headers[names.PREFIX] = f"{info.prefix_blocks[-1]:016x}"
         if info.session_id:
@@ -204,7 +207,7 @@ class Attempts:
             except NoNodeAvailable:
                 continue
             is_free = failure is Failure.UNREACHABLE
-            return placement if is_free or self.budget.try_take() else None
+            return placement if is_free or self._may_retry(request) else None
         return None
 
     def _next_placement(self, request: ClientRequest, tried: Sequence[Node]) -> Placement | None:
@@ -215,7 +218,10 @@ class Attempts:
             placement = self.place(request, tried)
         except HttpError:
             return None
-        return placement if self.budget.try_take() else None
+        return placement if self._may_retry(request) else None
+
+    def _may_retry(self, request: ClientRequest) -> bool:
+        return self.budgets.of(request.info.model).try_take()
 
 
 def _last_word(exchange: Exchange, failure: Failure, num_tried: int) -> Exchange:

@@ -99,8 +99,11 @@ class Exchange:
         return self._header(b"content-type").startswith(b"text/event-stream")
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns what the client gets to see of the node's headers, names in lower case."""
-        return [(name, value) for name, value in self.node_headers() if name in _PASSED]
+        """Returns what the client gets to see of the node's headers, names in lower case, and which
+        model it serves."""
+        model = names.encode_name(self.placement.decode.model).encode()
+        passed = [(name, value) for name, value in self.node_headers() if name in _PASSED]
+        return [*passed, (names.MODEL_VERSION.encode(), model)]
 
     def node_headers(self) -> list[tuple[bytes, bytes]]:
         """Returns all that the node said, names in lower case."""

@@ -51,7 +51,10 @@ class Forwarder:
         """
         exchange = await self._begin(request, ticket.check, ticket.time_left_s())
         ticket.first_byte()
-        self.metrics.first_byte.observe(request.trace.answered_at - request.trace.admitted_at)
+        info = request.info
+        self.metrics.first_byte.labels(info.model_name, info.model).observe(
+            request.trace.answered_at - request.trace.admitted_at
+        )
         client = Client(send, request.info.request_id, self.send_timeout_s)
         if exchange.is_journaled:
             relay = JournaledRelay(self.attempts, self.migrations, self.metrics, request, client)

@@ -37,6 +37,7 @@ def start_at_zero(metrics: RouterMetrics) -> None:
     _make(metrics.watch_failures, NodeRole)
     _make(metrics.reports, ReportOutcome)
     metrics.by_node.outcomes = (ANSWERED, *Failure, *Interruption)
+    metrics.by_model.outcomes = [str(status) for status in STATUSES]
     metrics.by_tenant.outcomes = [str(status) for status in STATUSES]
 
 

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from edge.http.errors import HttpError
+from router.models.per_model import PerModel
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.placement.policy import Placement
@@ -28,11 +29,12 @@ from router.request.client_request import ClientRequest
 
 @dataclass(slots=True, kw_only=True)
 class Migrations:
-    """Moves answers. `budget` is shared by all requests, `max_per_request` bounds each."""
+    """Moves answers. A budget is shared by all requests to one model, `max_per_request` bounds
+    each."""
 
     attempts: Attempts
     registry: NodeRegistry
-    budget: RetryBudget
+    budgets: PerModel[RetryBudget]
     max_per_request: int = 3
     timeout_s: float = 30.0
     rng: random.Random = field(default_factory=random.Random)
@@ -48,7 +50,7 @@ class Migrations:
         while True:
             placement = self._place(request, lost.decode.fingerprint, tried)
             if placement is not None:
-                if not self.budget.try_take():
+                if not self.budgets.of(request.info.model).try_take():
                     return None
                 exchange = await self._attempt(request, journal, placement)
                 if exchange is not None:

@@ -6,7 +6,7 @@ field of a wrong type counts as absent here and is refused there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +15,7 @@ import xxhash
 
 from edge.http import headers as names
 from edge.http.errors import BadRequest
+from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
 from router.request.proxied_path import PROXIED_PATHS
 from router.request.tenants import ANYONE, Priority, Tenant
@@ -61,6 +62,9 @@ class RequestInfo:
 
     Attributes:
         generates: False for a question that any decode node answers at once.
+        asked_model: The name that the client wrote; empty when it wrote none.
+        model_name: The model it stands for, whose versions may be several.
+        model: The version that serves it, by its nodes' first name for it.
         session_key: Empty when nothing tells the session.
         session_id: What the client called the session, if it did.
         is_later_turn: The conversation has gone on after its first question.
@@ -75,6 +79,8 @@ class RequestInfo:
     path: str
     request_id: str
     generates: bool = True
+    asked_model: str = ""
+    model_name: str = ""
     model: str = ""
     session_key: bytes = b""
     session_source: SessionSource = SessionSource.NONE
@@ -95,11 +101,13 @@ def read_request_info(
     headers: Mapping[str, str],
     body: bytes,
     tenant: Tenant = ANYONE,
+    route: Callable[[str], ModelRoute] = plain_route,
 ) -> RequestInfo:
-    """Reads it. `path` is one of `PROXIED_PATHS`. Raises `BadRequest` when the body is not a JSON
-    object."""
+    """Reads it. `path` is one of `PROXIED_PATHS`; `route` leads the model's name to what serves it.
+    Raises `BadRequest` when the body is not a JSON object, and what `route` raises."""
     fields = _read_body(body)
-    model = _text(fields.get("model"))
+    asked = _text(fields.get("model"))
+    led = route(asked)
     form = PROXIED_PATHS[path]
     given = fields.get(form.prompt)
     preamble = bytes(fields.get(form.preamble, b"") if form.preamble else b"")
@@ -109,18 +117,22 @@ def read_request_info(
     if not first and form.takes_text:
         first = prompt[len(preamble) :][:_PREFIX_BYTES]
     source, session = _session(headers, fields, preamble + first if first else b"")
+    session_key = _session_key(tenant, led.name, source, session)
+    version = led.version(session_key or request_id.encode())
     num_tokens = estimate_tokens(prompt)
     return RequestInfo(
         path=path,
         request_id=request_id,
         generates=form.generates,
-        model=model,
-        session_key=_session_key(tenant, model, source, session),
+        asked_model=asked,
+        model_name=led.name,
+        model=version,
+        session_key=session_key,
         session_source=source,
         session_id=session.decode() if source is not SessionSource.PROMPT else "",
         is_later_turn=is_later_turn,
         num_prompt_tokens=num_tokens,
-        prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, model)),
+        prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, version)),
         tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
         max_tokens=_count(next((fields[k] for k in form.max_tokens if k in fields), None)),
         tenant=tenant,

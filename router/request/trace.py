@@ -26,6 +26,8 @@ class RequestTrace:
         decode_node: That began the answer.
         num_moves: Times that another node went on with it.
         failure: Why the answer broke off after its first byte; empty: it did not.
+        model: The model, whatever alias the client used, and its version; None before they are
+            known.
     """
 
     context: TraceContext
@@ -36,6 +38,7 @@ class RequestTrace:
     decode_node: str = ""
     num_moves: int = 0
     failure: str = ""
+    model: tuple[str, str] | None = None
 
     @property
     def request_id(self) -> str:
@@ -54,6 +57,8 @@ class RequestTrace:
             attributes["tandem.decode_node"] = self.decode_node
         if self.num_moves:
             attributes["tandem.moves"] = self.num_moves
+        if self.model:
+            attributes["gen_ai.request.model"], attributes["gen_ai.response.model"] = self.model
         error = self.failure or (f"status {status}" if status >= _FIRST_SERVER_ERROR else "")
         if error:
             attributes["error.type"] = "broken_answer" if self.failure else str(status)

@@ -384,13 +384,13 @@ async def test_a_client_hears_of_a_full_router_in_the_form_of_the_api(cluster: C
     router = await cluster.router(node, max_prefills_per_node=1, max_waiting_requests=1)
     body = {"model": "demo", "prompt": "hello"}
     open_ones = [asyncio.create_task(router.text(body)) for _ in range(2)]
-    await eventually(lambda: router.metric("tandem_router_waiting_requests") == 1)
+    await eventually(lambda: router.metric("tandem_router_waiting_requests", model="demo") == 1)
     async with router.post(body) as response:
         assert response.status == 503
         assert 1 <= int(response.headers["retry-after"]) <= 30
         assert (await response.json())["error"]["code"] == "overloaded"
-    assert router.metric("tandem_router_refusals_total", reason="line_full") == 1
-    assert router.metric("tandem_router_prefilling_requests") == 1
+    assert router.metric("tandem_router_refusals_total", model="demo", reason="line_full") == 1
+    assert router.metric("tandem_router_prefilling_requests", model="demo") == 1
     for task in open_ones:
         task.cancel()
     await asyncio.wait(open_ones)

@@ -63,15 +63,15 @@ async def test_a_client_that_leaves_waits_no_longer(cluster: Cluster) -> None:
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     )
     writer.write(head + body)
-    await eventually(lambda: router.services.gate.num_started == 1)
+    await eventually(lambda: router.services.gates.of("demo").num_started == 1)
     writer.close()
     await eventually(lambda: router.num_open == 0)
-    assert router.services.gate.num_started == 0
+    assert router.services.gates.of("demo").num_started == 0
 
 
 async def test_those_who_wait_for_a_node_count_as_begun(cluster: Cluster) -> None:
     router = await cluster.router(no_node_wait_s=0.5, max_prefills_per_node=2)
     asking = [asyncio.create_task(status_of(router)) for _ in range(3)]
-    await eventually(lambda: router.services.gate.num_started == 2)
-    assert len(router.services.gate.line) == 1
+    await eventually(lambda: router.services.gates.of("demo").num_started == 2)
+    assert len(router.services.gates.of("demo").line) == 1
     assert await asyncio.gather(*asking) == [503] * 3

@@ -455,7 +455,7 @@ def test_a_restarted_node_has_nothing_cached() -> None:
     first = policy.place(turn).prefills[0]
     fleet.registry.apply_report(first.address, report(PREFILL, epoch=9))
     policy.place(request())
-    assert policy.index.match((1,)).best(1, RNG) == []
+    assert policy.knowledge(fleet.node("p0")).index.match((1,)).best(1, RNG) == []
 
 
 def test_measurements_teach_speed_and_pace() -> None:

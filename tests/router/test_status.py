@@ -195,8 +195,8 @@ async def test_the_page_needs_a_key_where_clients_are(cluster: Cluster) -> None:
 async def test_operators_reset_the_caches_of_all_nodes(cluster: Cluster) -> None:
     nodes = [await cluster.decode("a"), await cluster.prefill("p"), await cluster.prefill("q")]
     router = await cluster.router(*nodes)
-    learnt = router.services.forwarder.attempts.policy.index
     known = router.services.registry.nodes(NodeRole.PREFILL)[0]
+    learnt = router.services.forwarder.attempts.policy.knowledge(known).index
     learnt.learn(known, (1, 2, 3), 100)
     assert learnt.match((1, 2, 3)).num_blocks(known) == 3
     async with router.client.post(router.url + "/reset_prefix_cache") as response:

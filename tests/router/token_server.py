@@ -73,12 +73,13 @@ class Writer:
 @dataclass
 class TokenHandler:
     """Handler for a `FakeDecodeNode`. `gap_s`: between tokens. `forgets`: begins at the start
-    where it should resume. `end`: what ends a stream."""
+    where it should resume. `end`: what ends a stream. `weights`: other ones tell other tokens."""
 
     gap_s: float = 0.0
     fault: Fault | None = None
     forgets: bool = False
     end: bytes = DONE
+    weights: str = ""
     is_stopping: bool = False
     """Refuses new answers, and hands over those that are open."""
     resumed_from: list[int] = field(default_factory=list)
@@ -101,6 +102,8 @@ class TokenHandler:
                 if entry[0] == "tokens":
                     given[entry[1]] += entry[2]
         body = json.loads(raw)
+        if self.weights:
+            body["prompt"] = [self.weights, body["prompt"]]
         seed = body.get("seed")
         if seed is None:
             seed = entries[0][2][0] if given else random.getrandbits(30)

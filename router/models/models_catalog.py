@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgspec
 
 from edge.http.errors import BadRequest, NotFound
 from router.errors import NodeLost, NodeUnreachable, NoNodeAvailable, PathUnknown
+from router.models.known_models import KnownModels
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.node_get import NodeGet
@@ -33,17 +34,36 @@ class ModelCatalog:
     """Asks nodes what they serve, and how."""
 
     registry: NodeRegistry
+    models: KnownModels
     get: NodeGet
 
     async def list_models(self) -> list[ModelCard]:
-        """Returns all models, each asked of one node that serves it."""
+        """Returns all models, each asked of one node that serves it, with their aliases and splits.
+        One whose nodes are all away is missing."""
         by_model: dict[str, list[Node]] = {}
         for node in self.registry.usable(NodeRole.DECODE):
-            name = node.report.model_name if node.report else ""
-            by_model.setdefault(name, []).append(node)
+            by_model.setdefault(node.model, []).append(node)
         lists = await asyncio.gather(*map(self._ask_any, by_model.values()))
         cards = {str(card.get("id")): card for cards in lists for card in cards}
+        cards |= self._ruled(cards)
         return [cards[model_id] for model_id in sorted(cards)]
+
+    def _ruled(self, cards: Mapping[str, ModelCard]) -> dict[str, ModelCard]:
+        """Returns cards of the names that only the rules know: like that of the first version that
+        has one, with `root` naming what stands behind an alias, and `versions` the shares of a
+        split."""
+        table = self.models.table
+        ruled: dict[str, ModelCard] = {}
+        for name in (*table.rules.aliases, *table.rules.splits):
+            route = table.route(name)
+            known = [cards[version] for version, _ in route.versions if version in cards]
+            if not known:
+                continue
+            total = sum(weight for _, weight in route.versions)
+            shares = {version: weight / total for version, weight in route.versions}
+            card = known[0] | {"id": name, "root": route.name}
+            ruled[name] = card | ({"versions": shares} if len(shares) > 1 else {})
+        return ruled
 
     async def _ask_any(self, nodes: Sequence[Node]) -> list[ModelCard]:
         for node in nodes:
@@ -67,7 +87,7 @@ class ModelCatalog:
             NoNodeAvailable: none can be asked now.
         """
         nodes = self.registry.usable(NodeRole.DECODE)
-        names = sorted({node.report.model_name for node in nodes if node.report})
+        names = sorted({node.model for node in nodes if node.report})
         if len(names) > 1:
             raise BadRequest(f"/tokenizer_info is for clusters of one model; here are {names}")
         try:

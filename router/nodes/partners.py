@@ -1,0 +1,39 @@
+"""Says which prefill nodes work for which decode nodes.
+
+Those of the same fingerprint: the same weights and the same KV. Where two models share their
+weights under two names, each keeps to the prefill nodes of its own name, if it has any: what one is
+asked does not slow the other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from router.nodes.node import Node
+
+_Nodes = TypeVar("_Nodes")
+Weights = tuple[str, str]
+"""A fingerprint, and the name of a model, or "" for all names."""
+
+
+def by_weights(prefills: Iterable[Node]) -> dict[Weights, list[Node]]:
+    """Groups nodes by fingerprint and name, and by fingerprint alone."""
+    groups: defaultdict[Weights, list[Node]] = defaultdict(list)
+    for node in prefills:
+        groups[node.fingerprint, ""].append(node)
+        if node.model:
+            groups[node.fingerprint, node.model].append(node)
+    return groups
+
+
+def partners_of(decode: Node, groups: Mapping[Weights, list[Node]]) -> list[Node]:
+    """Returns the nodes whose KV `decode` can use, in a list of `groups`."""
+    return group_of(decode, groups, [])
+
+
+def group_of(decode: Node, groups: Mapping[Weights, _Nodes], nobody: _Nodes) -> _Nodes:
+    """Returns the group that works for `decode`, or `nobody`."""
+    named = groups.get((decode.fingerprint, decode.model))
+    return named if named is not None else groups.get((decode.fingerprint, ""), nobody)
