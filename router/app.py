@@ -40,16 +40,13 @@ from router.config import RouterSettings
 from router.edge.admin_api import admin_routes, probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
-from router.kubernetes.api_client import EndpointSliceApi, KubernetesAccess
-from router.kubernetes.endpoint_slices import Endpoints
-from router.kubernetes.slice_watch import SliceWatch
+from router.make_discovery import make_discovery
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCatalog
 from router.models.per_model import PerModel
 from router.models.request_room import RequestRoom
 from router.models.rules_file import RulesFile
-from router.nodes.address import NodeRole, parse_node_list
-from router.nodes.discovery import Discovery, Resolver, Watcher, resolve_host
+from router.nodes.discovery import Discovery, Resolver, resolve_host
 from router.nodes.health import EjectionPolicy
 from router.nodes.load_monitor import LoadMonitor
 from router.nodes.node import Patience
@@ -217,12 +214,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     )
     start_at_zero(metrics)
     monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
-    transport = world.transport or HttpTransport(
-        settings.connect_timeout_s,
-        settings.read_timeout_s,
-        settings.upstream_keepalive_s,
-        credentials,
-    )
+    transport = world.transport or _make_transport(settings, credentials)
     silence = SilenceWatch(registry=registry, stall_s=settings.stream_stall_s)
     decisions = DecisionLog()
     policy = _make_policy(settings, registry, world.rng)
@@ -253,20 +245,29 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         metrics=metrics,
         transport=transport,
         monitor=monitor,
-        discovery=_make_discovery(settings, world, registry, monitor, metrics),
-        silence=silence,
-        decisions=decisions,
-        forwarder=Forwarder(
-            attempts=attempts,
-            migrations=_make_migrations(settings, attempts, registry, world.rng),
-            metrics=metrics,
-            send_timeout_s=settings.send_timeout_s,
-            no_node_wait_s=settings.no_node_wait_s,
+        discovery=make_discovery(
+            settings,
+            on_members=monitor.set_members,
+            is_alive=registry.is_connected,
+            on_failure=metrics.discovery_failures.inc,
+            resolve=world.resolve,
             rng=world.rng,
         ),
+        silence=silence,
+        decisions=decisions,
+        forwarder=_make_forwarder(settings, attempts, world.rng),
         gates=gates,
         models=models,
         tracer=tracer,
+    )
+
+
+def _make_transport(settings: RouterSettings, credentials: Credentials) -> HttpTransport:
+    return HttpTransport(
+        settings.connect_timeout_s,
+        settings.read_timeout_s,
+        settings.upstream_keepalive_s,
+        credentials,
     )
 
 
@@ -281,17 +282,23 @@ def _make_gates(settings: RouterSettings, models: KnownModels, rng: random.Rando
     return ModelGates(limits=limits, num_nodes=models.num_computing, clock=clock, rng=rng)
 
 
-def _make_migrations(
-    settings: RouterSettings, attempts: Attempts, registry: NodeRegistry, rng: random.Random
-) -> Migrations:
-    return Migrations(
+def _make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:
+    migrations = Migrations(
         attempts=attempts,
-        registry=registry,
+        registry=attempts.registry,
         budgets=PerModel(
             lambda model: RetryBudget(settings.retry_budget, settings.migration_burst)
         ),
         max_per_request=settings.max_migrations,
         timeout_s=settings.resume_timeout_s,
+        rng=rng,
+    )
+    return Forwarder(
+        attempts=attempts,
+        migrations=migrations,
+        metrics=attempts.metrics,
+        send_timeout_s=settings.send_timeout_s,
+        no_node_wait_s=settings.no_node_wait_s,
         rng=rng,
     )
 
@@ -327,44 +334,6 @@ def _make_policy(
         decode_choices=settings.decode_choices,
         max_prefill_candidates=settings.max_prefill_candidates,
     )
-
-
-def _make_discovery(
-    settings: RouterSettings,
-    world: OuterWorld,
-    registry: NodeRegistry,
-    monitor: LoadMonitor,
-    metrics: RouterMetrics,
-) -> Discovery:
-    entries = (
-        *parse_node_list(NodeRole.PREFILL, settings.prefill),
-        *parse_node_list(NodeRole.DECODE, settings.decode),
-    )
-    return Discovery(
-        entries,
-        monitor.set_members,
-        registry.is_connected,
-        metrics.discovery_failures.inc,
-        interval_s=settings.dns_interval_s,
-        linger_s=settings.dns_linger_s,
-        resolve=world.resolve,
-        watch=_service_watcher(settings, metrics, world.rng),
-    )
-
-
-def _service_watcher(
-    settings: RouterSettings, metrics: RouterMetrics, rng: random.Random
-) -> Watcher:
-    access = KubernetesAccess(
-        url=settings.kubernetes_url, credentials=settings.kubernetes_credentials
-    )
-
-    async def watch(service: str, on_endpoints: Callable[[Endpoints], None]) -> None:
-        name, _, namespace = service.partition(".")
-        api = EndpointSliceApi(access, name, namespace)
-        await SliceWatch(api, service, on_endpoints, metrics.discovery_failures.inc, rng).run()
-
-    return watch
 
 
 @asynccontextmanager

@@ -75,7 +75,7 @@ ROUTER_ORDER = [
     {"admission"},
     {"observe"},
     {"relay"},
-    {"edge"},
+    {"edge", "make_discovery"},
     {"app"},
     {"server", "garbage"},
     {"__main__"},
