@@ -72,7 +72,7 @@ class RequestContext:
     cache_salt: str = ""
     """The tenant's salt, which the request's own can narrow and never leave."""
     model: str = ""
-    """What the router calls the model; the answer bears the client's own name for it then."""
+    """The router calls the model so; the answer bears the client's own name for it then."""
     trace: TraceContext | None = None
     prefix_hash: int = 0
     """The name that routers give to the prompt's beginning."""
