@@ -113,7 +113,7 @@ BUGS = (
     Bug(
         "unbounded-index", "the prefix index grows without end",
         "router/placement/prefix_index.py",
-        "while self.num_entries > self._max_entries:", "while False:",
+        "while self.num_entries > self.max_entries:", "while False:",
         ("tests/router/test_placement.py",),
     ),
     Bug(
