@@ -9,9 +9,10 @@ from edge.security.config import SecurityConfig, SecurityError
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 PullTransportName = Literal["h2", "grpcio"]
-TransportName = Literal["cuda_ipc", "stream"]
+TransportName = Literal["nixl", "cuda_ipc", "stream"]
 
 AUTO = "auto"
+_ALL: tuple[TransportName, ...] = ("nixl", "cuda_ipc", "stream")
 _FOR_GPU: tuple[TransportName, ...] = ("cuda_ipc", "stream")
 _FOR_CPU: tuple[TransportName, ...] = ("stream",)
 
@@ -43,8 +44,10 @@ class KVTransferConfig:
         transports: How KV gets from one node to the other, in order of preference, comma separated;
             a pull takes the first that both nodes have and that works between them. `cuda_ipc`:
             where both nodes are on one host, decode copies it out of the prefill node's cache
-            itself, from GPU to GPU. `stream`: over the network; the last, and always there. `auto`:
-            both for caches on GPUs, `stream` for those on CPU.
+            itself, from GPU to GPU. `nixl`: decode reads it out of the prefill node's cache through
+            NIXL and UCX, by RDMA where there is any, without encryption. `stream`: over the
+            network; the last, and always there. `auto`: `cuda_ipc` and `stream` for caches on GPUs,
+            `stream` for those on CPU.
         pull_transport: What a producer serves with, or a consumer receives with, over the network.
             `h2`: HTTP/2 ends of our own, which copy much less. `grpcio`: that library. The wire is
             gRPC with both, so the two nodes need not agree.
@@ -74,6 +77,11 @@ class KVTransferConfig:
                 "grpcio's server cannot serve with and without TLS on one port: while "
                 "--accept-missing-tls is set, --kv-pull-transport must be h2"
             )
+        if self.security.has_tls and "nixl" in self.transports.split(","):
+            raise SecurityError(
+                "NIXL moves KV in the clear and asks nobody for a certificate: leave nixl out of "
+                "--kv-transports, or TLS away where the network between the nodes is closed"
+            )
 
     @property
     def process_staging_bytes(self) -> int:
@@ -90,11 +98,11 @@ class KVTransferConfig:
 def parse_transports(text: str) -> tuple[TransportName, ...]:
     """Raises ValueError unless `text` is `auto` or lists transports with `stream` at the end."""
     names = [part.strip() for part in text.split(",")]
-    found = tuple(known for name in names for known in _FOR_GPU if name == known)
+    found = tuple(known for name in names for known in _ALL if name == known)
     if text == AUTO:
         return _FOR_GPU
     if len(found) != len(names) or len(set(found)) != len(found):
-        raise ValueError(f"{text!r}: name each of {', '.join(_FOR_GPU)} once at most, or say auto")
+        raise ValueError(f"{text!r}: name each of {', '.join(_ALL)} once at most, or say auto")
     if found[-1] != "stream":
         raise ValueError(f"{text!r}: the last transport is stream, which works with every peer")
     return found

@@ -251,8 +251,10 @@ def parse_arguments() -> argparse.Namespace:
         help="-tls: with certificates, made by trustme",
     )  # fmt: skip
     parser.add_argument(
-        "--data", choices=("stream", "cuda_ipc,stream"), default="stream",
-        help="cuda_ipc,stream: decode copies out of the prefill node's cache itself",
+        "--data", choices=("stream", "cuda_ipc,stream", "nixl,stream"),
+        default="stream",
+        help="cuda_ipc,stream: decode copies out of the prefill node's cache itself; nixl,stream: "
+        "it reads it through NIXL",
     )  # fmt: skip
     parser.add_argument(
         "--gpus", type=int, nargs=2, metavar=("FROM", "TO"), help="caches on GPUs; default: host"

@@ -53,6 +53,7 @@ class TransferSettings(SecuritySettings):
         default="auto",
         description="Ways for KV to get from a prefill to a decode node, in order of preference, "
         "comma separated. cuda_ipc: if both are on one host, decode copies it from GPU to GPU. "
+        "nixl: decode reads it through NIXL and UCX (RDMA), in the clear; needs the extra nixl. "
         "stream: over the network; must be the last. auto: cuda_ipc,stream for KV on GPUs, else "
         "stream.",
     )

@@ -31,8 +31,8 @@ class Fence(ABC):
         """Blocks the thread. Only for copies that wait for nothing themselves."""
 
 
-class CopyStream(ABC):
-    """All addresses are those of this process."""
+class Copier(ABC):
+    """Issues copies between addresses."""
 
     @abstractmethod
     def copy(
@@ -57,6 +57,10 @@ class CopyStream(ABC):
         num_rows: int,
     ) -> None:
         """Rows of `row_bytes`; the next row begins `pitch` bytes after the one before."""
+
+
+class CopyStream(Copier):
+    """Copies in order. All addresses are those of this process."""
 
     @abstractmethod
     def fence(self) -> Fence: ...

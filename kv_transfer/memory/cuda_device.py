@@ -35,9 +35,10 @@ class CudaDevice(MemoryDevice):
                 f"GPU {uuid.hex()} is not among the {len(visible)} that this process may see; "
                 f"start transfer processes with the same CUDA_VISIBLE_DEVICES as their worker"
             )
-        self._driver.use_device(visible.index(uuid))
+        self.number = visible.index(uuid)
+        self._driver.use_device(self.number)
         logger.info("copies are issued %s", self._driver.copies.way)
-        self.pci_address = self._driver.pci_address(visible.index(uuid))
+        self.pci_address = self._driver.pci_address(self.number)
 
     def open_cache(self, handle: KVCacheHandle) -> Mapping:
         cuda = handle.cuda

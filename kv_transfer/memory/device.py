@@ -33,6 +33,8 @@ class MemoryDevice(ABC):
     is_gpu: bool
     copies_at_once: bool
     """A copy is done when it was issued, so its source need not live longer."""
+    number: int | None = None
+    """The GPU's, among those that this process sees; None: host memory."""
     pci_address: str = ""
     """The address of a GPU, as in /sys/bus/pci/devices; empty: none, or unknown."""
 

@@ -43,6 +43,7 @@ class TransportId(IntEnum):
 
     STREAM = 0
     CUDA_IPC = 1
+    NIXL = 2
 
 
 class Export:
@@ -187,6 +188,10 @@ class ConsumerTransport(ABC):
     def fetch(self, job: FetchJob, advertised: bytes) -> ChunkAssembler | None:
         """Returns where the chunks of a stream belong; None: they cannot come this way.
         `advertised`: what the peer said of this transport."""
+
+    async def settled(self) -> None:
+        """Waits until nothing that it issued beside the copies of our cache is on its way."""
+        return
 
     def close(self) -> None:
         """No transfer is left, and no copy is on its way."""

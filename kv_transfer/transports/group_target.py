@@ -22,7 +22,7 @@ from kv_transfer.memory.cache_view import (
     copy_runs,
     token_runs,
 )
-from kv_transfer.memory.copy_stream import CopyStream, Numbers
+from kv_transfer.memory.copy_stream import Copier, Numbers
 from kv_transfer.memory.page_copy import PageCopy, page_copy
 from kv_transfer.metadata import RecvMeta
 from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code
@@ -80,28 +80,26 @@ class GroupTarget:
         self._copy(blocks, copy, self._cache.copies.stream, from_host=True)
         self._cache.inbox.copies_issued()
 
-    def copy_from_cache(self, blocks: NamedBlocks, peer: CachePlaces, stream: CopyStream) -> None:
-        """Issues copies of what was asked for out of the sender's cache, which `stream` reads."""
+    def copy_from_cache(self, blocks: NamedBlocks, peer: CachePlaces, copier: Copier) -> None:
+        """Issues copies of what was asked for out of the sender's cache, which `copier` reads."""
         sources = peer.addresses_of(blocks.layers, blocks.places)
         copy = page_copy(self._page, peer.pages[self._group], self.share)
         named = NamedBlocks(blocks.layers, blocks.numbers, sources)
-        self._copy(named, copy, stream, from_host=False)
+        self._copy(named, copy, copier, from_host=False)
 
-    def _copy(
-        self, blocks: NamedBlocks, copy: PageCopy, stream: CopyStream, from_host: bool
-    ) -> None:
+    def _copy(self, blocks: NamedBlocks, copy: PageCopy, copier: Copier, from_host: bool) -> None:
         """`blocks.places` are addresses."""
         size, whole = self._source_size, blocks
         if size != self._page.block_size:
-            copy_runs(stream, copy, self._wanted_runs(blocks))
+            copy_runs(copier, copy, self._wanted_runs(blocks))
             return
         first = blocks.numbers * size
         is_whole = (first >= self._rows.start) & (first + size <= self._rows.stop)
         if not is_whole.all():
             whole = blocks.where(is_whole)
-            copy_runs(stream, copy, self._wanted_runs(blocks.where(~is_whole)))
+            copy_runs(copier, copy, self._wanted_runs(blocks.where(~is_whole)))
         targets = self._cache.addresses_of(whole.layers, self._block_array[whole.numbers])
-        copy_blocks(stream, copy, targets, whole.places, from_host)
+        copy_blocks(copier, copy, targets, whole.places, from_host)
 
     def _wanted_runs(self, blocks: NamedBlocks) -> Iterator[tuple[int, TokenRun, int]]:
         """Yields tokens of these blocks that were asked for, as `copy_runs` takes

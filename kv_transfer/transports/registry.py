@@ -9,6 +9,8 @@ from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.transports.base import ConsumerTransport, ExportOwner, ProducerTransport
 from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
+from kv_transfer.transports.nixl.consumer import NixlConsumer
+from kv_transfer.transports.nixl.producer import NixlProducer
 from kv_transfer.transports.stream.consumer import StreamConsumer
 from kv_transfer.transports.stream.producer import StreamProducer
 
@@ -25,6 +27,8 @@ def producer_transports(
     found: list[ProducerTransport] = []
     for name in names:
         match name:
+            case "nixl":
+                found.append(NixlProducer(config, rank, cache, owner))
             case "cuda_ipc":
                 found.append(CudaIpcProducer(config, cache, owner))
             case "stream":
@@ -35,5 +39,13 @@ def producer_transports(
 
 def consumer_transports(config: KVTransferConfig, cache: KVCacheView) -> list[ConsumerTransport]:
     """Returns those by which a transfer process pulls, in order of preference."""
-    kinds = {"cuda_ipc": CudaIpcConsumer, "stream": StreamConsumer}
-    return [kinds[name](cache) for name in config.transports_for(cache.device.is_gpu)]
+    found: list[ConsumerTransport] = []
+    for name in config.transports_for(cache.device.is_gpu):
+        match name:
+            case "nixl":
+                found.append(NixlConsumer(config, cache))
+            case "cuda_ipc":
+                found.append(CudaIpcConsumer(cache))
+            case "stream":
+                found.append(StreamConsumer(cache))
+    return found

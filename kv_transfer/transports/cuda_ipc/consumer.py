@@ -14,7 +14,7 @@ import msgspec
 
 from kv_transfer.errors import PeerLost
 from kv_transfer.memory.cache_view import CacheMap, KVCacheView
-from kv_transfer.memory.copy_stream import CopyStream
+from kv_transfer.memory.copy_stream import Copier
 from kv_transfer.transports.base import ConsumerTransport, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
@@ -92,7 +92,7 @@ class MappedBlocks(PeerBlocks):
         self._cache = cache
 
     @property
-    def stream(self) -> CopyStream:
+    def copier(self) -> Copier:
         return self._cache.copies.stream
 
     def copies_issued(self, lease: LeaseName) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.cache_view import CachePlaces, KVCacheView
-from kv_transfer.memory.copy_stream import CopyStream, Numbers
+from kv_transfer.memory.copy_stream import Copier, Numbers
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.group_target import NamedBlocks
@@ -28,14 +28,14 @@ class PeerBlocks(ABC):
     """The cache of one rank of a peer, as one stream of a transfer reads it.
 
     Attributes:
-        places: Where its blocks lie, at addresses that `stream` can read.
+        places: Where its blocks lie, at addresses that `copier` can read.
     """
 
     places: CachePlaces
 
     @property
     @abstractmethod
-    def stream(self) -> CopyStream:
+    def copier(self) -> Copier:
         """Returns what copies out of it."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class NamesAssembler(ChunkAssembler):
             raise CorruptChunk(f"the peer's {error}") from error
         num_bytes = 0
         for group, blocks in _named_blocks(grid, indices, table):
-            self._targets[group].copy_from_cache(blocks, peer.places, peer.stream)
+            self._targets[group].copy_from_cache(blocks, peer.places, peer.copier)
             num_bytes += len(blocks.places) * self._targets[group].share.num_bytes
         peer.copies_issued(lease)
         self._missing -= chunks

@@ -30,6 +30,7 @@ LeaseName = tuple[int, int]
 _NUM_SLOTS = 16_384
 """More transfers than a process can have."""
 _WORD = struct.Struct("<I")
+WORD_BYTES = _WORD.size
 _RANGE = 1 << 32
 
 
@@ -76,6 +77,15 @@ class ReadLeases:
     @property
     def file(self) -> ReadLeasesFile:
         return ReadLeasesFile(self._memory.pid, self._memory.fd)
+
+    @property
+    def address(self) -> int:
+        """Returns where the words begin."""
+        return self._memory.address
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.size
 
     @property
     def num_held(self) -> int:
