@@ -8,12 +8,12 @@ import uvloop
 
 from decode_node.config import DecodeNodeSettings
 from decode_node.server import create_parsers, serve
+from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
 from engine.errors import CannotStartError, EngineDeadError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.node.grpc_server import PortInUse
-from engine.node.process import setup_logging
 from engine.node.settings import SettingsError
 
 
@@ -21,7 +21,7 @@ def main() -> int:
     settings = DecodeNodeSettings.from_args("python -m decode_node")
     if settings.check:
         return _check(settings)
-    setup_logging(settings.log_level)
+    setup_logging(settings.log_style(), "decode")
     try:
         return uvloop.run(serve(settings))
     except (
@@ -34,7 +34,7 @@ def main() -> int:
         TracingError,
         OSError,
     ) as error:
-        print(f"decode node: {error}", file=sys.stderr)
+        tell_failure("decode node", error)
         return 1
 
 

@@ -25,6 +25,7 @@ from edge.http.errors import BadRequest, HttpError, bug
 from edge.http.outer_edge import OuterEdge
 from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve, unknown_path
+from edge.logs.request_log import RequestLog
 
 
 def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> ASGIApp:
@@ -37,7 +38,11 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
     app.add_exception_handler(Exception, _on_bug)
     edge = ErrorForms(EdgeMiddleware(app, callers))
     return OuterEdge(
-        edge, lambda: api.state.draining, api.settings.http_front(), api.settings.sampler()
+        edge,
+        lambda: api.state.draining,
+        api.settings.http_front(),
+        api.settings.sampler(),
+        RequestLog(is_on=api.settings.log_requests),
     )
 
 

@@ -9,8 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from decode_node.answer.generation import Choice
 from decode_node.disagg.prefill_events import FAILURE_CODES
 from decode_node.disagg.proxy import DisaggProxy
+from decode_node.observe.request_facts import facts_of
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import RequestRecord
+from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.node.metrics import (
@@ -56,7 +58,7 @@ _MEASURES = (
 
 class DecodeMetrics:
     """Owns the node's registry. Call `observe` once for each HTTP request, at its end; its trace
-    goes to `tracer`."""
+    goes to `tracer`, and what its log line tells to `note_facts`."""
 
     def __init__(self, config: EngineConfig, tracer: Tracer | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -111,6 +113,7 @@ class DecodeMetrics:
         self._histograms["vllm:request_params_n"].observe(
             len(choices) / max(1, sum(choice.is_first_of_prompt for choice in choices))
         )
+        note_facts(**facts_of(self._model_name, [choice.record for choice in choices]))
         seen: set[int] = set()
         for choice in choices:
             if choice.replay is None:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edge.logs.formatters import Field
 from edge.tracing.span import AttributeValue, Span
 from kv_transfer.metadata import TransferStats
 
 _FINE = "done", "cancelled", "given_up"
 """Ends of a call that are no failures of this node."""
+_MISTAKES = "invalid_argument", "cannot_follow"
+"""Ends that the request itself is to blame for; their messages may quote it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +35,27 @@ class PromptRecord:
     token_at: float = 0.0
     released_at: float = 0.0
     kv: TransferStats = field(default_factory=TransferStats)
+
+    def failed(self, outcome: str, message: str) -> None:
+        """Notes a failure. What a request did wrong is for its client's eyes alone."""
+        self.outcome = outcome
+        self.failure = "" if outcome in _MISTAKES else message
+
+    def facts(self) -> dict[str, Field]:
+        """Returns what a line of the log tells of a call that has ended; times in seconds."""
+        found: dict[str, Field] = {
+            "outcome": self.outcome,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "duration_s": round(self.released_at - self.received_at, 6),
+        }
+        if self.token_at:
+            found["queue_s"] = round(self.queue_s, 6)
+            found["first_token_s"] = round(self.token_at - self.received_at, 6)
+            found["kv_bytes"] = self.kv.num_bytes
+        if self.failure:
+            found["error"] = self.failure
+        return found
 
 
 def spans_of(record: PromptRecord, model: str) -> list[Span]:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 
 from edge.address import join_address
+from edge.logs.request_log import RequestLog
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.tracing.metrics import TracerCollector
@@ -82,6 +83,7 @@ async def _serve_engine(
         max_waiting_requests=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
         tracer=tracer,
+        requests=RequestLog(is_on=settings.log_requests),
     )
     prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
         servicer, server.server

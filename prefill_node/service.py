@@ -24,6 +24,7 @@ from typing import Protocol
 
 import grpc
 
+from edge.logs.request_log import RequestLog
 from edge.security.config import Role
 from edge.tracing.context import REQUEST_ID, TraceContext, current_trace, plain_request_id
 from edge.tracing.tracer import Tracer
@@ -105,11 +106,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         max_waiting_requests: int,
         max_waiting_tokens: int,
         tracer: Tracer | None = None,
+        requests: RequestLog | None = None,
     ) -> None:
         self._engine = engine
         self._status = status
         self._metrics = metrics
         self._tracer = tracer or Tracer()
+        self._requests = requests or RequestLog()
         self._model_name = engine.config.model.served_model_name
         self._input_processor = InputProcessor(engine.config)
         self._max_waiting_requests = max_waiting_requests
@@ -147,9 +150,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             work = self._accept(request)
         except Refused as error:
             self._status.notify()
-            record.outcome, record.failure = error.code.name.lower(), str(error)
+            record.failed(error.code.name.lower(), str(error))
             self._metrics.ended(record.outcome)
-            self._write_trace(trace, record)
+            self._note_end(trace, record)
             yield self._failed(record.outcome, str(error), retryable=True)
             await context.abort(error.code, str(error))
         self._enter()
@@ -167,8 +170,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             async with aclosing(self._serve(call)) as events:
                 async for event in events:
                     if event.WhichOneof("event") == "failed":
-                        record.outcome = event.failed.code
-                        record.failure = event.failed.message
+                        record.failed(event.failed.code, event.failed.message)
                     yield event
         finally:
             self._in_engine.discard(work.request_id)
@@ -318,10 +320,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         if not call.is_told:
             call.is_told = True
             assert call.work.trace is not None
-            self._write_trace(call.work.trace, call.record)
+            self._note_end(call.work.trace, call.record)
 
-    def _write_trace(self, trace: TraceContext, record: PromptRecord) -> None:
+    def _note_end(self, trace: TraceContext, record: PromptRecord) -> None:
+        """Writes trace and log line."""
         record.released_at = time.monotonic()
+        self._requests.end(f"prefill {record.outcome}", **record.facts())
         if self._tracer.wants(trace):
             self._tracer.write(trace, spans_of(record, self._model_name))
 

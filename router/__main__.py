@@ -7,6 +7,7 @@ import sys
 import uvloop
 from pydantic import ValidationError
 
+from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
 from router.config import RouterSettings
@@ -14,14 +15,14 @@ from router.edge.api_keys import ApiKeys
 from router.errors import ConfigurationError
 from router.garbage import settle
 from router.nodes.address import NodeRole, parse_node_list
-from router.server import RouterServer, bind, configure_logging, https_files
+from router.server import RouterServer, bind, https_files
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         settings = RouterSettings(_cli_parse_args=arguments)
-        configure_logging(settings.log_level)
+        setup_logging(settings.log_style(), "router")
         if settings.check:
             return print_checked(settings)
         check_plaintext(settings)
@@ -35,10 +36,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", file=sys.stderr)
         return 2
     except (ConfigurationError, SecurityError, TracingError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_failure("error", error)
         return 2
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_failure("error", error)
         return 1
     settle()
     uvloop.run(server.run_until_drained())

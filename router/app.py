@@ -29,6 +29,7 @@ from edge.http.errors import HttpError, error_body
 from edge.http.outer_edge import OuterEdge
 from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve, unknown_path
+from edge.logs.request_log import RequestLog
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.tracing.metrics import TracerCollector
@@ -166,6 +167,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         is_draining=lambda: services.draining,
         front=settings.http_front(),
         sampler=settings.sampler(),
+        requests=RequestLog(is_on=settings.log_requests),
     )
     return app
 

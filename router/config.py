@@ -9,11 +9,12 @@ from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from edge.http.settings import HttpEdgeSettings
+from edge.logs.settings import LogSettings
 from edge.security.settings import SecuritySettings
 from edge.tracing.settings import TraceSettings
 
 
-class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings):
+class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSettings):
     """Takes OpenAI requests, chooses a decode node and prefill nodes for each, streams the answer.
 
     Node lists are comma separated. One node is written `host:port` (prefill: its gRPC port) or
@@ -272,11 +273,6 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings):
     )
     drain_timeout_s: float = Field(
         default=120.0, gt=0, description="Seconds that open answers have to end after SIGTERM."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info",
-        description="Level of the log; debug also logs each placement. Request content is never "
-        "logged.",
     )
     check: bool = Field(
         default=False,

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import socket
 import ssl
-import sys
 from collections.abc import Iterator
 from types import FrameType
 
@@ -174,11 +173,3 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise OSError(f"cannot listen on {join_address(host, port)}: {error.strerror}") from None
     return listener
-
-
-def configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )

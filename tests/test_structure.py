@@ -115,7 +115,7 @@ KV_TRANSFER_ORDER = [
 ]
 """Contracts first. Rooms of one level never import each other."""
 
-EDGE_ORDER = [{"address", "supervisor"}, {"security", "tracing"}, {"http"}]
+EDGE_ORDER = [{"address", "supervisor"}, {"security", "tracing"}, {"logs"}, {"http"}]
 
 TORCH_FREE = [
     "edge",

@@ -2,6 +2,7 @@
 
 - Every answer has an `x-request-id`: the client's, if it is a plain one, else a new one.
 - Every request has a trace: the caller's, or one that begins here. Log lines read it too.
+- A line in the log tells of each request, if it is wanted (`edge.logs.request_log`).
 - Paths lose what a proxy in front of us has left on, and pages of other sites hear whether they may
   read the answer (`edge.http.front`).
 - Clients connect anew where their connection has no future. An answer that begins before its
@@ -12,6 +13,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,9 +22,15 @@ from edge.http import headers as names
 from edge.http.client_connection import request_headers, request_id
 from edge.http.errors import OriginRefused, send_error
 from edge.http.front import HttpFront
+from edge.logs.request_log import RequestLog
 from edge.tracing.context import Sampler, TraceContext, current_trace, sample_all
 
 _REQUEST_ID = names.REQUEST_ID.encode()
+_PROBES = "/health", "/ready", "/ping", "/metrics"
+"""Paths whose requests nobody wants in a log."""
+_LONGEST_PATH = 128
+_CLIENT_LEFT = 499
+"""Never sent; logged for requests whose client left before the answer."""
 
 
 class OuterEdge:
@@ -35,11 +43,13 @@ class OuterEdge:
         is_draining: Callable[[], bool],
         front: HttpFront | None = None,
         sampler: Sampler = sample_all,
+        requests: RequestLog | None = None,
     ) -> None:
         self._app = app
         self._is_draining = is_draining
         self._front = front or HttpFront()
         self._sampler = sampler
+        self._requests = requests or RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +61,9 @@ class OuterEdge:
         state["request_id"] = name
         state["trace"] = trace = TraceContext.from_headers(headers, name, self._sampler)
         current_trace.set(trace)
+        self._requests.begin()
+        began_at = time.monotonic()
+        status = _CLIENT_LEFT
         scope["path"] = self._front.inner_path(scope["path"])
         is_whole = not _announces_body(scope)
 
@@ -61,7 +74,9 @@ class OuterEdge:
             return message
 
         async def send_outward(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = found = list(message.get("headers", ()))
                 if all(header != _REQUEST_ID for header, _ in found):
                     found.append((_REQUEST_ID, name.encode()))
@@ -70,10 +85,24 @@ class OuterEdge:
                     found.append((b"connection", b"close"))
             await send(message)
 
-        if self._front.is_preflight(scope["method"], headers):
-            await self._answer_preflight(headers, send_outward)
-        else:
-            await self._app(scope, receive_watched, send_outward)
+        try:
+            if self._front.is_preflight(scope["method"], headers):
+                await self._answer_preflight(headers, send_outward)
+            else:
+                await self._app(scope, receive_watched, send_outward)
+        finally:
+            self._note_end(scope, status, time.monotonic() - began_at)
+
+    def _note_end(self, scope: Scope, status: int, duration_s: float) -> None:
+        if scope["path"] in _PROBES:
+            return
+        path = ascii(scope["path"])[1:-1][:_LONGEST_PATH]
+        self._requests.end(
+            f"{scope['method']} {path} {status}",
+            status=status,
+            path=path,
+            duration_s=round(duration_s, 6),
+        )
 
     async def _answer_preflight(self, headers: Mapping[str, str], send: Send) -> None:
         if not self._front.allows(headers):

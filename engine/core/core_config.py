@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from edge.logs.setup import LogStyle
 from engine.config import EngineConfig
 from host.life_signs import LifeSignHandle
 
@@ -18,5 +19,5 @@ class CoreProcConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     client_address: str
-    log_level: int
+    log: LogStyle
     life_signs: LifeSignHandle | None = None

@@ -20,6 +20,7 @@ import time
 import msgspec
 import zmq
 
+from edge.logs.setup import setup_logging
 from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
 from engine.core.profile_session import ProfileSession
@@ -203,11 +204,7 @@ class EngineCoreProc:
 
 def main() -> None:
     config = read_config(CoreProcConfig)
-    logging.basicConfig(
-        level=config.log_level,
-        format=f"%(asctime)s %(levelname)s engine core of {config.engine.engine_id}: %(message)s",
-        stream=sys.stderr,
-    )
+    setup_logging(config.log, f"engine core of {config.engine.engine_id}", is_child=True)
     sys.exit(EngineCoreProc(config).run())
 
 

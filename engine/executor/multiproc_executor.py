@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edge.logs.setup import log_style
 from engine.config import EngineConfig
 from engine.executor.abstract import ReportProgress
 from engine.executor.message_queue import MessageQueueWriter
-from engine.executor.process_executor import ProcessExecutor, log_level
+from engine.executor.process_executor import ProcessExecutor
 from engine.executor.worker_messages import WorkerProcConfig
 from host.life_signs import LifeSigns
 from host.local_socket import Context
@@ -46,7 +47,7 @@ class MultiprocExecutor(ProcessExecutor):
             queue=self._queue.handle,
             reader=rank,
             reply_address=self._reply_address,
-            log_level=log_level(),
+            log=log_style(),
             life_sign=self._life_sign(rank),
         )
 

@@ -16,7 +16,6 @@ What differs is where the processes run and how messages reach them: see the sub
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
 from abc import abstractmethod
@@ -346,8 +345,3 @@ class ProcessExecutor(Executor):
         deadline = time.monotonic() + timeout_s
         for child in self._children:
             child.wait(deadline - time.monotonic())
-
-
-def log_level() -> int:
-    """Returns the log level of this process, which its workers take over."""
-    return logging.getLogger().getEffectiveLevel()

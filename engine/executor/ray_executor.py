@@ -19,11 +19,12 @@ from collections.abc import Sequence
 
 import ray
 
+from edge.logs.setup import log_style
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
 from engine.executor.message_queue import MessageQueueWriter
-from engine.executor.process_executor import ProcessExecutor, log_level
+from engine.executor.process_executor import ProcessExecutor
 from engine.executor.ray_cluster import RayCluster
 from engine.executor.ray_host import RayHost, describe
 from engine.executor.remote_queue import RemoteQueueWriter
@@ -107,7 +108,7 @@ class RayExecutor(ProcessExecutor):
             queue=queue.handle,
             reader=self._reader[rank],
             reply_address=self._reply_address if link is None else self._far_reply_address,
-            log_level=log_level(),
+            log=log_style(),
             life_sign=self._life_sign(rank) if link is None else None,
             gpu=0,
             link=link,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from edge.logs.setup import LogStyle
 from engine.config import EngineConfig
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
@@ -32,7 +33,7 @@ class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue: MessageQueueHandle | RemoteQueueHandle
     reader: int
     reply_address: str
-    log_level: int
+    log: LogStyle
     gpu: int | None = None
     link: HostLink | None = None
     life_sign: LifeSignHandle | None = None

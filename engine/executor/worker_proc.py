@@ -21,12 +21,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 
 import msgspec
 import zmq
 
+from edge.logs.setup import setup_logging
 from engine.errors import CannotStartError
 from engine.executor.open_queue import open_queue
 from engine.executor.result_thread import ResultThread
@@ -169,12 +169,7 @@ def _connect_replies(context: Context, config: WorkerProcConfig) -> zmq.Socket[b
 
 def main() -> None:
     config = read_config(WorkerProcConfig)
-    logging.basicConfig(
-        level=config.log_level,
-        format=f"%(asctime)s %(levelname)s worker {config.rank} of {config.engine.engine_id}: "
-        "%(message)s",
-        stream=sys.stderr,
-    )
+    setup_logging(config.log, f"worker {config.rank} of {config.engine.engine_id}", is_child=True)
     WorkerProc(config).run()
 
 

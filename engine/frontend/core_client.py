@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 import msgspec
 import zmq
 
+from edge.logs.setup import log_style
 from engine.config import EngineConfig
 from engine.core.core_config import CORE_MODULE, CoreProcConfig
 from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
@@ -58,7 +58,7 @@ class EngineCoreClient:
             CoreProcConfig(
                 engine=config,
                 client_address=address,
-                log_level=logging.getLogger().getEffectiveLevel(),
+                log=log_style(),
                 life_signs=signs.handle(CORE_PLACE),
             ),
             "the engine core",

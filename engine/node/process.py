@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import signal
-import sys
 
 from edge.supervisor import tell_supervisor
 from engine.config import EngineConfig
@@ -34,14 +32,6 @@ def emit_ready(engine: AsyncLLM, **facts: object) -> None:
         pid=os.getpid(),
         engine_id=config.engine_id,
         kv_cache_tokens=tokens_that_fit(config.kv_layout.groups, engine.ready.num_blocks),
-    )
-
-
-def setup_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
 
 

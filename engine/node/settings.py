@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from edge.logs.settings import LogSettings
 from edge.security.config import SecurityError
 from edge.tracing.settings import TraceSettings
 from engine.config import (
@@ -54,7 +55,12 @@ _EPOCH_BITS = 63
 
 
 class EngineSettings(
-    InspectionSettings, SpeculativeSettings, CacheSettings, TransferSettings, TraceSettings
+    InspectionSettings,
+    SpeculativeSettings,
+    CacheSettings,
+    TransferSettings,
+    TraceSettings,
+    LogSettings,
 ):
     """The settings of the engine of either kind of node."""
 
@@ -205,10 +211,6 @@ class EngineSettings(
     )
     drain_timeout_s: float = Field(
         default=120.0, ge=0, description="Seconds for running requests to end after SIGTERM."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info",
-        description="Level of the log, on standard error. Prompt text is never logged.",
     )
     check: bool = Field(
         default=False,

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from edge.address import join_address
+from edge.logs.setup import setup_logging
 from edge.security.credentials import Credentials
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSign
@@ -333,10 +334,7 @@ async def _run(config: TransferProcessConfig) -> None:
 def main() -> None:
     keep_freed_memory()
     config = read_config(TransferProcessConfig)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(levelname)s kv transfer {config.engine_id}/{config.process}: %(message)s",
-    )
+    setup_logging(config.log, f"kv transfer {config.engine_id}/{config.process}", is_child=True)
     time.sleep(config.start_delay_s)
     collect_garbage_rarely()
     asyncio.run(_run(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from edge.logs.setup import LogStyle
 from host.child_process import ipc_address
 from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
@@ -38,6 +39,7 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     link: HostLink | None = None
     remote_events_address: str = ""
     life_sign: LifeSignHandle | None = None
+    log: LogStyle = LogStyle()
 
     @property
     def rank(self) -> int:

@@ -29,6 +29,7 @@ import msgspec
 import zmq
 
 from edge.address import split_address
+from edge.logs.setup import log_style
 from host.child_process import HostedProcess, stop_all
 from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import Context, bind_socket
@@ -237,6 +238,7 @@ class TransferProcesses:
                 layout=layout,
                 handle=handle,
                 index=index,
+                log=log_style(),
             )
             for handle in handles
             for index in range(config.num_processes)

@@ -29,6 +29,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
+from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from router.admission.model_gates import ModelGates
 from router.admission.ticket import Ticket
@@ -77,6 +78,7 @@ class ProxyEndpoint:
             metrics.by_model.add(trace.model, str(status))
         metrics.by_tenant.add((_tenant(scope).name,), str(status))
         trace.write(self.tracer, status)
+        note_facts(tenant=_tenant(scope).name, **trace.facts())
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> int:
         """Returns the status that the client got, or would have got."""

@@ -44,6 +44,20 @@ class RequestTrace:
     def request_id(self) -> str:
         return self.context.request_id
 
+    def facts(self) -> dict[str, str | float]:
+        """Returns what a line of the log tells: times in seconds."""
+        found: dict[str, str | float] = {}
+        if self.admitted_at:
+            found["queue_s"] = round(self.admitted_at - self.started_at, 6)
+        if self.answered_at:
+            found["first_byte_s"] = round(self.answered_at - self.started_at, 6)
+            found["decode_node"] = self.decode_node
+        if self.num_moves:
+            found["moves"] = self.num_moves
+        if self.failure:
+            found["error"] = self.failure
+        return found
+
     def write(self, tracer: Tracer, status: int) -> None:
         """Writes a request that has ended, for the client with `status`."""
         if not tracer.wants(self.context):

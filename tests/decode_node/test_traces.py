@@ -13,6 +13,7 @@ import pytest
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
+from edge.logs.formatters import JsonFormatter
 from edge.tracing.context import TraceContext
 from edge.tracing.file import TraceFile
 from edge.tracing.span import Span
@@ -172,3 +173,39 @@ def test_the_same_parts_are_measured() -> None:
         "tandem_prefill_retries_total": 2,
     }.items():
         assert found[name] == pytest.approx(value), name
+
+
+def requests_told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """Fields of the lines about requests, of the names that the JSON log has."""
+    return [
+        json.loads(JsonFormatter("decode").format(record))
+        for record in caplog.records
+        if record.name == "edge.logs.request_log"
+    ]
+
+
+async def test_each_request_has_a_line_if_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    body = {"prompt": "the secret dog", "max_tokens": 3, "n": 2}
+    async with http_node(log_requests=True) as node:
+        await node.client.post("/v1/completions", json=body)
+        await node.client.post("/v1/completions", json={**body, "stream": True})
+        await node.client.post("/v1/completions", json={**body, "max_tokens": -1})
+        await node.client.get("/secret/%0A" + "x" * 200)
+        await node.client.get("/health")
+    whole, streamed, wrong, missing = requests_told(caplog)
+    for told in (whole, streamed):
+        assert told["message"] == "POST /v1/completions 200"
+        assert (told["output_tokens"], told["finish_reason"]) == (6, "length,length")
+        assert told["prompt_tokens"] > 0 and told["model"] == "tiny"
+        assert 0 < told["first_token_s"] <= told["duration_s"]
+    assert (wrong["status"], "output_tokens" in wrong) == (400, False)
+    assert missing["status"] == 404 and len(missing["path"]) == 128 and "\n" not in missing["path"]
+    assert "secret dog" not in caplog.text
+
+
+async def test_no_line_unless_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with http_node() as node:
+        await node.client.post("/v1/completions", json={"prompt": "a dog", "max_tokens": 1})
+    assert requests_told(caplog) == []

@@ -1,7 +1,8 @@
-"""A cluster tells of one request: one connected trace, by OTLP."""
+"""A cluster tells of one request: one connected trace, by OTLP; one id in all logs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ def collected() -> Iterator[Collected]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def cluster(share_cluster: Any, collected: Collected) -> AsyncIterator[Any]:
-    told = ("--otlp-traces-endpoint", collected.url)
+    told = ("--otlp-traces-endpoint", collected.url, "--log-format", "json", "--log-requests")
     yield await share_cluster(
         decode_args=("--local-prefill-threshold", "0", *told), prefill_args=told, router_args=told
     )
@@ -85,3 +86,19 @@ async def test_what_the_caller_does_not_sample_is_not_exported(
         await ask(http, cluster.url, {"traceparent": f"00-{trace}-{CLIENT_SPAN}-{flags}"})
     spans = collected.wait(lambda spans: len({s.service for s in of(spans, loud)}) == 3)
     assert not of(spans, quiet)
+
+
+@pytest.mark.e2e
+async def test_all_services_log_one_id(cluster: Any, http: aiohttp.ClientSession) -> None:
+    given = {"traceparent": f"00-{'3' * 32}-{CLIENT_SPAN}-01", "x-request-id": "req-8"}
+    answered = await ask(http, cluster.url, given)
+    assert answered.getall("x-request-id") == ["req-8"]
+    for service in ("router", "decode", "prefill"):
+        line = await cluster.wait_log(service, '"request_id": "req-8"')
+        told = json.loads(line.partition(": ")[2])
+        assert (told["level"], told["trace_id"]) == ("info", "3" * 32)
+        assert told["message"].startswith(("POST /v1/completions 200", "prefill done")), told
+    for line in cluster.logs:
+        service, _, text = line.partition(": ")
+        told = json.loads(text)
+        assert {"time", "level", "logger", "process", "message"} <= told.keys(), line

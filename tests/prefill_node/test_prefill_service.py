@@ -398,7 +398,7 @@ async def test_prompts_that_failed_are_traced_as_such(tmp_path: Path) -> None:
         for line in (tmp_path / "traces").read_text().splitlines()
     ]
     assert refused["status"]["code"] == ended["status"]["code"] == 2
-    assert "out of range" in refused["status"]["message"]
+    assert refused["status"]["message"] == "invalid_argument", "and nothing of the prompt"
     assert {"key": "gen_ai.request.id", "value": {"stringValue": "req-7"}} in ended["attributes"]
     assert {"key": "error.type", "value": {"stringValue": "ended"}} in ended["attributes"]
     assert "status" not in left, "its caller left"

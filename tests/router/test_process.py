@@ -103,7 +103,7 @@ def test_a_wrong_setting_is_named_and_nothing_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("router.__main__.configure_logging", lambda level: None)
+    monkeypatch.setattr("router.__main__.setup_logging", lambda style, process: None)
     assert main(["--port", "0", *args]) == code
     said = capsys.readouterr()
     assert said.out == ""

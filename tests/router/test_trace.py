@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from edge.logs.formatters import JsonFormatter
 from edge.tracing.context import TraceContext
 from tests.router.cluster import Cluster, eventually
 from tests.router.fakes import answer_json, break_after, event, stream_tokens
@@ -119,3 +120,26 @@ async def test_a_share_of_new_traces_is_sampled(cluster: Cluster) -> None:
     await router.text(BODY, traceparent=PARENT)
     flags = [headers["traceparent"][-2:] for headers, _ in node.requests]
     assert flags == ["00", "01"]
+
+
+async def test_each_request_has_a_line_if_wanted(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node = await cluster.decode(handler=TokenHandler())
+    router = await cluster.router(node, log_requests=True)
+    await router.text({**BODY, "prompt": "a secret"}, x_request_id="req-7")
+    async with router.post([]) as response:
+        assert response.status == 400
+
+    def told() -> list[dict[str, Any]]:
+        lines = [r for r in caplog.records if r.name == "edge.logs.request_log"]
+        return [json.loads(JsonFormatter("router").format(line)) for line in lines]
+
+    await eventually(lambda: len(told()) == 2)
+    fine, wrong = told()
+    assert (fine["message"], fine["status"]) == ("POST /v1/completions 200", 200)
+    assert fine["decode_node"] == node.target and fine["tenant"]
+    assert 0 <= fine["queue_s"] <= fine["first_byte_s"] <= fine["duration_s"]
+    assert wrong["status"] == 400 and "decode_node" not in wrong
+    assert "secret" not in caplog.text
