@@ -41,7 +41,8 @@ class ModelRoute:
 
 def _score(version: str, weight: float, key: bytes) -> float:
     digest = xxhash.xxh3_64_intdigest(b"version\0%b\0%b" % (version.encode(), key))
-    return -weight / math.log((digest + 0.5) / 2.0**64)
+    # Of more bits the largest would be rounded to 1, whose logarithm is 0.
+    return -weight / math.log(((digest >> 12) + 0.5) / 2.0**52)
 
 
 def plain_route(name: str) -> ModelRoute:
