@@ -25,6 +25,7 @@ a running node
   profile   records what its GPUs do, for a few seconds
 
 a checkpoint
+  download      gets it from the hub, before anything serves it
   calibrate-kv  finds the scales of an FP8 KV cache
 
 tandem COMMAND --help describes each; every option is also an environment variable.
@@ -35,6 +36,7 @@ _TOOLS = {"calibrate-kv": "engine.calibration"}
 _COMMANDS = {
     "demo": "demo",
     "up": "up",
+    "download": "download",
     "serve": "up",
     "chat": "chat",
     "profile": "node_profile",

@@ -3,6 +3,9 @@
 {{/* Init containers, and sidecars, which start before our container and end after it: of */}}
 {{- define "tandem.initContainers" -}}
 {{- $found := .of.initContainers | default list -}}
+{{- if and (ne .component "router") (include "tandem.isPreloaded" .root) -}}
+{{- $found = concat $found (include "tandem.preloadWait" . | fromYamlArray) -}}
+{{- end -}}
 {{- range .of.sidecars -}}
 {{- $found = append $found (merge (dict "restartPolicy" "Always") .) -}}
 {{- end -}}

@@ -58,6 +58,53 @@
 {{- end }}
 {{- end -}}
 
+{{/* Whether a Job downloads the model before the tiers' pods start. */}}
+{{- define "tandem.isPreloaded" -}}
+{{- if ne .Values.model.preload.kind "none" }}true{{ end -}}
+{{- end -}}
+
+{{/* File in the volume that says that the model is complete, for one name and revision. */}}
+{{- define "tandem.preloadMark" -}}
+{{- $model := .Values.model -}}
+/models/.tandem/{{ printf "%s@%s" $model.name $model.revision | sha256sum | trunc 16 }}
+{{- end -}}
+
+{{/* Pods wait for the model, and then need no hub. */}}
+{{- define "tandem.preloadWait" -}}
+- name: wait-for-model
+  image: {{ include "tandem.image" (dict "root" .root "image" .root.Values.image.engine) | quote }}
+  imagePullPolicy: {{ .root.Values.image.engine.pullPolicy | quote }}
+  command:
+    - sh
+    - -c
+    - |
+      until [ -e "$MARK" ]; do
+        echo "waiting for the download of the model; look at the Job of {{ include "tandem.name" (dict "root" .root "component" "preload") }}"
+        sleep 5
+      done
+  env:
+    - name: MARK
+      value: {{ include "tandem.preloadMark" .root | quote }}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  securityContext: {{- toYaml .of.securityContext | nindent 4 }}
+  volumeMounts:
+    - name: models
+      mountPath: /models
+      readOnly: true
+{{- end -}}
+
+{{/* A Job cannot change: another model or image is another Job. */}}
+{{- define "tandem.preloadName" -}}
+{{- $model := .Values.model -}}
+{{- $image := include "tandem.image" (dict "root" . "image" .Values.image.engine) -}}
+{{- $tier := pick .Values.tierDefaults "podSecurityContext" "securityContext" -}}
+{{- $parts := list (omit $model "servedName" "dtype" "kvCacheDtype" "maxModelLen") $image $tier .Values.global.imagePullSecrets -}}
+{{- $what := toJson $parts | sha256sum | trunc 8 -}}
+{{- printf "%s-%s" (include "tandem.name" (dict "root" . "component" "preload")) $what -}}
+{{- end -}}
+
 {{/* The hub's client library reads these itself. */}}
 {{- define "tandem.modelEnv" -}}
 {{- $hub := .Values.model.hub -}}
@@ -69,10 +116,17 @@
 {{- else }}
 - name: HF_HOME
   value: /models
-{{- if $hub.offline }}
+{{- if or $hub.offline (include "tandem.isPreloaded" .) }}
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
+{{- include "tandem.hubEnv" . }}
+{{- end }}
+{{- end -}}
+
+{{/* How the hub is reached. */}}
+{{- define "tandem.hubEnv" -}}
+{{- $hub := .Values.model.hub -}}
 {{- with $hub.endpoint }}
 - name: HF_ENDPOINT
   value: {{ . | quote }}
@@ -83,6 +137,5 @@
     secretKeyRef:
       name: {{ . | quote }}
       key: {{ $hub.secretKey | quote }}
-{{- end }}
 {{- end }}
 {{- end -}}

@@ -25,7 +25,7 @@ ipFamilies: [{{ .Values.ipFamily }}]
 
 {{/* Towards the hub, unless the checkpoint is in the volume. */}}
 {{- define "tandem.hubEgress" -}}
-{{- if not (include "tandem.modelIsLocal" .) }}
+{{- if not (or (include "tandem.modelIsLocal" .) (include "tandem.isPreloaded" .)) }}
 - ports: [{port: 443}]
 {{- end }}
 {{- end -}}

@@ -17,6 +17,7 @@
 {{- include "tandem.mistakes.hostPorts" $scope -}}
 {{- include "tandem.mistakes.scheduling" $scope -}}
 {{- include "tandem.mistakes.cache" $scope -}}
+{{- include "tandem.mistakes.preload" $scope -}}
 {{- range $name, $tier := $tiers -}}
 {{- include "tandem.mistakes.tier" (dict "root" $ "name" $name "tier" $tier "found" $found) -}}
 {{- end -}}
@@ -64,6 +65,7 @@
 {{- $pods := 0 -}}
 {{- range $tier := .tiers -}}{{- $pods = add $pods (mul (include "tandem.maxPods" $tier | int) (int $tier.parallelism.hosts)) -}}{{- end -}}
 {{- $modes := $storage.pvc.accessModes -}}
+{{- if include "tandem.isPreloaded" .root -}}{{- $pods = add1 $pods -}}{{- end -}}
 {{- $shared := or (has "ReadWriteMany" $modes) (has "ReadOnlyMany" $modes) -}}
 {{- if not $shared -}}{{- if gt (int $pods) 1 -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%d pods share one claim, but model.storage.pvc.accessModes is %s: use ReadWriteMany, or model.storage.type emptyDir, hostPath or image" (int $pods) (join "," $modes))) -}}

@@ -180,3 +180,21 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{- define "tandem.mistakes.preload" -}}
+{{- $found := .found -}}
+{{- $model := .root.Values.model -}}
+{{- $kind := $model.preload.kind -}}
+{{- if ne $kind "none" -}}
+{{- if include "tandem.modelIsLocal" .root -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.preload downloads model.name, but the checkpoint is in the volume already: set model.preload.kind to none") -}}
+{{- else if ne $model.storage.type "pvc" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "model.preload fills one volume for all pods, but model.storage.type is %s: set it to pvc" $model.storage.type)) -}}
+{{- else if and (eq $kind "hook") (not $model.storage.pvc.existingClaim) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.preload.kind is hook, which runs before the chart makes its claim: set model.storage.pvc.existingClaim, or model.preload.kind to job") -}}
+{{- end -}}
+{{- if $model.hub.offline -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "model.preload downloads, and model.hub.offline forbids it: set one of them (pods that are preloaded never ask the hub)") -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

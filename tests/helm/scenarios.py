@@ -45,7 +45,7 @@ def templates_of(manifest: Manifest) -> dict[str, Manifest]:
     """
     if manifest["kind"] == "Pod":
         return {"": manifest}
-    if manifest["kind"] == "Deployment":
+    if manifest["kind"] in ("Deployment", "Job"):
         return {"": manifest["spec"]["template"]}
     if manifest["kind"] != "LeaderWorkerSet":
         return {}

@@ -47,8 +47,9 @@ def containers(objects: Rendered) -> dict[str, Manifest]:
     found = {}
     for pod in pods(objects).values():
         for container in pod["spec"]["containers"]:
-            if "tandem" in container.get("command", ()):
-                found[container["command"][-1]] = container
+            command = container.get("command", [""])
+            if "tandem" in command and command[-1] in PROGRAMS:
+                found[command[-1]] = container
     return found
 
 

@@ -214,6 +214,24 @@ BETWEEN_VALUES += [
         {"scheduling": {"kind": "volcano"}, "decode": {"schedulerName": "other"}},
         "decode.schedulerName is other",
     ),
+    (
+        {"model": {"preload": {"kind": "job"}}},
+        "model.preload fills one volume for all pods, but model.storage.type is emptyDir",
+    ),
+    (
+        {"model": {"preload": {"kind": "hook"}, "storage": {"type": "pvc"}}},
+        "set model.storage.pvc.existingClaim, or model.preload.kind to job",
+    ),
+    (
+        {"model": {"preload": {"kind": "job"}, "storage": {"type": "pvc", "path": "m"}}},
+        "set model.preload.kind to none",
+    ),
+    (
+        {"model": {
+            "preload": {"kind": "job"}, "storage": {"type": "pvc"}, "hub": {"offline": True},
+        }},
+        "model.hub.offline forbids it",
+    ),
     ({"compileCache": {"type": "hostPath"}}, "set compileCache.hostPath.path"),
     (
         {"compileCache": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}}},
