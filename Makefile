@@ -122,3 +122,14 @@ docs-check: docs
 # One version and the hashes of each dependency of the images; `lock-upgrade` takes the newest.
 lock lock-upgrade: $(VENV)/.installed-dev
 	$(BIN)/python -m release.lock $(if $(findstring upgrade,$@),--upgrade)
+
+# A release of the commit that is checked out (docs/releases.md), e.g.
+#   make release DRY_RUN=1                          everything but pushing and signing
+#   make release REGISTRY=registry.example.com
+release: $(VENV)/.installed-dev helm-tools
+	$(BIN)/python -m release $(if $(DRY_RUN),--dry-run) $(if $(REGISTRY),--registry $(REGISTRY)) \
+		$(RELEASE_ARGS)
+
+# Asks the registry for the digest of the Dockerfile's base, or of another TAG, and pins it.
+release-bases: $(VENV)/.installed-dev
+	$(BIN)/python -m release.bases $(if $(TAG),--tag $(TAG))

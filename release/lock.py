@@ -28,10 +28,10 @@ from packaging.requirements import Requirement
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-ROOT = Path(__file__).resolve().parent.parent
+from release import ARCHITECTURES, ROOT, project, pyproject
+
 FOLDER = ROOT / "requirements"
 
-ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = (2, 36)
 """The C library of Debian bookworm, which the images are based on."""
 
@@ -79,16 +79,9 @@ def environment(python: tuple[int, int], architecture: str) -> dict[str, str]:
     }
 
 
-def project() -> dict[str, Any]:
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found: dict[str, Any] = tomllib.loads(text)["project"]
-    return found
-
-
 def ranges() -> list[str]:
     """Returns every requirement of pyproject.toml that images may need, and its build system's."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    build: list[str] = tomllib.loads(text)["build-system"]["requires"]
+    build: list[str] = pyproject()["build-system"]["requires"]
     extras = project()["optional-dependencies"]
     wanted_extras = (*extras["ray"], *extras["fa3"], *extras["otlp"])
     return [*project()["dependencies"], *wanted_extras, *build]

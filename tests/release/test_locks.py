@@ -16,10 +16,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+from release import ROOT
 from release.lock import (
     FOLDER,
     PYTHONS,
-    ROOT,
     NoWheel,
     environment,
     platforms,

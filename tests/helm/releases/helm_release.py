@@ -25,7 +25,9 @@ class Release(Protocol):
     when all is rolled out, as the cluster says. With `wait_s` it is Helm that waits, which asks
     every two seconds, and fails after that time; with 0 nobody waits."""
 
-    async def install(self, values: Values, *, wait_s: int | None = None) -> None: ...
+    async def install(
+        self, values: Values, *, wait_s: int | None = None, chart: Path = CHART
+    ) -> None: ...
     async def upgrade(self, values: Values, *, wait_s: int | None = None) -> None: ...
     async def rollback(self, revision: int) -> None: ...
     async def test(self) -> None: ...
@@ -47,8 +49,10 @@ class CliRelease:
         self._kubeconfig.write_text(cluster.kubeconfig)
         self._kubeconfig.chmod(0o600)
 
-    async def install(self, values: Values, *, wait_s: int | None = None) -> None:
-        await self._roll("install", values, wait_s)
+    async def install(
+        self, values: Values, *, wait_s: int | None = None, chart: Path = CHART
+    ) -> None:
+        await self._roll("install", values, wait_s, chart)
 
     async def upgrade(self, values: Values, *, wait_s: int | None = None) -> None:
         await self._roll("upgrade", values, wait_s)
@@ -67,11 +71,13 @@ class CliRelease:
     async def uninstall(self) -> None:
         await self._run("uninstall", NAME)
 
-    async def _roll(self, command: str, values: Values, wait_s: int | None) -> None:
+    async def _roll(
+        self, command: str, values: Values, wait_s: int | None, chart: Path = CHART
+    ) -> None:
         path = self._folder / "values.json"
         path.write_text(json.dumps(values))
         wait = ["--wait", "--timeout", f"{wait_s}s"] if wait_s else []
-        await self._run(command, NAME, CHART, "--values", path, *wait)
+        await self._run(command, NAME, chart, "--values", path, *wait)
         if wait_s is None:
             await self._cluster.wait_rolled_out()
 
@@ -94,8 +100,10 @@ class SdkRelease:
         self._helm = HelmSdk.shared()
         self._kubeconfig = cluster.kubeconfig
 
-    async def install(self, values: Values, *, wait_s: int | None = None) -> None:
-        await self._roll("install", values, wait_s)
+    async def install(
+        self, values: Values, *, wait_s: int | None = None, chart: Path = CHART
+    ) -> None:
+        await self._roll("install", values, wait_s, chart)
 
     async def upgrade(self, values: Values, *, wait_s: int | None = None) -> None:
         await self._roll("upgrade", values, wait_s)
@@ -113,9 +121,11 @@ class SdkRelease:
     async def uninstall(self) -> None:
         await self._run("uninstall", NAME)
 
-    async def _roll(self, method: str, values: Values, wait_s: int | None) -> None:
+    async def _roll(
+        self, method: str, values: Values, wait_s: int | None, chart: Path = CHART
+    ) -> None:
         wait = {"wait": "watcher", "timeout": wait_s} if wait_s else {}
-        await self._run(method, str(CHART), NAME, dict(values), **wait)
+        await self._run(method, str(chart), NAME, dict(values), **wait)
         if wait_s is None:
             await self._cluster.wait_rolled_out()
 

@@ -1,8 +1,8 @@
 """The chart's pods as processes: what an operator does to a cluster that serves.
 
 One cluster for all tests of this file, in their order: a release with a router, two prefill nodes
-and a decode node, booted from the chart alone. They begin with a token alone; on the way TLS is
-turned on, by certificates that the chart makes.
+and a decode node, booted from the last release's chart alone. They begin with a token alone; on the
+way an upgrade brings the tree's chart and turns TLS on, by certificates that the chart makes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from release import project
 from tests.helm.releases.helm_release import CliRelease, Release
 from tests.helm.releases.load import Load, body, stream
+from tests.helm.releases.test_upgrade_from_release import NEWEST
 from tests.kubernetes_stand_in.cluster import Cluster
 from tests.kubernetes_stand_in.dns_server import may_serve
 from tests.kubernetes_stand_in.pod_files import TOKEN_FOLDER
@@ -146,7 +148,7 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     async with Cluster.real(folder) as cluster:
         release = CliRelease(cluster, folder)
         try:
-            await release.install(values(cluster, prefill=2), wait_s=0)
+            await release.install(values(cluster, prefill=2), wait_s=0, chart=NEWEST)
             await cluster.wait_ready(START_S, router=1, prefill=2, decode=1)
             service = cluster.get("Service", "tandem-router")["spec"]
             url = f"http://{service['clusterIP']}:{service['ports'][0]['port']}"
@@ -185,8 +187,9 @@ async def test_scaling_each_tier_under_load_loses_nothing(serving: Serving) -> N
 async def test_turning_tls_on_rolls_everything_under_load_and_loses_nothing(
     serving: Serving,
 ) -> None:
-    """It begins when a decode pod was just deleted in the middle of its answers. The new router
-    finds the nodes by DNS, where there is one."""
+    """It begins when a decode pod was just deleted in the middle of its answers, and is the upgrade
+    from the last release's chart. The new router finds the nodes by DNS, where there is one."""
+    assert chart_label(serving) == NEWEST.stem
     pod, answers = await serving.begin_long_answers()
     serving.cluster.delete_pod(pod)
     async with Load(serving.url, serving.expected) as load:
@@ -197,6 +200,7 @@ async def test_turning_tls_on_rolls_everything_under_load_and_loses_nothing(
         await load.answers(10)
         assert await plaintext_connections(serving) == before, "not all pods speak TLS"
     assert not load.faults
+    assert chart_label(serving) == f"tandem-{project()['version']}"
 
 
 async def test_turning_plaintext_off_under_load_loses_nothing(serving: Serving) -> None:
@@ -210,6 +214,12 @@ async def test_turning_plaintext_off_under_load_loses_nothing(serving: Serving) 
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"http://{pod['status']['podIP']}:8100/health")
     await serving.release.test()
+
+
+def chart_label(serving: Serving) -> str:
+    """Returns the chart that the running objects came with."""
+    labels = serving.cluster.get("Deployment", "tandem-decode")["metadata"]["labels"]
+    return str(labels["helm.sh/chart"])
 
 
 async def roll(serving: Serving, tls: Tls) -> None:
