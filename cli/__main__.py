@@ -28,11 +28,14 @@ a checkpoint
   download      gets it from the hub, before anything serves it
   calibrate-kv  finds the scales of an FP8 KV cache
 
+sizes
+  plan      says how many prefill and decode nodes some traffic needs
+
 tandem COMMAND --help describes each; every option is also an environment variable.
 """
 
 _SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
-_TOOLS = {"calibrate-kv": "engine.calibration"}
+_TOOLS = {"calibrate-kv": "engine.calibration", "plan": "planner"}
 _COMMANDS = {
     "demo": "demo",
     "up": "up",

@@ -29,6 +29,7 @@ RANKS = {
     "prefill_node": 3,
     "decode_node": 3,
     "cli": 3,
+    "planner": 4,
 }
 SOURCE_ROOTS = {
     "tandem_pb": ROOT / "proto",
@@ -64,6 +65,7 @@ ENGINE_ORDER = [
     {"frontend"},
     {"node"},
     {"calibration"},
+    {"speed"},
 ]
 
 ROUTER_ORDER = [
@@ -115,6 +117,17 @@ KV_TRANSFER_ORDER = [
 ]
 """Contracts first. Rooms of one level never import each other."""
 
+PLANNER_ORDER = [
+    {"errors"},
+    {"simulation"},
+    {"traffic"},
+    {"evaluation", "live_metrics"},
+    {"search"},
+    {"report"},
+    {"plot"},
+    {"__main__"},
+]
+
 EDGE_ORDER = [{"address", "supervisor"}, {"security", "tracing"}, {"logs"}, {"http"}]
 
 TORCH_FREE = [
@@ -145,6 +158,8 @@ TORCH_FREE = [
     "engine.sched",
     "engine.core",
     "engine.frontend",
+    "engine.speed.profile",
+    "planner",
     "engine.node",
     "engine.rope",
     "engine.quantization",
@@ -291,7 +306,12 @@ def test_header_names_stand_in_one_place() -> None:
 
 @pytest.mark.parametrize(
     ("package", "order"),
-    [("engine", ENGINE_ORDER), ("router", ROUTER_ORDER), ("decode_node", DECODE_NODE_ORDER)],
+    [
+        ("engine", ENGINE_ORDER),
+        ("router", ROUTER_ORDER),
+        ("decode_node", DECODE_NODE_ORDER),
+        ("planner", PLANNER_ORDER),
+    ],
 )
 def test_folders_import_in_one_direction(package: str, order: list[set[str]]) -> None:
     level = {name: i for i, names in enumerate(order) for name in names}
@@ -350,7 +370,7 @@ def test_torch_free_modules_name_no_torch_anywhere_below_them() -> None:
             assert hit is None, f"{module} reaches torch through {hit}"
 
 
-@pytest.mark.parametrize("service", ["router", "prefill_node", "decode_node", "cli"])
+@pytest.mark.parametrize("service", ["router", "prefill_node", "decode_node", "cli", "planner"])
 def test_services_start_without_torch(service: str) -> None:
     code = f"import sys, {service}.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.workload import Preset, Session, sessions
+from planner.simulation.requests import SimRequest
 from router.request.info import RequestInfo, SessionSource
 
 BLOCK_TOKENS = 512
@@ -21,17 +22,6 @@ _ROUTER_BLOCKS = 2
 """The router hashes pieces of about 1024 tokens."""
 _GUESS_SPREAD = 0.15
 """The error of the router's guess of a prompt's length, which it makes from the text."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimRequest:
-    """A request. `blocks`: the complete blocks of the prompt. `info`: what a router knows of it."""
-
-    at_s: float
-    num_prompt: int
-    num_output: int
-    blocks: tuple[int, ...]
-    info: RequestInfo
 
 
 def make_requests(preset: Preset, requests_per_s: float, count: int, seed: int) -> list[SimRequest]:

@@ -23,16 +23,18 @@ from typing import Any
 
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
-from bench.router.cluster import ClusterShape, Measured, PrefillCost, SimCluster
 from bench.router.requests import (
     Limits,
-    SimRequest,
     at_load,
     limits,
     make_requests,
     with_hot_key,
 )
 from bench.workload import PRESETS
+from planner.simulation.cluster import ClusterShape, SimCluster
+from planner.simulation.measured import Measured
+from planner.simulation.requests import SimRequest
+from planner.simulation.step_times import PrefillCost
 from router.admission.admission_gate import GateLimits
 from router.nodes.registry import NodeRegistry
 from router.placement.choose_policy import PolicyName, choose_policy
@@ -133,7 +135,7 @@ def _result(
     case: Case, cluster: SimCluster, measured: Measured, limit: Limits, wall_s: float
 ) -> Result:
     ttft = sorted(measured.ttft_s)
-    busy = [node.busy_s for node in cluster.prefills]
+    busy = [node.engine.busy_s for node in cluster.prefills]
     decisions = sorted(measured.decision_s)
     return Result(
         group=case.group,

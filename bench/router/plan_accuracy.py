@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Compares what `tandem plan` predicts with what was measured on clusters of GPUs.
+
+The simulation gets the profile of the engine (`bench.engine.speed`, one GPU, no server) and the
+arrivals of the measured run (`bench.serving.load` makes them from its seed). Nothing is fitted to
+the clusters' figures but `overhead_s`, one constant for all.
+
+    python -m bench.router.plan_accuracy
+
+Writes bench/results/plan_accuracy.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.engine.speed_profiles import PROFILES
+from bench.record import RESULTS, write_result
+from bench.serving.load import parse_arguments
+from bench.workload import Preset, exactly, sessions
+from engine.speed.profile import load_profile
+from planner.evaluation import Evaluator, Nodes, Objectives
+from planner.traffic.traffic import Arrival, Traffic
+
+MEASURED = {
+    "pd_serving": "h200-llama-3.1-8b",
+    "pd_serving_ratio": "h200-llama-3.1-8b",
+    "pd_qwen3_30b": "h200-qwen3-30b-a3b",
+}
+FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+_SETUP = re.compile(r"(\d+)p(\d+)d-cuda_ipc")
+
+
+def nodes_of(setup: str) -> Nodes | None:
+    """Returns the nodes of a measured setup; None for one that is not compared."""
+    if setup == "one":
+        return Nodes(0, 1)
+    found = _SETUP.fullmatch(setup)
+    return Nodes(int(found[1]), int(found[2])) if found else None
+
+
+def arrivals(settings: dict[str, Any], rate: float, index: int) -> Traffic:
+    """Returns the arrivals of the measured run at its `index`-th rate."""
+    num_in, num_out = settings["input_tokens"], settings["output_tokens"]
+    preset = Preset(description="alike", first=exactly(num_in), output=exactly(num_out))
+    seed = parse_arguments(["--url", "-"]).seed + 1000 * index
+    times = [found.start_s for found in sessions(preset, rate, settings["duration"], seed)]
+    return Traffic("measured", tuple(Arrival(at_s, num_in, num_out) for at_s in times))
+
+
+def compare(name: str) -> Iterator[dict[str, Any]]:
+    figures = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+    profile = load_profile(Path(PROFILES) / f"{MEASURED[name]}.json")
+    for setup in figures["setups"]:
+        nodes = nodes_of(setup["setup"])
+        if nodes is None:
+            continue
+        for index, load in enumerate(setup["loads"]):
+            traffic = arrivals(figures["settings"], load["qps"], index)
+            evaluator = Evaluator(profile, traffic, Objectives(1.0, 0.05), warm_part=0.0)
+            outcome = evaluator.outcome(nodes)
+            row: dict[str, Any] = {
+                "source": name,
+                "nodes": str(nodes),
+                "rate": load["qps"],
+                "requests": load["sent"],
+                "simulated_requests": len(traffic.arrivals),
+            }
+            for figure in FIGURES:
+                kind, part = figure.split("_")
+                measured = load[f"{kind}_ms"][part]
+                predicted = 1e3 * getattr(outcome, f"{figure}_s")
+                row[figure] = {
+                    "measured_ms": round(measured, 2),
+                    "predicted_ms": round(predicted, 2),
+                    "error": round(predicted / measured - 1, 3),
+                }
+            yield row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the median and largest absolute error of each figure."""
+    found = {}
+    for figure in FIGURES:
+        errors = [abs(row[figure]["error"]) for row in rows]
+        found[figure] = {"median": statistics.median(errors), "largest": max(errors)}
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| nodes | requests/s | TTFT p50, ms | p99 | ITL p50, ms | p99 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            f"{row[f]['predicted_ms']:.4g} / {row[f]['measured_ms']:.4g} ({row[f]['error']:+.0%})"
+            for f in FIGURES
+        ]
+        lines.append(f"| {row['nodes']} | {row['rate']:g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    rows = [row for name in MEASURED for row in compare(name)]
+    print(table(rows))
+    print(json.dumps(summary(rows), indent=1))
+    print(write_result("plan_accuracy", {"rows": rows, "absolute_error": summary(rows)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Steps an engine in virtual time: parts of prompts, and one token of each running sequence.
+
+1. idle       nothing to do
+2. stepping   one step with parts of prompts in it, up to `max_batched_tokens`, oldest first;
+              running sequences get a token in the same step
+3. decoding   no prompt waits: steps alike until the first sequence ends. They are counted at once,
+              so a long answer costs no more than a short one
+-  cut        something comes while decoding: it ends with the step that is under way
+
+A sequence that joins waits for the next step; the time until its token is the gap that its client
+sees.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from planner.simulation.jobs import Job
+from planner.simulation.step_times import Part, StepTimes
+from planner.simulation.virtual_time import VirtualTime
+
+Gap = tuple[float, float]
+"""Seconds between two tokens, and how many such gaps there were."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimEngine:
+    """Runs jobs. `begin` hears that a prompt is about to be computed and sets its `num_left`;
+    `first` and `end` hear of first and last tokens, `gaps` of the time between tokens, `began` that
+    prompts have ended and what follows them has begun.
+
+    Attributes:
+        speed: Divides all times; 1 for an ordinary node.
+        one_prompt: A step computes one prompt whole.
+        busy_s, prompt_s: Seconds of steps, and of those with prompts in them.
+        sequence_s: Sequences times seconds.
+    """
+
+    timeline: VirtualTime
+    times: StepTimes
+    begin: Callable[[Job], None]
+    first: Callable[[Job], None]
+    end: Callable[[Job], None]
+    gaps: Callable[[Job | None, float, float], None]
+    began: Callable[[], None]
+    max_batched_tokens: int = 8192
+    speed: float = 1.0
+    one_prompt: bool = False
+    waiting: deque[Job] = field(default_factory=deque)
+    computing: list[Job] = field(default_factory=list)
+    busy_s: float = 0.0
+    prompt_s: float = 0.0
+    sequence_s: float = 0.0
+    _joining: list[Job] = field(default_factory=list)
+    _joined: list[Job] = field(default_factory=list)
+    """Sequences in their first step."""
+    _running: list[tuple[int, int, Job]] = field(default_factory=list)
+    _serials: itertools.count[int] = field(default_factory=itertools.count)
+    _num_kv: float = 0.0
+    _num_steps: int = 0
+    _run: tuple[float, float, float, int] | None = None
+    """The steps under way: begin, time of the first, growth from step to step, number."""
+    _parts: list[tuple[Job, Part]] = field(default_factory=list)
+    _version: int = 0
+    _telling: bool = False
+    """The steps are over and their results are being told; what comes now waits for the rest."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._joining)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._run is None and not (self.waiting or self.computing or self._joining)
+
+    def add_prompt(self, job: Job) -> None:
+        self.waiting.append(job)
+        self._came()
+
+    def join(self, job: Job) -> None:
+        """Takes a sequence whose prompt and first token are there, to bring the rest."""
+        self._joining.append(job)
+        self._came()
+
+    def _came(self) -> None:
+        if self._telling:
+            return
+        if self._run is None:
+            self._next()
+        elif not self._parts:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Ends the steps under way with the one that is being computed."""
+        assert self._run is not None
+        began, first_s, growth_s, count = self._run
+        done = min(count, max(1, steps_until(self.timeline.now - began, first_s, growth_s)))
+        if done < count:
+            self._schedule(began, first_s, growth_s, done)
+
+    def _next(self) -> None:
+        """Begins the next steps."""
+        self._joined, self._joining = self._joining, []
+        for job in self._joined:
+            job.last_step = self._num_steps + job.request.num_output - 1
+            heapq.heappush(self._running, (job.last_step, next(self._serials), job))
+            self._num_kv += job.request.num_prompt + 1
+        self._fill_step()
+        count = len(self._running)
+        if self._parts:
+            parts = [part for _, part in self._parts]
+            step_s = self.times.step_s(parts, count, self._num_kv) / self.speed
+            self._schedule(self.timeline.now, step_s, 0.0, 1)
+        elif count:
+            step_s = self.times.decode_s(count, self._num_kv) / self.speed
+            growth_s = self.times.decode_s(count, self._num_kv + count) / self.speed - step_s
+            left = 1 if self._joined else self._running[0][0] - self._num_steps
+            self._schedule(self.timeline.now, step_s, growth_s, left)
+
+    def _fill_step(self) -> None:
+        budget = self.max_batched_tokens - len(self._running)
+        for job in self.computing:
+            budget -= self._take(job, budget)
+        while self.waiting and budget > 0 and not (self.one_prompt and self._parts):
+            job = self.waiting.popleft()
+            job.started_at = self.timeline.now
+            self.computing.append(job)
+            self.begin(job)
+            budget -= self._take(job, budget)
+
+    def _take(self, job: Job, budget: int) -> int:
+        num_new = job.num_left if self.one_prompt else max(0, min(job.num_left, budget))
+        if num_new:
+            self._parts.append((job, Part(num_new, job.request.num_prompt - job.num_left)))
+        return num_new
+
+    def _schedule(self, began: float, first_s: float, growth_s: float, count: int) -> None:
+        self._run = began, first_s, growth_s, count
+        self._version += 1
+        version = self._version
+
+        def done() -> None:
+            if version == self._version:
+                self._done()
+
+        self.timeline.at(began + steps_s(count, first_s, growth_s), done)
+
+    def _done(self) -> None:
+        assert self._run is not None
+        _, first_s, growth_s, count = self._run
+        took_s, self._run = steps_s(count, first_s, growth_s), None
+        self._count(took_s, count, first_s)
+        ended = []
+        while self._running and self._running[0][0] <= self._num_steps:
+            ended.append(heapq.heappop(self._running)[2])
+        finished = self._finish_parts()
+        self._telling = True
+        for job in ended:
+            self._num_kv -= job.num_held
+            self.end(job)
+        for job in finished:
+            self.first(job)
+        self._telling = False
+        self._next()
+        if finished:
+            self.began()
+
+    def _count(self, took_s: float, count: int, first_s: float) -> None:
+        num = len(self._running)
+        self.busy_s += took_s
+        self.sequence_s += took_s * num
+        self.prompt_s += took_s if self._parts else 0.0
+        self._num_steps += count
+        self._num_kv += num * count
+        for job in self._joined:
+            self.gaps(job, self.timeline.now - job.first_at, 1)
+        rest = num * count - len(self._joined)
+        if rest:
+            self.gaps(None, took_s / count, rest)
+        self._joined = []
+
+    def _finish_parts(self) -> list[Job]:
+        for job, part in self._parts:
+            job.num_left -= part.num_new
+        self._parts = []
+        finished = [job for job in self.computing if job.num_left == 0]
+        self.computing = [job for job in self.computing if job.num_left > 0]
+        for job in finished:
+            job.first_at = self.timeline.now
+        return finished
+
+
+def steps_s(count: int, first_s: float, growth_s: float) -> float:
+    """Returns the time of so many steps, each longer than the one before by `growth_s`."""
+    return count * first_s + growth_s * count * (count - 1) / 2
+
+
+def steps_until(elapsed_s: float, first_s: float, growth_s: float) -> int:
+    """Returns the number of the step that is under way after `elapsed_s`, from 1 on."""
+    if growth_s <= 0:
+        return math.floor(elapsed_s / first_s) + 1
+    half = first_s - growth_s / 2
+    root = math.sqrt(half * half + 2 * growth_s * elapsed_s)
+    return math.floor((root - half) / growth_s) + 1
