@@ -18,6 +18,7 @@
 {{- include "tandem.mistakes.scheduling" $scope -}}
 {{- include "tandem.mistakes.cache" $scope -}}
 {{- include "tandem.mistakes.preload" $scope -}}
+{{- include "tandem.mistakes.relabelings" $scope -}}
 {{- range $name, $tier := $tiers -}}
 {{- include "tandem.mistakes.tier" (dict "root" $ "name" $name "tier" $tier "found" $found) -}}
 {{- end -}}
@@ -224,8 +225,14 @@
 {{- if not $pool.endpointPicker.name -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.enabled needs inferencePool.endpointPicker.name, the Service of the endpoint picker") -}}
 {{- end -}}
-{{- if or .root.Values.auth.clusterToken.enabled (include "tandem.hasTls" .root) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.enabled makes gateways reach decode nodes, but they show neither the cluster token nor a certificate of this release: set auth.clusterToken.enabled to false and tls.mode to none, and let networkPolicy say who reaches the nodes") -}}
+{{- if and .root.Values.auth.clusterToken.enabled (not $pool.gatewayShowsToken) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.enabled makes gateways reach decode nodes, which ask for the cluster token: have the gateway add the header x-tandem-cluster-token and set inferencePool.gatewayShowsToken, or set auth.clusterToken.enabled to false and let networkPolicy say who reaches the nodes") -}}
+{{- end -}}
+{{- if and (include "tandem.hasTls" .root) (not $pool.gatewayShowsCertificate) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.enabled makes gateways reach decode nodes, which ask for a certificate: have the gateway show one that names tandem-router and set inferencePool.gatewayShowsCertificate, or set tls.mode to none") -}}
+{{- end -}}
+{{- if and $pool.gatewayShowsToken (not .root.Values.auth.clusterToken.enabled) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "inferencePool.gatewayShowsToken is set, but auth.clusterToken.enabled is false: set one of them differently") -}}
 {{- end -}}
 {{- if .root.Values.auth.nodeKey.enabled -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "auth.nodeKey.enabled lets only the router reach decode nodes, and inferencePool.enabled makes gateways reach them: turn one off") -}}

@@ -198,3 +198,14 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Rules, alerts and scalers find series by labels that the chart gives. */}}
+{{- define "tandem.mistakes.relabelings" -}}
+{{- range $value := list "relabelings" "metricRelabelings" -}}
+{{- range get $.root.Values.monitoring.podMonitor $value -}}
+{{- if has (.targetLabel | default "") (list "release" "component" "namespace") -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "monitoring.podMonitor.%s writes the label %s, by which alerts and scalers find a tier: choose another" $value .targetLabel)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -134,6 +134,15 @@ _SCALED_OBJECT = _object(
         )
     ),
 )
+_RELABELING = _object(
+    sourceLabels=_list(TEXT),
+    separator={"type": "string"},
+    targetLabel=TEXT,
+    regex={"type": "string"},
+    modulus=NUMBER,
+    replacement={"type": "string"},
+    action=TEXT,
+)
 _POD_MONITOR = _object(
     "selector podMetricsEndpoints",
     selector=SELECTOR,
@@ -143,7 +152,8 @@ _POD_MONITOR = _object(
             port=TEXT,
             path=TEXT,
             interval=DURATION,
-            relabelings=_list(_object("targetLabel", sourceLabels=_list(TEXT), targetLabel=TEXT)),
+            relabelings=_list(_RELABELING),
+            metricRelabelings=_list(_RELABELING),
         )
     ),
 )

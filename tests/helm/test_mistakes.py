@@ -105,7 +105,29 @@ BETWEEN_VALUES = [
     ),
     (
         {"inferencePool": {"enabled": True, "endpointPicker": {"name": "e"}}},
-        "set auth.clusterToken.enabled to false",
+        "set inferencePool.gatewayShowsToken, or set auth.clusterToken.enabled to false",
+    ),
+    (
+        {
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "e"}},
+            "tls": {"mode": "generated"},
+        },
+        "set inferencePool.gatewayShowsCertificate, or set tls.mode to none",
+    ),
+    (
+        {
+            "inferencePool": {
+                "enabled": True,
+                "gatewayShowsToken": True,
+                "endpointPicker": {"name": "e"},
+            },
+            "auth": {"clusterToken": {"enabled": False}},
+        },
+        "auth.clusterToken.enabled is false",
+    ),
+    (
+        {"monitoring": {"podMonitor": {"relabelings": [{"targetLabel": "release"}]}}},
+        "by which alerts and scalers find a tier",
     ),
     ({"tls": {"mode": "certManager"}}, "set tls.certManager.issuerRef.name"),
     (
@@ -284,6 +306,7 @@ AGAINST_THE_SCHEMA = [
     ({"decode": {"resourceClaims": [{"name": "a", "claimName": "b"}]}}, "claimName"),
     ({"scheduling": {"kind": "slurm"}}, "kind"),
     ({"compileCache": {"type": "image"}}, "type"),
+    ({"monitoring": {"podMonitor": {"relabelings": [{"target": "a"}]}}}, "target"),
 ]
 
 PASSED_THROUGH = {

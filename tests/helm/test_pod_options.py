@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helm.helm_engine import HelmSdk, Manifest, Rendered
+from tests.helm.kube_schemas import errors
 from tests.helm.scenarios import overlay, rendered, serving_pod, templates_of, values_of, workload
 from tests.helm.service_settings import containers, environment, settings_of
 
@@ -295,3 +296,33 @@ def test_groups_of_hosts_are_gangs_of_their_operator() -> None:
     for pod in templates_of(groups).values():
         assert "annotations" not in pod["metadata"]
         assert pod["spec"]["schedulerName"] == "volcano"
+
+
+# Who reaches the nodes besides the router --------------------------------------------------------
+
+
+def test_a_gateway_that_shows_token_and_certificate_leaves_both_on() -> None:
+    over = {
+        "inferencePool": {"gatewayShowsToken": True, "gatewayShowsCertificate": True},
+        "auth": {"clusterToken": {"enabled": True}},
+        "tls": {"mode": "generated"},
+    }
+    found = HelmSdk.shared().render(overlay(values_of("gateway"), over))
+    assert found.one("InferencePool")
+    for component in ("prefill", "decode"):
+        args = engine_of(serving_pod(found, component))["args"]
+        assert any(arg.startswith("--cluster-token-file=") for arg in args)
+        assert "--tls-identity=role" in args and "--allow-plaintext" not in args
+
+
+def test_relabelings_come_after_ours() -> None:
+    mine = {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
+    drop = {"sourceLabels": ["__name__"], "regex": "python_gc_.*", "action": "drop"}
+    monitor = {"enabled": True, "relabelings": [mine], "metricRelabelings": [drop]}
+    found = HelmSdk.shared().render(overlay(MINIMAL, {"monitoring": {"podMonitor": monitor}}))
+    for one in found.all("PodMonitor"):
+        (endpoint,) = one["spec"]["podMetricsEndpoints"]
+        targets = [rule["targetLabel"] for rule in endpoint["relabelings"]]
+        assert targets == ["release", "component", "node"]
+        assert endpoint["metricRelabelings"] == [drop]
+        assert not list(errors(one, "1.34"))
