@@ -11,7 +11,7 @@ PYTEST_WORKERS ?= 2
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-clients helm-tools promtool lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test test-clients helm-tools promtool chromium lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
@@ -40,7 +40,7 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
-test: $(VENV)/.installed-dev helm-tools promtool
+test: $(VENV)/.installed-dev helm-tools promtool chromium
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
 		$(PYTEST_ARGS)
 
@@ -90,6 +90,15 @@ promtool: | $(VENV)/.installed-dev
 		apt-get download --quiet=2 prometheus 2>/dev/null && dpkg --extract prometheus_*.deb . && \
 		mv usr/bin/promtool ../bin/ && cd .. && rm -r prometheus; } || \
 		echo "no promtool: tests of alerts will skip (install Debian's prometheus)"
+
+# A browser, which tests of the status page drive: Debian's packages, unpacked without installing
+# (about 10 s). Elsewhere those tests skip and say so.
+chromium: | $(VENV)/.installed-dev
+	@test -x $(VENV)/chromium/chromium || command -v chromium-headless-shell >/dev/null || \
+		command -v chromium >/dev/null || \
+		tests/browser/get_chromium.sh $(VENV)/chromium >/dev/null 2>&1 || \
+		{ rm -rf $(VENV)/chromium; \
+		echo "no browser: tests of the status page will skip (install Debian's chromium)"; }
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -34,13 +34,14 @@ from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.tracing.metrics import TracerCollector
 from edge.tracing.tracer import Tracer
-from router.admission.admission_gate import GateLimits
+from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
 from router.admission.model_gates import ModelGates
 from router.config import RouterSettings
 from router.edge.admin_api import admin_routes, probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
+from router.edge.status_api import status_routes
 from router.make_discovery import make_discovery
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCatalog
@@ -55,10 +56,10 @@ from router.nodes.node_get import NodeGet
 from router.nodes.prefix_caches import PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.nodes.transport import HttpTransport, Transport
-from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
-from router.observe.status_page import RouterView
-from router.observe.traffic_meter import TrafficMeter
+from router.observe.status.request_log import RequestLog
+from router.observe.status.snapshot import StatusSources
+from router.observe.status.status_feed import StatusFeed
 from router.placement.base_policy import BasePolicy
 from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
@@ -91,28 +92,37 @@ class Services:
     monitor: LoadMonitor
     discovery: Discovery
     silence: SilenceWatch
-    decisions: DecisionLog
     forwarder: Forwarder
     gates: ModelGates
     models: KnownModels
     keys: ApiKeys
-    meter: TrafficMeter
+    log: RequestLog
     credentials: Credentials
     caches: PrefixCaches
     tracer: Tracer
     draining: bool = False
+    sources: StatusSources = field(init=False)
+    feed: StatusFeed = field(init=False)
 
-    def view(self) -> RouterView:
-        by_tenant = self.metrics.by_tenant
-        names = sorted(tenant.name for tenant in self.keys.tenants | {ANYONE})
-        return RouterView(
-            state=readiness(self.registry, self.draining),
+    def __post_init__(self) -> None:
+        self.sources = StatusSources(
+            state=lambda: readiness(self.registry, self.draining),
+            tenants=self.tenant_names,
             registry=self.registry,
-            decisions=self.decisions,
-            rates=self.meter.per_second(),
-            totals=self.metrics.totals(),
-            tenants=[(name, by_tenant.of((name,))) for name in names],
+            gates=self.known_gates,
+            versions=lambda: self.models.table.versions(),
+            metrics=self.metrics,
+            log=self.log,
         )
+        self.feed = StatusFeed(self.sources.snapshot)
+
+    def known_gates(self) -> dict[str, AdmissionGate]:
+        """Returns the gates of models that exist and were asked for, by model."""
+        found = {model: self.gates.known(model) for model in sorted(self.models.table.models())}
+        return {model: gate for model, gate in found.items() if gate is not None}
+
+    def tenant_names(self) -> set[str]:
+        return {tenant.name for tenant in self.keys.tenants | {ANYONE}}
 
 
 def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
@@ -131,6 +141,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
             retry_after_s=services.gates.retry_after_s,
         ),
         metrics=services.metrics,
+        log=services.log,
         body_limits=settings.body_limits(),
         tracer=services.tracer,
     )
@@ -154,10 +165,8 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     open_paths = {"/health", "/ready", "/ping"}
     if settings.admin_port is None:
         # A key of the API is a client's.
-        admin = admin_routes(
-            services.metrics, services.view, services.caches, lambda: not services.keys.asks
-        )
-        serve(app, admin.routes)
+        admin = admin_routes(services.metrics, services.caches, lambda: not services.keys.asks)
+        serve(app, [*admin.routes, *status_routes(services.feed)])
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)
@@ -181,7 +190,8 @@ def create_admin_app(services: Services) -> FastAPI:
     app = _bare_app()
     app.add_middleware(OuterEdge, is_draining=lambda: False)
     serve(app, _probe_routes(services).routes)
-    serve(app, admin_routes(services.metrics, services.view, services.caches).routes)
+    serve(app, admin_routes(services.metrics, services.caches).routes)
+    serve(app, status_routes(services.feed))
     return app
 
 
@@ -218,7 +228,6 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
     transport = world.transport or _make_transport(settings, credentials)
     silence = SilenceWatch(registry=registry, stall_s=settings.stream_stall_s)
-    decisions = DecisionLog()
     policy = _make_policy(settings, registry, world.rng)
     attempts = Attempts(
         policy=policy,
@@ -227,7 +236,6 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         metrics=metrics,
         budgets=PerModel(lambda model: RetryBudget(settings.retry_budget, settings.retry_burst)),
         silence=silence,
-        decisions=decisions,
         max_attempts=settings.max_attempts,
         node_api_key=settings.node_api_key.get_secret_value(),
         wants_journal=settings.max_migrations > 0,
@@ -243,7 +251,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         keys=keys,
         credentials=credentials,
         caches=PrefixCaches(registry=registry, credentials=credentials, forget=_forgetting(policy)),
-        meter=TrafficMeter(metrics.totals),
+        log=RequestLog(),
         metrics=metrics,
         transport=transport,
         monitor=monitor,
@@ -256,7 +264,6 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
             rng=world.rng,
         ),
         silence=silence,
-        decisions=decisions,
         forwarder=_make_forwarder(settings, attempts, world.rng),
         gates=gates,
         models=models,
@@ -351,7 +358,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             services.silence.run(),
             services.keys.watch(),
             services.models.rules.watch(),
-            services.meter.run(),
+            services.sources.run(),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(work))
         yield

@@ -136,6 +136,7 @@ class RouterServer(TlsServer):
         loop.call_soon_threadsafe(loop.call_later, self._drain_delay_s, self._close)
 
     def _close(self) -> None:
+        self.services.feed.close()
         self.should_exit = True
 
 

@@ -28,6 +28,7 @@ CLEAN = (
     "release",
     "router",
     "tests/bench",
+    "tests/browser",
     "tests/cli",
     "tests/clients",
     "tests/decode_node",

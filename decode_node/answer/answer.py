@@ -74,12 +74,12 @@ class Answer:
                     events = await self._events(choice, output, self._timeline(is_last))
                     self._note(choice, output)
                     if events:
-                        yield self._marked(events, choice)
+                        yield self._marked(events, choice, is_last)
             if self._tells_usage:
                 usage = self._form.usage_events(self._generation.usage(), self._timeline(True))
                 if self._journal is not None:
                     self._journal.usage_told()
-                yield self._marked(usage)
+                yield self._marked(usage, None, True)
         finally:
             self._metrics.observe(self._generation.choices)
 
@@ -111,7 +111,8 @@ class Answer:
                         told_at = now
                         if lines := self._lines(choice):
                             yield lines + b"\n"
-            yield event(await self._body(results))
+            body = await self._body(results)
+            yield self._end_line() + event(body)
         finally:
             self._metrics.observe(self._generation.choices)
 
@@ -124,9 +125,13 @@ class Answer:
                 self._journal.cached(choice.index, choice.record.prefill.cached_tokens)
         self._journal.output(choice.index, output, self._form.num_events)
 
-    def _marked(self, events: list[bytes], choice: Choice | None = None) -> bytes:
+    def _end_line(self) -> bytes:
+        """Returns the line that tells a router where the time went."""
+        return b"" if self._journal is None else self._generation.answer_times().line()
+
+    def _marked(self, events: list[bytes], choice: Choice | None, is_last: bool) -> bytes:
         """Returns events to be sent at once, and in front of them what a router has to know."""
-        lines = self._lines(choice)
+        lines = self._lines(choice) + (self._end_line() if is_last else b"")
         if self._journal is not None and len(events) > 1:
             lines = group_line(len(events)) + lines
         return lines + b"".join(events)

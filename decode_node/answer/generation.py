@@ -13,10 +13,13 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.errors import CannotFollow, GenerationFailed, Unavailable
 from decode_node.observe.timeline import RequestRecord, Timeline
 from decode_node.protocol.usage import PromptTokensDetails, Usage
+from edge.http.answer_times import AnswerTimes
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
@@ -142,6 +145,12 @@ class Generation:
     def timeline(self) -> Timeline:
         """Returns the timeline of the first choice."""
         return self.choices[0].record.timeline()
+
+    def answer_times(self) -> AnswerTimes:
+        """Returns what a router hears at the end: the times of the first choice, with the tokens of
+        all."""
+        times = self.choices[0].record.answer_times()
+        return msgspec.structs.replace(times, tokens=self.usage().completion_tokens)
 
     async def _run(self, fork: list[Choice]) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
         """Runs choices that are one request."""

@@ -16,6 +16,9 @@ for, with comment lines in front of the data:
     : 11 ["usage"]                       usage was told, by the last event
     data: {...}
 
+    :t {"prompt":1234,...}               where the time went, once, with the last event
+    data: {...}                          (`edge.http.answer_times`)
+
     data: [DONE]
 
     :.                                   the same, where the API has no such event

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from edge.http.answer_times import AnswerTimes
 from engine.frontend.output_processor import RequestOutput
 from kv_transfer.metadata import TransferStats
 
@@ -149,5 +150,28 @@ class RequestRecord:
             attempts=prefill.attempts,
         )
 
+    def answer_times(self) -> AnswerTimes:
+        """Returns what a router hears at the end."""
+        told = self.timeline()
+        return AnswerTimes(
+            prompt=self.num_prompt_tokens,
+            cached=told.cached_tokens,
+            tokens=self.num_output_tokens,
+            path=told.path,
+            queue=_micro(told.queue_s),
+            prefill=_micro(told.prefill_s),
+            first=_micro(told.first_token_s),
+            second=_micro(told.second_token_s or 0.0),
+            kv_first=_micro(told.kv_first_byte_s or 0.0),
+            kv_last=_micro(told.kv_last_byte_s or 0.0),
+            kv_bytes=told.kv_bytes,
+            total=_micro(told.total_s),
+        )
+
     def _since(self, moment: float) -> float:
         return max(0.0, moment - self.received_at)
+
+
+def _micro(seconds: float) -> float:
+    """Returns whole microseconds: the rest would be told in vain."""
+    return round(seconds, 6)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 PAGES = frozenset({"/status", "/docs", "/openapi.json"})
 """Paths that people open in a browser."""
+PARTS = "/status/"
+"""Begins the paths of what a page is made of."""
 API_KEY = "x-api-key"
 
 
@@ -51,7 +53,8 @@ class RequestHead:
 
     @property
     def is_page(self) -> bool:
-        return self.path in PAGES and self.method in ("GET", "HEAD")
+        is_page = self.path in PAGES or self.path.startswith(PARTS)
+        return is_page and self.method in ("GET", "HEAD")
 
 
 def _password(encoded: str) -> str:

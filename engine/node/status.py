@@ -15,6 +15,7 @@ sent, and the router moves answers as from a node that is frozen as a whole:
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,6 +37,9 @@ _MIN_INTERVAL_S = 0.02
 _SILENT_AFTER_S = 1.0
 _MAX_PREFIXES = 256
 """Prefixes told to a watcher at most; a new one hears of the last so many."""
+_MAX_PLACES = 16
+"""Places of drafts in a step that reports tell of."""
+_VERSION = importlib.metadata.version("tandem")
 
 
 ResetPrefixCache = Callable[[], Awaitable[bool]]
@@ -152,6 +156,16 @@ class NodeStatus:
             model_name=config.model.served_model_name,
             model_aliases=config.model.served_aliases,
             fingerprint=fingerprint(config.kv_layout),
+            version=_VERSION,
+            prompt_tokens_computed=stats.prompt_tokens_computed,
+            prompt_tokens_cached=stats.prompt_tokens_cached,
+            prompt_tokens_transferred=stats.prompt_tokens_transferred,
+            generation_tokens=stats.generation_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_receiving=stats.num_waiting_for_remote_kvs,
+            num_held=stats.num_delayed_frees,
+            num_drafts=stats.drafts.num_drafts,
+            num_accepted_per_pos=stats.drafts.num_accepted_per_pos[:_MAX_PLACES],
         )
 
     def seconds_since_progress(self) -> float:

@@ -12,7 +12,7 @@ The line is short (it is bounded), so the next one is found by looking at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from router.admission.tenant_limits import token_cost
@@ -43,6 +43,10 @@ class WaitingLine:
 
     def __contains__(self, waiting: Waiting) -> bool:
         return waiting in self._waiting
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """Yields those who wait, the one that came first at the beginning."""
+        return iter(self._waiting)
 
     def add(self, waiting: Waiting) -> None:
         self._waiting[waiting] = None

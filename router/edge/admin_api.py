@@ -3,7 +3,7 @@
     GET  /health     200 while the process lives
     GET  /ready      200 while requests would be served, else 503
     GET  /metrics    Prometheus
-    GET  /status     a page for people
+    GET  /status     a page for people (`router.edge.status_api`)
     POST /reset_prefix_cache    forgets the cached prefixes of all nodes
 
 All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastapi import APIRouter, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 
-from edge.http.api_page import PAGE_HEADERS
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
 from router.nodes.prefix_caches import RESET, PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
-from router.observe.status_page import RouterView, render_status
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,7 +45,6 @@ def probe_routes(registry: NodeRegistry, is_draining: Callable[[], bool]) -> API
 
 def admin_routes(
     metrics: RouterMetrics,
-    view: Callable[[], RouterView],
     caches: PrefixCaches,
     may_change: Callable[[], bool] = lambda: True,
 ) -> APIRouter:
@@ -65,10 +62,6 @@ def admin_routes(
     @routes.get("/metrics")
     async def scrape() -> Response:
         return Response(metrics.render(), media_type=METRICS_TYPE)
-
-    @routes.get("/status")
-    async def status() -> HTMLResponse:
-        return HTMLResponse(render_status(view()), headers=PAGE_HEADERS)
 
     return routes
 

@@ -38,10 +38,12 @@ from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCard, ModelCatalog
 from router.models.request_room import RequestRoom
 from router.observe.metrics import RouterMetrics
+from router.observe.status.request_log import RequestLog
 from router.relay.forward import Forwarder
 from router.relay.plain_relay import AnswerBroken
 from router.request.client_request import ClientRequest
 from router.request.info import read_request_info
+from router.request.request_history import RequestHistory
 from router.request.tenants import Tenant
 from router.request.trace import RequestTrace
 
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_LEFT = 499
 """Never sent; counted for requests whose client hung up."""
+_BUG = 500
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,17 +63,20 @@ class ProxyEndpoint:
     models: KnownModels
     room: RequestRoom
     metrics: RouterMetrics
+    log: RequestLog
     body_limits: BodyLimits
     tracer: Tracer = field(default_factory=Tracer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = RequestTrace(scope["state"]["trace"], scope["path"])
+        record, status = self.log.begin(trace), _BUG
         metrics, room = self.metrics, self.room
         try:
             with room.arrived():
                 metrics.open_requests.set(room.num_open)
-                status = await self._answer(scope, receive, send, trace)
+                status = await self._answer(scope, receive, send, record)
         finally:
+            self.log.end(record, status)
             metrics.open_requests.set(room.num_open)
             metrics.duration.observe(time.monotonic() - trace.started_at)
         metrics.requests.labels(scope["path"], status).inc()
@@ -80,12 +86,14 @@ class ProxyEndpoint:
         trace.write(self.tracer, status)
         note_facts(tenant=_tenant(scope).name, **trace.facts())
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> int:
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestHistory
+    ) -> int:
         """Returns the status that the client got, or would have got."""
         try:
-            request = await self._read(scope, receive, trace)
+            request = await self._read(scope, receive, record)
             info = request.info
-            trace.model = (info.model_name, info.model)
+            record.trace.model = (info.model_name, info.model)
             gate = self.gates.of(info.model)
             with self.room.admitted(info.model):
                 async with ClientGuard(receive):
@@ -95,25 +103,27 @@ class ProxyEndpoint:
                     async with Ticket(gate, info) as ticket:
                         return await self.forwarder.forward(request, ticket, send)
         except HttpError as error:
-            await send_error(send, error, trace.request_id)
+            await send_error(send, error, record.trace.request_id)
             return int(error.status)
         except ClientDisconnected:
             return _CLIENT_LEFT
         except AnswerBroken:
+            trace = record.trace
             trace.failure = trace.failure or "the client took nothing, or the answer broke off"
             return 200
 
-    async def _read(self, scope: Scope, receive: Receive, trace: RequestTrace) -> ClientRequest:
+    async def _read(self, scope: Scope, receive: Receive, record: RequestHistory) -> ClientRequest:
         self.room.check()
         headers = request_headers(scope)
         body = await read_json_body(headers, receive, self.body_limits)
-        name = trace.request_id
+        name = record.trace.request_id
         is_long = len(body) > long_work.LONG_BODY
         tenant = _tenant(scope)
         route = self.models.table.route
         read = partial(read_request_info, scope["path"], name, headers, body, tenant, route)
         info = await long_work.run(is_long, read)
-        return ClientRequest(info, headers, body, trace)
+        record.read(info)
+        return ClientRequest(info, headers, body, record)
 
 
 def model_routes(catalog: ModelCatalog) -> APIRouter:

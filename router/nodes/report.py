@@ -13,6 +13,9 @@ _MAX_NAME = 512
 _MAX_ALIASES = 32
 _MAX_PREFIXES = 256
 """Most prefixes in one report; a node tells no more."""
+_MAX_VERSION = 64
+_MAX_PLACES = 16
+"""Most places of drafts in one report; likewise."""
 _LEAST_RATE = 0.01
 """Tokens a second. With less, estimates would have no end."""
 
@@ -20,9 +23,27 @@ _ROLES = {NODE_ROLE_PREFILL: NodeRole.PREFILL, NODE_ROLE_DECODE: NodeRole.DECODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTotals:
+    """Counts what a node has done since its start.
+
+    Attributes:
+        num_drafts: Times that a request had drafts in a step.
+        num_accepted_per_pos: How often the draft at each place of a step was right.
+    """
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_transferred: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_drafts: int = 0
+    num_accepted_per_pos: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """Holds what `NodeLoad` says, checked. `role` is None when the node did not name one we
-    know."""
+    know. `num_receiving` requests wait for KV; a transfer reads blocks of `num_held` that ended."""
 
     node_id: str
     role: NodeRole | None
@@ -41,6 +62,10 @@ class NodeReport:
     model_aliases: tuple[str, ...] = ()
     fingerprint: str = ""
     recent_prefixes: tuple[int, ...] = ()
+    version: str = ""
+    num_receiving: int = 0
+    num_held: int = 0
+    totals: NodeTotals = NodeTotals()
 
     @classmethod
     def from_message(cls, load: NodeLoad) -> Self:
@@ -62,6 +87,18 @@ class NodeReport:
             model_aliases=tuple(name[:_MAX_NAME] for name in load.model_aliases[:_MAX_ALIASES]),
             fingerprint=load.fingerprint[:_MAX_NAME],
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
+            version=load.version[:_MAX_VERSION],
+            num_receiving=load.num_receiving,
+            num_held=load.num_held,
+            totals=NodeTotals(
+                prompt_tokens_computed=load.prompt_tokens_computed,
+                prompt_tokens_cached=load.prompt_tokens_cached,
+                prompt_tokens_transferred=load.prompt_tokens_transferred,
+                generation_tokens=load.generation_tokens,
+                num_preemptions=load.num_preemptions,
+                num_drafts=load.num_drafts,
+                num_accepted_per_pos=tuple(load.num_accepted_per_pos[:_MAX_PLACES]),
+            ),
         )
 
     @property

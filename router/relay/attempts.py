@@ -21,7 +21,6 @@ from router.models.per_model import PerModel
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.nodes.transport import Transport
-from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement, Policy, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
@@ -63,7 +62,6 @@ class Attempts:
     metrics: RouterMetrics
     budgets: PerModel[RetryBudget]
     silence: SilenceWatch
-    decisions: DecisionLog
     max_attempts: int = 3
     node_api_key: str = ""
     wants_journal: bool = True
@@ -123,6 +121,7 @@ class Attempts:
             self.note(decode, Failure.REFUSED)
             return Failure.REFUSED
         outcome = PrefillOutcome.from_headers(exchange.node_headers())
+        exchange.outcome = outcome
         self.policy.observe(info, exchange.placement, outcome)
         return None
 
@@ -159,7 +158,13 @@ class Attempts:
         info = request.info
         placement = self.policy.place(info, tried)
         self.metrics.placements.labels(placement.choice, info.session_source).inc()
-        self.decisions.note(info, placement, len(tried), request.trace.context.trace_id)
+        request.record.placed(
+            str(placement.decode.address),
+            [str(node.address) for node in placement.prefills],
+            placement.choice,
+            placement.ttft_s,
+            len(tried),
+        )
         return placement
 
     def node_headers(self, request: ClientRequest, placement: Placement) -> dict[str, str]:

@@ -20,6 +20,7 @@ from edge.http import headers as names
 from router.errors import NodeLost
 from router.nodes.transport import Transport, UpstreamResponse
 from router.placement.policy import Placement
+from router.placement.prefill_outcome import PrefillOutcome
 
 _MAX_BUFFERED_BYTES = 1 << 20
 """A plain (not streamed) answer up to this size is read whole before any of it is passed on, so
@@ -39,6 +40,8 @@ class Exchange:
         self.placement = placement
         self.status = 0
         self.first_chunk = b""
+        self.outcome = PrefillOutcome()
+        """Is what the node says of the prompt; set by who reads it."""
         self.asked_at = time.monotonic()
         self.waiting_since: float | None = self.asked_at
         """Monotonic seconds; None while nobody waits for the node."""

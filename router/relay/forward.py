@@ -75,6 +75,13 @@ class Forwarder:
         wait_s = min(self.no_node_wait_s, time_left_s)
         wait = NodeWait(self.attempts.registry, trace.admitted_at + wait_s, self.rng)
         exchange = await self.attempts.begin(request, check, wait)
-        trace.answered_at = time.monotonic()
+        trace.answered_at, outcome = time.monotonic(), exchange.outcome
         trace.decode_node = str(exchange.placement.decode.address)
+        request.record.answered(
+            exchange.asked_at,
+            outcome.node,
+            outcome.num_cached_tokens,
+            outcome.queue_s,
+            outcome.compute_s,
+        )
         return exchange

@@ -7,6 +7,7 @@ entries of a journal, numbered over the whole life of the answer, whichever node
     data: {...}                  what the entry became                 goes to the client
     :                            a sign of life                        dropped
     :& 3                         this event and the next two are one: all of them, or none
+    :t {...}                     where the time went, with the last event: kept here, as it is
     :.                           the answer is complete with the data that follow, if any; `data:
                                  [DONE]` says the same, in APIs that end so
     :! 503 / :x 500              an error follows: another node can go on / nobody can
@@ -25,6 +26,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from edge.http import headers as names
+from edge.http.answer_times import PREFIX as TIMES
 
 MAX_JOURNAL_BYTES = 4 << 20
 
@@ -46,7 +48,7 @@ class Journal:
 
     __slots__ = (
         "_entries", "_group", "_num_missing", "end", "error", "error_status", "is_too_long",
-        "next_number",
+        "next_number", "times",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class Journal:
         self.error = b""
         self.error_status = 0
         self.is_too_long = False
+        self.times = b""
 
     def take(self, events: bytes) -> bytes:
         """Takes whole events off the node; gives what the client gets of them."""
@@ -103,6 +106,8 @@ class Journal:
                 return self._take_error(line, event)
             if line == _COMPLETE:
                 self.end = self.end or JournalEnd.COMPLETE
+            elif line.startswith(TIMES):
+                self.times = line
             elif line.startswith(b": "):
                 is_new = self._take_entry(line) and is_new
         if event == _DONE:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from edge.http.answer_times import read_answer_times
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts, Failure
@@ -163,10 +164,10 @@ class JournaledRelay:
         return Interruption.LOST
 
     async def _end(self, exchange: Exchange, outlet: Outlet) -> int:
+        self.request.record.times = read_answer_times(self.journal.times)
         if self.journal.end is JournalEnd.FAILED:
             if self.journal.error_status >= 500:
-                self.metrics.broken_streams.inc()
-                self.request.trace.failure = "the decode node gave up"
+                self._broke("the decode node gave up")
             return await outlet.end(self.journal.error, self.journal.error_status)
         self.attempts.finished(exchange, self.request.info, self.journal.next_number)
         return await outlet.end(b"", 200)
@@ -183,17 +184,24 @@ class JournaledRelay:
             self.request, self.journal, lost.placement, num_before
         )
         if following is None:
-            self.metrics.broken_streams.inc()
-            self.request.trace.failure = f"no other decode node could go on: {interruption}"
+            self._broke(f"no other decode node could go on: {interruption}")
         else:
             self.request.trace.num_moves += 1
+            node = str(following.placement.decode.address)
+            self.request.record.moved(interruption, node, following.asked_at)
             self.metrics.migrations.labels(interruption).inc()
             move.accepted(following.asked_at)
             self._move = move
         return following
 
+    def _broke(self, why: str) -> None:
+        self.metrics.broken_streams.inc()
+        self.request.record.broke(why)
+
     def _note_event(self, exchange: Exchange) -> None:
         self._last_event_at = time.monotonic()
+        record, is_stream = self.request.record, exchange.is_event_stream
+        record.event(self.journal.next_number, is_stream=is_stream)
         if self._move is not None:
             logger.info(
                 "request %s goes on at %s: %s",

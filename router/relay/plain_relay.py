@@ -71,13 +71,14 @@ class PlainRelay:
             else:
                 await self._relay_bytes(exchange)
         except NodeLost as error:
+            info = self.request.info
             self.metrics.broken_streams.inc()
             decode = exchange.placement.decode
-            self.attempts.node_failed(decode, Failure.LOST, str(error), self.request.info)
-            self.request.trace.failure = "the decode node was lost"
+            self.attempts.node_failed(decode, Failure.LOST, str(error), info)
+            self.request.record.broke("the decode node was lost")
             if not exchange.is_event_stream:
-                raise AnswerBroken(self.request.info.request_id) from error
-            await self.client.write(lost_event(self.request.info.path), more=False)
+                raise AnswerBroken(info.request_id) from error
+            await self.client.write(lost_event(info.path), more=False)
         else:
             self.attempts.judge(exchange, self.request.info)
 
@@ -86,6 +87,8 @@ class PlainRelay:
         chunk = exchange.first_chunk
         while chunk:
             if events := buffer.feed(chunk):
+                record = self.request.record
+                record.event(record.num_pieces + 1, is_stream=True)
                 await self.client.write(events, more=True)
             chunk = await exchange.read_chunk()
         await self.client.write(buffer.rest(), more=False)

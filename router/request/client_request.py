@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.request.info import RequestInfo
+from router.request.request_history import RequestHistory
 from router.request.trace import RequestTrace
 
 
@@ -16,4 +17,8 @@ class ClientRequest:
     info: RequestInfo
     headers: Mapping[str, str]
     body: bytes
-    trace: RequestTrace
+    record: RequestHistory
+
+    @property
+    def trace(self) -> RequestTrace:
+        return self.record.trace

@@ -51,8 +51,9 @@ async def test_no_content_is_told(
     async with router.client.post(url, data=data, headers=sent) as response:
         assert response.status == 400
     asked = {"authorization": f"Bearer {KEY}"}
-    async with router.client.get(router.url + "/status", headers=asked) as response:
+    async with router.client.get(router.url + "/status?format=json", headers=asked) as response:
         page = await response.text()
+    assert json.loads(page)["sessions"]["shown"]
     assert "request" in caplog.text
     for told in (caplog.text, router.services.metrics.render().decode(), page):
         assert "canary" not in told

@@ -1,155 +1,293 @@
-"""The status page and the admin port."""
+"""The status page's data and files, and the admin port. A browser opens it in tests/browser."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-from html.parser import HTMLParser
+import itertools
+import json
+import re
+import zipfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
+from edge.http.answer_times import AnswerTimes, read_answer_times
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys
 from router.edge.key_file import digest_of
 from router.nodes.address import NodeRole
 from router.nodes.registry import NodeRegistry
-from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
-from router.observe.status_page import RouterView, render_status
-from router.observe.traffic_meter import TrafficMeter
-from router.placement.policy import Placement
-from tests.router.cluster import TIMEOUT_S, Cluster
-from tests.router.factories import Fleet, address, report, request
+from router.observe.status import status_feed
+from router.observe.status.page_files import page_files
+from router.observe.status.snapshot import Snapshot
+from router.observe.status.status_feed import StatusFeed
+from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.processes import ready_line, router_process
-from tests.router.token_server import TokenHandler
+from tests.router.test_migration import die_at, once
+from tests.router.token_server import TokenHandler, expected, texts
 
+ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "demo", "prompt": "hello", "seed": 7, "max_tokens": 3, "stream": True}
 
 
-def view(**parts: Any) -> RouterView:
-    bare: dict[str, Any] = {
-        "state": "ready", "registry": NodeRegistry(), "decisions": DecisionLog(), "rates": {},
-        "totals": {"requests": 1.0}, "tenants": [],
-    }  # fmt: skip
-    return RouterView(**(bare | parts))
+async def snapshot(router: RunningRouter) -> Any:
+    async with router.client.get(router.url + "/status?format=json") as response:
+        assert response.status == 200
+        assert response.headers["content-type"] == "application/json"
+        return await response.json()
 
 
-class Page(HTMLParser):
-    """Cells by table, and every tag that a page of ours has no use for."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.titles: list[str] = []
-        self.rows: list[list[str]] = []
-        self.strange: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        assert not self._open, self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "img", "iframe", "link", "a", "form", "b"):
-            self.strange.append(tag)
-        if any(name.startswith("on") for name, _ in attrs):
-            self.strange.append(f"{tag} {attrs}")
-        if tag == "tr":
-            self.rows.append([])
-        if tag != "meta":
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] in ("td", "th"):
-            self.rows[-1].append(data)
-        if self._open and self._open[-1] == "h2":
-            self.titles.append(data)
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """Yields what the page would hear."""
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
 
 
-async def test_the_page_shows_nodes_traffic_tenants_and_decisions(cluster: Cluster) -> None:
+async def test_a_snapshot_has_nodes_figures_tenants_and_requests(cluster: Cluster) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode(handler=TokenHandler())
     router = await cluster.router(prefill, decode)
-    await router.text(BODY, x_request_id="request-7")
-    async with router.client.get(router.url + "/status") as response:
-        assert response.status == 200
-        assert response.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in response.headers["content-security-policy"]
-        page = Page(await response.text())
-    assert page.titles == [
-        "Traffic", "Prefill nodes", "Decode nodes", "Tenants", "Recent placements",
-    ]  # fmt: skip
-    assert not page.strange
-    cells = [cell for row in page.rows for cell in row]
-    assert "request-7" in cells
-    assert any(prefill.target in cell for cell in cells)
-    assert any(decode.target in cell for cell in cells)
-    assert ["default", "1", "200: 1"] in page.rows
+    await router.text(BODY, x_request_id="request-7", x_session_id="somebody")
+    told = await snapshot(router)
+    assert told["router"]["state"] == "ready"
+    assert told["router"]["models"] == ["demo"]
+    by_tier = {node["tier"]: node for node in told["nodes"]}
+    assert by_tier["prefill"]["node"] == prefill.target
+    assert by_tier["decode"]["node"] == decode.target
+    assert by_tier["decode"]["sessions"] == 1
+    assert {node["state"] for node in told["nodes"]} == {"ready"}
+    cluster_now = told["cluster"]
+    assert (cluster_now["requests"], cluster_now["failed"], cluster_now["ttft"]["n"]) == (1, 0, 1)
+    assert cluster_now["ttft"]["p50"] > 0
+    assert told["tenants"][0]["by_status"]["200"] == 1
+    [request] = told["ended"]
+    assert (request["id"], request["status"], request["decode"]) == (
+        "request-7",
+        200,
+        decode.target,
+    )
+    assert request["tokens"] >= BODY["max_tokens"]
+    [session] = told["sessions"]["shown"]
+    assert session["id"] == request["session"]
+    assert "somebody" not in json.dumps(told)
 
 
-def test_what_nodes_say_of_themselves_is_only_text() -> None:
-    evil = '"><script>alert(1)</script><b onclick=x>'
-    registry = NodeRegistry()
-    node = address("a")
-    registry.set_members([node])
-    registry.apply_report(node, report(model_name=evil, fingerprint=evil))
-    page = Page(render_status(view(registry=registry, tenants=[(evil, {evil: 1})])))
-    assert not page.strange
-    assert sum(cell.count("<script>") for row in page.rows for cell in row) >= 3
-
-
-def test_numbers_are_set_to_the_right_and_ids_are_not() -> None:
-    """Half of all request ids begin with a digit."""
-    log, fleet = DecisionLog(), Fleet()
-    fleet.add("d")
-    info = request(request_id="899102f458d14f2f")
-    log.note(info, Placement(fleet.node("d"), num_new_tokens=5), 0, "4a31717be86117a4")
-    page = render_status(view(decisions=log))
-    assert "<td>899102f458d14f2f</td><td>4a31717be86117a4</td>" in page
-    assert '<td class="n">≈5</td>' in page
-    assert '<th class="n">new</th>' in page
-
-
-async def test_a_real_browser_shows_the_page_and_has_nothing_to_complain_of(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no browser here (Debian: chromium); the parser's tests remain")
-    router = await cluster.router(await cluster.decode(handler=TokenHandler()))
-    await router.text(BODY, x_request_id="request-7")
-    browser = await asyncio.create_subprocess_exec(
-        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path}", "--enable-logging=stderr", "--dump-dom",
-        router.url + "/status",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+async def test_a_timeline_has_what_nodes_tell_of_the_way(cluster: Cluster) -> None:
+    times = AnswerTimes(
+        prompt=34, cached=8, tokens=3, path="remote", queue=0.01, prefill=0.02, first=0.03,
+        second=0.06, kv_first=0.02, kv_last=0.05, kv_bytes=4096, total=0.08,
     )  # fmt: skip
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            shown, said = await browser.communicate()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            browser.kill()
-        await browser.wait()
-    page = Page(shown.decode())
-    assert not page.strange
-    assert ["default", "1", "200: 1"] in page.rows
-    assert any("request-7" in row for row in page.rows)
-    assert b"CONSOLE" not in said, said
+    node = await cluster.decode(handler=TokenHandler(end=times.line() + b"data: [DONE]\n\n"))
+    router = await cluster.router(node)
+    answer = await router.text(BODY)
+    assert texts(answer) == [expected(BODY)], "what nodes tell routers is not for clients"
+    told = await snapshot(router)
+    [request] = told["ended"]
+    assert (request["prompt"], request["cached"], request["tokens"]) == (34, 8, 3)
+    assert request["kv_bytes"] == 4096
+    kinds = [kind for kind, _, _ in request["segments"]]
+    assert kinds == ["queue", "sending", "prefill queue", "prefill", "transfer", "decode"]
+    assert told["transfers"]["transfer"]["p50"] == pytest.approx(0.03, rel=0.1)
+    assert told["transfers"]["join"]["p50"] == pytest.approx(0.01, rel=0.1)
 
 
-def test_rates_are_those_of_the_last_minute() -> None:
-    totals = {"requests": 0.0}
-    meter = TrafficMeter(lambda: totals)
-    assert meter.per_second() == {"requests": 0.0}
-    for second in range(100):
-        meter.sample(float(second))
-        totals["requests"] += 2.0 if second < 30 else 5.0
-    assert meter.per_second() == {"requests": pytest.approx(5.0)}
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"", b": 1 [2]", b":t ", b":t {", b":t []", b':t {"queue":-1}', b':t {"queue":"x"}',
+        b':t {"path":"' + b"x" * 99 + b'"}', b":t {" + b" " * 2000 + b"}", b':t "\xff"',
+        b':t {"total":1e999}',
+    ],
+)  # fmt: skip
+def test_times_that_make_no_sense_are_none(line: bytes) -> None:
+    assert read_answer_times(line) is None
+
+
+def test_times_are_read_as_they_were_written_and_by_newer_nodes_too() -> None:
+    times = AnswerTimes(prompt=3, total=0.25)
+    assert read_answer_times(times.line().rstrip(b"\n")) == times
+    assert read_answer_times(b':t {"prompt":3,"total":0.25,"new":[1]}') == times
+
+
+async def test_a_moved_answer_shows_where_it_went_on(cluster: Cluster) -> None:
+    handler = TokenHandler(fault=once(die_at(4)))
+    nodes = [await cluster.decode(name, handler) for name in ("a", "b")]
+    router = await cluster.router(*nodes)
+    await router.text({**BODY, "max_tokens": 8})
+    told = await snapshot(router)
+    [request] = told["ended"]
+    assert request["moves"] == [["lost", request["decode"]]]
+    kinds = [kind for kind, _, _ in request["segments"]]
+    assert kinds[-3:] == ["decode", "move", "decode"]
+    ends = [(begin, end) for kind, begin, end in request["segments"] if kind in ("decode", "move")]
+    assert all(begin <= end for begin, end in ends)
+    assert [end for _, end in ends[:-1]] == [begin for begin, _ in ends[1:]]
+    assert told["cluster"]["moves"] == 1
+
+
+async def test_an_answer_that_breaks_off_is_an_error_though_its_status_was_200(
+    cluster: Cluster,
+) -> None:
+    node = await cluster.decode(handler=TokenHandler(fault=die_at(2)))
+    router = await cluster.router(node, max_migrations=1, resume_timeout_s=0.01)
+    async with router.post(BODY) as response:
+        assert response.status == 200
+        await response.read()
+    told = await snapshot(router)
+    assert told["ended"][0]["broken"] is True
+    assert told["cluster"]["failed"] == told["tenants"][0]["failed"] == 1
+
+
+async def test_a_feed_begins_with_all_and_goes_on_with_changes(cluster: Cluster) -> None:
+    node = await cluster.decode(handler=TokenHandler())
+    router = await cluster.router(node)
+    router.services.feed._tick_s = 0.02
+    await router.text(BODY)
+    async with router.client.get(router.url + "/status/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        heard = events(response)
+        first = await anext(heard)
+        assert first["full"]
+        assert len(first["ended"]) == 1
+        assert first["curves"]["slots"] == 60
+        quiet = await anext(heard)
+        while len(quiet) > 2:
+            quiet = await anext(heard)
+        assert set(quiet) == {"tick", "now"}, "nothing changed, and the page hears that we live"
+        await node.status.change(num_running_requests=3)
+        while "nodes" not in (changed := await anext(heard)):
+            pass
+        assert changed["nodes"][0]["running"] == 3
+        await router.text(BODY)
+        while "ended" not in (changed := await anext(heard)):
+            pass
+        assert len(changed["ended"]) == 1
+        assert "full" not in changed
+    await eventually(lambda: router.services.feed.num_viewers == 0)
+    assert router.services.feed._ticking is None, "nobody looks: nothing is made"
+
+
+async def test_viewers_share_snapshots_and_slow_ones_skip_them() -> None:
+    num_taken = 0
+
+    def take() -> Snapshot:
+        nonlocal num_taken
+        num_taken += 1
+        sections = {"count": b"%d" % num_taken, "same": b"0"}
+        return Snapshot(sections, {}, b"[]", {1: b"{}"})
+
+    feed = StatusFeed(take, tick_s=3600)
+    async with contextlib.AsyncExitStack() as stack:
+        quick, slow, late = [
+            await stack.enter_async_context(contextlib.aclosing(feed.events())) for _ in range(3)
+        ]
+        assert json.loads((await anext(quick))[6:])["full"]
+        await anext(slow)
+        assert num_taken == 1
+        for count in (2, 3):
+            feed._advance()
+            update = json.loads((await anext(quick))[6:])
+            assert update.keys() == {"tick", "now", "count"}
+            assert update["count"] == count
+        caught_up, begun = await anext(slow), await anext(late)
+        assert json.loads(caught_up[6:])["full"]
+        assert caught_up is begun, "the same bytes for all"
+        assert num_taken == 3
+        feed.close()
+        for viewer in (quick, slow, late):
+            assert await anext(viewer, None) is None
+
+
+async def test_too_many_viewers_are_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_feed, "MAX_VIEWERS", 1)
+    router = await cluster.router(await cluster.decode())
+    async with router.client.get(router.url + "/status/events") as one:
+        await anext(events(one))
+        async with router.client.get(router.url + "/status/events") as another:
+            assert another.status == 503
+            assert "Too many" in (await another.json())["error"]["message"]
+
+
+async def test_a_viewer_that_takes_nothing_is_disconnected(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_feed, "_SEND_TIMEOUT_S", 0.05)
+    router = await cluster.router(await cluster.decode())
+    feed = router.services.feed
+    feed._tick_s = 0.002
+    large = Snapshot({"large": b'"%b"' % (b"x" * 100_000)}, {}, b"[]", {})
+    small = Snapshot({"large": b'""'}, {}, b"[]", {})
+    turns = itertools.cycle([large, small])
+    monkeypatch.setattr(feed, "_take", lambda: next(turns))
+    _, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+    writer.write(b"GET /status/events HTTP/1.1\r\nhost: x\r\n\r\n")
+    await eventually(lambda: feed.num_viewers == 1)
+    await eventually(lambda: feed.num_viewers == 0)
+    writer.close()
+
+
+async def test_the_page_is_served_with_a_policy_that_lets_nothing_else_in(cluster: Cluster) -> None:
+    router = await cluster.router(await cluster.decode())
+    for path, kind in (
+        ("/status", "text/html"), ("/status/page.css", "text/css"),
+        ("/status/main.js", "text/javascript"), ("/status/icon.svg", "image/svg+xml"),
+    ):  # fmt: skip
+        async with router.client.get(router.url + path) as response:
+            assert response.status == 200
+            assert response.headers["content-type"].startswith(kind)
+            policy = response.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            tag = response.headers["etag"]
+        known = {"if-none-match": tag}
+        async with router.client.get(router.url + path, headers=known) as response:
+            assert response.status == 304
+    for path, status in (
+        ("/status/nothing.js", 404), ("/status/page.html", 404), ("/status/..%2fsnapshot.py", 404),
+        ("/status?format=xml", 400),
+    ):  # fmt: skip
+        async with router.client.get(router.url + path) as response:
+            assert response.status == status, path
+    async with router.client.head(router.url + "/status/events") as response:
+        assert response.status == 200
+
+
+def test_nothing_of_the_page_loads_or_runs_what_is_elsewhere() -> None:
+    files = page_files()
+    assert {"page.html", "page.css", "main.js", "icon.svg"} <= files.keys()
+    for name, file in files.items():
+        text = file.content.decode()
+        outside = set(re.findall(r"https?://[^\s\"')]+", text)) - {"http://www.w3.org/2000/svg"}
+        assert not outside, name
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "eval(",
+            'style="',
+            " onclick",
+        ):
+            assert word not in text, (name, word)
+    page = files["page.html"].content.decode()
+    named = set(re.findall(r'(?:href|src)="status/([^"]+)"', page))
+    for name in files:
+        if name.endswith(".js"):
+            named |= set(re.findall(r'from "\./([^"]+)"', files[name].content.decode()))
+    assert named == files.keys() - {"page.html"}, "what is there is used, and the other way round"
+
+
+def test_a_wheel_has_the_page(tmp_path: Path) -> None:
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"router/observe/status/page/{name}" for name in page_files()} <= packed
 
 
 async def test_metrics_of_a_node_go_with_it(cluster: Cluster) -> None:

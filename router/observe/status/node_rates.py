@@ -1,0 +1,93 @@
+"""Makes rates of what nodes count: each second their totals are sampled, ten seconds are kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
+from router.nodes.report import NodeTotals
+from router.observe.status.recent_figures import Gauges
+
+_WINDOW = 11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Holds rates of one node, per second. `hit_share`: the part of its prompt tokens that it need
+    not compute, 0..1; None without prompts. `accepted`: the part of steps with drafts in which the
+    draft at each place was right."""
+
+    tokens_in: float = 0.0
+    tokens_out: float = 0.0
+    hit_share: float | None = None
+    accepted: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class _Samples:
+    epoch: int
+    totals: deque[tuple[float, NodeTotals]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+
+class NodeRates:
+    """Samples nodes. One that is restarted, or gone, is forgotten."""
+
+    def __init__(self, registry: NodeRegistry) -> None:
+        self._registry = registry
+        self._samples: dict[object, _Samples] = {}
+
+    def sample(self) -> None:
+        """Takes in the newest report of each node. To be called each second."""
+        kept: dict[object, _Samples] = {}
+        for node in self._registry.all_nodes():
+            report = node.report
+            if report is None:
+                continue
+            samples = self._samples.get(node.address)
+            if samples is None or samples.epoch != report.epoch:
+                samples = _Samples(report.epoch)
+            kept[node.address] = samples
+            if not samples.totals or samples.totals[-1][0] < node.reported_at:
+                samples.totals.append((node.reported_at, report.totals))
+        self._samples = kept
+
+    def of(self, node: Node) -> Rates:
+        samples = self._samples.get(node.address)
+        if samples is None or len(samples.totals) < 2:
+            return Rates()
+        (then, old), (now, new) = samples.totals[0], samples.totals[-1]
+        return _rates(old, new, now - then)
+
+    def gauges(self, num_waiting_here: int) -> Gauges:
+        """Returns the cluster now; `num_waiting_here` requests wait in this router's line."""
+        reports = [(node, node.report) for node in self._registry.all_nodes() if node.report]
+        rates = [self.of(node) for node, _ in reports]
+        return Gauges(
+            running=sum(report.num_running_requests for _, report in reports),
+            waiting=num_waiting_here + sum(report.num_waiting_requests for _, report in reports),
+            tokens_in=sum(rate.tokens_in for rate in rates),
+            tokens_out=sum(rate.tokens_out for rate in rates),
+        )
+
+
+def _rates(old: NodeTotals, new: NodeTotals, seconds: float) -> Rates:
+    computed = new.prompt_tokens_computed - old.prompt_tokens_computed
+    cached = new.prompt_tokens_cached - old.prompt_tokens_cached
+    prompts = computed + cached
+    # A decode node takes what it has cached into account once more, where a prefill node computed.
+    transferred = new.prompt_tokens_transferred - old.prompt_tokens_transferred
+    num_drafts = new.num_drafts - old.num_drafts
+    before = old.num_accepted_per_pos + (0,) * len(new.num_accepted_per_pos)
+    return Rates(
+        tokens_in=max(0, computed if transferred else prompts) / seconds,
+        tokens_out=max(0, new.generation_tokens - old.generation_tokens) / seconds,
+        hit_share=cached / prompts if prompts > 0 else None,
+        accepted=tuple(
+            (right - was) / num_drafts
+            for right, was in zip(new.num_accepted_per_pos, before, strict=False)
+        )
+        if num_drafts > 0
+        else (),
+    )
