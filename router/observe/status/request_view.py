@@ -1,8 +1,8 @@
 """Shows the record of a request: facts, and a timeline of segments.
 
-    | queue | sending | prefill queue | prefill |        decode        |  move  |   decode   |
-                                           | transfer |                 another node goes on
-                                                ^ first token
+    | queue | sending | prefill queue | prefill | sending |     decode     |  move  |  decode  |
+                                           | transfer |                    another node goes on
+                                                          ^ first token
 
 Segments are [kind, from, until] in seconds since the request came; `transfer` lies beside others.
 """
@@ -83,7 +83,7 @@ def segments(record: RequestHistory, end: float) -> Iterator[Segment]:
     if not trace.admitted_at:
         return
     answered = trace.answered_at or end
-    yield from _until_first_token(record, admitted - since, answered - since)
+    yield from _until_first_token(record, answered)
     if times is not None and times.kv_last > times.kv_first:
         asked = record.asked_at - since
         yield "transfer", asked + times.kv_first, min(asked + times.kv_last, end - since)
@@ -99,20 +99,26 @@ def segments(record: RequestHistory, end: float) -> Iterator[Segment]:
         yield "decode", at - since, end - since
 
 
-def _until_first_token(
-    record: RequestHistory, admitted: float, answered: float
-) -> Iterator[Segment]:
-    """Yields what came before the first token, as far as a node has told."""
-    times = record.times
+def _until_first_token(record: RequestHistory, answered: float) -> Iterator[Segment]:
+    """Yields what came before the first token, as far as a node has told. Its clock is not ours: it
+    counts from when it was asked."""
+    since, admitted, times = record.trace.started_at, record.trace.admitted_at, record.times
     if times is not None and not record.moves:
-        queue, prefill = times.queue, times.prefill
+        asked = record.asked_at
+        begun = min(asked + times.queue, answered)
+        token = min(begun + times.prefill, answered)
     else:
-        queue, prefill = record.prefill_queue_s, record.prefill_s
-    begun = max(admitted, answered - prefill)
-    queued = max(admitted, begun - queue)
-    yield "sending", admitted, queued
-    yield "prefill queue", queued, begun
-    yield "prefill", begun, answered
+        token = answered
+        begun = max(admitted, token - record.prefill_s)
+        asked = max(admitted, begun - record.prefill_queue_s)
+    for kind, start, end in (
+        ("sending", admitted, asked),
+        ("prefill queue", asked, begun),
+        ("prefill", begun, token),
+        ("sending", token, answered),
+    ):
+        if end > start or kind != "sending":
+            yield kind, start - since, end - since
 
 
 def _brief(seconds: float) -> float:
