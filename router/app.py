@@ -57,7 +57,7 @@ from router.nodes.prefix_caches import PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.nodes.transport import HttpTransport, Transport
 from router.observe.metrics import RouterMetrics
-from router.observe.status.request_log import RequestLog
+from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.snapshot import StatusSources
 from router.observe.status.status_feed import StatusFeed
 from router.placement.base_policy import BasePolicy
@@ -96,7 +96,7 @@ class Services:
     gates: ModelGates
     models: KnownModels
     keys: ApiKeys
-    log: RequestLog
+    recent: RecentRequests
     credentials: Credentials
     caches: PrefixCaches
     tracer: Tracer
@@ -112,7 +112,7 @@ class Services:
             gates=self.known_gates,
             versions=lambda: self.models.table.versions(),
             metrics=self.metrics,
-            log=self.log,
+            recent=self.recent,
         )
         self.feed = StatusFeed(self.sources.snapshot)
 
@@ -141,7 +141,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
             retry_after_s=services.gates.retry_after_s,
         ),
         metrics=services.metrics,
-        log=services.log,
+        recent=services.recent,
         body_limits=settings.body_limits(),
         tracer=services.tracer,
     )
@@ -251,7 +251,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         keys=keys,
         credentials=credentials,
         caches=PrefixCaches(registry=registry, credentials=credentials, forget=_forgetting(policy)),
-        log=RequestLog(),
+        recent=RecentRequests(),
         metrics=metrics,
         transport=transport,
         monitor=monitor,

@@ -38,7 +38,7 @@ from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCard, ModelCatalog
 from router.models.request_room import RequestRoom
 from router.observe.metrics import RouterMetrics
-from router.observe.status.request_log import RequestLog
+from router.observe.status.recent_requests import RecentRequests
 from router.relay.forward import Forwarder
 from router.relay.plain_relay import AnswerBroken
 from router.request.client_request import ClientRequest
@@ -63,20 +63,20 @@ class ProxyEndpoint:
     models: KnownModels
     room: RequestRoom
     metrics: RouterMetrics
-    log: RequestLog
+    recent: RecentRequests
     body_limits: BodyLimits
     tracer: Tracer = field(default_factory=Tracer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = RequestTrace(scope["state"]["trace"], scope["path"])
-        record, status = self.log.begin(trace), _BUG
+        record, status = self.recent.begin(trace), _BUG
         metrics, room = self.metrics, self.room
         try:
             with room.arrived():
                 metrics.open_requests.set(room.num_open)
                 status = await self._answer(scope, receive, send, record)
         finally:
-            self.log.end(record, status)
+            self.recent.end(record, status)
             metrics.open_requests.set(room.num_open)
             metrics.duration.observe(time.monotonic() - trace.started_at)
         metrics.requests.labels(scope["path"], status).inc()

@@ -24,7 +24,7 @@ from router.observe.metrics import RouterMetrics
 from router.observe.status.log_histogram import LogHistogram
 from router.observe.status.node_rates import NodeRates
 from router.observe.status.recent_figures import NUM_SLOTS, SLOT_S, Gauges, Slot
-from router.observe.status.request_log import RequestLog
+from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.request_view import encoded_record, session_name
 
 OPEN_SHOWN = 12
@@ -62,7 +62,7 @@ class StatusSources:
     gates: Callable[[], Mapping[str, AdmissionGate]]
     versions: Callable[[], Collection[tuple[str, str]]]
     metrics: RouterMetrics
-    log: RequestLog
+    recent: RecentRequests
     rates: NodeRates = field(init=False)
     _started_at: float = field(default_factory=time.time)
 
@@ -78,15 +78,15 @@ class StatusSources:
     def sample(self) -> None:
         """Takes in how the cluster is now. To be called each second."""
         self.rates.sample()
-        self.log.figures.sample(self._gauges())
+        self.recent.figures.sample(self._gauges())
 
     def _gauges(self) -> Gauges:
         return self.rates.gauges(sum(len(gate.line) for gate in self.gates().values()))
 
     def snapshot(self) -> Snapshot:
-        total = self.log.figures.total()
+        total = self.recent.figures.total()
         nodes = sorted(self.registry.all_nodes(), key=_name)
-        log, first = self.log, self.log.num_ended - len(self.log.ended) + 1
+        recent, first = self.recent, self.recent.num_ended - len(self.recent.ended) + 1
         sections = {
             "router": self._router(),
             "cluster": self._cluster(total),
@@ -99,8 +99,8 @@ class StatusSources:
             "totals": self.metrics.totals(),
             "names": [_name(node) for node in nodes],
         }
-        sessions = log.sessions.by_node(time.time() - _SESSION_RECENT_S)
-        shown = [encoded_record(record, 0) for record in log.newest_open(OPEN_SHOWN)]
+        sessions = recent.sessions.by_node(time.time() - _SESSION_RECENT_S)
+        shown = [encoded_record(record, 0) for record in recent.newest_open(OPEN_SHOWN)]
         return Snapshot(
             sections={name: msgspec.json.encode(facts) for name, facts in sections.items()},
             nodes={
@@ -108,7 +108,7 @@ class StatusSources:
                 for node in nodes
             },
             open=b"[%b]" % b",".join(shown),
-            ended={first + i: encoded_record(r, first + i) for i, r in enumerate(log.ended)},
+            ended={first + i: encoded_record(r, first + i) for i, r in enumerate(recent.ended)},
         )
 
     def _router(self) -> Facts:
@@ -121,9 +121,9 @@ class StatusSources:
 
     def _cluster(self, total: Slot) -> Facts:
         gauges = self._gauges()
-        seconds = self.log.figures.age_s(total)
+        seconds = self.recent.figures.age_s(total)
         return {
-            "open": self.log.num_open,
+            "open": self.recent.num_open,
             "running": gauges.running,
             "waiting": gauges.waiting,
             "tokens_in_per_s": _brief(gauges.tokens_in),
@@ -140,7 +140,7 @@ class StatusSources:
         }
 
     def _curves(self) -> Facts:
-        curve = self.log.figures.curve
+        curve = self.recent.figures.curve
         return {
             "slot_s": SLOT_S,
             "slots": NUM_SLOTS,
@@ -200,7 +200,7 @@ class StatusSources:
 
     def _transfers(self, total: Slot) -> Facts:
         reports = [node.report for node in self.registry.all_nodes() if node.report]
-        seconds = self.log.figures.age_s(total)
+        seconds = self.recent.figures.age_s(total)
         return {
             "receiving": sum(report.num_receiving for report in reports),
             "held": sum(report.num_held for report in reports),
@@ -212,7 +212,7 @@ class StatusSources:
         }
 
     def _sessions(self) -> Facts:
-        table = self.log.sessions
+        table = self.recent.sessions
         return {
             "known": len(table),
             "shown": [
@@ -231,7 +231,7 @@ class StatusSources:
         }
 
     def _tenants(self, total: Slot) -> Sequence[Facts]:
-        seconds = self.log.figures.age_s(total)
+        seconds = self.recent.figures.age_s(total)
         facts = []
         for name in sorted(self.tenants(), key=lambda name: (-total.by_tenant[name], name)):
             counts = self.metrics.by_tenant.of((name,))

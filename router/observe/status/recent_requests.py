@@ -15,7 +15,7 @@ from router.request.trace import RequestTrace
 KEPT = 200
 
 
-class RequestLog:
+class RecentRequests:
     """Holds the records. `num_ended` numbers those that have ended: the last of `ended` has it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
