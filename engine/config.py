@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from engine.kv_scales import KVScaleTable
 from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
@@ -40,7 +42,7 @@ FastPath = Literal[
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
-DrafterName = Literal["ngram"]
+DrafterName = Literal["ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,20 +204,49 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """A drafter's weights, as far as the engine around it must know them.
+
+    Attributes:
+        model: Its layers. They are numbered behind those of the model that it drafts for.
+            `model_hash` tells drafters apart; `spec` is that of the layers.
+        vocab_size: Tokens that it can draft.
+        feature_size: Numbers that a token's draft reads of the token before; 0: none.
+        taps: The layers of the other model in front of which features are taken; none: behind
+            the last norm.
+        options: What only the drafter itself reads.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    feature_size: int = 0
+    taps: tuple[int, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Returns how many of its layers have keys and values in the cache."""
+        return self.model.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """Says who guesses the next tokens of rows, and how many of them.
 
     Attributes:
         method: `ngram`: what followed the last tokens where prompt or answer had them before.
+            Others have weights: see `engine.models.drafts`.
         num_speculative_tokens: Drafts of each row and step.
         prompt_lookup_max: As many last tokens are looked up first.
         prompt_lookup_min: Fewer than these are not looked up.
+        draft: The drafter's weights; None: it has none.
     """
 
     method: DrafterName
     num_speculative_tokens: int
     prompt_lookup_max: int
     prompt_lookup_min: int
+    draft: DraftModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,10 +291,24 @@ class EngineConfig:
     inspection: InspectionConfig = field(default_factory=InspectionConfig)
 
     @property
+    def draft(self) -> DraftModel | None:
+        """Returns the drafter's weights, if it has any."""
+        return None if self.speculative is None else self.speculative.draft
+
+    @property
+    def num_ahead(self) -> int:
+        """Returns how many tokens behind those of a step a drafter writes KV for: drafts of the
+        next one."""
+        has_layers = self.draft is not None and self.draft.num_layers > 0
+        return self.decode_query_len - 1 if has_layers else 0
+
+    @property
     def kv_layout(self) -> KVLayout:
         """Returns the layout that peers compare and that divides one pool of blocks."""
         model, tp_size = self.model, self.parallel.tensor_parallel_size
         groups = kv_groups(model, self.cache.block_size)
+        if (draft := self.draft) is not None:
+            groups = with_draft_layers(groups, kv_groups(draft.model, self.cache.block_size))
         if (scales := self.cache.kv_scales) is not None:
             groups = [in_fp8(group, scales.digest) for group in groups]
         return KVLayout(
@@ -295,3 +340,23 @@ def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
         )
         for kv in model.kv_layers
     ]
+
+
+def with_draft_layers(groups: list[KVGroup], of_draft: list[KVGroup]) -> list[KVGroup]:
+    """Returns the groups of a model and of its drafter, whose layers are numbered on. Layers that
+    are cached like others of the model join them: they share blocks."""
+    first = 1 + max(group.layers[-1] for group in groups)
+    found = list(groups)
+    for group in of_draft:
+        layers = tuple(first + layer for layer in group.layers)
+        alike = (
+            index
+            for index, one in enumerate(found)
+            if msgspec.structs.replace(one, layers=()) == msgspec.structs.replace(group, layers=())
+        )
+        if (index := next(alike, None)) is None:
+            found.append(msgspec.structs.replace(group, layers=layers))
+        else:
+            joined = found[index].layers + layers
+            found[index] = msgspec.structs.replace(found[index], layers=joined)
+    return found

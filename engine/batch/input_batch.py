@@ -244,6 +244,10 @@ class InputBuffers:
         self._upload(order.rows, bounds)
         return self._batch(order, num_reqs, num_tokens)
 
+    def loaded(self, order: BatchOrder) -> InputBatch:
+        """Returns the batch that was loaded last, whose order is `order`."""
+        return self._batch(order, len(order.rows), int(order.query_lens.sum()))
+
     def load_padding(self, num_reqs: int, num_tokens: int, decode_query_len: int = 0) -> InputBatch:
         """Loads padding requests only, with which a graph is recorded. `decode_query_len`: tokens
         of each, which decode; 0: prompts, any of which may have nearly all tokens.

@@ -90,6 +90,15 @@ class MergedColumnParallelLinear(LinearLayer):
             row, before = row + part.count, before + part.total
 
 
+class ReplicatedLinear(MergedColumnParallelLinear):
+    """[T, in] -> [T, out], whole on every rank."""
+
+    def __init__(
+        self, input_size: int, output_size: int, shard: Shard, *, bias: bool = False
+    ) -> None:
+        super().__init__(input_size, (ColumnPart(0, output_size, output_size),), shard, bias=bias)
+
+
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """[T, hidden] -> [T, I / ranks]: activation(gate) * up, where the activation is SiLU, or GELU
     by its tanh formula."""

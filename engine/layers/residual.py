@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
@@ -23,6 +25,15 @@ class ResidualStream:
         """Adds [T, H] before the next read. Its memory may be reused."""
         assert self._waiting is None, "the stream is read between two additions"
         self._waiting = x
+
+    def value(self) -> Tensor:
+        """Returns a copy of the stream, [T, H], which goes on as if nobody had looked."""
+        waiting = self._waiting
+        if waiting is None:
+            return self.sum.clone()
+        if isinstance(waiting, UnscaledProduct):
+            waiting = replace(waiting, product=waiting.product.clone()).scaled()
+        return self.sum + waiting
 
     def read(self, norm: RMSNorm | None) -> Tensor:
         """Returns what a block works on, [T, H]: the norm of the stream, or the stream itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -28,6 +28,19 @@ class GroupInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Taps:
+    """Asks for the residual stream in front of some layers.
+
+    Attributes:
+        layers: Numbers of these layers, ascending.
+        streams: [T, H] of each of them, once the pass is done.
+    """
+
+    layers: tuple[int, ...]
+    streams: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """One pass of T tokens.
 
@@ -39,6 +52,7 @@ class ForwardInputs:
             has it.
         backend: Whose kernels attend.
         on_layer: Told the index of each layer when its keys and values are in the cache.
+        taps: Filled during the pass; None: nobody asks.
     """
 
     input_ids: Tensor
@@ -47,6 +61,7 @@ class ForwardInputs:
     kv_caches: list[Tensor]
     backend: AttentionBackend
     on_layer: Callable[[int], None]
+    taps: Taps | None = None
 
 
 class CausalLM(nn.Module):
@@ -58,6 +73,10 @@ class CausalLM(nn.Module):
     @abstractmethod
     def forward(self, step: ForwardInputs) -> Tensor:
         """Computes [T] token ids -> hidden states [T, H], after the last norm."""
+
+    def embedded(self, input_ids: Tensor) -> Tensor:
+        """Returns what the first layer reads of [T] token ids, [T, H]: drafters begin with it."""
+        raise NotImplementedError(f"{type(self).__name__} has no embedding for drafters")
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ __all__ = [
     "check_architecture",
     "check_tensor_parallel",
     "load_model_config",
+    "resolve_draft",
     "resolve_model",
 ]
 
@@ -95,6 +96,15 @@ def resolve_model(
     return folder
 
 
+def resolve_draft(name_or_path: str) -> Path:
+    """Returns the folder of a drafter's checkpoint: the one named, or the hub's, downloaded if need
+    be. Raises `CheckpointError`."""
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        folder = _download(name_or_path, folder, "safetensors", is_head=True)
+    return folder.resolve()
+
+
 def check_architecture(folder: Path | str) -> None:
     """Raises `CheckpointError` when a checkpoint's config.json names no architecture that is here.
     Without a config.json nothing is said."""
@@ -117,7 +127,15 @@ def _refuse_gguf(name: str, folder: Path) -> None:
         )
 
 
-def _download(name: str, folder: Path, load_format: LoadFormat, revision: str | None) -> Path:
+def _download(
+    name: str,
+    folder: Path,
+    load_format: LoadFormat,
+    revision: str | None = None,
+    *,
+    is_head: bool = False,
+) -> Path:
+    """Returns the folder of a checkpoint of the hub. `is_head`: it is no model of its own."""
     if folder.exists():
         raise CheckpointError(folder, "is a file", "name the folder that holds config.json")
     if not _HUB_NAME.fullmatch(name):
@@ -127,9 +145,10 @@ def _download(name: str, folder: Path, load_format: LoadFormat, revision: str | 
     patterns = _HUB_FILES if load_format == "safetensors" else _HUB_FILES[:-1]
     try:
         # Weights that nothing here can compute with are not worth hours of downloading.
-        check_architecture(
-            snapshot_download(name, revision=revision, allow_patterns=["config.json"])
-        )
+        if not is_head:
+            check_architecture(
+                snapshot_download(name, revision=revision, allow_patterns=["config.json"])
+            )
         return Path(
             snapshot_download(
                 name, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_FORMS

@@ -47,16 +47,21 @@ class LlamaForCausalLM(CausalLM):
 
     def forward(self, step: ForwardInputs) -> Tensor:
         inputs = self.kinds.inputs(step)
-        embedded = self.embed_tokens(step.input_ids)
+        stream = ResidualStream(self.embedded(step.input_ids))
+        for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
+            if step.taps is not None and index in step.taps.layers:
+                step.taps.streams.append(stream.value())
+            layer(stream, kv_cache, inputs[index])
+            step.on_layer(index)
+        return stream.normed(self.norm)
+
+    def embedded(self, input_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embed_tokens(input_ids)
         if self.spec.scales_embedding:
             embedded = embedded * torch.tensor(self.spec.hidden_size**0.5, dtype=embedded.dtype)
         if self.spec.stream_scale != 1.0:
             embedded = embedded * self.spec.stream_scale
-        stream = ResidualStream(embedded)
-        for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
-            layer(stream, kv_cache, inputs[index])
-            step.on_layer(index)
-        return stream.normed(self.norm)
+        return embedded
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
 from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
-from engine.models.base import CausalLM
 from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import STORED_TYPES, fill_jobs
@@ -49,8 +49,20 @@ class SkippedTensors:
         return f"{len(self.names)} tensors, {self.num_bytes / _MIB:.1f} MiB: {what}"
 
 
+class Loadable(Protocol):
+    """A model, or a drafter for one, as it describes its checkpoint."""
+
+    def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
+        """Yields every tensor that the checkpoint must have, and where it goes."""
+
+    @property
+    def may_have_stacked_experts(self) -> bool: ...
+    @property
+    def unused_weights(self) -> frozenset[str]: ...
+
+
 def load_weights(
-    model: CausalLM,
+    model: Loadable,
     config: EngineConfig,
     report: Callable[[float], None],
     on_total: Callable[[int], None] = lambda total: None,

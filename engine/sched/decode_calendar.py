@@ -5,9 +5,10 @@ run out of blocks, or out of length, is known when it joins. The calendar notes 
 each row: a step costs the scheduler as much as rows have something to decide, not as many as run.
 
     reserved_base + q * s   tokens of the row that have KV at most, once step s is done
+    ahead                   tokens behind those for whose drafts a drafter writes KV of its own
     capacity                tokens that its blocks hold in every group
-    event_step              the first step s with reserved_base + q * s > capacity, or the first
-                            behind which the row may have max_len tokens, whichever is earlier
+    event_step              the first step s with reserved_base + q * s + ahead > capacity, or the
+                            first behind which the row may have max_len tokens, if that is earlier
 
 A result with fewer than q tokens lowers `reserved_base`, and nothing else: the event may then come
 too early, never too late, and the row is planned anew when it is due. With q = 1 there are no such
@@ -23,8 +24,9 @@ from engine.sched.row import Row, RowPhase
 class DecodeCalendar:
     """The decode set as the workers will have it, and the rows to look at before each step."""
 
-    def __init__(self, kv_cache: KVCacheManager, query_len: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, query_len: int, ahead: int = 0) -> None:
         self._kv_cache = kv_cache
+        self.ahead = ahead
         self.query_len = query_len
         """Tokens that a row computes in one step at most: q."""
         self._events: dict[int, list[Row]] = {}
@@ -53,7 +55,7 @@ class DecodeCalendar:
         last = row.max_len - 1  # the last token's KV is never written, but that of drafts
         capacity = self._kv_cache.capacity(row.blocks)
         if capacity < last + self.query_len - 1:
-            event_step = (capacity - row.reserved_base) // self.query_len + 1
+            event_step = (capacity - self.ahead - row.reserved_base) // self.query_len + 1
         else:
             event_step = -((row.reserved_base - last) // self.query_len) + 1
             if event_step <= step_id:

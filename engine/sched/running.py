@@ -51,6 +51,7 @@ class RunningRows:
         pulls: Pulls,
         forks: Forks,
         counters: SchedulerCounters,
+        ahead: int = 0,
     ) -> None:
         self._kv_cache = kv_cache
         self._fence = fence
@@ -59,7 +60,7 @@ class RunningRows:
         self._forks = forks
         self._counters = counters
         self.table = RowTable(num_rows)
-        self.calendar = DecodeCalendar(kv_cache, decode_query_len)
+        self.calendar = DecodeCalendar(kv_cache, decode_query_len, ahead)
         self.builder = StepBuilder(kv_cache)
         self.step_id = -1
         """The last step that went out."""
@@ -149,7 +150,7 @@ class RunningRows:
         query_len = calendar.query_len
         decodes = row.phase is RowPhase.DECODE
         reserved = row.reserved_base + query_len * (step_id - 1) if decodes else row.num_reserved
-        wanted, most = reserved + query_len, last + query_len - 1
+        wanted, most = reserved + query_len + calendar.ahead, last + query_len - 1
         if reserved >= last and row.num_certain(reserved, query_len) >= last:
             self._stop_decoding(row, RowPhase.DRAINING)
         elif self._make_room(row, wanted if wanted < most else most):

@@ -77,6 +77,7 @@ class Scheduler:
             self._remote.pulls,
             self._forks,
             self._counters,
+            config.num_ahead,
         )
         self._admission = Admission(
             config.scheduler,

@@ -45,7 +45,7 @@ class Drafts:
 
     def __init__(self, config: EngineConfig, rows: RowTables) -> None:
         self.drafter: Drafter | None = None
-        if config.speculative is not None:
+        if config.speculative is not None and config.draft is None:
             self.drafter = NgramDrafter(config.speculative)
         self._vocab_size = config.model.vocab_size
         self._rows = rows

@@ -19,7 +19,7 @@ from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import DTYPE_BYTES, KVLayout
 
 
 class KVCacheMemoryError(CannotStartError):
@@ -31,7 +31,13 @@ class KVCacheMemoryError(CannotStartError):
 def blocks_that_fit(config: EngineConfig, budget_bytes: int) -> int:
     """Returns the blocks that fit `budget_bytes`, but no more than all rows could ever fill."""
     wanted = config.scheduler.max_num_seqs * blocks_per_sequence(config)
-    return min(wanted, budget_bytes // config.kv_layout.block_bytes)
+    return min(wanted, budget_bytes // (config.kv_layout.block_bytes + _feature_bytes(config)))
+
+
+def _feature_bytes(config: EngineConfig) -> int:
+    """Returns what drafters keep beside each block."""
+    draft = config.draft
+    return 0 if draft is None else draft.feature_size * DTYPE_BYTES[config.model.dtype]
 
 
 def blocks_per_sequence(config: EngineConfig) -> int:

@@ -23,7 +23,6 @@ pass, 5 waits for the tokens of the step before (`engine.sample.grammars`). The 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -37,10 +36,9 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
-from engine.grammar.compiler import GrammarCompiler
-from engine.models.base import CausalLM, ForwardInputs, GroupInputs
+from engine.models.base import CausalLM, ForwardInputs, GroupInputs, Taps
+from engine.models.drafts.base import DraftNetwork
 from engine.models.registry import spec_of
-from engine.sample.grammars import GrammarStates
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sched.output import NewRequestData, SchedulerOutput
@@ -56,10 +54,11 @@ from engine.worker.cudagraph_utils import (
 )
 from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
+from engine.worker.grammars_of_model import create_grammars
+from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer
+from engine.worker.network_drafter import NetworkDrafter
 from tandem_kernels import ops
-
-_MAX_GRAMMAR_THREADS = 8
 
 
 class ModelRunner:
@@ -76,6 +75,7 @@ class ModelRunner:
         model: CausalLM,
         connector: KVConnector,
         device: torch.device,
+        draft: DraftNetwork | None = None,
     ) -> None:
         limits, max_model_len = config.scheduler, config.model.max_model_len
         rows = limits.max_num_seqs
@@ -97,7 +97,7 @@ class ModelRunner:
             device,
             config.device.deterministic,
             token_ids=self.states.token_ids.tensor,
-            grammars=_create_grammars(config, device),
+            grammars=create_grammars(config, device),
         )
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = [self.states.row_tables(tables) for tables in self._block_tables]
@@ -121,10 +121,32 @@ class ModelRunner:
         self._graphs: CudaGraphManager | None = None
         self.drafts = Drafts(config, self._row_tables[0])
         """Asked for after each step, if decodes have more than one token."""
+        self._network = self._create_network(draft)
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
         self.kv_pages = torch.empty(0)
         """All of them by block, as `engine.worker.kv_cache.KVCache` has them."""
+
+    def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
+        if draft is None:
+            return None
+        drafter = NetworkDrafter(
+            self._config,
+            draft,
+            self.sampler.draw,
+            self._attention,
+            self._block_tables,
+            self._row_tables,
+            self._device,
+        )
+        self.drafts.drafter = drafter
+        return drafter
+
+    def use_cache(self, kv_cache: KVCache) -> None:
+        """Takes the cache that the next steps read and write."""
+        self.kv_caches, self.kv_pages = kv_cache.layers, kv_cache.pages
+        if self._network is not None:
+            self._network.use_cache(kv_cache.layers, kv_cache.num_blocks)
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> AsyncOutput:
@@ -156,6 +178,8 @@ class ModelRunner:
         else:
             sampled = self._run_graph(order, key, on_layer)
         self.states.advance(order.rows, order.query_lens)
+        if self._network is not None:
+            self._network.settle(self._input_buffers.by_group(self._input_buffers.loaded(order)))
         if self._decode_query_len > 1:
             sampled = self._draft(order, sampled)
         output = AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
@@ -249,6 +273,8 @@ class ModelRunner:
         if step.block_copies:
             copies = to_device(np.array(step.block_copies, np.int32), self._device)
             ops.copy_blocks(self.kv_pages, copies)
+            if self._network is not None:
+                self._network.features.copy_blocks(copies)
 
     def _add_request(self, new: NewRequestData) -> None:
         self.states.add_request(new)
@@ -330,26 +356,30 @@ class ModelRunner:
         self._graph_token_ids[: key.num_reqs, : key.width].copy_(token_ids)
 
     def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
+        by_group = self._input_buffers.by_group(batch)
+        groups = tuple(
+            GroupInputs(
+                of_group.slot_mapping,
+                of_group.state_metadata() if group.is_state else self._attention.metadata(of_group),
+            )
+            for group, of_group in zip(self._groups, by_group, strict=True)
+        )
+        network = self._network
+        taps = Taps(network.taps) if network is not None and network.taps else None
         hidden: torch.Tensor = self._model(
             ForwardInputs(
                 batch.input_ids,
                 batch.positions,
-                tuple(
-                    GroupInputs(
-                        of_group.slot_mapping,
-                        of_group.state_metadata()
-                        if group.is_state
-                        else self._attention.metadata(of_group),
-                    )
-                    for group, of_group in zip(
-                        self._groups, self._input_buffers.by_group(batch), strict=True
-                    )
-                ),
-                self.kv_caches,
+                groups,
+                self.kv_caches if network is None else self.kv_caches[: network.first_layer],
                 self._attention,
                 on_layer,
+                taps,
             )
         )
+        if network is not None:
+            streams = [] if taps is None else taps.streams
+            network.follow(batch, groups, by_group, hidden, streams, on_layer)
         return hidden
 
     def _sample(self, hidden: torch.Tensor, batch: InputBatch) -> SamplerOutput | None:
@@ -376,21 +406,6 @@ class ModelRunner:
         sampled = replace(sampled, num_drafts=self.drafts.num_checked(order, rows))
         self.drafts.propose(order, rows)
         return sampled
-
-
-def _create_grammars(config: EngineConfig, device: torch.device) -> GrammarStates:
-    """Returns the state of grammars, with this rank's share of the host's cores."""
-    ranks = config.parallel.tensor_parallel_size
-    num_threads = max(1, min(_MAX_GRAMMAR_THREADS, len(os.sched_getaffinity(0)) // (2 * ranks)))
-    model = config.model
-    return GrammarStates(
-        config.scheduler.max_num_seqs,
-        model.vocab_size,
-        device,
-        GrammarCompiler(model, num_threads),
-        num_threads,
-        config.decode_query_len,
-    )
 
 
 def _no_layer(layer: int) -> None:

@@ -26,6 +26,7 @@ import torch
 from engine.config import EngineConfig
 from engine.distributed import ParallelGroup
 from engine.errors import CannotStartError
+from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.outputs import GrammarStats, ModelRunnerOutput
@@ -137,7 +138,11 @@ class Worker:
             log = self.load_log = LoadLog(report)
             skipped = load_weights(model, config, log.report, log.start)
             log.finish(skipped, tells_skipped=self.rank == 0)
-            self.runner = ModelRunner(config, model, self._connector, self._device)
+            draft = None
+            if config.draft is not None:
+                draft = create_draft(config, self._place, self._device, model)
+                load_weights(draft, config_of_draft(config), lambda fraction: None)
+            self.runner = ModelRunner(config, model, self._connector, self._device, draft)
         self._closers.callback(self.runner.sampler.grammars.close)
         self.runner.sampler.grammars.prepare()
 
@@ -173,7 +178,7 @@ class Worker:
             kv_cache = KVCache(config.kv_layout, num_blocks, self._device, name)
         logger.info("KV cache: %s", describe_capacity(config, num_blocks))
         self._closers.callback(kv_cache.close)
-        self.runner.kv_caches, self.runner.kv_pages = kv_cache.layers, kv_cache.pages
+        self.runner.use_cache(kv_cache)
         return self._connector.register_kv_cache(config.kv_layout, kv_cache.memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
@@ -264,7 +269,7 @@ class Worker:
     def _profile_run(self) -> None:
         """Runs the largest step there can be, over a cache of one block."""
         with closing(KVCache(self.config.kv_layout, 1, self._device)) as profile_cache:
-            self.runner.kv_caches, self.runner.kv_pages = profile_cache.layers, profile_cache.pages
+            self.runner.use_cache(profile_cache)
             self.runner.dummy_run(self.config.scheduler.max_num_batched_tokens)
 
 

@@ -60,6 +60,7 @@ class AttentionBlock(nn.Module):
     Args:
         num_heads, num_kv_heads: Of all ranks.
         norm: Of what is added; None: none.
+        input_size: Of what it reads; None: `hidden_size`.
     """
 
     q_norm: RMSNorm | SplitRMSNorm | None
@@ -76,6 +77,7 @@ class AttentionBlock(nn.Module):
         options: AttentionOptions,
         *,
         norm: RMSNorm | None = None,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         first_head, local_heads = shard.part(num_heads)
@@ -85,7 +87,7 @@ class AttentionBlock(nn.Module):
         order = options.head_order
         head_order = None if order is None else torch.tensor(order)
         self.qkv_proj = QKVParallelLinear(
-            hidden_size,
+            input_size or hidden_size,
             head_dim,
             num_heads,
             num_kv_heads,

@@ -1,0 +1,265 @@
+"""Reads the checkpoint of a drafter, and says where it does not fit the model it drafts for.
+
+Torch-free: a head that does not fit is named before any worker starts. Formats:
+
+    eagle3       SafeAILab and SpecForge (`midlayer.`), or speculators (`layers.0.`, with the layer
+                 in `transformer_layer_config`)
+    eagle        SafeAILab's first form: one layer behind `fc`, without a norm in front of it
+    medusa       vLLM's form: `blocks.N.layers.M`, `lm_heads.N`
+    mtp          layers behind the last of the model's own checkpoint (DeepSeek V3, GLM 4.5)
+    draft_model  any model that is served, with the same vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import xxhash
+
+from engine.config import DrafterName, DraftModel, ModelConfig
+from engine.models.checkpoint import load_model_config
+from engine.models.config_file import ConfigFile, read_json
+from engine.models.errors import CheckpointError
+from engine.models.registry import spec_of
+from engine.models.specs.base import UnsupportedField
+from engine.models.specs.dense import DenseSpec, NormNames
+from engine.models.specs.llama import LlamaSpec
+from engine.models.weight_files import WeightFiles
+
+_FITTING = "choose a drafter that was made for this model"
+_NUM_TAPS = 3
+
+
+class EagleSpec(LlamaSpec, frozen=True, kw_only=True):
+    """The layer of a head of EAGLE's first form: nothing normalises what its attention reads."""
+
+    norms: ClassVar[NormNames] = NormNames(before_attention=None)
+
+
+class HeadFile(ConfigFile):
+    """Holds what config.json says of an EAGLE head."""
+
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    eagle_config: dict[str, Any] | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+
+
+class MedusaFile(msgspec.Struct):
+    """Holds what config.json says of Medusa heads, in vLLM's form."""
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_hidden_layers: int = 1
+    truncated_vocab_size: int | None = None
+    original_lm_head: bool = False
+
+
+def read_draft(method: DrafterName, folder: str, target: ModelConfig) -> DraftModel:
+    """Reads the drafter in `folder` for the model `target`; `mtp` has none of its own.
+
+    Raises:
+        CheckpointError: The folder is no such drafter, or it does not fit. Names the field.
+    """
+    spec = spec_of(target)
+    if not isinstance(spec, DenseSpec) or spec.linear is not None:
+        raise CheckpointError(
+            target.path,
+            f"{target.architecture} keeps states of all tokens, and takes no drafter",
+            "start it without --speculative-config",
+        )
+    readers: dict[str, Callable[[Path, ModelConfig, DenseSpec], DraftModel]] = {
+        "draft_model": _second_model,
+        "eagle": _eagle,
+        "eagle3": _eagle3,
+        "medusa": _medusa,
+        "mtp": _mtp,
+    }
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(folder, "is no folder", "name the folder of the drafter's checkpoint")
+    try:
+        return readers[method](path, target, spec)
+    except UnsupportedField as refusal:
+        raise CheckpointError(
+            path, f"asks for {refusal.what} ({refusal.field})", refusal.cure
+        ) from refusal
+
+
+def _second_model(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
+    model = load_model_config(folder, dtype=target.dtype, load_format=target.load_format)
+    _check(folder, "vocab_size", model.vocab_size, target.vocab_size)
+    if any(kv.is_state or kv.window is not None for kv in model.kv_layers):
+        raise CheckpointError(
+            folder, "has layers with a window or a state", "choose a draft model without"
+        )
+    if model.max_model_len < target.max_model_len:
+        raise CheckpointError(
+            folder,
+            f"max_position_embeddings is {model.max_model_len}, and sequences have up to "
+            f"{target.max_model_len} tokens",
+            "lower --max-model-len, or choose another draft model",
+        )
+    model = replace(model, max_model_len=target.max_model_len)
+    return DraftModel(model=model, vocab_size=target.vocab_size)
+
+
+def _head_file(folder: Path, target: ModelConfig, spec: DenseSpec) -> HeadFile:
+    """Reads an EAGLE head's config.json and checks what all of them share."""
+    path = folder / "config.json"
+    whole = read_json(path, dict[str, Any])
+    try:
+        merged = {**whole, **(whole.get("transformer_layer_config") or {})}
+        file = msgspec.convert(merged, HeadFile)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(path, str(error), "correct the field") from error
+    _check(path, "num_hidden_layers", file.num_hidden_layers, 1)
+    _check(path, "vocab_size", file.vocab_size, target.vocab_size)
+    _check(path, "hidden_size", file.hidden_size, spec.hidden_size)
+    return file
+
+
+def _eagle(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
+    file = _head_file(folder, target, spec)
+    names = _names(folder, target)
+    options = {"bias": "fc.bias" in names}
+    layer = EagleSpec.from_config(file, target.max_model_len)
+    model = _layers(folder, target, file, layer)
+    return DraftModel(
+        model=model, vocab_size=target.vocab_size, feature_size=spec.hidden_size, options=options
+    )
+
+
+def _eagle3(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
+    file = _head_file(folder, target, spec)
+    path = folder / "config.json"
+    if file.target_hidden_size is not None:
+        _check(path, "target_hidden_size", file.target_hidden_size, spec.hidden_size)
+    nested = file.eagle_config or {}
+    if file.norm_before_fc or nested.get("use_aux_hidden_state") is False:
+        field = "norm_before_fc" if file.norm_before_fc else "eagle_config.use_aux_hidden_state"
+        raise CheckpointError(path, f"{field} is not supported", _FITTING)
+    vocab_size = file.draft_vocab_size or file.vocab_size
+    if vocab_size > target.vocab_size:
+        raise CheckpointError(
+            path, f"draft_vocab_size is {vocab_size}, of {target.vocab_size} tokens", _FITTING
+        )
+    layer = LlamaSpec.from_config(file, target.max_model_len)
+    names = _names(folder, target)
+    return DraftModel(
+        model=_layers(folder, target, file, layer),
+        vocab_size=vocab_size,
+        feature_size=spec.hidden_size,
+        taps=_taps(path, file, target.num_layers),
+        options={
+            "layer": "layers.0" if any(n.startswith("layers.0.") for n in names) else "midlayer",
+            "norm_before_residual": file.norm_before_residual,
+            "has_map": "d2t" in names or vocab_size < target.vocab_size,
+            "reads_map": bool(names),
+        },
+    )
+
+
+def _taps(path: Path, file: HeadFile, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers whose input is tapped. SpecForge names the layers in front of them, in
+    `eagle_config`; speculators the layers themselves."""
+    field, ids = "eagle_aux_hidden_state_layer_ids", file.eagle_aux_hidden_state_layer_ids
+    if nested := (file.eagle_config or {}).get(field):
+        ids = [layer + 1 for layer in nested]
+    ids = ids or [2, num_layers // 2, num_layers - 3]
+    fits = len(ids) == _NUM_TAPS and list(ids) == sorted(set(ids))
+    if not fits or not 0 <= ids[0] <= ids[-1] < num_layers:
+        raise CheckpointError(
+            path, f"{field} asks for layers {ids} of a model with {num_layers}", _FITTING
+        )
+    return tuple(ids)
+
+
+def _medusa(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
+    path = folder / "config.json"
+    file = read_json(path, MedusaFile)
+    _check(path, "hidden_size", file.hidden_size, spec.hidden_size)
+    _check(path, "vocab_size", file.vocab_size, target.vocab_size)
+    if file.truncated_vocab_size not in (None, file.vocab_size) or file.original_lm_head:
+        field = "original_lm_head" if file.original_lm_head else "truncated_vocab_size"
+        raise CheckpointError(path, f"{field} is not supported", _FITTING)
+    names = _names(folder, target)
+    none = replace(target, path=str(folder), num_layers=0, quantization=None, wrapper="")
+    return DraftModel(
+        model=replace(none, model_hash=_digest("medusa", file, folder, target)),
+        vocab_size=target.vocab_size,
+        feature_size=spec.hidden_size,
+        options={
+            "num_heads": file.num_heads,
+            "num_layers": file.num_hidden_layers,
+            "bias": any(name.endswith(".layers.0.bias") for name in names),
+            "prefix": "medusa_heads." if any(n.startswith("medusa_heads.") for n in names) else "",
+        },
+    )
+
+
+def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
+    first = f"model.layers.{target.num_layers}."
+    has_weights = target.load_format == "dummy" or f"{first}eh_proj.weight" in _names(
+        Path(target.path), target
+    )
+    if spec.num_extra_layers == 0 or not has_weights:
+        raise CheckpointError(
+            target.path,
+            f"has no layers that predict ahead (num_nextn_predict_layers is "
+            f"{spec.num_extra_layers}, and the weights are to begin with {first}eh_proj)",
+            "choose another method than mtp",
+        )
+    model = replace(target, num_layers=1, model_hash=f"mtp-{target.model_hash}")
+    if target.kv_layers:
+        model = replace(model, kv_layers=spec.kv_layers(model))
+    return DraftModel(
+        model=model,
+        vocab_size=target.vocab_size,
+        feature_size=spec.hidden_size,
+        options={"index": target.num_layers},
+    )
+
+
+def _layers(folder: Path, target: ModelConfig, file: ConfigFile, layer: DenseSpec) -> ModelConfig:
+    return replace(
+        target,
+        path=str(folder),
+        architecture="LlamaForCausalLM",
+        wrapper="",
+        num_layers=1,
+        num_heads=file.num_attention_heads,
+        num_kv_heads=file.num_kv_heads,
+        head_dim=type(layer).head_dim_of(file),
+        model_hash=_digest(type(layer).__name__, file, folder, target),
+        spec=msgspec.to_builtins(layer),
+        kv_layers=(),
+        quantization=None,
+    )
+
+
+def _names(folder: Path, target: ModelConfig) -> frozenset[str]:
+    """Returns the names of a checkpoint's tensors; none of a model with dummy weights."""
+    if target.load_format == "dummy":
+        return frozenset()
+    wrapper = target.wrapper if str(folder) == target.path else ""
+    return frozenset(WeightFiles(folder, wrapper).tensors)
+
+
+def _digest(kind: str, file: object, folder: Path, target: ModelConfig) -> str:
+    digest = xxhash.xxh3_128(repr((kind, file)).encode())
+    if target.load_format != "dummy":
+        digest.update(WeightFiles(folder).fingerprint())
+    return digest.hexdigest()
+
+
+def _check(path: Path, field: str, value: int, wanted: int) -> None:
+    if value != wanted:
+        raise CheckpointError(path, f"{field} is {value}, and must be {wanted}", _FITTING)

@@ -1,0 +1,1 @@
+"""Drafters with weights: heads and models that guess the next tokens of a model."""

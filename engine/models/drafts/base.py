@@ -1,0 +1,68 @@
+"""The contract between the engine and a drafter with weights.
+
+A drafter that attends has layers with keys and values of its own. At position p they read token p
+and the feature of position p - 1: what the other model has made of all tokens before. So what they
+keep of position p depends on the tokens up to p alone, as all KV does, and hits of the prefix cache
+stay right. Position 0 has no feature: its keys and values are those of a vector of zeros.
+
+    1. `features`         of the T tokens of a step that the other model has computed
+    2. `forward`          of the same tokens: their keys and values, from true features
+    3. `forward`          of one token a row, the newest: `compute_logits` gives its draft
+    4. `forward`          of that draft, with the output of 3 for a feature; and so on
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from engine.layers.shard import CheckpointWeight
+from engine.models.base import CausalLM, ForwardInputs
+
+
+class DraftNetwork(nn.Module):
+    """One rank's share of a drafter. `target`: the model that it drafts for, whose embedding and
+    head it may use."""
+
+    def __init__(self, target: CausalLM) -> None:
+        super().__init__()
+        self._targets = (target,)  # Not a submodule: its weights are loaded by themselves.
+
+    @property
+    def target(self) -> CausalLM:
+        return self._targets[0]
+
+    def features(self, hidden: Tensor, taps: list[Tensor]) -> Tensor:
+        """Returns [T, F] of the other model's output [T, H] and of its tapped streams."""
+        return hidden
+
+    @abstractmethod
+    def forward(self, step: ForwardInputs, features: Tensor) -> Tensor:
+        """Computes [T] token ids and the features [T, F] of the tokens before them, which it may
+        overwrite -> [T, F], what the next token takes for a feature."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Computes [S, F] -> float32 [S, vocabulary of the other model], alike on every rank."""
+
+    @abstractmethod
+    def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
+        """Yields every tensor that the checkpoint must have, and where it goes."""
+
+    @property
+    def may_have_stacked_experts(self) -> bool:
+        """Returns whether a checkpoint may have all experts of a layer in one tensor."""
+        return False
+
+    @property
+    def unused_weights(self) -> frozenset[str]:
+        """Returns names of tensors that a checkpoint may have and this does not read, as
+        `CausalLM.unused_weights` does."""
+        return frozenset()
+
+
+def behind_first(x: Tensor, positions: Tensor) -> Tensor:
+    """Returns `x` [T, N] with zeros where there is no token before: at position 0."""
+    return x.masked_fill((positions == 0).unsqueeze(1), 0)

@@ -1,0 +1,40 @@
+"""A small model of the same vocabulary that drafts for a larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from engine.layers.shard import CheckpointWeight
+from engine.models.base import CausalLM, ForwardInputs
+from engine.models.drafts.base import DraftNetwork
+
+
+class SecondModel(DraftNetwork):
+    """Any `CausalLM`, which needs no features: its output is the next token's."""
+
+    def __init__(self, model: CausalLM, target: CausalLM) -> None:
+        super().__init__(target)
+        self.model = model
+
+    def features(self, hidden: Tensor, taps: list[Tensor]) -> Tensor:
+        return hidden[:, :0]
+
+    def forward(self, step: ForwardInputs, features: Tensor) -> Tensor:
+        hidden: Tensor = self.model(step)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.model.compute_logits(hidden)
+
+    def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
+        yield from self.model.checkpoint_weights()
+
+    @property
+    def may_have_stacked_experts(self) -> bool:
+        return self.model.may_have_stacked_experts
+
+    @property
+    def unused_weights(self) -> frozenset[str]:
+        return self.model.unused_weights

@@ -1,0 +1,81 @@
+"""Keeps what drafters read of the token before, its feature, where the next step finds it.
+
+    1. `take`       the features of a step's T tokens, once the model has computed them
+    2. `shifted`    for each of these tokens that of the token before, which for the first one of a
+                    request was computed by an earlier step, maybe of another request
+    3. `keep`       once the step's tokens are known: that of the last token of each block
+    4. `last`       that of the last token of each request, from which drafting begins
+
+A block keeps one feature, that of its last token that is computed. So a request that begins behind
+cached blocks, or in blocks that were copied for it, has what it needs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch.input_batch import InputBatch
+
+
+class DraftFeatures:
+    """Features of `size` numbers each. `blocks` [num_blocks + 1, size] is set by `use_blocks`; its
+    last row is nobody's."""
+
+    def __init__(
+        self, size: int, max_num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._of_step = torch.zeros((max_num_tokens, size), dtype=dtype, device=device)
+        self.blocks = torch.zeros((1, size), dtype=dtype, device=device)
+
+    def use_blocks(self, num_blocks: int) -> None:
+        """Makes room for the features of a cache's blocks."""
+        self.blocks = self.blocks.new_zeros((num_blocks + 1, self.blocks.shape[1]))
+
+    def take(self, features: torch.Tensor) -> None:
+        """Takes the features [T, size] of a step's tokens."""
+        self._of_step[: len(features)].copy_(features)
+
+    def shifted(self, batch: InputBatch, block_size: int) -> torch.Tensor:
+        """Returns [T, size]: the feature of the token before each token of `batch`."""
+        num_tokens = len(batch.positions)
+        starts = batch.query_start_loc[:-1].long()
+        first = batch.positions[starts.clamp(max=num_tokens - 1)]
+        block = ((first - 1).clamp(min=0) // block_size).unsqueeze(1)
+        before = batch.block_tables[: len(starts)].gather(1, block).squeeze(1).long()
+        # Requests that are padding begin behind the last token.
+        found = self._of_step.new_empty((num_tokens + 1, self._of_step.shape[1]))
+        found[1:] = self._of_step[:num_tokens]
+        found.index_copy_(0, starts, self.blocks.index_select(0, before))
+        return found[:num_tokens]
+
+    def keep(self, batch: InputBatch, ends: torch.Tensor, block_size: int) -> None:
+        """Keeps what later steps need. `ends` is [R], see `ends_of`."""
+        lengths = batch.query_start_loc.diff().long()
+        ends = ends.repeat_interleave(lengths, output_size=batch.num_tokens)
+        place, slot = batch.positions, batch.slot_mapping
+        is_last = (place + 1 == ends) | ((place + 1) % block_size == 0)
+        is_kept = is_last & (place < ends) & (slot >= 0)
+        block = torch.where(is_kept, slot // block_size, len(self.blocks) - 1)
+        self.blocks.index_copy_(0, block, self._of_step[: batch.num_tokens])
+
+    def last(self, batch: InputBatch, ends: torch.Tensor) -> torch.Tensor:
+        """Returns [R, size]: the feature of the last token that each request has computed. `ends`
+        is [R], see `ends_of`."""
+        starts = batch.query_start_loc[:-1].long()
+        index = starts + (ends - 1 - batch.positions[starts]).clamp(min=0)
+        return self._of_step.index_select(0, index)
+
+    def copy_blocks(self, copies: torch.Tensor) -> None:
+        """Copies features with their blocks; `copies` is [C, 2], pairs (source, target)."""
+        source, target = copies.long().unbind(1)
+        self.blocks[target] = self.blocks[source]
+
+
+def ends_of(batch: InputBatch, total_len: torch.Tensor) -> torch.Tensor:
+    """Returns [R] int64: how many tokens of each request are computed, those of a step among them
+    as far as they are right. `total_len` is [R], behind the step: all known tokens, whose last one
+    is not computed."""
+    starts, num_decodes = batch.query_start_loc[:-1].long(), batch.order.num_decodes
+    ends = batch.positions[starts] + batch.query_start_loc.diff().long()
+    ends[:num_decodes] = torch.minimum(ends[:num_decodes], total_len[:num_decodes].long() - 1)
+    return ends

@@ -1,0 +1,237 @@
+"""Drafts with a network of its own: what it does in a step, and what for.
+
+    target's layers ─▶ hidden ─┬─▶ sample ─▶ accept ─▶ rows advance ─┐
+                               │                                     ▼
+                               └─▶ follow: KV of the same tokens    settle ─▶ propose: K passes of
+                                   in the drafter's layers                    one token a row
+
+`follow` has the shape of the step, and may lie in its CUDA graph. Where a draft was right, it
+writes the same slot again that `propose` wrote, now from a true feature; where it was wrong, later
+steps do. `propose` computes up to K tokens behind the newest one, whose blocks may not be there
+yet: what has no slot writes nothing and is not attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.batch.block_table import BlockTables
+from engine.batch.buffer_utils import to_device
+from engine.batch.input_batch import BatchOrder, InputBatch
+from engine.config import EngineConfig
+from engine.layers.attention.backend import AttentionBackend
+from engine.models.base import ForwardInputs, GroupInputs
+from engine.models.drafts.base import DraftNetwork
+from engine.models.drafts.factory import config_of_draft
+from engine.models.drafts.medusa import MedusaHeads
+from engine.worker.draft_features import DraftFeatures, ends_of
+from tandem_kernels import ops
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+
+
+class Draw(Protocol):
+    """Draws tokens as requests ask: see `Sampler.draw`."""
+
+    def __call__(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class NetworkDrafter:
+    """`tables` and `rows`: by KV group of the engine. `draw`: with the requests' own noise, so that
+    a draft is what the model would choose if it thought like the drafter."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        network: DraftNetwork,
+        draw: Draw,
+        attention: AttentionBackend,
+        tables: Sequence[BlockTables],
+        rows: Sequence[RowTables],
+        device: torch.device,
+    ) -> None:
+        draft = config.draft
+        assert draft is not None
+        self.network = network
+        self.taps = draft.taps
+        self.first_layer = config.model.num_layers
+        self._vocab_size = config.model.vocab_size
+        self._draw = draw
+        self._attention = attention
+        self._group_indices = _groups_of_draft(config)
+        """The engine's KV group of each of the drafter's."""
+        self._home = self._group_indices[0] if self._group_indices else 0
+        """The group whose blocks have features."""
+        self._rows = rows
+        self._tables = tables
+        limits = config.scheduler
+        self.features = DraftFeatures(
+            draft.feature_size,
+            limits.max_num_batched_tokens,
+            getattr(torch, config.model.dtype),
+            device,
+        )
+        self._inputs = [
+            _one_token_inputs(limits.max_num_seqs, rows[index], device)
+            for index in self._group_indices
+        ]
+        self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._kv_caches: list[torch.Tensor] = []
+        self._latest: tuple[InputBatch, torch.Tensor] | None = None
+        """The latest step, and where the tokens of its requests end that are right."""
+
+    def use_cache(self, kv_caches: list[torch.Tensor], num_blocks: int) -> None:
+        """Takes the caches of all layers, the drafter's behind the others."""
+        self._kv_caches = kv_caches[self.first_layer :]
+        self.features.use_blocks(num_blocks)
+
+    def follow(
+        self,
+        batch: InputBatch,
+        groups: Sequence[GroupInputs],
+        by_group: Sequence[InputBatch],
+        hidden: torch.Tensor,
+        taps: list[torch.Tensor],
+        on_layer: Callable[[int], None],
+    ) -> None:
+        """Computes what the drafter keeps of a step's tokens. `hidden` [T, H] and `taps` are the
+        model's."""
+        self.features.take(self.network.features(hidden, taps))
+        if not self._group_indices:
+            return
+        home = by_group[self._home]
+        shifted = self.features.shifted(home, self._tables[self._home].block_size)
+        self.network(
+            ForwardInputs(
+                batch.input_ids,
+                batch.positions,
+                tuple(groups[index] for index in self._group_indices),
+                self._kv_caches,
+                self._attention,
+                lambda layer: on_layer(self.first_layer + layer),
+            ),
+            shifted,
+        )
+
+    def settle(self, by_group: Sequence[InputBatch]) -> None:
+        """Takes note of a step whose rows have advanced."""
+        batch = by_group[self._home]
+        ends = ends_of(batch, self._rows[0].total_len[batch.idx_mapping.long()])
+        self._latest = batch, ends
+        if self._group_indices:
+            self.features.keep(batch, ends, self._tables[self._home].block_size)
+
+    def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
+        """See `Drafter`."""
+        assert self._latest is not None
+        batch, ends = self._latest
+        count = len(idx_mapping)
+        feature = self.features.last(batch, ends)[:count]
+        next_place = rows.total_len[idx_mapping.long()]
+        drafts = feature.new_full((count, rows.max_drafts), -1, dtype=torch.int64)
+        room = None if not self._group_indices else self._room(batch.order.rows[:count])
+        for index in range(rows.max_drafts):
+            if isinstance(self.network, MedusaHeads):
+                if index >= self.network.num_heads:
+                    break
+                logits = self.network.head_logits(index, feature)
+            else:
+                assert room is not None
+                feature = self._pass(batch, idx_mapping, index, feature, room)
+                logits = self.network.compute_logits(feature)
+            drafts[:, index] = self._draw(logits, idx_mapping, next_place + index)
+            behind = replace(rows, total_len=rows.total_len + index)
+            ops.write_drafts(idx_mapping, drafts[:, index : index + 1], self._vocab_size, behind)
+        return drafts
+
+    def _room(self, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> torch.Tensor:
+        """Returns [S] int32: how many tokens the blocks of each row hold."""
+        slots = [self._tables[index].num_slots(rows) for index in self._group_indices]
+        return to_device(np.minimum.reduce(slots), self._starts.device)
+
+    def _pass(
+        self,
+        batch: InputBatch,
+        idx_mapping: torch.Tensor,
+        ahead: int,
+        feature: torch.Tensor,
+        room: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes the token `ahead` places behind the newest of each row, with the feature [S, F]
+        of the one before it. Returns its own."""
+        count = len(idx_mapping)
+        ones = np.ones(count, np.int32)
+        order = BatchOrder(
+            rows=batch.order.rows[:count],
+            query_lens=ones,
+            seq_lens=batch.order.seq_lens[:count] + ones + ahead,
+            num_decodes=count,
+            num_sampled=count,
+        )
+        starts = self._starts[: count + 1]
+        groups: list[GroupInputs] = []
+        for index, inputs in zip(self._group_indices, self._inputs, strict=True):
+            rows = self._rows[index]
+            behind = replace(rows, num_computed=rows.num_computed + ahead)
+            ops.prepare_inputs(idx_mapping, starts, behind, inputs)
+            slots = inputs.slot_mapping[:count]
+            slots.masked_fill_(inputs.positions[:count] >= room, -1)
+            seq_lens = torch.minimum(inputs.seq_lens[:count], room)
+            view = InputBatch(
+                order=order,
+                num_tokens=count,
+                idx_mapping=idx_mapping,
+                query_start_loc=starts,
+                input_ids=inputs.input_ids[:count],
+                positions=inputs.positions[:count],
+                slot_mapping=slots,
+                seq_lens=seq_lens,
+                block_tables=inputs.block_tables[:count],
+            )
+            groups.append(GroupInputs(slots, self._attention.metadata(view)))
+        first = self._inputs[0]
+        found: torch.Tensor = self.network(
+            ForwardInputs(
+                first.input_ids[:count],
+                first.positions[:count],
+                tuple(groups),
+                self._kv_caches,
+                self._attention,
+                _no_layer,
+            ),
+            feature,
+        )
+        return found
+
+
+def _groups_of_draft(config: EngineConfig) -> list[int]:
+    """Returns the engine's KV group of each group of the drafter's own layers."""
+    first = config.model.num_layers
+    if config.draft is None or config.draft.num_layers == 0:
+        return []
+    group_of = {layer: i for i, one in enumerate(config.kv_layout.groups) for layer in one.layers}
+    own = config_of_draft(config).kv_layout.groups
+    return [group_of[first + group.layers[0]] for group in own]
+
+
+def _one_token_inputs(max_num_reqs: int, rows: RowTables, device: torch.device) -> StepInputs:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return StepInputs(
+        input_ids=zeros(max_num_reqs),
+        positions=zeros(max_num_reqs, dtype=torch.int64),
+        slot_mapping=zeros(max_num_reqs, dtype=torch.int64),
+        seq_lens=zeros(max_num_reqs),
+        block_tables=zeros(max_num_reqs, rows.block_table.shape[1]),
+    )
+
+
+def _no_layer(layer: int) -> None:
+    """Drafts are no KV that a peer waits for."""

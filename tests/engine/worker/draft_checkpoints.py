@@ -1,0 +1,326 @@
+"""Tiny drafters in the forms in which they are published, and what they draft by plain torch.
+
+The references know no cache: they compute all tokens anew for every draft, by transformers' own
+layers where there are any.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tests.engine.models.family import SIZES
+from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
+
+HIDDEN, VOCAB = SIZES["hidden_size"], SIZES["vocab_size"]
+NUM_LAYERS = SIZES["num_hidden_layers"]
+DRAFT_VOCAB = 48
+TAPS = (0, 1, 2)
+NUM_HEADS = 3
+_EPS = 1e-6
+
+Weights = dict[str, Tensor]
+Layer = Callable[[Tensor, Tensor], Tensor]
+"""Takes embeddings and features, [n, H] each, and returns what the next token takes."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Drafts greedily. `features` takes what transformers calls hidden states: the stream in front
+    of each layer, and the output behind the last norm."""
+
+    target: PreTrainedModel
+    features: Callable[[list[Tensor]], Tensor]
+    layer: Layer
+    logits: Callable[[Tensor], Tensor]
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Returns `count` tokens that are guessed to follow `tokens`."""
+        streams = self.target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        feature = self.features([stream[0] for stream in streams])
+        before = torch.cat([torch.zeros(1, HIDDEN), feature])
+        known = list(tokens)
+        for _ in range(count):
+            embedded = self.target.get_input_embeddings()(torch.tensor(known))
+            out = self.layer(embedded, before)[-1:]
+            known.append(int(self.logits(out)[0].argmax()))
+            before = torch.cat([before, out])
+        return known[len(tokens) :]
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    """Returns weights large enough that every part of a head matters."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return 1.0 + 0.2 * drawn if len(shape) == 1 else 0.15 * drawn
+
+
+def _write(folder: Path, weights: Weights, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _layer_weights(prefix: str, inputs: int) -> Weights:
+    kv = HIDDEN // SIZES["num_attention_heads"] * SIZES["num_key_value_heads"]
+    middle = SIZES["intermediate_size"]
+    shapes = {
+        "self_attn.q_proj": (HIDDEN, inputs),
+        "self_attn.k_proj": (kv, inputs),
+        "self_attn.v_proj": (kv, inputs),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (middle, HIDDEN),
+        "mlp.up_proj": (middle, HIDDEN),
+        "mlp.down_proj": (HIDDEN, middle),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    return {
+        f"{prefix}.{name}.weight": noise(*shape, seed=40 + index)
+        for index, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def _head_config(**more: Any) -> dict[str, Any]:
+    return {
+        **SIZES,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": _EPS,
+        "max_position_embeddings": 64,
+        "architectures": ["LlamaForCausalLM"],
+        **more,
+    }
+
+
+def _without_first(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:1]), x[1:]])
+
+
+def _bare_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Returns what the only layer of a model makes of inputs [n, H], without the last norm."""
+    model.model.norm = nn.Identity()
+    return lambda x: model.model(inputs_embeds=x.unsqueeze(0)).last_hidden_state[0]
+
+
+# EAGLE ----------------------------------------------------------------------------------------
+
+
+def write_eagle(folder: Path) -> None:
+    weights = _layer_weights("layers.0", HIDDEN)
+    weights |= {"fc.weight": noise(HIDDEN, 2 * HIDDEN, seed=1), "fc.bias": noise(HIDDEN, seed=2)}
+    weights["embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)
+    _write(folder, weights, _head_config())
+
+
+def eagle_reference(target: PreTrainedModel, folder: Path) -> Reference:
+    weights = load_file(folder / "model.safetensors")
+    config = LlamaConfig(**_head_config(max_position_embeddings=512), attn_implementation="eager")
+    model = LlamaForCausalLM(config).eval()
+    own = {f"model.{name}": tensor for name, tensor in weights.items() if "layers." in name}
+    model.load_state_dict(own, strict=False)
+    model.model.layers[0].input_layernorm = nn.Identity()
+    layer = _bare_layer(model)
+
+    def forward(embedded: Tensor, before: Tensor) -> Tensor:
+        x = F.linear(torch.cat([embedded, before], -1), weights["fc.weight"], weights["fc.bias"])
+        return layer(_without_first(x))
+
+    return Reference(target, lambda streams: streams[-1], forward, target.lm_head)
+
+
+# EAGLE-3 --------------------------------------------------------------------------------------
+
+
+def write_eagle3(folder: Path, *, speculators: bool = False) -> None:
+    """Writes SafeAILab's form, or that of speculators."""
+    prefix = "layers.0" if speculators else "midlayer"
+    kept = torch.arange(DRAFT_VOCAB) * 2 + 1
+    weights = _layer_weights(prefix, 2 * HIDDEN)
+    for index, name in enumerate((f"{prefix}.input_layernorm", f"{prefix}.hidden_norm", "norm")):
+        weights[f"{name}.weight"] = noise(HIDDEN, seed=20 + index)
+    weights |= {
+        "fc.weight": noise(HIDDEN, len(TAPS) * HIDDEN, seed=1),
+        "lm_head.weight": noise(DRAFT_VOCAB, HIDDEN, seed=2),
+        "d2t": kept - torch.arange(DRAFT_VOCAB),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
+    }
+    config = _head_config(draft_vocab_size=DRAFT_VOCAB)
+    field = "eagle_aux_hidden_state_layer_ids"
+    if speculators:
+        own = {"draft_vocab_size": DRAFT_VOCAB, field: list(TAPS), "norm_before_residual": True}
+        config = {**own, "transformer_layer_config": config}
+    else:
+        config |= {"eagle_config": {field: [layer - 1 for layer in TAPS]}}
+    _write(folder, weights, config)
+
+
+def eagle3_reference(target: PreTrainedModel, folder: Path) -> Reference:
+    weights = load_file(folder / "model.safetensors")
+    is_speculators = "layers.0.hidden_norm.weight" in weights
+    prefix = "layers.0" if is_speculators else "midlayer"
+
+    def w(name: str) -> Tensor:
+        return weights[f"{prefix}.{name}.weight"]
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (HIDDEN,), weight, _EPS)
+
+    def rotate(x: Tensor) -> Tensor:
+        head = x.shape[-1]
+        angles = torch.outer(
+            torch.arange(len(x)).float(), 10_000.0 ** (-torch.arange(0, head, 2) / head)
+        ).unsqueeze(1)
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def attend(x: Tensor) -> Tensor:
+        num, num_kv = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
+        q, k, v = (
+            F.linear(x, w(f"self_attn.{name}_proj")).view(len(x), count, HIDDEN // num)
+            for name, count in (("q", num), ("k", num_kv), ("v", num_kv))
+        )
+        q, k = rotate(q), rotate(k)
+        k, v = (part.repeat_interleave(num // num_kv, dim=1) for part in (k, v))
+        found = F.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True
+        )
+        return F.linear(found.transpose(0, 1).flatten(1), w("self_attn.o_proj"))
+
+    def forward(embedded: Tensor, before: Tensor) -> Tensor:
+        normed = norm(before, w("hidden_norm"))
+        x = torch.cat([norm(embedded, w("input_layernorm")), normed], -1)
+        stream = (normed if is_speculators else before) + attend(_without_first(x))
+        y = norm(stream, w("post_attention_layernorm"))
+        gated = F.silu(F.linear(y, w("mlp.gate_proj"))) * F.linear(y, w("mlp.up_proj"))
+        return stream + F.linear(gated, w("mlp.down_proj"))
+
+    def logits(out: Tensor) -> Tensor:
+        own = F.linear(norm(out, weights["norm.weight"]), weights["lm_head.weight"])
+        whole = torch.full((len(out), VOCAB), float("-inf"))
+        whole[:, weights["t2d"].nonzero().flatten()] = own
+        return whole
+
+    def features(streams: list[Tensor]) -> Tensor:
+        return F.linear(torch.cat([streams[i] for i in TAPS], -1), weights["fc.weight"])
+
+    return Reference(target, features, forward, logits)
+
+
+# Medusa ---------------------------------------------------------------------------------------
+
+
+def write_medusa(folder: Path) -> None:
+    weights = {}
+    for head in range(NUM_HEADS):
+        for layer in range(2):
+            name = f"medusa_heads.blocks.{head}.layers.{layer}"
+            weights[f"{name}.weight"] = noise(HIDDEN, HIDDEN, seed=10 * head + layer)
+            weights[f"{name}.bias"] = noise(HIDDEN, seed=10 * head + layer + 5)
+        weights[f"medusa_heads.lm_heads.{head}.weight"] = noise(VOCAB, HIDDEN, seed=90 + head)
+    config = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": NUM_HEADS}
+    _write(folder, weights, {**config, "num_hidden_layers": 2, "model_type": "medusa"})
+
+
+@dataclass(frozen=True)
+class MedusaReference:
+    target: PreTrainedModel
+    weights: Weights
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        streams = self.target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        found = []
+        for head in range(count):
+            x = streams[-1][0, -1]
+            for layer in range(2):
+                name = f"medusa_heads.blocks.{head}.layers.{layer}"
+                w, bias = (self.weights[f"{name}.{kind}"] for kind in ("weight", "bias"))
+                x = x + F.silu(F.linear(x, w, bias))
+            found.append(int((self.weights[f"medusa_heads.lm_heads.{head}.weight"] @ x).argmax()))
+        return found
+
+
+def medusa_reference(target: PreTrainedModel, folder: Path) -> MedusaReference:
+    return MedusaReference(target, load_file(folder / "model.safetensors"))
+
+
+# Multi-token prediction -----------------------------------------------------------------------
+
+
+def write_with_mtp(folder: Path, family: str) -> None:
+    """Writes a model of `NUM_LAYERS` layers whose next one predicts ahead, and beside it one where
+    that is an ordinary layer."""
+    known = FAMILIES[family]
+    more = replace(known, changes={**known.changes, "num_hidden_layers": NUM_LAYERS + 1})
+    save_checkpoint(more, folder)
+    save_checkpoint(more, folder.with_name("whole"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{NUM_LAYERS}"
+    for index, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
+        weights[f"{prefix}.{name}.weight"] = noise(HIDDEN, seed=60 + index)
+    weights[f"{prefix}.eh_proj.weight"] = noise(HIDDEN, 2 * HIDDEN, seed=70)
+    weights[f"{prefix}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{prefix}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def mtp_reference(target: PreTrainedModel, folder: Path) -> Reference:
+    weights = load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{NUM_LAYERS}"
+    model = reference(folder.with_name("whole"))
+    eps = model.config.rms_norm_eps
+    model.model.layers = model.model.layers[NUM_LAYERS:]
+    model.model.layers[0].self_attn.layer_idx = 0
+    model.config.num_hidden_layers = 1
+    layer = _bare_layer(model)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (HIDDEN,), weights[f"{prefix}.{name}.weight"], eps)
+
+    def forward(embedded: Tensor, before: Tensor) -> Tensor:
+        both = torch.cat([norm(embedded, "enorm"), norm(before, "hnorm")], -1)
+        return layer(_without_first(F.linear(both, weights[f"{prefix}.eh_proj.weight"])))
+
+    def logits(out: Tensor) -> Tensor:
+        found: Tensor = target.lm_head(norm(out, "shared_head.norm"))
+        return found
+
+    return Reference(target, lambda streams: streams[-1], forward, logits)
+
+
+# A second model -------------------------------------------------------------------------------
+
+
+def write_second_model(folder: Path) -> None:
+    known = FAMILIES["llama"]
+    few = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    few |= {"num_key_value_heads": 1, "head_dim": 16}
+    save_checkpoint(replace(known, changes={**known.changes, **few}), folder)
+
+
+@dataclass(frozen=True)
+class SecondModelReference:
+    model: PreTrainedModel
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        known = list(tokens)
+        for _ in range(count):
+            known.append(int(self.model(torch.tensor([known])).logits[0, -1].argmax()))
+        return known[len(tokens) :]
+
+
+def second_model_reference(target: PreTrainedModel, folder: Path) -> SecondModelReference:
+    return SecondModelReference(reference(folder))

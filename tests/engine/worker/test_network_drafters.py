@@ -1,0 +1,249 @@
+"""Drafters with weights on the real CPU engine: they draft what their references in plain torch do,
+wherever a request begins, and no bit of an answer depends on them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    DrafterName,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from engine.messages import EngineCoreRequest
+from engine.models.checkpoint import load_model_config
+from engine.models.draft_checkpoint import read_draft
+from engine.models.errors import CheckpointError
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
+from tandem_kernels.batch.batch_tables import RowTables
+from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
+from tests.engine.worker import draft_checkpoints as drafts
+from tests.engine.worker.drafters import KnowingDrafter
+from tests.engine.worker.one_engine import OneEngine, check_empty
+from tests.engine.worker.test_choices import forked
+from tests.engine.worker.test_grammars import TwoRanks
+from tests.engine.worker.test_speculation import run
+from tests.processes import free_address
+
+BLOCK_SIZE, MAX_LEN, NUM_DRAFTS = 8, 96, 3
+CASES: dict[str, tuple[DrafterName, Callable[[Path], None], Callable[..., Any]]] = {
+    "eagle": ("eagle", drafts.write_eagle, drafts.eagle_reference),
+    "eagle3": ("eagle3", drafts.write_eagle3, drafts.eagle3_reference),
+    "eagle3 of speculators": (
+        "eagle3",
+        lambda folder: drafts.write_eagle3(folder, speculators=True),
+        drafts.eagle3_reference,
+    ),
+    "medusa": ("medusa", drafts.write_medusa, drafts.medusa_reference),
+    "second model": (
+        "draft_model",
+        drafts.write_second_model,
+        drafts.second_model_reference,
+    ),
+    "mtp of glm4_moe": (
+        "mtp",
+        lambda folder: drafts.write_with_mtp(folder, "glm4_moe"),
+        drafts.mtp_reference,
+    ),
+    "mtp of deepseek_v3": (
+        "mtp",
+        lambda folder: drafts.write_with_mtp(folder, "deepseek_v3_yarn"),
+        drafts.mtp_reference,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    save_checkpoint(FAMILIES["llama"], folder)
+    return folder
+
+
+def engine_config(target: Path, **cache: Any) -> EngineConfig:
+    return EngineConfig(
+        engine_id="drafting",
+        epoch=1,
+        model=load_model_config(target, max_model_len=MAX_LEN),
+        cache=CacheConfig(**{"block_size": BLOCK_SIZE, "num_blocks": 96, **cache}),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
+        device=DeviceConfig(deterministic=True),
+    )
+
+
+def with_drafter(
+    config: EngineConfig, method: DrafterName, folder: Path, count: int = NUM_DRAFTS
+) -> EngineConfig:
+    draft = read_draft(method, str(folder), config.model)
+    speculative = SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=count,
+        prompt_lookup_max=3,
+        prompt_lookup_min=2,
+        draft=draft,
+    )
+    return replace(config, decode_query_len=count + 1, speculative=speculative)
+
+
+def watch(engine: OneEngine, answers: list[list[int]]) -> list[tuple[list[int], list[int], int]]:
+    """Returns (known tokens, drafts, how many of them have a place and blocks) of each step and row
+    that goes on, as they will come. With `answers`, these are what is drafted instead, and some
+    are wrong."""
+    runner = engine.worker.runner
+    drafter, found = runner.drafts.drafter, []
+    assert drafter is not None
+    propose = drafter.propose
+    slots = runner._block_tables[0].num_slots
+    knowing = KnowingDrafter(answers, lies=0.4, gaps=0.1, seed=3)
+
+    def watching(idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
+        lengths, ends = rows.total_len.tolist(), rows.max_len.tolist()
+        at = idx_mapping.tolist()
+        known = [rows.token_ids[row, : lengths[row]].tolist() for row in at]
+        proposed = propose(idx_mapping, rows)
+        for row, tokens, guessed in zip(at, known, proposed.tolist(), strict=True):
+            if len(tokens) < ends[row]:
+                room = int(slots(np.array([row]))[0]) - len(tokens) + 1
+                left = ends[row] - len(tokens)
+                found.append((tokens, guessed, min(room, left, NUM_DRAFTS)))
+        return knowing.propose(idx_mapping, rows) if answers else proposed
+
+    drafter.propose = watching  # type: ignore[method-assign]
+    return found
+
+
+def prompts_of(requests: list[EngineCoreRequest]) -> list[tuple[str, list[int]]]:
+    """Returns (name of an answer, prompt)."""
+    return [
+        (name, list(request.spec.prompt_token_ids))
+        for request in requests
+        for name in request.choice_ids or [request.request_id]
+    ]
+
+
+def greedy_requests(vocab_size: int) -> list[EngineCoreRequest]:
+    """Prompts longer than a chunk, prompts that begin alike, and choices that share one."""
+    rng = random.Random(7)
+    shared = [rng.randrange(vocab_size) for _ in range(2 * BLOCK_SIZE)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    lengths = (1, 3, 40)
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    prompts += [[*shared, 5], [*shared, 6, 7]]
+    made = [
+        EngineCoreRequest(request_id=f"r{i}", spec=RequestSpec(prompt, greedy))
+        for i, prompt in enumerate(prompts)
+    ]
+    return [*made, forked("c", prompts[1] * 4, 2, max_tokens=9, temperature=0.0, ignore_eos=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_are_those_of_the_reference(case: str, target: Path, tmp_path: Path) -> None:
+    """Also behind hits of the prefix cache, in copied blocks, and after preemptions. Drafts behind
+    the last place of a row, or without blocks yet, may be anything."""
+    method, write, make_reference = CASES[case]
+    write(tmp_path / "draft")
+    folder = tmp_path / "draft"
+    whole = folder if method == "mtp" else target
+    oracle = make_reference(reference(whole), folder)
+    num_blocks = 20 if method == "draft_model" else 13  # It has blocks of its own.
+    config = with_drafter(engine_config(whole, num_blocks=num_blocks), method, folder)
+    requests = greedy_requests(config.model.vocab_size)
+    alone = run(engine_config(whole), 1, requests)
+    engine = OneEngine(config, depth=2)
+    found = watch(engine, [known + alone.tokens[name] for name, known in prompts_of(requests)])
+    for request in requests:
+        engine.add(request)
+        engine.step()
+    engine.finish()
+    stats = engine.scheduler.stats()
+    assert stats.prefix_cache_hits > 0 and stats.num_preemptions > 0
+    assert 0 < stats.drafts.num_accepted_tokens < stats.drafts.num_draft_tokens
+    assert engine.tokens == alone.tokens
+    check_empty(engine)
+    num_checked = 0
+    for known, proposed, count in found[::6]:
+        num_checked += count
+        assert proposed[:count] == oracle.drafts(known, count), len(known)
+    # Only the last prompt token and the end of a sequence come without blocks for what follows.
+    assert num_checked > 0.8 * NUM_DRAFTS * len(found) / 6
+
+
+def test_ranks_draft_alike(target: Path, tmp_path: Path) -> None:
+    """Each computes its heads of the drafter's layer and its part of the vocabulary."""
+    drafts.write_eagle3(tmp_path)
+    config = with_drafter(engine_config(target), "eagle3", tmp_path)
+    requests = greedy_requests(config.model.vocab_size)
+    engines = []
+    for tp_size in (1, 2):
+        config = replace(config, parallel=ParallelConfig(tensor_parallel_size=tp_size))
+        worker = TwoRanks(config, free_address()) if tp_size == 2 else None
+        engines.append(OneEngine(config, 2, worker))
+    found = [watch(engine, []) for engine in engines]
+    for engine in engines:
+        for request in requests:
+            engine.add(request)
+        engine.finish()
+        check_empty(engine)
+    assert found[0] == found[1]
+    assert engines[0].tokens == engines[1].tokens
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "named"),
+    [
+        ("eagle3", {"hidden_size": 96}, "hidden_size is 96, and must be 64"),
+        ("eagle", {"vocab_size": 500}, "vocab_size is 500, and must be 101"),
+        ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2, and must be 1"),
+        ("eagle3", {"draft_vocab_size": 102}, "draft_vocab_size is 102"),
+        ("eagle3", {"target_hidden_size": 32}, "target_hidden_size is 32"),
+        ("eagle3", {"norm_before_fc": True}, "norm_before_fc is not supported"),
+        (
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}},
+            r"eagle_aux_hidden_state_layer_ids asks for layers \[1, 2, 10\] of a model with 3",
+        ),
+        ("medusa", {"num_heads": "many"}, "num_heads"),
+        ("medusa", {"truncated_vocab_size": 7}, "truncated_vocab_size is not supported"),
+        ("draft_model", {"vocab_size": 90}, "vocab_size is 90"),
+        ("draft_model", {"max_position_embeddings": 64}, "max_position_embeddings is 64"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_named(
+    target: Path, tmp_path: Path, method: DrafterName, changes: dict[str, Any], named: str
+) -> None:
+    write = next(case[1] for case in CASES.values() if case[0] == method)
+    write(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=named):
+        read_draft(method, str(tmp_path), engine_config(target).model)
+
+
+def test_a_checkpoint_without_layers_that_predict_has_no_mtp(target: Path) -> None:
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 0"):
+        read_draft("mtp", str(target), engine_config(target).model)
+
+
+def test_weights_that_are_missing_are_named(target: Path, tmp_path: Path) -> None:
+    drafts.write_eagle3(tmp_path)
+    config = with_drafter(engine_config(target), "eagle3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["midlayer.hidden_norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks midlayer\.hidden_norm\.weight"):
+        OneEngine(config, depth=1)
