@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode_node.answer.generation import Choice
 from decode_node.disagg.prefill_events import FAILURE_CODES
@@ -25,6 +25,8 @@ from engine.node.metrics import (
     metric_labels,
 )
 
+Exemplar = dict[str, str] | None
+
 _GB_PER_S_BUCKETS = (
     0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0
 )  # fmt: skip
@@ -43,9 +45,12 @@ _MEASURES = (
     ("vllm:request_queue_time_seconds", "Until the prompt was begun.", LATENCY_BUCKETS),
     ("vllm:request_prefill_time_seconds", "Begun until first token.", LATENCY_BUCKETS),
     ("vllm:request_decode_time_seconds", "First until last token.", LATENCY_BUCKETS),
+    ("vllm:request_inference_time_seconds", "Prompt begun until last token.", LATENCY_BUCKETS),
     ("vllm:request_prompt_tokens", "Tokens of the prompt.", TOKEN_BUCKETS),
     ("vllm:request_generation_tokens", "Tokens of the answer.", TOKEN_BUCKETS),
     ("vllm:request_params_max_tokens", "Tokens allowed.", TOKEN_BUCKETS),
+    ("vllm:request_max_num_generation_tokens", "Of its longest answer.", TOKEN_BUCKETS),
+    ("vllm:request_prefill_kv_computed_tokens", "Of the prompt, not cached.", TOKEN_BUCKETS),
     ("vllm:request_params_n", "Answers asked for.", TOKEN_BUCKETS),
     ("tandem_kv_transfer_seconds", "First until last byte of KV.", TTFT_BUCKETS),
     ("tandem_kv_transfer_gb_per_second", "Of a prompt's KV, in that time.", _GB_PER_S_BUCKETS),
@@ -114,28 +119,27 @@ class DecodeMetrics:
             len(choices) / max(1, sum(choice.is_first_of_prompt for choice in choices))
         )
         note_facts(**facts_of(self._model_name, [choice.record for choice in choices]))
+        longest = max(choice.record.num_output_tokens for choice in choices)
+        self._histograms["vllm:request_max_num_generation_tokens"].observe(longest)
         seen: set[int] = set()
         for choice in choices:
             if choice.replay is None:
-                self._observe_record(choice.record)
+                exemplar = choice.request.trace.exemplar() if choice.request.trace else None
+                self._observe_record(choice.record, exemplar)
                 if id(choice.record.prefill) not in seen:
                     seen.add(id(choice.record.prefill))
-                    self._observe_prefill(choice.record)
+                    self._observe_prefill(choice.record, exemplar)
                 if self._tracer.wants(choice.request.trace):
                     spans = spans_of(choice.record, choice.request, self._model_name)
                     self._tracer.write(choice.request.trace, spans)
 
-    def text(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-    def _observe_record(self, record: RequestRecord) -> None:
+    def _observe_record(self, record: RequestRecord, exemplar: Exemplar) -> None:
         reason = record.finish_reason or "abort"
         self._success.labels(*self._labels, reason).inc()
         self._observe_tokens(record)
-        self._observe_times(record)
+        self._observe_times(record, exemplar)
 
-    def _observe_prefill(self, record: RequestRecord) -> None:
+    def _observe_prefill(self, record: RequestRecord, exemplar: Exemplar) -> None:
         """Counts once what the choices of a prompt share; `record` is the first one's."""
         prefill = record.prefill
         self._decisions.labels(*self._labels, _decision(record)).inc()
@@ -145,15 +149,17 @@ class DecodeMetrics:
             self._fallbacks.inc()
         for failure in prefill.failures:
             self._failures.labels(*self._labels, failure).inc()
-        self._observe_kv(record)
+        self._observe_kv(record, exemplar)
 
     def _observe_tokens(self, record: RequestRecord) -> None:
         histograms = self._histograms
         histograms["vllm:request_prompt_tokens"].observe(record.num_prompt_tokens)
         histograms["vllm:request_generation_tokens"].observe(record.num_output_tokens)
         histograms["vllm:request_params_max_tokens"].observe(record.max_tokens)
+        computed = record.num_prompt_tokens - record.prefill.cached_tokens
+        histograms["vllm:request_prefill_kv_computed_tokens"].observe(max(0, computed))
 
-    def _observe_times(self, record: RequestRecord) -> None:
+    def _observe_times(self, record: RequestRecord, exemplar: Exemplar) -> None:
         if not record.first_token_at:
             return
         histograms = self._histograms
@@ -165,32 +171,36 @@ class DecodeMetrics:
             ("vllm:request_queue_time_seconds", record.queue_s),
             ("vllm:request_prefill_time_seconds", record.prefill_s),
             ("vllm:request_decode_time_seconds", decode_s),
+            ("vllm:request_inference_time_seconds", record.prefill_s + decode_s),
         ):
-            histograms[name].observe(value)
+            histograms[name].observe(value, exemplar)
         if record.num_output_tokens > 1:
             histograms["vllm:request_time_per_output_token_seconds"].observe(
-                decode_s / (record.num_output_tokens - 1)
+                decode_s / (record.num_output_tokens - 1), exemplar
             )
         if record.second_token_at:
             histograms["tandem_second_token_seconds"].observe(
-                record.second_token_at - record.first_token_at
+                record.second_token_at - record.first_token_at, exemplar
             )
+        longest_s = max(record.token_gaps_s, default=0.0)
         for gap_s in record.token_gaps_s:
-            histograms["vllm:inter_token_latency_seconds"].observe(gap_s)
+            # One of thousands is enough to lead to the trace: the longest.
+            told = exemplar if gap_s == longest_s else None
+            histograms["vllm:inter_token_latency_seconds"].observe(gap_s, told)
 
-    def _observe_kv(self, record: RequestRecord) -> None:
+    def _observe_kv(self, record: RequestRecord, exemplar: Exemplar) -> None:
         kv = record.prefill.kv
         if kv is None or not kv.num_bytes:
             return
         self._kv_bytes.inc(kv.num_bytes)
         histograms = self._histograms
         seconds = kv.last_byte_at - kv.first_byte_at
-        histograms["tandem_kv_transfer_seconds"].observe(seconds)
+        histograms["tandem_kv_transfer_seconds"].observe(seconds, exemplar)
         if seconds > 0:
             histograms["tandem_kv_transfer_gb_per_second"].observe(kv.num_bytes / seconds / 1e9)
         if record.first_token_at:
             histograms["tandem_kv_ready_after_first_token_seconds"].observe(
-                max(0.0, kv.last_byte_at - record.first_token_at)
+                max(0.0, kv.last_byte_at - record.first_token_at), exemplar
             )
         histograms["tandem_kv_inject_seconds"].observe(max(0.0, kv.last_byte_at - kv.received_at))
         if record.second_token_at:

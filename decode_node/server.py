@@ -123,7 +123,7 @@ class DecodeNode:
         """Serves until told to stop or until the engine dies; returns the exit code."""
         await self._ports.grpc.start(self._status)
         if self._ports.probes is not None:
-            self._ports.probes.start(self._status, self._metrics.text)
+            self._ports.probes.start(self._status, self._metrics.registry)
         serving = asyncio.create_task(self._http.serve(sockets=[self._ports.http]))
         watching = asyncio.create_task(self._watch())
         try:

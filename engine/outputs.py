@@ -17,6 +17,9 @@ RESIDENCY_BUCKETS = (
 )
 """Seconds, upper bounds, of `BlockTimes`."""
 
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of `TokensPerStep`."""
+
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log probabilities at one position, of the raw logits' softmax.
@@ -154,6 +157,17 @@ class Durations(msgspec.Struct, array_like=True):
         self.total_s += seconds
 
 
+class TokensPerStep(msgspec.Struct, array_like=True):
+    """How many tokens steps computed, as a histogram, by `STEP_TOKEN_BUCKETS`."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BUCKETS) + 1))
+    total: int = 0
+
+    def add(self, num_tokens: int) -> None:
+        self.counts[bisect_left(STEP_TOKEN_BUCKETS, num_tokens)] += 1
+        self.total += num_tokens
+
+
 class BlockTimes(Durations, array_like=True):
     """Durations of blocks, by `RESIDENCY_BUCKETS`."""
 
@@ -262,6 +276,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     prompt_tokens_transferred: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    step_tokens: TokensPerStep = msgspec.field(default_factory=TokensPerStep)
     last_step_at: float = 0.0
     """The time of the last step, in CLOCK_MONOTONIC seconds."""
     worker_host_s: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from engine.config import EngineConfig
 from engine.node.metrics import (
@@ -66,21 +66,23 @@ class PrefillMetrics:
         pulled its KV; or the code of a failure."""
         self._ended.labels(*self._labels, outcome).inc()
 
-    def first_token(self, num_prompt_tokens: int, queue_s: float, prefill_s: float) -> None:
+    def first_token(
+        self,
+        num_prompt_tokens: int,
+        queue_s: float,
+        prefill_s: float,
+        exemplar: dict[str, str] | None = None,
+    ) -> None:
         self._prompt_tokens.observe(num_prompt_tokens)
-        self._queue.observe(queue_s)
-        self._prefill.observe(prefill_s)
-        self._ttft.observe(queue_s + prefill_s)
+        self._queue.observe(queue_s, exemplar)
+        self._prefill.observe(prefill_s, exemplar)
+        self._ttft.observe(queue_s + prefill_s, exemplar)
 
     def kv_taken(self, held_s: float, layers: Sequence[LayerTime]) -> None:
         self._kv_held.observe(held_s)
         for ready, saved in layers:
             if ready and saved:
                 self._layer_save.observe(max(0.0, saved - ready))
-
-    def text(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)

@@ -94,7 +94,7 @@ async def _serve_engine(
         "address": join_address(settings.host, server.port),
     }
     if probes is not None:
-        probes.start(status, metrics.text)
+        probes.start(status, metrics.registry)
         facts["metrics_port"] = probes.port
     emit_ready(engine, **facts)
     lifetime = NodeLifetime(

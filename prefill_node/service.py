@@ -302,7 +302,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _first_token(self, call: _Call, output: RequestOutput) -> prefill_pb2.PrefillEvent:
         work = call.work
         prefill_s = max(0.0, call.record.token_at - work.arrival_time - output.queue_s)
-        self._metrics.first_token(len(work.spec.prompt_token_ids), output.queue_s, prefill_s)
+        exemplar = work.trace.exemplar() if work.trace is not None else None
+        num_tokens = len(work.spec.prompt_token_ids)
+        self._metrics.first_token(num_tokens, output.queue_s, prefill_s, exemplar)
         token = prefill_pb2.FirstToken(
             token_id=output.token_ids[0],
             num_cached_tokens=output.num_cached_tokens or 0,

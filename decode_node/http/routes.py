@@ -35,7 +35,7 @@ from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
-from engine.node.http_server import METRICS_TYPE
+from edge.http.exposition import scrape_response
 from engine.node.profile_servicer import ProfiledEngine
 
 logger = logging.getLogger(__name__)
@@ -178,9 +178,9 @@ def _add_state(router: APIRouter, api: Api) -> None:
     if api.settings.metrics_port is None:
 
         @router.get("/metrics")
-        async def metrics() -> Response:
+        async def metrics(request: Request) -> Response:
             """Tells counters and histograms to Prometheus."""
-            return Response(api.metrics.text(), media_type=METRICS_TYPE)
+            return scrape_response(api.metrics.registry, request)
 
 
 def _json(content: msgspec.Struct) -> Response:

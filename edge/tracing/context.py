@@ -77,6 +77,11 @@ class TraceContext:
     def is_sampled(self) -> bool:
         return bool(int(self.flags, 16) & 1)
 
+    def exemplar(self) -> dict[str, str] | None:
+        """Returns what leads from an observation in a histogram to this trace; nothing leads to one
+        that is not sampled."""
+        return {"trace_id": self.trace_id} if self.is_sampled else None
+
     def sibling(self) -> TraceContext:
         """Returns another span of ours below the same parent."""
         return replace(self, span_id=_new_span_id())

@@ -18,22 +18,22 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from edge.address import join_address
+from edge.http.exposition import scrape_response
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.http.outer_edge import OuterEdge
 from edge.security.tls_http import TlsServer
 from engine.node.grpc_server import PortInUse
 from engine.node.status import NodeStatus
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 256 << 10
@@ -73,7 +73,7 @@ class ProbeServer:
         self._server: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    def start(self, status: NodeStatus, metrics: Callable[[], bytes]) -> None:
+    def start(self, status: NodeStatus, metrics: CollectorRegistry) -> None:
         app = OuterEdge(Starlette(routes=_routes(status, metrics)), lambda: False)
         self._server = HttpServer(
             uvicorn.Config(
@@ -99,7 +99,7 @@ class ProbeServer:
         self._listener.close()
 
 
-def _routes(status: NodeStatus, metrics: Callable[[], bytes]) -> list[Route]:
+def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
     async def health(request: Request) -> Response:
         return _verdict(status.fault())
 
@@ -107,7 +107,7 @@ def _routes(status: NodeStatus, metrics: Callable[[], bytes]) -> list[Route]:
         return _verdict(status.fault() or ("stopping" if status.work.draining else ""))
 
     async def scrape(request: Request) -> Response:
-        return Response(metrics(), media_type=METRICS_TYPE)
+        return scrape_response(metrics, request)
 
     return [Route("/health", health), Route("/ready", ready), Route("/metrics", scrape)]
 

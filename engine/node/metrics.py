@@ -6,12 +6,14 @@ Read from `SchedulerStats` at the moment of a scrape; nothing is counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -19,7 +21,15 @@ from prometheus_client.registry import Collector
 from engine.config import EngineConfig
 from engine.messages import EngineReady
 from engine.node.inspection_metrics import histogram_of, residency_metrics
-from engine.outputs import DURATION_BUCKETS, DraftStats, Durations, GrammarStats, SchedulerStats
+from engine.outputs import (
+    DURATION_BUCKETS,
+    STEP_TOKEN_BUCKETS,
+    DraftStats,
+    Durations,
+    GrammarStats,
+    SchedulerStats,
+    TokensPerStep,
+)
 
 LABELS = ("model_name", "engine")
 
@@ -68,6 +78,8 @@ class EngineCollector(Collector):
         yield from self._gauges(stats)
         yield from self._counters(stats)
         yield from self._by_source(stats)
+        yield self._by_reason(stats)
+        yield self._step_tokens(stats.step_tokens)
         yield from self._grammar(stats.grammar)
         if self._engine.config.decode_query_len > 1:
             yield from self._drafts(stats.drafts)
@@ -116,6 +128,11 @@ class EngineCollector(Collector):
                 "Prompt tokens whose KV came from a prefill node.",
                 stats.prompt_tokens_transferred,
             ),
+            (
+                "vllm:external_prefix_cache_queries",
+                "Prompt tokens that were not cached here.",
+                stats.prompt_tokens_computed + stats.prompt_tokens_transferred,
+            ),
             ("vllm:num_preemptions", "Requests put back to make room.", stats.num_preemptions),
             (
                 "vllm:prompt_tokens",
@@ -153,6 +170,25 @@ class EngineCollector(Collector):
         ):
             tokens.add_metric((*self._labels, source), value)
         yield tokens
+
+    def _by_reason(self, stats: SchedulerStats) -> Metric:
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait for room (capacity), or for KV that is on its way (deferred).",
+            labels=(*LABELS, "reason"),
+        )
+        waiting.add_metric((*self._labels, "capacity"), stats.num_waiting)
+        waiting.add_metric((*self._labels, "deferred"), stats.num_waiting_for_remote_kvs)
+        return waiting
+
+    def _step_tokens(self, tokens: TokensPerStep) -> Metric:
+        histogram = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens that a step computed.", labels=LABELS
+        )
+        uppers = [*(str(float(bound)) for bound in STEP_TOKEN_BUCKETS), "+Inf"]
+        buckets = list(zip(uppers, accumulate(tokens.counts), strict=True))
+        histogram.add_metric(self._labels, buckets, tokens.total)
+        return histogram
 
     def _drafts(self, stats: DraftStats) -> Iterable[Metric]:
         """Only of an engine that drafts, as vLLM has them."""

@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.outputs import DraftStats
+from engine.outputs import DraftStats, TokensPerStep
 
 _DECAY = 0.9
 """Weight that a step with prompt tokens leaves to those before it."""
@@ -39,13 +39,15 @@ class SchedulerCounters:
     prompt_tokens_computed: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    step_tokens: TokensPerStep = field(default_factory=TokensPerStep)
     last_step_at: float = 0.0
     drafts: DraftStats = field(default_factory=DraftStats)
 
-    def add_step(self, num_prompt_tokens: int, ended_at: float) -> None:
-        """Counts a step that computed so many prompt tokens."""
+    def add_step(self, num_prompt_tokens: int, num_new_tokens: int, ended_at: float) -> None:
+        """Counts a step that computed so many prompt tokens and gave so many new ones."""
         self.prompt_tokens_computed += num_prompt_tokens
         self.num_steps += 1
+        self.step_tokens.add(num_prompt_tokens + num_new_tokens)
         self.last_step_at = ended_at
 
     def add_lookup(self, num_tokens: int, num_hits: int) -> None:
@@ -56,4 +58,6 @@ class SchedulerCounters:
     def by_name(self) -> dict[str, Any]:
         """Returns the totals as `SchedulerStats` takes them."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {**found, "drafts": deepcopy(self.drafts)}
+        for grows in ("drafts", "step_tokens"):
+            found[grows] = deepcopy(found[grows])
+        return found

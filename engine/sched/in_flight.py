@@ -66,7 +66,7 @@ class StepsInFlight:
         if done.num_prompt_tokens:
             seconds = now - max(done.issued_at, self._counters.last_step_at)
             self.prefill_rate.add_step(done.num_prompt_tokens, seconds)
-        self._counters.add_step(done.num_prompt_tokens, now)
+        self._counters.add_step(done.num_prompt_tokens, len(output.token_ids), now)
         if output.num_drafts:
             self._counters.drafts.add_step(output.num_drafts, output.counts)
         return done.chunks

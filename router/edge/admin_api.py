@@ -14,16 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from edge.http.exposition import scrape_response
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
 from router.nodes.prefix_caches import RESET, PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def probe_routes(registry: NodeRegistry, is_draining: Callable[[], bool]) -> APIRouter:
@@ -60,8 +59,9 @@ def admin_routes(
         return JSONResponse({"nodes": outcomes}, status_code=200 if is_done else 503)
 
     @routes.get("/metrics")
-    async def scrape() -> Response:
-        return Response(metrics.render(), media_type=METRICS_TYPE)
+    async def scrape(request: Request) -> Response:
+        metrics.begin_known()
+        return scrape_response(metrics.registry, request)
 
     return routes
 

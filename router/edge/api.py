@@ -78,7 +78,8 @@ class ProxyEndpoint:
         finally:
             self.recent.end(record, status)
             metrics.open_requests.set(room.num_open)
-            metrics.duration.observe(time.monotonic() - trace.started_at)
+            duration_s = time.monotonic() - trace.started_at
+            metrics.duration.observe(duration_s, trace.context.exemplar())
         metrics.requests.labels(scope["path"], status).inc()
         if trace.model is not None:
             metrics.by_model.add(trace.model, str(status))

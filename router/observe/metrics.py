@@ -14,7 +14,6 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
-    generate_latest,
 )
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -223,10 +222,10 @@ class RouterMetrics:
             - _sum(self.placements, choice="spill"),
         }
 
-    def render(self) -> bytes:
+    def begin_known(self) -> None:
+        """Begins the series of models that are known by now; to be called before a scrape."""
         for version in self._versions():
             self.first_byte.labels(*version)
-        return generate_latest(self.registry)
 
 
 def _sum(counter: Counter, **labels: str) -> float:

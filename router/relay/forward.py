@@ -53,7 +53,8 @@ class Forwarder:
         ticket.first_byte()
         info = request.info
         self.metrics.first_byte.labels(info.model_name, info.model).observe(
-            request.trace.answered_at - request.trace.admitted_at
+            request.trace.answered_at - request.trace.admitted_at,
+            request.trace.context.exemplar(),
         )
         client = Client(send, request.info.request_id, self.send_timeout_s)
         if exchange.is_journaled:

@@ -47,6 +47,8 @@ class RequestTrace:
     def facts(self) -> dict[str, str | float]:
         """Returns what a line of the log tells: times in seconds."""
         found: dict[str, str | float] = {}
+        if self.model is not None:
+            found["model"] = self.model[0]
         if self.admitted_at:
             found["queue_s"] = round(self.admitted_at - self.started_at, 6)
         if self.answered_at:

@@ -24,7 +24,8 @@ from router.config import RouterSettings
 @cache
 def router_series() -> frozenset[str]:
     metrics = make_services(RouterSettings(), OuterWorld()).metrics
-    return frozenset(_series(metrics.render().decode()))
+    metrics.begin_known()
+    return frozenset(_series(generate_latest(metrics.registry).decode()))
 
 
 @cache

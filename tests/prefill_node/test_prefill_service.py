@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from edge.tracing.file import TraceFile
 from edge.tracing.tracer import Tracer
@@ -424,6 +425,6 @@ async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
         assert {span["parentSpanId"] for span in spans[1:]} == {spans[0]["spanId"]}
         saved = [int(s["endTimeUnixNano"]) - int(s["startTimeUnixNano"]) for s in spans[3:5]]
         assert saved == pytest.approx([5e8, 2.5e8], abs=2)
-        text = node.metrics.text().decode()
+        text = generate_latest(node.metrics.registry).decode()
         assert 'tandem_kv_layer_save_seconds_count{engine="0",model_name="tiny"} 2.0' in text
     tracer.close()

@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from tests.router.cluster import Cluster
 from tests.router.fakes import answer_json
@@ -55,7 +56,7 @@ async def test_no_content_is_told(
         page = await response.text()
     assert json.loads(page)["sessions"]["shown"]
     assert "request" in caplog.text
-    for told in (caplog.text, router.services.metrics.render().decode(), page):
+    for told in (caplog.text, generate_latest(router.services.metrics.registry).decode(), page):
         assert "canary" not in told
         assert expected(BODY)[:20] not in told
         assert digest not in told

@@ -434,6 +434,7 @@ def test_stats_add_up(depth: int) -> None:
     after = machine.scheduler.stats()
     assert after.generation_tokens == 15
     assert after.prompt_tokens_computed == 27
+    assert (sum(after.step_tokens.counts), after.step_tokens.total) == (after.num_steps, 27 + 15)
     assert after.num_steps == machine.worker.last_step_id + 1
     assert after.prefill_tokens_per_s > 0
     assert after.last_step_at > 0
