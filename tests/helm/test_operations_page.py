@@ -12,7 +12,7 @@ from tests.helm.helm_engine import CHART, ROOT, HelmCli, HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
 from tests.helm.value_strategies import schema
 
-PAGES = ("operations.md", "security.md", "monitoring.md", "kubernetes.md")
+PAGES = ("operations.md", "platform.md", "security.md", "monitoring.md", "kubernetes.md")
 PAGE = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
 TOP = {"image", "model", "tierDefaults", "prefill", "decode", "router", "auth", "networkPolicy"} | {
     "monitoring", "inferencePool", "tests", "global", "serviceAccount", "rbac", "compileCache",
@@ -72,8 +72,11 @@ def test_helm_commands_of_the_page_render() -> None:
 
 
 def test_yaml_of_the_page_renders() -> None:
-    for block in blocks("yaml"):
-        HelmSdk.shared().render(overlay(values_of("default"), yaml.safe_load(block)))
+    """Values, that is: what is an object of Argo CD or Flux, `test_platform_page.py` looks into."""
+    values = [block for block in map(yaml.safe_load, blocks("yaml")) if "kind" not in block]
+    assert len(values) > 5
+    for block in values:
+        HelmSdk.shared().render(overlay(values_of("default"), block))
 
 
 def test_scenarios_are_listed_and_exist() -> None:
