@@ -1,5 +1,5 @@
-{{/* Alerts, each with a runbook in docs/monitoring.md: tiers, rule, and the series' labels of
-  router, prefill, decode and all. A window is longer than what an alert waits for, else a burst has
+{{/* Alerts, each with a runbook in docs/monitoring.md: tiers, those that all models have in common,
+  rule, and the series' labels of router, prefill, decode and all. A window is longer than what an alert waits for, else a burst has
   left it before the alert fires. */}}
 {{- define "tandem.alerts" -}}
 - alert: TandemRouterMissing
@@ -8,7 +8,7 @@
   severity: critical
   summary: no router is scraped
 - alert: TandemNoReadyNodes
-  expr: max by (tier) (tandem_router_nodes{ {{- .router -}} ,state="ready"{{ if not .tiers.prefill }},tier="decode"{{ end }}}) == 0
+  expr: max by (tier) (tandem_router_nodes{ {{- .router -}} ,state="ready"{{ if not .common.prefill }},tier="decode"{{ end }}}) == 0
   for: 2m
   severity: critical
   summary: {{ `'routers see no ready {{ $labels.tier }} node'` }}

@@ -11,7 +11,7 @@ scaleDown:
 
 {{/* Series of one component, by the labels that the PodMonitors give: root, component */}}
 {{- define "tandem.series" -}}
-{{- printf "{namespace=%q,release=%q,component=%q}" .root.Release.Namespace .root.Release.Name .component -}}
+{{- printf "{namespace=%q,release=%q,component=%q}" .root.Release.Namespace .root.Release.Name (include "tandem.componentLabel" .) -}}
 {{- end -}}
 
 {{/* Summed over the pods, never averaged: divided by the target it is the number of pods needed.

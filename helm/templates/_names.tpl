@@ -2,6 +2,14 @@
   A name has at most 38 characters, so that what Kubernetes and the chart append
   (-prefill, a ReplicaSet's hash, a pod's suffix) stays below 63. What is cut off is told apart by
   a hash: releases whose names agree in their beginning are not one. */}}
+{{- define "tandem.bounded" -}}
+{{- $whole := . -}}
+{{- if gt (len $whole) 38 -}}
+{{- $whole = printf "%s-%s" ($whole | trunc 31 | trimSuffix "-") (sha256sum $whole | trunc 6) -}}
+{{- end -}}
+{{- $whole | trimSuffix "-" -}}
+{{- end -}}
+
 {{- define "tandem.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $whole := printf "%s-%s" .Release.Name $name -}}
@@ -10,23 +18,39 @@
 {{- else if contains $name .Release.Name -}}
 {{- $whole = .Release.Name -}}
 {{- end -}}
-{{- if gt (len $whole) 38 -}}
-{{- $whole = printf "%s-%s" ($whole | trunc 31 | trimSuffix "-") (sha256sum $whole | trunc 6) -}}
+{{- include "tandem.bounded" $whole -}}
 {{- end -}}
-{{- $whole | trimSuffix "-" -}}
+
+{{/* The entry of `models` that a component is of; empty for that of `model`, and for what serves all
+  of them: root, component */}}
+{{- define "tandem.modelKey" -}}
+{{- if has (toString .component) (list "prefill" "decode" "pool" "preload") -}}{{- get .root "modelKey" -}}{{- end -}}
 {{- end -}}
 
 {{/* component name: root, component */}}
 {{- define "tandem.name" -}}
-{{- printf "%s-%s" (include "tandem.fullname" .root) .component -}}
+{{- $name := include "tandem.fullname" .root -}}
+{{- with include "tandem.modelKey" . -}}
+{{- $name = include "tandem.bounded" (printf "%s-%s" $name .) -}}
+{{- end -}}
+{{- printf "%s-%s" $name .component -}}
+{{- end -}}
+
+{{/* Value of the label app.kubernetes.io/component: root, component */}}
+{{- define "tandem.componentLabel" -}}
+{{- $key := include "tandem.modelKey" . -}}
+{{- ternary .component (printf "%s-%s" $key .component) (eq $key "") -}}
 {{- end -}}
 
 {{/* What selectors select on: never a version, because selectors cannot change. */}}
 {{- define "tandem.selectorLabels" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
-{{- with .component }}
-app.kubernetes.io/component: {{ . | quote }}
+{{- if .component }}
+app.kubernetes.io/component: {{ include "tandem.componentLabel" . | quote }}
+{{- end }}
+{{- with get .root "modelKey" }}
+tandem.dev/model: {{ . | quote }}
 {{- end }}
 {{- end -}}
 

@@ -38,7 +38,7 @@ affinity:
   podAffinity:
     {{- $term := dict "topologyKey" .of.topology.colocateKey "labelSelector" (dict
           "matchLabels" (fromYaml (include "tandem.selectorLabels" (dict "root" .root)))
-          "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" (list "prefill" "decode")))) }}
+          "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" (list (include "tandem.componentLabel" (dict "root" .root "component" "prefill")) (include "tandem.componentLabel" (dict "root" .root "component" "decode")))))) }}
     {{- if .of.topology.colocateRequired }}
     requiredDuringSchedulingIgnoredDuringExecution: {{- toYaml (list $term) | nindent 6 }}
     {{- else }}

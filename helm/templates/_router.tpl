@@ -14,6 +14,9 @@
 {{- if include "tandem.apiKeySecret" .root }}
 - {{ printf "--api-key-file=/etc/tandem/api-keys/%s" .root.Values.auth.apiKeys.secretKey | quote }}
 {{- end }}
+{{- if include "tandem.modelRules" .root }}
+- --model-rules-file=/etc/tandem/model-rules/rules.toml
+{{- end }}
 {{- include "tandem.discoveryFlags" . }}
 - --drain-delay-s={{ int $router.drain.preStopSeconds }}
 - --drain-timeout-s={{ int $router.drain.drainSeconds }}
@@ -31,12 +34,22 @@
 {{- end }}
 - {{ printf "--decode=%s" (join "," $discovery.decode) | quote }}
 {{- else }}
-{{- $tiers := dict }}
-{{- include "tandem.tiers" (dict "root" $root "into" $tiers) }}
-{{- with $tiers.prefill }}
-- {{ printf "--prefill=%s:%d" (include "tandem.discovered" (dict "root" $root "component" "prefill")) (int .ports.grpc) | quote }}
+{{- $scopes := dict }}
+{{- include "tandem.tierScopes" (dict "root" $root "into" $scopes) }}
+{{- $prefills := list }}
+{{- $decodes := list }}
+{{- range $scope := $scopes.list }}
+{{- $service := include "tandem.discovered" $scope }}
+{{- if eq $scope.component "prefill" }}
+{{- $prefills = append $prefills (printf "%s:%d" $service (int $scope.of.ports.grpc)) }}
+{{- else }}
+{{- $decodes = append $decodes (printf "%s:%d/%d" $service (int $scope.of.ports.http) (int $scope.of.ports.grpc)) }}
 {{- end }}
-- {{ printf "--decode=%s:%d/%d" (include "tandem.discovered" (dict "root" $root "component" "decode")) (int $tiers.decode.ports.http) (int $tiers.decode.ports.grpc) | quote }}
+{{- end }}
+{{- with $prefills }}
+- {{ printf "--prefill=%s" (join "," .) | quote }}
+{{- end }}
+- {{ printf "--decode=%s" (join "," $decodes) | quote }}
 {{- end }}
 {{- end -}}
 

@@ -33,9 +33,9 @@ data:
 
 {{/* Whether a node of some tier spans hosts. */}}
 {{- define "tandem.hasGroups" -}}
-{{- $tiers := dict -}}
-{{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
-{{- range $tiers -}}
-{{- if gt (int .parallelism.hosts) 1 }}true{{ end -}}
+{{- $scopes := dict -}}
+{{- include "tandem.tierScopes" (dict "root" . "into" $scopes) -}}
+{{- range $scopes.list -}}
+{{- if gt (int .of.parallelism.hosts) 1 }}true{{ end -}}
 {{- end -}}
 {{- end -}}

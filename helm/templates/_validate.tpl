@@ -3,26 +3,52 @@
 {{- define "tandem.mistakes" -}}
 {{- $found := dict "list" list -}}
 {{- $tiers := dict -}}
-{{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
+{{- $models := dict -}}
+{{- include "tandem.models" (dict "root" . "into" $models) -}}
+{{- $roles := dict -}}
+{{- range $model := $models.list -}}
+{{- $of := dict -}}
+{{- include "tandem.tiers" (dict "root" $model "into" $of) -}}
+{{- range $name, $tier := $of -}}
+{{- $_ := set $tiers (printf "%s%s" (include "tandem.modelPrefix" $model) $name) $tier -}}
+{{- $_ := set $roles $name $tier -}}
+{{- end -}}
+{{- end -}}
 {{- $scope := dict "root" . "tiers" $tiers "found" $found -}}
 {{- $name := include "tandem.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "objects would be called %s-..., but Services need small letters, digits and dashes, and a letter first: set fullnameOverride" $name)) -}}
 {{- end -}}
-{{- include "tandem.mistakes.model" $scope -}}
+{{- include "tandem.mistakes.models" $scope -}}
 {{- include "tandem.mistakes.router" $scope -}}
 {{- include "tandem.mistakes.labels" (dict "found" $found "name" "commonLabels" "labels" .Values.commonLabels) -}}
-{{- include "tandem.mistakes.pool" $scope -}}
-{{- include "tandem.mistakes.security" $scope -}}
-{{- include "tandem.mistakes.hostPorts" $scope -}}
+{{- include "tandem.mistakes.security" (dict "root" . "tiers" $roles "found" $found) -}}
 {{- include "tandem.mistakes.scheduling" $scope -}}
 {{- include "tandem.mistakes.cache" $scope -}}
-{{- include "tandem.mistakes.preload" $scope -}}
 {{- include "tandem.mistakes.relabelings" $scope -}}
-{{- range $name, $tier := $tiers -}}
-{{- include "tandem.mistakes.tier" (dict "root" $ "name" $name "tier" $tier "found" $found) -}}
+{{- range $model := $models.list -}}
+{{- $own := dict "list" list -}}
+{{- $of := dict -}}
+{{- include "tandem.tiers" (dict "root" $model "into" $of) -}}
+{{- $own_scope := dict "root" $model "tiers" $of "found" $own -}}
+{{- include "tandem.mistakes.model" $own_scope -}}
+{{- include "tandem.mistakes.preload" $own_scope -}}
+{{- include "tandem.mistakes.pool" $own_scope -}}
+{{- include "tandem.mistakes.hostPorts" $own_scope -}}
+{{- range $name, $tier := $of -}}
+{{- include "tandem.mistakes.tier" (dict "root" $model "name" $name "tier" $tier "found" $own) -}}
+{{- end -}}
+{{- range $own.list -}}
+{{- $text := printf "%s%s" (include "tandem.modelPrefix" $model) (trimPrefix "- " .) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" $text) -}}
+{{- end -}}
 {{- end -}}
 {{- join "\n" $found.list -}}
+{{- end -}}
+
+{{/* What stands before the values of an entry of `models` in messages. */}}
+{{- define "tandem.modelPrefix" -}}
+{{- with get . "modelKey" -}}models ({{ . }}): {{ end -}}
 {{- end -}}
 
 {{- define "tandem.mistake" -}}

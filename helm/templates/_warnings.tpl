@@ -1,8 +1,8 @@
 {{/* What works, but an operator should know. */}}
 {{- define "tandem.warnings" -}}
 {{- $found := dict "list" list -}}
-{{- $tiers := dict -}}
-{{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
+{{- $scopes := dict -}}
+{{- include "tandem.tierScopes" (dict "root" . "into" $scopes) -}}
 {{- if not (include "tandem.apiKeySecret" .) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "nobody needs an API key: set auth.apiKeys.existingSecret") -}}
 {{- end -}}
@@ -21,9 +21,11 @@
 {{- if and .Values.router.https.enabled (or .Values.router.ingress.enabled .Values.router.httpRoute.enabled) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.https.enabled: your ingress or gateway must be told that its backend speaks HTTPS (an annotation, or a BackendTLSPolicy)") -}}
 {{- end -}}
-{{- range $name, $tier := $tiers -}}
+{{- range $scope := $scopes.list -}}
+{{- $name := printf "%s%s" (include "tandem.modelPrefix" $scope.root) $scope.component -}}
+{{- $tier := $scope.of -}}
 {{- if and (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 1) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s has one pod: %s" $name (ternary "while it is upgraded, decode nodes compute prompts themselves" "an upgrade is an outage" (eq $name "prefill")))) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s has one pod: %s" $name (ternary "while it is upgraded, decode nodes compute prompts themselves" "an upgrade is an outage" (eq $scope.component "prefill")))) -}}
 {{- end -}}
 {{- if $tier.network.hostNetwork -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s is on the network of its hosts, which network policies do not cover: whoever reaches the hosts reaches it, and the token or TLS alone keeps them out" $name)) -}}
@@ -35,10 +37,16 @@
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s scales by metrics, but monitoring.podMonitor.enabled is false: make sure that they are scraped with the labels namespace, release and component" $name)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq .Values.model.storage.type "emptyDir") (not .Values.model.storage.path) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "every pod downloads the model for itself (model.storage.type emptyDir): a pvc makes restarts faster") -}}
-{{- if not .Values.model.storage.emptyDir.sizeLimit -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "hosts that run out of room evict pods: set model.storage.emptyDir.sizeLimit to the model's size, which is then asked for as ephemeral-storage") -}}
+{{- $models := dict -}}
+{{- include "tandem.models" (dict "root" . "into" $models) -}}
+{{- range $model := $models.list -}}
+{{- $storage := $model.Values.model.storage -}}
+{{- $prefix := include "tandem.modelPrefix" $model -}}
+{{- if and (eq $storage.type "emptyDir") (not $storage.path) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%severy pod downloads the model for itself (model.storage.type emptyDir): a pvc makes restarts faster" $prefix)) -}}
+{{- if not $storage.emptyDir.sizeLimit -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%shosts that run out of room evict pods: set model.storage.emptyDir.sizeLimit to the model's size, which is then asked for as ephemeral-storage" $prefix)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $value, $api := include "tandem.neededApis" . | fromYaml -}}
@@ -55,14 +63,16 @@ Please note:
 
 {{/* Value that was turned on to the API that it needs beyond Kubernetes. */}}
 {{- define "tandem.neededApis" -}}
-{{- $tiers := dict -}}
-{{- include "tandem.tiers" (dict "root" . "into" $tiers) -}}
-{{- range $name, $tier := $tiers -}}
+{{- $scopes := dict -}}
+{{- include "tandem.tierScopes" (dict "root" . "into" $scopes) -}}
+{{- range $scope := $scopes.list -}}
+{{- $name := printf "%s%s" (include "tandem.modelPrefix" $scope.root) $scope.component -}}
+{{- $tier := $scope.of -}}
 {{- if gt (int $tier.parallelism.hosts) 1 }}
-{{ $name }}.parallelism.hosts: leaderworkerset.x-k8s.io/v1
+{{ quote (printf "%s.parallelism.hosts" $name) }}: leaderworkerset.x-k8s.io/v1
 {{- end -}}
 {{- if eq $tier.autoscaling.kind "keda" }}
-{{ $name }}.autoscaling.kind: keda.sh/v1alpha1
+{{ quote (printf "%s.autoscaling.kind" $name) }}: keda.sh/v1alpha1
 {{- end -}}
 {{- end -}}
 {{- if .Values.monitoring.podMonitor.enabled }}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.helm.helm_engine import HelmError, HelmSdk
 from tests.helm.kube_schemas import errors
 from tests.helm.service_settings import check, containers
-from tests.helm.value_strategies import paths, schema, values
+from tests.helm.value_strategies import paths, referred, schema, values
 
 CALM = settings(
     max_examples=25,
@@ -66,7 +66,7 @@ def owned(drawn: dict[str, Any]) -> list[tuple[str, ...]]:
         for key in place:
             node = node["properties"][key]
             while "$ref" in node:
-                node = schema()["definitions"][node["$ref"].rpartition("/")[2]]
+                node = referred(node["$ref"])
             if "properties" not in node:
                 return False
         return node.get("additionalProperties") is False

@@ -25,6 +25,14 @@ def schema() -> dict[str, Any]:
     return dict(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8")))
 
 
+def referred(reference: str) -> dict[str, Any]:
+    """Returns the part of the schema that `#/a/b` stands for."""
+    found: dict[str, Any] = schema()
+    for key in reference.removeprefix("#/").split("/"):
+        found = found[key]
+    return found
+
+
 def values() -> SearchStrategy[dict[str, Any]]:
     """Draws values that are valid by the schema; the model always has a name."""
     named = st.sampled_from(["org/model", "model"])
@@ -41,7 +49,7 @@ def _of(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
         name = node["$ref"].rpartition("/")[2]
         if name.startswith(RAW):
             return st.just({})
-        return st.just([]) if name == "objects" else _of(schema()["definitions"][name], path)
+        return st.just([]) if name == "objects" else _of(referred(node["$ref"]), path)
     if "anyOf" in node:
         variants = [variant for variant in node["anyOf"] if variant.get("type") != "null"]
         return st.one_of([_of(variant, path) for variant in variants])
@@ -64,10 +72,13 @@ def _object(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
         extra = node.get("additionalProperties")
         if not isinstance(extra, dict) or "tolerations" in path:
             return st.just({})
-        return st.dictionaries(st.sampled_from(["a/b", "c"]), _of(extra, path), max_size=1)
+        least = node.get("minProperties", 0)
+        keys = st.sampled_from(["a/b", "c"])
+        return st.dictionaries(keys, _of(extra, path), min_size=least, max_size=1)
     drawn = {key: _of(child, (*path, key)) for key, child in properties.items()}
+    needed = set(node.get("required", ()))
     return st.sets(st.sampled_from(sorted(drawn)), max_size=3).flatmap(
-        lambda keys: st.fixed_dictionaries({key: drawn[key] for key in sorted(keys)})
+        lambda keys: st.fixed_dictionaries({key: drawn[key] for key in sorted(keys | needed)})
     )
 
 
@@ -81,7 +92,9 @@ def _string(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
     pattern = node.get("pattern")
     if pattern is None:
         return TEXT.filter(lambda text: len(text) >= node.get("minLength", 0))
-    return st.from_regex(f"(?a:{pattern})", fullmatch=True).filter(lambda text: "\n" not in text)
+    most = node.get("maxLength", 1000)
+    drawn = st.from_regex(f"(?a:{pattern})", fullmatch=True)
+    return drawn.filter(lambda text: "\n" not in text and len(text) <= most)
 
 
 def _integer(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:

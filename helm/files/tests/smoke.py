@@ -75,6 +75,10 @@ expect(bool(model), f"a model is served: {model}")
 
 chat = {"model": model, "max_tokens": 8, "messages": [{"role": "user", "content": PROMPT}]}
 status, text = ask("/v1/chat/completions", chat)
+while status == 503 and time.monotonic() < DEADLINE:
+    # Nodes of another version of the model may still load.
+    time.sleep(1)
+    status, text = ask("/v1/chat/completions", chat)
 expect(status == 200, f"a chat completion answers 200 (it said {status}: {text[:200]})")
 expect(json.loads(text)["usage"]["completion_tokens"] > 0, "it has tokens")
 
