@@ -78,7 +78,12 @@ def workloads(found: Rendered) -> list[Manifest]:
 
 
 def workload(found: Rendered, component: str) -> Manifest:
-    (manifest,) = [one for kind in WORKLOADS for one in found.all(kind, component)]
+    """Returns a component's workload; of a tier that several models have, the first one's."""
+    all_of_them = [one for kind in WORKLOADS for one in found.all(kind)]
+    labels = [one["metadata"]["labels"]["app.kubernetes.io/component"] for one in all_of_them]
+    of_models = [label for label in labels if label.endswith(f"-{component}")]
+    name = component if component in labels else of_models[0]
+    (manifest,) = [one for one, label in zip(all_of_them, labels, strict=True) if label == name]
     return manifest
 
 
