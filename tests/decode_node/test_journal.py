@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from decode_node.answer import answer
 from decode_node.answer.journal import read_resume
+from edge.http.answer_times import read_answer_times
 from edge.http.errors import BadRequest
 from tests.decode_node.http_node import HttpNode, http_node
 
@@ -287,3 +288,23 @@ async def test_nodes_that_tell_several_tokens_at_once_continue_each_other(
         for cut in range(1, len(whole)):
             rest = await ask(second, COMPLETIONS, body, whole[:cut])
             assert said([*whole[:cut], *rest]) == expected
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_the_last_event_tells_a_router_where_the_time_went(
+    path: str, is_stream: bool
+) -> None:
+    body = {"prompt": "hello", "messages": MESSAGES, "max_tokens": 5, "stream": is_stream}
+    del body["messages" if path == COMPLETIONS else "prompt"]
+    async with http_node() as node:
+        events = await ask(node, path, body)
+        told = [line for event in events for line in event.split("\n") if line.startswith(":t ")]
+        [times] = map(read_answer_times, map(str.encode, told))
+        assert times is not None
+        assert told[0] in events[-2], "the last one before [DONE]"
+        assert times.prompt > 0
+        assert times.tokens == 5
+        assert 0 < times.first <= times.second <= times.total
+        plain = await node.client.post(path, json=body)
+        assert ":t " not in plain.text

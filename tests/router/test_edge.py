@@ -245,7 +245,8 @@ async def test_the_status_page_opens_in_a_browser_by_a_login(cluster: Cluster) -
     for password, status in (("one", 200), ("two", 401)):
         login = b64encode(f"anybody:{password}".encode()).decode()
         headers = {"authorization": f"Basic {login}"}
-        for path, expected in (("/status", status), ("/v1/models", 401)):
+        parts = [(f"/status{part}", status) for part in ("", "/page.css", "/main.js")]
+        for path, expected in (*parts, ("/v1/models", 401)):
             async with router.client.get(router.url + path, headers=headers) as answer:
                 assert answer.status == expected, path
 

@@ -53,11 +53,13 @@ async def test_it_serves_and_drains_without_breaking_an_answer(cluster: Cluster)
         await _wait_status(client, url + "/ready", 200)
         async with client.post(url + "/v1/completions", json=BODY) as response:
             assert await response.content.readany() == event(0)
+            viewer = await client.get(url + "/status/events")
             process.send_signal(signal.SIGTERM)
             await _wait_status(client, url + "/ready", 503)
             async with aiohttp.ClientSession() as late:
                 with pytest.raises(aiohttp.ClientConnectionError):
                     await _wait_status(late, url + "/health", -1)
+            assert (await viewer.read()).endswith(b"\n\n"), "who looks on holds nobody up"
             gate.set()
             assert await response.read() == event(1)
         async with asyncio.timeout(TIMEOUT_S):

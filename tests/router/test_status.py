@@ -18,17 +18,25 @@ from hatchling.builders.wheel import WheelBuilder
 from prometheus_client import generate_latest
 
 from edge.http.answer_times import AnswerTimes, read_answer_times
+from edge.tracing.context import TraceContext
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys
 from router.edge.key_file import digest_of
 from router.nodes.address import NodeRole
 from router.nodes.registry import NodeRegistry
+from router.nodes.report import NodeTotals
 from router.observe.metrics import RouterMetrics
 from router.observe.status import status_feed
+from router.observe.status.log_histogram import LogHistogram
+from router.observe.status.node_rates import NodeRates, Rates
 from router.observe.status.page_files import page_files
+from router.observe.status.recent_figures import Gauges
+from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.snapshot import Snapshot
 from router.observe.status.status_feed import StatusFeed
+from router.request.trace import RequestTrace
 from tests.router.cluster import Cluster, RunningRouter, eventually
+from tests.router.factories import Fleet, ManualClock, address, report
 from tests.router.processes import ready_line, router_process
 from tests.router.test_migration import die_at, once
 from tests.router.token_server import TokenHandler, expected, texts
@@ -110,6 +118,79 @@ async def test_a_timeline_has_what_nodes_tell_of_the_way(cluster: Cluster) -> No
 )  # fmt: skip
 def test_times_that_make_no_sense_are_none(line: bytes) -> None:
     assert read_answer_times(line) is None
+
+
+def test_quantiles_are_right_to_a_bucket() -> None:
+    histogram = LogHistogram()
+    assert histogram.quantile(0.5) == 0
+    for number in range(1, 1001):
+        histogram.add(number / 1000)
+    for part in (0.01, 0.5, 0.99):
+        assert histogram.quantile(part) == pytest.approx(part, rel=0.06)
+    other = LogHistogram()
+    other.add(0.0)
+    other.merge(histogram)
+    assert other.num == 1001
+    assert other.quantile(0.0001) < 1e-5
+
+
+def test_figures_are_of_the_last_minute_and_memory_of_five() -> None:
+    clock = ManualClock()
+    recent = RecentRequests(clock)
+    figures = recent.figures
+    for second in range(400):
+        clock.now = 2000.0 + second
+        record = recent.begin(RequestTrace(TraceContext.from_headers({}), "/v1/completions"))
+        record.tenant, record.decode, record.session = "acme", "d", b"%d" % second
+        record.trace.answered_at = record.trace.started_at + (2.0 if second < 300 else 0.1)
+        recent.end(record, 500 if second == 350 else 200)
+        figures.sample(Gauges(running=second))
+    total = figures.total()
+    assert total.num_requests == pytest.approx(60, abs=5)
+    assert (total.num_failed, total.failed_by_tenant["acme"]) == (1, 1)
+    assert total.ttft.quantile(0.99) == pytest.approx(0.1, rel=0.06)
+    curve = figures.curve(lambda slot: slot.running / slot.samples)
+    assert len(curve) == 60
+    assert curve == sorted(curve)
+    assert (len(recent.ended), recent.num_ended, recent.num_open) == (200, 400, 0)
+    assert len(recent.sessions) == 400
+    for number in range(2000):
+        record.session = b"more %d" % number
+        recent.sessions.note(record)
+    assert len(recent.sessions) == 1024
+
+
+def test_rates_are_of_what_nodes_count_and_begin_anew_with_them() -> None:
+    fleet = Fleet()
+    registry, rates = fleet.registry, NodeRates(fleet.registry)
+
+    def tell(second: int, epoch: int = 1, **totals: Any) -> None:
+        fleet.clock.now = float(second)
+        told = report(epoch=epoch, sequence=second + 1, totals=NodeTotals(**totals))
+        registry.apply_report(address("d"), told)
+        rates.sample()
+
+    node = fleet.add("d")
+    for second in range(1, 21):
+        tell(
+            second,
+            prompt_tokens_computed=30 * second,
+            prompt_tokens_cached=10 * second,
+            generation_tokens=7 * second,
+            num_drafts=2 * second,
+            num_accepted_per_pos=(second, second // 2),
+        )
+    now = rates.of(fleet.node("d"))
+    assert (now.tokens_in, now.tokens_out) == (pytest.approx(40), pytest.approx(7))
+    assert now.hit_share == pytest.approx(0.25)
+    assert now.accepted == (pytest.approx(0.5), pytest.approx(0.25))
+    tell(21, epoch=2, generation_tokens=3)
+    assert rates.of(fleet.node("d")) == Rates()
+    tell(22, epoch=2, generation_tokens=5)
+    assert rates.of(fleet.node("d")).tokens_out == pytest.approx(2)
+    registry.set_members([])
+    rates.sample()
+    assert rates.of(node) == Rates()
 
 
 def test_times_are_read_as_they_were_written_and_by_newer_nodes_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from engine.messages import EngineReady
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus, fingerprint
-from engine.outputs import SchedulerStats
+from engine.outputs import DraftStats, SchedulerStats
 from engine.profiles import ProfileOptions
 from host.life_signs import Silence
 from kv_transfer.layout import Plane
@@ -86,6 +87,12 @@ def test_a_report_says_what_the_engine_does(engine: StillEngine, status: NodeSta
         num_waiting_for_remote_kvs=1,
         num_delayed_frees=2,
         prefill_tokens_per_s=123.0,
+        prompt_tokens_computed=1000,
+        prompt_tokens_cached=200,
+        prompt_tokens_transferred=30,
+        generation_tokens=4000,
+        num_preemptions=5,
+        drafts=DraftStats(num_drafts=9, num_accepted_per_pos=[6, 3] + [1] * 40),
         last_step_at=time.monotonic(),
     )
     status.work.num_queued = 4
@@ -96,6 +103,11 @@ def test_a_report_says_what_the_engine_does(engine: StillEngine, status: NodeSta
     assert (load.num_waiting_tokens, load.num_transfers) == (400, 3)
     assert load.model_name == "tiny"
     assert load.fingerprint == fingerprint(engine.config.kv_layout)
+    assert (load.num_receiving, load.num_held, load.num_preemptions) == (1, 2, 5)
+    assert (load.prompt_tokens_computed, load.prompt_tokens_cached) == (1000, 200)
+    assert (load.prompt_tokens_transferred, load.generation_tokens) == (30, 4000)
+    assert (load.num_drafts, list(load.num_accepted_per_pos)) == (9, [6, 3] + [1] * 14)
+    assert load.version == importlib.metadata.version("tandem")
     assert status.load().sequence == load.sequence + 1
 
 
