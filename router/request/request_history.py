@@ -18,6 +18,7 @@ from edge.http.answer_times import AnswerTimes
 from router.request.info import RequestInfo
 from router.request.trace import RequestTrace
 
+_OK, _CLIENT_LEFT = 200, 499
 MAX_MOVES = 16
 """Moves of one answer that are kept."""
 
@@ -52,6 +53,7 @@ class RequestHistory:
     trace: RequestTrace
     on_gap: Callable[[float], None]
     at: float = field(default_factory=time.time)
+    generates: bool = True
     tenant: str = ""
     model: str = ""
     session: bytes = b""
@@ -77,6 +79,7 @@ class RequestHistory:
     """Is kept by who shows the record, once it has ended."""
 
     def read(self, info: RequestInfo) -> None:
+        self.generates = info.generates
         self.tenant = info.tenant.name
         self.model = info.model
         self.session = info.session_key
@@ -131,9 +134,12 @@ class RequestHistory:
 
     @property
     def first_token_s(self) -> float:
-        """Returns the seconds until the first byte; 0.0 for not yet."""
+        """Returns the seconds until the first byte; 0.0 for not yet, or where it has no token."""
         trace = self.trace
-        return trace.answered_at - trace.started_at if trace.answered_at else 0.0
+        has_tokens = self.generates and self.status in (0, _OK, _CLIENT_LEFT)
+        if not trace.answered_at or not has_tokens:
+            return 0.0
+        return trace.answered_at - trace.started_at
 
     @property
     def queue_s(self) -> float:

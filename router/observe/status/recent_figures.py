@@ -21,7 +21,7 @@ SLOT_S = 5.0
 NUM_SLOTS = 60
 OVER_SLOTS = 12
 """Figures are of the last minute."""
-_CLIENT_LEFT = 499
+_OK, _CLIENT_LEFT = 200, 499
 _REFUSED = (429, 503)
 
 
@@ -89,7 +89,7 @@ class RecentFigures:
             slot.by_tenant[record.tenant] += 1
             slot.failed_by_tenant[record.tenant] += is_failure(record)
             slot.tokens_by_tenant[record.tenant] += record.num_tokens
-        if record.first_token_s and record.status == 200:
+        if record.first_token_s and record.status == _OK:
             slot.ttft.add(record.first_token_s)
             slot.queue.add(record.queue_s)
             self._count_stages(slot, record)

@@ -87,7 +87,7 @@ def segments(record: RequestHistory, end: float) -> Iterator[Segment]:
     if times is not None and times.kv_last > times.kv_first:
         asked = record.asked_at - since
         yield "transfer", asked + times.kv_first, min(asked + times.kv_last, end - since)
-    if not trace.answered_at:
+    if not record.first_token_s:
         return
     at = answered
     for move in record.moves:
