@@ -102,3 +102,14 @@ def test_defaults_that_the_page_shows_are_those_of_the_chart(kind: str) -> None:
         pod = found.one("Deployment", component)["spec"]["template"]["spec"]
         ports = {str(port["containerPort"]) for port in pod["containers"][0]["ports"]}
         assert ports <= set(re.findall(r"\d{4}", row)), component
+
+
+def test_the_comparison_says_of_each_neighbour_when_it_was_looked_at() -> None:
+    section = PAGE.partition("## Compared with neighbours")[2].partition("\n\nMooncake")[0]
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")]
+    head, read, *others = rows
+    assert len(others) > 12 and {len(row) for row in others} == {len(read)} == {len(head) + 1}
+    for neighbour in ("production-stack", "llm-d", "Dynamo", "SGLang", "KServe", "AIBrix", "Ray"):
+        assert neighbour in str(head)
+    assert all(re.search(r"\b20\d\d-\d\d-\d\d\b", cell) for cell in read[1:])
+    assert all(cell.strip() for row in others for cell in row)
