@@ -141,9 +141,6 @@ models = {{ toJson $names }}
 {{- end -}}
 {{- end -}}
 {{- range $name, $split := $rules.splits -}}
-{{- if and (hasKey $served $name) (not (hasKey $split $name)) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "modelRules.splits has %s, which would hide the model of that name: make it one of its versions" $name)) -}}
-{{- end -}}
 {{- range $version, $_ := $split -}}
 {{- if or (hasKey $rules.aliases $version) (and (ne $version $name) (hasKey $rules.splits $version)) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "modelRules.splits.%s has the version %s, which is a rule itself: name a model" $name $version)) -}}

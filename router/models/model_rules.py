@@ -11,8 +11,9 @@
 
 Versions are names by which nodes serve a model (`--served-model-name`). A split may bear the name
 of one of its own versions: nodes that already serve as llama-8b need no restart for a second
-version beside them. An alias leads to a model or a split, never to an alias. `models` are those
-that exist though no node of theirs is there: 503 then and not 404. Names with dots need quotes.
+version beside them, and when all sessions have moved, the name stays. An alias leads to a model or a
+split, never to an alias. `models` are those that exist though no node of theirs is there: 503 then
+and not 404. Names with dots need quotes.
 """
 
 from __future__ import annotations
@@ -92,10 +93,6 @@ def _check_alias(file: _File, name: str, target: str) -> None:
 
 def _check_split(file: _File, name: str, split: Mapping[str, float]) -> None:
     _check(bool(split), f"give the split {name!r} no version")
-    _check(
-        name in split or name not in file.models,
-        f"have a split {name!r} that hides the model of that name: make it one of its versions",
-    )
     for version, weight in split.items():
         _check_name(version)
         _check(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,10 +151,11 @@ class _Clusters:
         prefill_args: Iterable[str] = (),
         decode_args: Iterable[str] = (),
         router_args: Iterable[str] = (),
+        each_decode_args: Sequence[Iterable[str]] = (),
     ) -> Cluster:
-        cluster = _make_cluster(
-            self._model, prefill, decode, prefill_args, decode_args, router_args
-        )
+        """Starts it. `each_decode_args` has those of one decode node alone, in their order."""
+        each = [[*decode_args, *own] for own in each_decode_args or [()] * decode]
+        cluster = _make_cluster(self._model, prefill, prefill_args, each, router_args)
         self._running.append(cluster)
         async with asyncio.timeout(START_TIMEOUT_S):
             await cluster.supervisor.start()
@@ -194,9 +195,8 @@ async def share_cluster(demo_checkpoint: Path) -> AsyncIterator[StartCluster]:
 def _make_cluster(
     model: Path,
     prefill: int,
-    decode: int,
     prefill_args: Iterable[str],
-    decode_args: Iterable[str],
+    each_decode_args: Sequence[Iterable[str]],
     router_args: Iterable[str],
 ) -> Cluster:
     logs: list[str] = []
@@ -210,7 +210,7 @@ def _make_cluster(
         specs.append(ServiceSpec(f"prefill-{i}", argv, f"127.0.0.1:{port}", stop_stage=2))
         addresses.append((f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics"))
     decode_targets = []
-    for i in range(decode):
+    for i, decode_args in enumerate(each_decode_args):
         port, grpc_port = free_ports(2)
         ports = ("--port", str(port), "--grpc-port", str(grpc_port))
         argv = _argv("decode_node", *_node_args(model, decode_args), *ports)

@@ -191,7 +191,6 @@ SPLIT = {"m": {"a": 90, "b": 10}}
             {"modelRules": {"aliases": {"m": "a"}, "splits": SPLIT}},
             "both as an alias and as a split",
         ),
-        ({"modelRules": {"splits": {"a": {"b": 1}}}}, "splits has a, which would hide the model"),
         ({"modelRules": {"splits": {"m": {"c": 1}}}}, "the version c, which is no model here"),
         ({"modelRules": {"splits": {**SPLIT, "n": {"m": 1}}}}, "version m, which is a rule itself"),
         ({"modelRules": {"splits": {"m": {"a": 0}}}}, "exclusive|greater than 0"),

@@ -73,7 +73,6 @@ def test_the_file_gives_aliases_and_splits() -> None:
         ("[splits.m]\na = '5'", "splits"),
         ("[splits.m]\na = 1\n[splits.a]\nb = 1", "'a' in the split 'm', which is a rule"),
         ("[aliases]\na = 'x'\n[splits.m]\na = 1", "'a' in the split 'm', which is a rule"),
-        ("models = ['m']\n[splits.m]\na = 1", "hides the model"),
         ('[splits."m\\u0007"]\na = 1', "the name"),
     ],
 )
@@ -90,6 +89,12 @@ def test_a_split_may_bear_the_name_of_its_own_version() -> None:
     assert rules.hidden({"m", "m-v2"}) == set()
     assert rules.hidden({"gpt-4o"}) == set()
     assert read_rules(CANARY).hidden({"m", "m-v1", "fast"}) == {"m", "fast"}
+    moved = ModelTable(
+        rules=read_rules("models = ['m', 'm-v2']\n[splits.m]\nm-v2 = 1"),
+        served={"m": "m", "m-v2": "m-v2"},
+    )
+    assert moved.route("m").versions == (("m-v2", 1.0),), "all sessions have moved"
+    assert moved.versions() == {("m", "m-v2"), ("m-v2", "m-v2")}
 
 
 def swap(folder: Path, name: str, text: str) -> None:
