@@ -11,9 +11,9 @@
 
 Versions are names by which nodes serve a model (`--served-model-name`). A split may bear the name
 of one of its own versions: nodes that already serve as llama-8b need no restart for a second
-version beside them, and when all sessions have moved, the name stays. An alias leads to a model or a
-split, never to an alias. `models` are those that exist though no node of theirs is there: 503 then
-and not 404. Names with dots need quotes.
+version beside them, and when all sessions have moved, the name stays. An alias leads to a model or
+a split, never to an alias. `models` are those that exist though no node of theirs is there: 503
+then and not 404. Names with dots need quotes.
 """
 
 from __future__ import annotations
