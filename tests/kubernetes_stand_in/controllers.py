@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from tests.kubernetes_stand_in.disruption import reconcile_budgets
 from tests.kubernetes_stand_in.garbage import collect_garbage, empty_namespaces
 from tests.kubernetes_stand_in.jobs import reconcile_jobs
+from tests.kubernetes_stand_in.leader_worker_sets import reconcile_leader_worker_sets
 from tests.kubernetes_stand_in.object_store import ObjectStore
 from tests.kubernetes_stand_in.replica_sets import reconcile_replica_sets
 from tests.kubernetes_stand_in.rolling_update import reconcile_deployments
@@ -32,6 +33,7 @@ CONTROLLERS: tuple[Controller, ...] = (
     reconcile_deployments,
     reconcile_replica_sets,
     reconcile_stateful_sets,
+    reconcile_leader_worker_sets,
     reconcile_jobs,
     bind_claims,
     schedule_pods,
@@ -40,8 +42,8 @@ CONTROLLERS: tuple[Controller, ...] = (
 )
 _COLLECTORS: tuple[Controller, ...] = (collect_garbage, empty_namespaces)
 _LOOKED_AT = {
-    "Deployment", "EndpointSlice", "Job", "Namespace", "Node", "PersistentVolumeClaim", "Pod",
-    "PodDisruptionBudget", "ReplicaSet", "Service", "StatefulSet",
+    "Deployment", "EndpointSlice", "Job", "LeaderWorkerSet", "Namespace", "Node",
+    "PersistentVolumeClaim", "Pod", "PodDisruptionBudget", "ReplicaSet", "Service", "StatefulSet",
 }  # fmt: skip
 
 

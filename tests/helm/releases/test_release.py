@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from tests.helm.helm_engine import CI_VALUES, HelmError, load_values
+from tests.helm.releases.demand import Demand
 from tests.helm.releases.helm_release import Release, SdkRelease
-from tests.kubernetes_stand_in.cluster import NAMESPACE, Cluster
+from tests.kubernetes_stand_in.autoscalers import AutoscalerController, KedaOperator
+from tests.kubernetes_stand_in.cluster import Cluster
 from tests.kubernetes_stand_in.object_store import ObjectStore
 
 VALUES: dict[str, Any] = {"model": {"name": "example/model"}, "router": {"replicas": 2}}
@@ -31,17 +33,6 @@ def secrets(cluster: Cluster) -> dict[str, dict[str, str]]:
     """Returns the secrets of the chart: Helm keeps releases in others."""
     found = [one for one in cluster.objects("Secret") if not one["type"].startswith("helm.sh/")]
     return {one["metadata"]["name"]: one["data"] for one in found}
-
-
-def hpa_of_keda(component: str) -> dict[str, Any]:
-    """Returns what KEDA makes of a ScaledObject."""
-    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"tandem-{component}"}
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": f"keda-hpa-tandem-{component}", "namespace": NAMESPACE},
-        "spec": {"scaleTargetRef": target, "maxReplicas": 6},
-    }
 
 
 def names(store: ObjectStore) -> set[tuple[str, str]]:
@@ -145,7 +136,8 @@ async def test_an_upgrade_leaves_the_replicas_to_the_autoscaler(
 async def test_turning_autoscaling_on_and_off_keeps_every_pod(
     cluster: Cluster, release: Release, kind: str
 ) -> None:
-    """A number that is left out is one to Kubernetes, and the values may be of long ago."""
+    """A number that is left out is one to Kubernetes, and the values may be of long ago. The
+    autoscaler acts as soon as it is there, and changes nothing that the load does not ask for."""
     scaling = {"autoscaling": {"kind": kind, "minReplicas": 1, "maxReplicas": 6}}
     monitoring = {"prometheusUrl": "http://prometheus:9090"}
     tier = {"replicas": 2}
@@ -154,13 +146,20 @@ async def test_turning_autoscaling_on_and_off_keeps_every_pod(
     on = changed(prefill=tier | scaling, decode={"replicas": 3} | scaling, monitoring=monitoring)
     await release.upgrade(on)
     assert {name: cluster.uids(name) for name in COMPONENTS} == before
-    if kind == "keda":
-        cluster.store.create(hpa_of_keda("decode"))
-    cluster.scale("Deployment", "tandem-decode", 4)
+    demand = Demand(prefill=2.0, decode=3.0)
+    keda = KedaOperator(cluster.store, demand.query)
+    autoscaler = AutoscalerController(cluster.store, demand.pod_metric, keda)
+    autoscaler.sync(0.0)
+    assert cluster.get("Deployment", "tandem-decode")["spec"]["replicas"] == 3
+    demand.pods["decode"] = 6.0
+    autoscaler.sync(15.0)
     await cluster.wait_ready(router=2, prefill=2, decode=4)
     before = {name: cluster.uids(name) for name in COMPONENTS}
     await release.upgrade(changed(prefill=tier, decode={"replicas": 3}))
+    autoscaler.sync(30.0)
+    await cluster.wait_rolled_out()
     assert {name: cluster.uids(name) for name in COMPONENTS} == before
+    assert not cluster.objects("HorizontalPodAutoscaler")
 
 
 async def test_hosts_of_a_tier_change_only_when_that_is_wanted(
