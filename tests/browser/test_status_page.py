@@ -233,6 +233,14 @@ async def test_a_pause_ends_the_stream_and_keeps_what_is_shown(devtools: str) ->
         await eventually(lambda: feed.num_viewers == 1)
 
 
+async def test_a_login_opens_all_parts_of_the_page(devtools: str) -> None:
+    async with run_cluster() as cluster:
+        router = await cluster.router(await cluster.decode(), api_keys="secret")
+        router.url = router.url.replace("://", "://anybody:secret@")
+        async with shown(devtools, router) as page:
+            assert await page.ask("document.getElementById('live-text').innerText") == "live"
+
+
 def test_colours_are_readable() -> None:
     """WCAG AA: 4.5 to 1 for text, 3 to 1 for what is drawn and must be seen."""
     for colours in _palettes(page_files()["page.css"].content.decode()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class SessionTable:
         self._seen[record.session] = seen
         seen.num_requests += 1
         seen.num_tokens += record.num_tokens
-        seen.last_at = record.at
+        seen.last_at = time.time()
         seen.decode, seen.prefill = record.decode, record.prefill
 
     def newest(self, count: int) -> Iterator[tuple[bytes, SessionSeen]]:

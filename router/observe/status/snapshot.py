@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +27,8 @@ from router.observe.status.node_rates import NodeRates
 from router.observe.status.recent_figures import NUM_SLOTS, SLOT_S, Gauges, Slot
 from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.request_view import encoded_record, session_name
+
+logger = logging.getLogger(__name__)
 
 OPEN_SHOWN = 12
 """Newest of the requests that are open."""
@@ -72,7 +75,10 @@ class StatusSources:
     async def run(self) -> None:
         """Samples each second until cancelled."""
         while True:
-            self.sample()
+            try:
+                self.sample()
+            except Exception:
+                logger.exception("no sample for the status page")
             await asyncio.sleep(_SAMPLE_S)
 
     def sample(self) -> None:
@@ -259,7 +265,7 @@ class StatusSources:
         if report is None:
             return facts
         age_s = self.registry.clock() - node.reported_at
-        backlog = node.predicted_tokens / (report.prefill_tokens_per_s or float("inf"))
+        backlog = report.num_waiting_tokens / (report.prefill_tokens_per_s or float("inf"))
         return facts | {
             "model": report.model_name,
             "version": report.version,

@@ -89,7 +89,7 @@ export class Requests {
   #showAxis() {
     const ticks = [0, 0.25, 0.5, 0.75, 1];
     keep(byId("axis"), ticks, (part) => part, () => element("span"), (mark, part) => {
-      setText(mark, part ? seconds(this.full * part) : "0");
+      setText(mark, part ? seconds(this.full * part).replace(/\.0+ /, " ") : "0");
     });
   }
 }
@@ -98,7 +98,7 @@ export class Requests {
 function niceScale(most, current) {
   if (most <= current && most > current / 2.5) return current;
   const size = 10 ** Math.floor(Math.log10(most));
-  const steps = [1, 1.2, 1.6, 2, 2.4, 3.2, 4, 5, 6, 8, 10];
+  const steps = [1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10];
   return size * steps.find((step) => step * size >= most * 0.9999);
 }
 

@@ -17,7 +17,7 @@ const TILES = [
   {
     name: "Waiting", curve: "waiting", write: count,
     value: (c) => count(c.waiting),
-    more: (c, s) => `${count(s.queue.waiting)} in this router's queue`,
+    more: (c, s) => `${count(s.queue.waiting)} in the queue here`,
   },
   {
     name: "Tokens out", curve: "tokens_out", write: perSecond,
