@@ -83,6 +83,8 @@ ROUTER_PATHS = {
     "/ready": "",
     "/metrics": "",
     "/status": "Shows the cluster to people.",
+    "/status/{file}": "Sends what that page is made of.",
+    "/status/events": "Streams what that page shows, as server-sent events.",
 }
 """Paths that a router answers itself; an empty meaning is the decode node's."""
 

@@ -258,7 +258,10 @@ class InspectionConfig:
             none is.
         torch_profiler_dir: Folder for profiles; None: they are refused.
         torch_profiler_max_steps, torch_profiler_max_s: No profile is longer.
+        crash_report_dir: Folder for reports of the engine's death; None: none is written.
     """
+
+    crash_report_dir: str | None = None
 
     torch_profiler_dir: str | None = None
     torch_profiler_max_steps: int = 100

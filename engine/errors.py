@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from engine.crash_facts import ExceptionFacts
+
 
 class CannotStartError(Exception):
     """The engine cannot do what it was told with what is there. The message says what is missing
@@ -10,7 +12,16 @@ class CannotStartError(Exception):
 
 class EngineDeadError(Exception):
     """This engine cannot go on; every request of it fails with this. The message names who died
-    and why. There is no way back but a new process: end, and let the supervisor start one."""
+    and why. There is no way back but a new process: end, and let the supervisor start one.
+
+    `exceptions`, by the name of the process, are for the crash report.
+    """
+
+    def __init__(
+        self, reason: str, exceptions: dict[str, list[ExceptionFacts]] | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.exceptions = exceptions or {}
 
 
 class InvalidRequest(ValueError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.crash_facts import EngineFacts
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.profiles import Profile, ProfileOptions, RefusalCode
 from engine.request_spec import RequestSpec
@@ -83,6 +84,10 @@ class StopProfile(msgspec.Struct, tag="stop_profile"):
     call_id: int
 
 
+class DescribeEngine(msgspec.Struct, tag="describe"):
+    """Is answered by `EngineDescription`, for a crash report."""
+
+
 class ShutdownEngine(msgspec.Struct, tag="shutdown"):
     pass
 
@@ -97,6 +102,7 @@ ToEngineCore = (
     | ResetPrefixCache
     | StartProfile
     | StopProfile
+    | DescribeEngine
     | ShutdownEngine
 )
 
@@ -182,10 +188,19 @@ class ProfileAnswer(msgspec.Struct, tag="profile", kw_only=True):
     code: RefusalCode = "profile_failed"
 
 
+class EngineDescription(msgspec.Struct, tag="description"):
+    """Answers `DescribeEngine`."""
+
+    facts: EngineFacts
+
+
 class EngineDead(msgspec.Struct, tag="dead"):
-    """Is the last message: the engine cannot go on. `reason` names the cause and the cure."""
+    """Is the last message: the engine cannot go on. `reason` names the cause and the cure; `facts`
+    are for the crash report. With them, the process waits for `ShutdownEngine` for a while, so that
+    its stacks and those of its workers can be taken."""
 
     reason: str
+    facts: EngineFacts | None = None
 
 
 class PeerChanged(msgspec.Struct, tag="peer", kw_only=True):
@@ -200,6 +215,7 @@ FromEngineCore = (
     | EngineCoreOutputs
     | PrefixCacheReset
     | ProfileAnswer
+    | EngineDescription
     | PeerChanged
     | EngineDead
 )

@@ -28,6 +28,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from host.stack_dump import install_stack_dumps
+
 _PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
@@ -163,6 +165,7 @@ def read_config(config_type: type[T]) -> T:
     """Returns the configuration of a child, as its first call. Ends this process when the parent
     has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    install_stack_dumps()
     parent_pid = int(sys.stdin.buffer.readline() or 0)
     die_with_parent(parent_pid)
     return msgspec.json.decode(sys.stdin.buffer.read(), type=config_type)

@@ -39,6 +39,7 @@ SOURCE_ROOTS = {
 ENGINE_ORDER = [
     {
         "config",
+        "crash_facts",
         "life_places",
         "profiles",
         "sampling_params",
@@ -146,6 +147,7 @@ TORCH_FREE = [
     "kv_transfer.config",
     "kv_transfer.errors",
     "engine.config",
+    "engine.crash_facts",
     "engine.life_places",
     "engine.profiles",
     "engine.request",

@@ -11,10 +11,12 @@ while the workers compute step N.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 
 from engine.config import EngineConfig
+from engine.crash_facts import EngineFacts
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, ReportProgress
 from engine.life_places import first_transfer_place
@@ -31,6 +33,7 @@ from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
+from engine.sched.step_log import StepLog
 from host.life_signs import LifeSigns
 from kv_transfer.factory import create_scheduler_connector
 
@@ -53,9 +56,11 @@ class EngineCore:
         executor: Executor,
         report: ReportProgress,
         signs: LifeSigns | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         """Loads the model. `executor` belongs to the caller, also when this fails. `signs`: of all
-        processes of the engine; None: a frozen transfer process is not noticed."""
+        processes of the engine; None: a frozen transfer process is not noticed. `step_log`: for a
+        crash report; None: there will be none."""
         caches = executor.initialize(report)
         self.num_blocks = caches.num_blocks
         self.connector = create_scheduler_connector(
@@ -67,7 +72,7 @@ class EngineCore:
             caches.hosts,
             signs.part(first_transfer_place(config)) if signs is not None else None,
         )
-        self.scheduler = Scheduler(config, caches.num_blocks, self.connector)
+        self.scheduler = Scheduler(config, caches.num_blocks, self.connector, step_log)
         self._executor = executor
         self._batch_queue: deque[SchedulerOutput] = deque()
         self._batch_queue_size = 2 if config.scheduler.async_scheduling else 1
@@ -141,6 +146,14 @@ class EngineCore:
         stats.grammar = self._executor.grammar_stats
         stats.num_dropped_messages = self._executor.num_dropped_messages
         return stats
+
+    def facts(self) -> EngineFacts:
+        """Returns what a crash report says of this engine."""
+        facts = self.scheduler.facts()
+        workers = {pid: f"worker {rank}" for rank, pid in enumerate(self._executor.worker_pids)}
+        movers = dict.fromkeys(self.connector.process_pids, "a transfer process")
+        facts.names = {os.getpid(): "the engine core", **movers, **workers}
+        return facts
 
     def check_empty(self) -> None:
         """Checks an idle engine: when no KV is on its way either, nothing may be left of requests

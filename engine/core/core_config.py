@@ -6,6 +6,7 @@ import msgspec
 
 from edge.logs.setup import LogStyle
 from engine.config import EngineConfig
+from engine.sched.step_log import StepLogHandle
 from host.life_signs import LifeSignHandle
 
 CORE_MODULE = "engine.core.core_proc"
@@ -15,9 +16,10 @@ CORE_MODULE = "engine.core.core_proc"
 class CoreProcConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine core. `client_address` is where the node server listens for us;
     `life_signs` is our place, before those of the workers and transfer processes, or None when
-    nobody watches."""
+    nobody watches. `step_log`: where the last steps are noted for a crash report."""
 
     engine: EngineConfig
     client_address: str
     log: LogStyle
     life_signs: LifeSignHandle | None = None
+    step_log: StepLogHandle | None = None

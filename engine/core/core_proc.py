@@ -24,13 +24,16 @@ from edge.logs.setup import setup_logging
 from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
 from engine.core.profile_session import ProfileSession
+from engine.crash_facts import EngineFacts, chain_of
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
 from engine.life_places import CORE_PLACE
 from engine.messages import (
+    DescribeEngine,
     EngineCoreOutputs,
     EngineDead,
+    EngineDescription,
     EngineReady,
     FromEngineCore,
     LoadProgress,
@@ -43,6 +46,7 @@ from engine.messages import (
     ToEngineCore,
 )
 from engine.outputs import SchedulerStats
+from engine.sched.step_log import StepLog
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns
 from host.local_socket import connect_socket
@@ -52,6 +56,7 @@ from kv_transfer.metadata import KVPeer
 
 _STATS_INTERVAL_S = 0.1
 """While busy. An engine that becomes idle reports at once."""
+_REPORT_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,7 @@ class EngineCoreProc:
         self._signs: LifeSigns | None = None
         if config.life_signs is not None:
             self._signs = LifeSigns.attach(config.life_signs)
+        self._step_log = StepLog.attach(config.step_log) if config.step_log is not None else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._client = connect_socket(self._context, zmq.PAIR, config.client_address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -85,14 +91,16 @@ class EngineCoreProc:
         executor: Executor | None = None
         try:
             executor = self._executor = create_executor(self._config, self._context, self._signs)
-            core = self._core = EngineCore(self._config, executor, self._report, self._signs)
+            core = self._core = EngineCore(
+                self._config, executor, self._report, self._signs, self._step_log
+            )
             self._profiles = ProfileSession(self._config, executor, self._send)
             self._serve(core)
         except EngineDeadError as error:
-            return self._die(str(error))
+            return self._die(str(error), error)
         except Exception as error:
             logger.exception("the engine core failed")
-            return self._die(f"the engine core failed: {type(error).__name__}: {error}")
+            return self._die(f"the engine core failed: {type(error).__name__}: {error}", error)
         finally:
             if self._core is not None:
                 self._core.shutdown()
@@ -101,10 +109,37 @@ class EngineCoreProc:
             self._context.destroy()
         return 0
 
-    def _die(self, reason: str) -> int:
+    def _die(self, reason: str, error: Exception) -> int:
         logger.error("engine %s is dead: %s", self._config.engine_id, reason)
-        self._send(EngineDead(reason))
+        facts = self._facts(error)
+        self._send(EngineDead(reason, facts))
+        if facts is not None:
+            self._wait_for_report()
         return 1
+
+    def _facts(self, error: Exception) -> EngineFacts | None:
+        """Returns what a report says of this engine; None when nobody wants one, or nothing can be
+        told: then the reason alone must do."""
+        if self._step_log is None or self._core is None:
+            return None
+        try:
+            facts = self._core.facts()
+        except Exception:
+            logger.exception("the dead engine cannot be described")
+            facts = EngineFacts()
+        facts.exceptions = {"the engine core": chain_of(error)}
+        if isinstance(error, EngineDeadError):
+            facts.exceptions |= error.exceptions
+        return facts
+
+    def _wait_for_report(self) -> None:
+        """Waits until the node server lets us go: it takes our stacks and those of the workers."""
+        deadline = time.monotonic() + _REPORT_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            if self._client.poll(int(left * 1000) + 1):
+                message = self._messages.next()
+                if isinstance(message, ShutdownEngine):
+                    return
 
     def _serve(self, core: EngineCore) -> None:
         """Returns when told to stop."""
@@ -174,6 +209,8 @@ class EngineCoreProc:
                 return False
             case ResetPrefixCache():
                 self._send(PrefixCacheReset(core.scheduler.reset_prefix_cache()))
+            case DescribeEngine():
+                self._send(EngineDescription(core.facts()))
             case StartProfile(call_id, options):
                 self._profiles.start(call_id, options)
             case StopProfile(call_id):

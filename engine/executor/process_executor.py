@@ -27,6 +27,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.crash_facts import ExceptionFacts
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.worker_messages import (
@@ -93,6 +94,7 @@ class ProcessExecutor(Executor):
         self._num_ranks = config.parallel.tensor_parallel_size
         self._failed: dict[int, str] = {}
         """Rank to its last words."""
+        self._exceptions: dict[str, list[ExceptionFacts]] = {}
         self._children: list[HostedProcess] = []
         """The worker processes by rank."""
         self._sent_at: deque[float] = deque()
@@ -236,8 +238,8 @@ class ProcessExecutor(Executor):
             case WorkerAlive(rank):
                 if self._signs is not None:
                     self._signs.give(worker_place(rank))
-            case WorkerFailed(rank, reason):
-                self._failed[rank] = reason
+            case WorkerFailed():
+                self._note_failure(reply)
                 self._die()
         return reply
 
@@ -279,7 +281,7 @@ class ProcessExecutor(Executor):
                     continue
                 reply = self._replies.next()
                 if isinstance(reply, WorkerFailed):
-                    self._failed[reply.rank] = reply.reason
+                    self._note_failure(reply)
         killed, failed = [], []
         alike: dict[str, list[str]] = {}
         for rank, child in enumerate(self._children):
@@ -290,7 +292,11 @@ class ProcessExecutor(Executor):
             elif child.exit_code is not None:
                 failed.append(child.describe_exit())
         said = [f"{', '.join(names)}: {reason}" for reason, names in alike.items()]
-        raise EngineDeadError("; ".join(killed + said + failed))
+        raise EngineDeadError("; ".join(killed + said + failed), self._exceptions)
+
+    def _note_failure(self, failure: WorkerFailed) -> None:
+        self._failed[failure.rank] = failure.reason
+        self._exceptions[f"worker {failure.rank}"] = failure.exceptions
 
     def _patience_s(self, since: float) -> float:
         cause_is_known = any((child.exit_code or 0) < 0 for child in self._children)

@@ -6,6 +6,7 @@ import msgspec
 
 from edge.logs.setup import LogStyle
 from engine.config import EngineConfig
+from engine.crash_facts import ExceptionFacts
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import GrammarStats, ModelRunnerOutput
@@ -128,10 +129,11 @@ class WorkerAlive(msgspec.Struct, tag="alive", array_like=True):
 
 
 class WorkerFailed(msgspec.Struct, tag="failed", array_like=True):
-    """Last words."""
+    """Last words, and the exceptions that led to them."""
 
     rank: int
     reason: str
+    exceptions: list[ExceptionFacts] = []
 
 
 WorkerReply = (

@@ -27,6 +27,7 @@ import msgspec
 import zmq
 
 from edge.logs.setup import setup_logging
+from engine.crash_facts import chain_of
 from engine.errors import CannotStartError
 from engine.executor.open_queue import open_queue
 from engine.executor.result_thread import ResultThread
@@ -89,7 +90,8 @@ class WorkerProc:
         except Exception as error:
             is_explained = isinstance(error, CannotStartError)
             logger.error("%s", error, exc_info=not is_explained)
-            self._reply(WorkerFailed(self._rank, f"{type(error).__name__}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            self._reply(WorkerFailed(self._rank, reason, chain_of(error)))
             raise SystemExit(1) from error
         finally:
             if self._life is not None:

@@ -24,6 +24,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.frontend.core_client import EngineCoreClient
+from engine.frontend.crash_reporter import FrontendFacts
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
@@ -38,7 +39,6 @@ from engine.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreRequest,
     EngineReady,
     FromEngineCore,
     KVTransferResult,
@@ -90,6 +90,8 @@ class AsyncLLM:
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
         self.profiles = ProfileCalls(self._client.send)
+        if self._client.crash is not None:
+            self._client.crash.frontend = self._facts
 
     @classmethod
     async def start(
@@ -127,6 +129,12 @@ class AsyncLLM:
         return self._client.pid
 
     @property
+    def crash_report(self) -> str:
+        """Returns the path of the report on the engine's death, which may still be written; empty:
+        there is none."""
+        return self._client.crash.path if self._client.crash is not None else ""
+
+    @property
     def is_dead(self) -> bool:
         """Returns whether the engine has died or was shut down."""
         return self._dead.is_set()
@@ -158,7 +166,7 @@ class AsyncLLM:
         else:
             if params is not None:
                 self._kv_results[request_id] = KVResults(params)
-            self._client.send(_to_core(request))
+            self._client.send(request.for_core())
         return RequestStream(request_id, queue, len(names), self._on_stream_closed)
 
     def abort(self, request_id: str) -> None:
@@ -222,7 +230,7 @@ class AsyncLLM:
         request = self._outside.pop(request_id, None)
         if request is not None:
             request.kv_transfer_params = None
-            self._client.send(_to_core(request))
+            self._client.send(request.for_core())
             gone = [name for name in request.choice_ids if name not in self._states]
             if gone:
                 self._client.send(AbortRequests(gone))
@@ -257,6 +265,7 @@ class AsyncLLM:
     def give_up(self, reason: str) -> None:
         """Declares the engine dead: streams raise EngineDeadError. This is for one that hangs;
         `shutdown` ends its processes."""
+        self._client.given_up(reason)
         self._on_dead(reason)
 
     async def shutdown(self) -> None:
@@ -264,6 +273,9 @@ class AsyncLLM:
         Idempotent."""
         self._on_dead("the engine was shut down")
         await self._client.shutdown()
+
+    def _facts(self) -> FrontendFacts:
+        return [state.facts() for state in self._states.values()], self.stats
 
     def _check_alive(self) -> None:
         if self.is_dead:
@@ -389,17 +401,6 @@ def _num_known_tokens(state: RequestState, output: EngineCoreOutput) -> int:
     if output.num_cached_tokens is None:
         return 0
     return max(0, state.processor.num_new_tokens - output.num_output_tokens_before)
-
-
-def _to_core(request: GenerationRequest) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=request.request_id,
-        spec=request.spec,
-        eos_token_ids=request.eos_token_ids,
-        arrival_time=request.arrival_time,
-        kv_transfer_params=request.kv_transfer_params,
-        choice_ids=request.choice_ids,
-    )
 
 
 def _ended(request_id: str, reason: str) -> KVTransferResult:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import msgspec
 import zmq
@@ -17,8 +19,19 @@ import zmq
 from edge.logs.setup import log_style
 from engine.config import EngineConfig
 from engine.core.core_config import CORE_MODULE, CoreProcConfig
+from engine.crash_facts import EngineFacts
+from engine.frontend.crash_reporter import CrashReporter
 from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
-from engine.messages import EngineDead, FromEngineCore, ShutdownEngine, ToEngineCore
+from engine.messages import (
+    DescribeEngine,
+    EngineDead,
+    EngineDescription,
+    EngineReady,
+    FromEngineCore,
+    ShutdownEngine,
+    ToEngineCore,
+)
+from engine.sched.step_log import StepLog
 from host.child_process import ChildProcess, ipc_address
 from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import bind_socket
@@ -53,6 +66,8 @@ class EngineCoreClient:
             self._socket, FromEngineCore, "the engine core"
         )
         signs = LifeSigns.create(f"tandem-{config.engine_id}-life", num_places(config))
+        folder = config.inspection.crash_report_dir
+        step_log = None if folder is None else StepLog.create(f"tandem-{config.engine_id}-steps")
         self._child = ChildProcess.start(
             CORE_MODULE,
             CoreProcConfig(
@@ -60,10 +75,23 @@ class EngineCoreClient:
                 client_address=address,
                 log=log_style(),
                 life_signs=signs.handle(CORE_PLACE),
+                step_log=None if step_log is None else step_log.handle,
             ),
             "the engine core",
         )
         self.pid = self._child.pid
+        self.crash: CrashReporter | None = None
+        """Reports on the engine's death, if anybody wants that."""
+        if folder is not None and step_log is not None:
+            self.crash = CrashReporter(
+                config,
+                folder,
+                self.pid,
+                step_log,
+                partial(self.send, DescribeEngine()),
+                self._let_go,
+            )
+        self._was_ready = False
         self.life = LifeWatch(signs, names_of_step_makers(config))
         """Watches the processes without which no step ends."""
         self._loop.add_reader(self._socket.fileno(), self._receive)
@@ -89,8 +117,12 @@ class EngineCoreClient:
             if message is None:
                 return
             if isinstance(message, EngineDead):
-                self._die(message.reason)
+                self._die(message.reason, message.facts)
+            elif isinstance(message, EngineDescription):
+                if self.crash is not None:
+                    self.crash.on_description(message.facts)
             else:
+                self._was_ready |= isinstance(message, EngineReady)
                 self._on_message(message)
 
     def _on_end(self) -> None:
@@ -102,15 +134,32 @@ class EngineCoreClient:
         self._receive()
         self._die(self._child.describe_exit())
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, facts: EngineFacts | None = None) -> None:
         if not self._is_dead:
             self._is_dead = True
+            self._report(reason, facts, is_alive=False)
             self._on_dead(reason)
+
+    def given_up(self, reason: str) -> None:
+        """Reports on an engine that hangs and is as good as dead."""
+        self._report(reason, None, is_alive=not self._is_dead)
+
+    def _report(self, reason: str, facts: EngineFacts | None, *, is_alive: bool) -> None:
+        """Begins a report, unless the engine never started: then the reason says it all."""
+        if self.crash is not None and self._was_ready:
+            self.crash.begin(reason, facts, is_alive=is_alive)
+
+    def _let_go(self) -> None:
+        """Lets a dying engine core end, which waits for its report."""
+        with suppress(zmq.ZMQError):
+            self._socket.send(self._encoder.encode(ShutdownEngine()), zmq.NOBLOCK)
 
     async def shutdown(self) -> None:
         """Asks the process to end and sees that it does. Idempotent."""
         if self._socket.closed:
             return
+        if self.crash is not None:
+            await self.crash.finished()
         try:
             self.send(ShutdownEngine())
             async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
@@ -129,5 +178,7 @@ class EngineCoreClient:
         if self._child.sentinel >= 0:
             self._loop.remove_reader(self._child.sentinel)
         self._child.stop(grace_s)
+        if self.crash is not None:
+            self.crash.close()
         self._socket.close(linger=0)
         self._context.term()

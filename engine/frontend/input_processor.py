@@ -15,6 +15,7 @@ from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, check
 from engine.frontend.text_options import TextOptions
+from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import check_sampling
 from kv_transfer.metadata import KVTransferParams
@@ -55,6 +56,17 @@ class GenerationRequest:
             request_id=request_id,
             spec=first.spec.with_siblings([choice.spec for choice in others]),
             choice_ids=tuple(choice.request_id for choice in choices),
+        )
+
+    def for_core(self) -> EngineCoreRequest:
+        """Returns the message that brings it to the engine core."""
+        return EngineCoreRequest(
+            request_id=self.request_id,
+            spec=self.spec,
+            eos_token_ids=self.eos_token_ids,
+            arrival_time=self.arrival_time,
+            kv_transfer_params=self.kv_transfer_params,
+            choice_ids=self.choice_ids,
         )
 
 

@@ -85,6 +85,7 @@ class OutputProcessor:
         wants_pieces = request.marker_token_ids is not None and tokenizer is not None
         self._pieces = PieceQueue() if wants_pieces else None
         self._num_resumed_tokens = request.spec.num_resumed_tokens
+        self.num_prompt_tokens = len(request.spec.prompt_token_ids)
         self._prompt_logprobs: list[PromptLogprobs] = []
         """Log probabilities of the prompt, until they are given."""
         self.num_output_tokens = 0

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
+from engine.crash_facts import RequestFacts, hash_id
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.messages import KVTransferResult
 from kv_transfer.metadata import KVTransferParams
@@ -32,6 +33,15 @@ class RequestState:
         self.prompt_id = prompt_id
         self.processor = processor
         self.queue = queue
+
+    def facts(self) -> RequestFacts:
+        """Returns what a crash report says of it."""
+        return RequestFacts(
+            request=hash_id(self.request_id),
+            state="open",
+            num_prompt_tokens=self.processor.num_prompt_tokens,
+            num_output_tokens=self.processor.num_output_tokens,
+        )
 
 
 class RequestStream(AsyncIterator[RequestOutput]):

@@ -101,7 +101,8 @@ class ProbeServer:
 
 def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
     async def health(request: Request) -> Response:
-        return _verdict(status.fault())
+        report = status.crash_report
+        return _verdict(status.fault() + (f" (crash report: {report})" if report else ""))
 
     async def ready(request: Request) -> Response:
         return _verdict(status.fault() or ("stopping" if status.work.draining else ""))

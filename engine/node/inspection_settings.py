@@ -40,10 +40,18 @@ class InspectionSettings(BaseSettings):
         description="Seconds after which a profile ends by itself at the latest.",
     )
 
+    crash_report_dir: Path | None = Field(
+        default=None,
+        description="Folder for a report of each death of the engine: its last steps, its requests "
+        "by hash and length, blocks, transfers, settings and the stacks of its processes, and "
+        "nothing of what was asked or answered. The newest 16 are kept. Default: none is written.",
+    )
+
     def inspection_config(self) -> InspectionConfig:
         return InspectionConfig(
             kv_cache_metrics_sample=self.kv_cache_metrics_sample if self.kv_cache_metrics else 0.0,
             torch_profiler_dir=str(self.torch_profiler_dir) if self.torch_profiler_dir else None,
+            crash_report_dir=str(self.crash_report_dir) if self.crash_report_dir else None,
             torch_profiler_max_steps=self.torch_profiler_max_steps,
             torch_profiler_max_s=self.torch_profiler_max_s,
         )

@@ -54,7 +54,9 @@ class NodeLifetime:
                 if drained.done():
                     return 0
                 drained.cancel()
-            logger.error("the engine has died: %s", self._engine.dead_reason)
+            report = self._engine.crash_report
+            where = f"; crash report: {report}" if report else ""
+            logger.error("the engine has died: %s%s", self._engine.dead_reason, where)
             self._tell()
             await self._open.wait_idle(_LAST_WORDS_S)
             return 1

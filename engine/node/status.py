@@ -53,6 +53,8 @@ class WatchedEngine(MeasuredEngine, Protocol):
     def dead_reason(self) -> str: ...
     @property
     def silence(self) -> Silence: ...
+    @property
+    def crash_report(self) -> str: ...
     def give_up(self, reason: str) -> None: ...
     async def reset_prefix_cache(self) -> bool: ...
     @property
@@ -185,6 +187,11 @@ class NodeStatus:
     def is_frozen(self) -> bool:
         """Returns whether the engine has been silent for so long that nobody should wait for it."""
         return self._engine.silence.seconds > self._frozen_after_s
+
+    @property
+    def crash_report(self) -> str:
+        """Returns the path of the report on the engine's death, for operators; empty: none."""
+        return self._engine.crash_report
 
     def fault(self) -> str:
         """Returns why this node cannot serve; empty while it can."""

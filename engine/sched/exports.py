@@ -35,6 +35,11 @@ class Exports:
         self._held = held
         self._exports: dict[str, Request] = {}
 
+    @property
+    def count(self) -> int:
+        """Returns the number of exports that peers have not released."""
+        return len(self._exports)
+
     def add(self, request: Request) -> None:
         """Comes before the request is queued."""
         self._exports[_params(request).transfer_id] = request

@@ -11,6 +11,7 @@ from engine.sched.counters import PrefillRate, SchedulerCounters
 from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
+from engine.sched.step_log import NoStepLog, StepLog
 from kv_transfer.layout import BlockIds
 
 
@@ -27,18 +28,24 @@ class PromptChunk:
 @dataclass(slots=True)
 class InFlightStep:
     """A step on its way. `chunks[i]` is a row, and how many of its leading tokens have KV once the
-    step is done."""
+    step is done. `num_tokens`: of all rows, as far as they are known: some drafts may be missing.
+    """
 
     step_id: int
     issued_at: float
     chunks: list[tuple[Row, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
 
 
 class StepsInFlight:
     """All of them, oldest first: each comes back once, in order."""
 
-    def __init__(self, fence: StepFence, counters: SchedulerCounters) -> None:
+    def __init__(
+        self, fence: StepFence, counters: SchedulerCounters, log: StepLog | NoStepLog
+    ) -> None:
+        self._log = log
         self._steps: deque[InFlightStep] = deque()
         self._fence = fence
         self._counters = counters
@@ -47,6 +54,9 @@ class StepsInFlight:
     def issue(self, step: InFlightStep) -> None:
         self._steps.append(step)
         self._fence.issue(step.step_id)
+        self._log.issued(
+            step.step_id, step.issued_at, step.num_rows, step.num_tokens, step.num_prompt_tokens
+        )
 
     def retire(
         self, step: SchedulerOutput, output: ModelRunnerOutput, now: float
@@ -63,6 +73,7 @@ class StepsInFlight:
             )
         done = self._steps.popleft()
         self._fence.retire(done.step_id)
+        self._log.retired(done.step_id, now)
         if done.num_prompt_tokens:
             seconds = now - max(done.issued_at, self._counters.last_step_at)
             self.prefill_rate.add_step(done.num_prompt_tokens, seconds)

@@ -70,6 +70,10 @@ class Pulls:
     def num_with_blocks(self) -> int:
         return sum(len(self._in[state]) for state in (*IN_MOTION, *IDLE_WITH_BLOCKS))
 
+    def count_by_state(self) -> dict[str, int]:
+        """Returns how many pulls are in each state that any is in."""
+        return {state.name.lower(): len(found) for state, found in self._in.items() if found}
+
     def leftovers(self) -> list[str]:
         return [f"pull of request {name} ({pull.state.name})" for name, pull in self._pulls.items()]
 

@@ -234,7 +234,7 @@ class RunningRows:
     ) -> tuple[SchedulerOutput, InFlightStep]:
         """Sends the step out: its message, and the record of what its result confirms."""
         self.step_id = step_id
-        return self.builder.build(step_id, kv)
+        return self.builder.build(step_id, kv, self.calendar.size, self.calendar.num_tokens)
 
     # What came back ---------------------------------------------------------------------------
 

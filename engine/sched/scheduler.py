@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from engine.config import EngineConfig
+from engine.crash_facts import EngineFacts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.outputs import ModelRunnerOutput, SchedulerStats, SiblingTokens, TokenLogprobs
@@ -43,6 +44,7 @@ from engine.sched.row import Row
 from engine.sched.running import RunningRows
 from engine.sched.scheduler_view import SchedulerView
 from engine.sched.step_fence import StepFence
+from engine.sched.step_log import NoStepLog, StepLog
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
 
@@ -51,7 +53,11 @@ class Scheduler:
     """Owns all requests of one engine."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, connector: KVConnectorScheduler
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        connector: KVConnectorScheduler,
+        step_log: StepLog | NoStepLog | None = None,
     ) -> None:
         policy = config.scheduler.policy
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
@@ -64,7 +70,7 @@ class Scheduler:
             config.inspection.kv_cache_metrics_sample,
         )
         self._fence = StepFence(self._kv_cache)
-        self._steps = StepsInFlight(self._fence, self._counters)
+        self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog())
         self._waiting = RequestQueue(policy)
         self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
@@ -395,6 +401,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return self._view.stats()
+
+    def facts(self) -> EngineFacts:
+        """Returns what a crash report says of requests, blocks and transfers."""
+        return self._view.facts()
 
     def check_empty(self) -> list[str]:
         """Names everything that is left though no request should be; empty when all is well."""

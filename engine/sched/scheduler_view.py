@@ -6,7 +6,9 @@ It only reads, at any moment between two calls of the scheduler.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
+from engine.crash_facts import EngineFacts, RequestFacts, hash_id
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.outputs import SchedulerStats
 from engine.request import Request
@@ -15,8 +17,12 @@ from engine.sched.forks import Forks
 from engine.sched.in_flight import StepsInFlight
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_queue import RequestQueue
+from engine.sched.row import Row
 from engine.sched.running import RunningRows
 from engine.sched.step_fence import StepFence
+
+_MAX_WAITING = 256
+"""Requests without a row that a crash report lists."""
 
 
 class SchedulerView:
@@ -81,3 +87,51 @@ class SchedulerView:
             if count:
                 left.append(f"{count} {name}")
         return left
+
+    def facts(self) -> EngineFacts:
+        """Returns what a crash report says of requests, blocks and transfers: no content."""
+        table, pulls = self._running.table, self._remote.pulls
+        in_rows = [self._of_row(row) for row in table.live()]
+        others = (one for one in self._requests.values() if one.row < 0)
+        return EngineFacts(
+            requests=in_rows + [_of_request(one) for one in islice(others, _MAX_WAITING)],
+            num_requests=len(self._requests),
+            blocks={
+                "total": self._kv_cache.num_blocks,
+                "free": self._kv_cache.num_free_blocks,
+                "waiting_for_steps": self._fence.num_blocks,
+                "requests_with_blocks": len(list(self._kv_cache.request_ids())),
+            },
+            queues={
+                "waiting": len(self._waiting),
+                "waiting_tokens": self._waiting.num_tokens,
+                "pulls_ready": len(pulls.ready),
+                "choices_ready": len(self._forks.ready),
+                "rows_free": table.num_free,
+                "rows_decoding": self._running.calendar.size,
+                "steps_in_flight": len(self._steps.leftovers()),
+            },
+            transfers={
+                **self._remote.counters,
+                **{f"pulls_{state}": count for state, count in pulls.count_by_state().items()},
+                "exports": self._remote.exports.count,
+                "delayed_frees": len(self._remote.held),
+            },
+        )
+
+    def _of_row(self, row: Row) -> RequestFacts:
+        facts = _of_request(row.request)
+        facts.row, facts.state, facts.is_exported = row.index, row.phase.name, row.is_exported
+        facts.max_tokens = row.max_len
+        return facts
+
+
+def _of_request(request: Request) -> RequestFacts:
+    return RequestFacts(
+        request=hash_id(request.request_id),
+        state=request.status.name,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_preemptions=request.num_preemptions,
+    )

@@ -92,9 +92,14 @@ class StepBuilder:
             self.exported_chunks.append(PromptChunk(request, first_token, num_tokens, ids))
 
     def build(
-        self, step_id: int, kv: KVConnectorMetadata | None
+        self,
+        step_id: int,
+        kv: KVConnectorMetadata | None,
+        num_decodes: int,
+        num_decode_tokens: int,
     ) -> tuple[SchedulerOutput, InFlightStep]:
-        """Returns the step as workers get it, and as the scheduler remembers it."""
+        """Returns the step as workers get it, and as the scheduler remembers it. So many rows
+        decode in it, and compute so many tokens at most."""
         output = SchedulerOutput(
             step_id,
             self._finished_rows,
@@ -106,6 +111,13 @@ class StepBuilder:
             kv,
             self._block_copies,
         )
-        record = InFlightStep(step_id, time.monotonic(), self._chunks, self._num_prompt_tokens)
+        record = InFlightStep(
+            step_id,
+            time.monotonic(),
+            self._chunks,
+            self._num_prompt_tokens,
+            num_decodes + len(self._chunks),
+            num_decode_tokens + sum(count for _, count in self._prefill_chunks),
+        )
         self._begin()
         return output, record

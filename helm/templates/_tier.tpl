@@ -66,6 +66,7 @@ spec:
 {{- end }}
 - --device={{ ternary "cuda" "cpu" $tier.gpu.enabled }}
 - --drain-timeout-s={{ int $tier.drain.drainSeconds }}
+{{- include "tandem.crashReportFlags" . }}
 {{- include "tandem.flags" $tier.settings }}
 {{- end -}}
 
@@ -156,6 +157,7 @@ livenessProbe:
   readOnly: true
 {{- end }}
 {{- include "tandem.fabricMounts" . }}
+{{- include "tandem.crashReportMounts" . }}
 {{- with .of.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -183,6 +185,7 @@ livenessProbe:
     secretName: {{ include "tandem.rayTokenSecret" .root | quote }}
 {{- end }}
 {{- include "tandem.fabricVolumes" . }}
+{{- include "tandem.crashReportVolumes" . }}
 {{- with .of.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

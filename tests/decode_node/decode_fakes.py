@@ -85,6 +85,7 @@ class FakeEngine:
         self.ready = EngineReady(num_blocks=NUM_BLOCKS, peer=kv_peer(self.config))
         self.is_dead = False
         self.dead_reason = ""
+        self.crash_report = ""
         self.requests: dict[str, FakeRequest] = {}
         """Requests and choices, by their ids."""
         self.prompts: dict[str, list[FakeRequest]] = {}

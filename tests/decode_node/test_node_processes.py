@@ -15,6 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from edge.http import headers as names
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
 from tests.decode_node.http_node import chunks_of, sse_events
 from tests.decode_node.node_processes import TIMEOUT_S, NodeProcess, node_process
@@ -163,13 +164,24 @@ async def drain_decode(decode: NodeProcess, client: httpx.AsyncClient) -> None:
 
 
 async def test_a_killed_worker_ends_answers_with_an_error_and_the_node(
-    demo_checkpoint: Path,
+    demo_checkpoint: Path, tmp_path: Path
 ) -> None:
-    async with node_process("decode_node", demo_checkpoint) as node:
+    """The report of it is named in the log and has nothing of what was asked, by whom."""
+    secret = "Zanzibar"
+    args = ("--crash-report-dir", str(tmp_path), "--api-keys", f"key-{secret}")
+    async with node_process("decode_node", demo_checkpoint, *args) as node:
         await node.wait_ready()
         (worker,) = node.descendants("engine.executor.worker_proc")
-        async with httpx.AsyncClient(base_url=node.ready["url"], timeout=TIMEOUT_S) as client:
-            long = body(3, max_tokens=1500, stream=True)
+        who = {
+            "authorization": f"Bearer key-{secret}",
+            "x-request-id": f"request-{secret}",
+            names.SESSION: f"session-{secret}",
+        }
+        url = node.ready["url"]
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=who) as client:
+            prompt = f"{PROMPT} {secret} {secret}"
+            asked = await client.post("/tokenize", json={"prompt": prompt})
+            long = body(3, max_tokens=1500, stream=True, prompt=prompt, user=f"user-{secret}")
             async with client.stream("POST", "/v1/completions", json=long) as response:
                 lines = response.aiter_text()
                 text = await anext(lines)
@@ -177,9 +189,16 @@ async def test_a_killed_worker_ends_answers_with_an_error_and_the_node(
                 async for more in lines:
                     text += more
         *_, last = sse_events(text)
-        assert "SIGKILL" in json.loads(last)["error"]["message"]
+        message = json.loads(last)["error"]["message"]
+        assert "SIGKILL" in message and str(tmp_path) not in message
         assert await node.exit_code() == 1
-        assert any("died" in line for line in node.log)
+        (report,) = tmp_path.iterdir()
+        assert any("died" in line and str(report) in line for line in node.log)
+    told = report.read_text(encoding="utf-8")
+    assert json.loads(told)["engine"]["requests"]
+    assert secret.lower() not in told.lower()
+    tokens = asked.json()["tokens"]
+    assert str(tokens)[1:-1].replace(" ", "") not in "".join(told.split())
 
 
 async def test_a_node_can_be_stopped_while_it_loads(demo_checkpoint: Path) -> None:

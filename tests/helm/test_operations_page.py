@@ -16,7 +16,7 @@ PAGES = ("operations.md", "platform.md", "security.md", "monitoring.md", "kubern
 PAGE = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
 TOP = {"image", "model", "tierDefaults", "prefill", "decode", "router", "auth", "networkPolicy"} | {
     "monitoring", "inferencePool", "tests", "global", "serviceAccount", "rbac", "compileCache",
-    "scheduling",
+    "scheduling", "crashReports",
 }  # fmt: skip
 TIER = {"settings", "parallelism", "topology", "autoscaling", "strategy", "probes", "shm"} | {
     "network", "nccl", "gpu", "resources", "drain",

@@ -182,6 +182,23 @@ def test_a_claim_for_compiled_kernels_is_made_once_for_both_tiers() -> None:
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
+@pytest.mark.parametrize("claim", ["", "reports"])
+def test_a_report_of_a_dead_engine_outlives_its_container(claim: str) -> None:
+    found = HelmSdk.shared().render(overlay(MINIMAL, {"crashReports": {"existingClaim": claim}}))
+    for component in ("prefill", "decode"):
+        spec = serving_pod(found, component)["spec"]
+        (volume,) = [v for v in spec["volumes"] if v["name"] == "crash-reports"]
+        if claim:
+            assert volume["persistentVolumeClaim"] == {"claimName": claim}
+        else:
+            assert volume["emptyDir"] == {"sizeLimit": "64Mi"}
+        (engine,) = [one for one in spec["containers"] if one["name"] == "engine"]
+        (mount,) = [m for m in engine["volumeMounts"] if m["name"] == "crash-reports"]
+        assert f"--crash-report-dir={mount['mountPath']}" in engine["args"]
+    without = HelmSdk.shared().render(overlay(MINIMAL, {"crashReports": {"enabled": False}}))
+    assert "crash" not in str(serving_pod(without, "decode"))
+
+
 def test_room_for_a_download_is_asked_for() -> None:
     def asked(**over: Any) -> str | None:
         requests = engine_of(pod_of("decode", **over))["resources"]["requests"]

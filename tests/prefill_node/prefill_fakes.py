@@ -57,6 +57,7 @@ class FakePrefillEngine:
         self.ready = EngineReady(num_blocks=NUM_BLOCKS, peer=peer)
         self.is_dead = False
         self.dead_reason = ""
+        self.crash_report = ""
         self.silence = Silence()
         self.profiles = StillProfiles()
         self.prompts: dict[str, FakePrompt] = {}

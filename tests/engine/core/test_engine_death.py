@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import uvloop
 
+from engine.config import InspectionConfig
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.input_processor import GenerationRequest
 from engine.messages import LoadProgress
-from tests.engine.core.tiny_engine import make_request, tiny_config, until
+from engine.node.status import NodeStatus
+from engine.request_spec import RequestSpec
+from tandem_pb import node_pb2
+from tests.engine.core.tiny_engine import NUM_BLOCKS, make_request, tiny_config, until
 from tests.processes import descendants, is_gone
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @asynccontextmanager
-async def doomed_engine(tp_size: int) -> AsyncIterator[AsyncLLM]:
-    """Whatever the test does to it, afterwards it is dead and all its processes are gone."""
-    llm = await AsyncLLM.start(tiny_config(tp_size))
+async def doomed_engine(tp_size: int, folder: Path) -> AsyncIterator[AsyncLLM]:
+    """Whatever the test does to it, afterwards it is dead, all its processes are gone, and there is
+    one report of it in `folder`."""
+    inspection = InspectionConfig(crash_report_dir=str(folder))
+    llm = await AsyncLLM.start(replace(tiny_config(tp_size), inspection=inspection))
     try:
         yield llm
         assert llm.is_dead
@@ -39,6 +49,33 @@ async def doomed_engine(tp_size: int) -> AsyncIterator[AsyncLLM]:
         await llm.shutdown()
     pids = [llm.core_pid, *llm.ready.worker_pids]
     await until(lambda: all(is_gone(pid) for pid in pids), "the end of all processes")
+    assert [str(path) for path in folder.iterdir()] == [llm.crash_report]
+
+
+def report_of(llm: AsyncLLM) -> dict[str, Any]:
+    """Returns the report, in which whatever is always there is there."""
+    report: dict[str, Any] = json.loads(Path(llm.crash_report).read_text(encoding="utf-8"))
+    assert report["reason"] == llm.dead_reason
+    assert report["engine_id"] == llm.config.engine_id
+    assert {"tandem", "torch", "python"} <= report["versions"].keys()
+    settings = report["settings"]
+    assert settings["parallel"]["tensor_parallel_size"] == len(llm.ready.worker_pids)
+    assert report["memory"]["host_MemAvailable_kib"] > 0
+    numbers = [step["step_id"] for step in report["steps"]]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert all(step["num_tokens"] >= step["num_rows"] >= 1 for step in report["steps"])
+    return report
+
+
+def stack_of(report: dict[str, Any], name: str) -> str:
+    """Returns the stacks of a process, which has given some."""
+    (found,) = [one for one in report["processes"] if one["name"] == name]
+    assert found["rss_kib"] > 0
+    return "\n".join(found["stack"])
+
+
+def hashes_of(num_requests: int) -> set[str]:
+    return {hashlib.sha256(f"r{i}".encode()).hexdigest()[:16] for i in range(num_requests)}
 
 
 async def _reason(llm: AsyncLLM, kill: Callable[[], Awaitable[None]]) -> str:
@@ -62,43 +99,122 @@ async def _reason(llm: AsyncLLM, kill: Callable[[], Awaitable[None]]) -> str:
     return reasons.pop()
 
 
-async def test_killed_worker() -> None:
-    """A worker dies that answers no steps."""
-    async with doomed_engine(tp_size=2) as llm:
+async def test_killed_worker(tmp_path: Path) -> None:
+    """A worker dies that answers no steps. The report has what the engine core knows, and the
+    stacks of all that live."""
+    async with doomed_engine(2, tmp_path) as llm:
 
         async def kill() -> None:
             os.kill(llm.ready.worker_pids[1], signal.SIGKILL)
 
         reason = await _reason(llm, kill)
         assert reason.startswith("worker 1 was killed by SIGKILL")
+        assert llm.crash_report.startswith(str(tmp_path)) and llm.crash_report not in reason
+    report = report_of(llm)
+    assert report["core_answered"]
+    engine = report["engine"]
+    assert {one["request"] for one in engine["requests"]} <= hashes_of(8)
+    rows = [one for one in engine["requests"] if one.get("row") is not None]
+    assert len(rows) == llm.config.scheduler.max_num_seqs - engine["queues"]["rows_free"] > 0
+    assert all(one["num_prompt_tokens"] > 0 for one in rows)
+    assert engine["blocks"]["total"] == NUM_BLOCKS > engine["blocks"]["free"]
+    assert report["steps"][-1]["seconds"] is None, "the step in which it died"
+    assert "core_proc.py" in stack_of(report, "the engine core")
+    failed = report["exceptions"].get("worker 0", [])
+    assert failed or "worker_proc.py" in stack_of(report, "worker 0"), (
+        "it missed its peer, or waits"
+    )
+    assert all(link["type"] == "RuntimeError" for link in failed)
+    assert "_write" in stack_of(report, "the node server")
+    frames = report["exceptions"]["the engine core"][-1]["frames"]
+    assert any("process_executor.py" in frame for frame in frames)
 
 
-async def test_killed_worker_of_an_idle_engine() -> None:
-    async with doomed_engine(tp_size=1) as llm:
+async def test_killed_worker_of_an_idle_engine(tmp_path: Path) -> None:
+    async with doomed_engine(1, tmp_path) as llm:
+        async for _ in llm.generate(make_request("before", 2)):
+            pass
         os.kill(llm.ready.worker_pids[0], signal.SIGKILL)
         assert await asyncio.wait_for(llm.wait_dead(), 60) == "worker 0 was killed by SIGKILL"
+    report = report_of(llm)
+    assert report["engine"]["requests"] == []
+    assert all(step["seconds"] > 0 for step in report["steps"])
 
 
-def test_killed_core_under_uvloop() -> None:
-    """Runs on the event loop of the node servers: it watches descriptors in its own way."""
+def test_killed_core_under_uvloop(tmp_path: Path) -> None:
+    """Runs on the event loop of the node servers: it watches descriptors in its own way. The last
+    steps are known without the core."""
 
-    async def run() -> None:
-        async with doomed_engine(tp_size=1) as llm:
+    async def run() -> AsyncLLM:
+        async with doomed_engine(1, tmp_path) as llm:
 
             async def kill() -> None:
                 os.kill(llm.core_pid, signal.SIGKILL)
 
             assert await _reason(llm, kill) == "the engine core was killed by SIGKILL"
+        return llm
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+        report = report_of(runner.run(run()))
+    assert (report["core_answered"], report["engine"]) == (False, None)
+    assert 0 < report["num_open_requests"] == len(report["open_requests"]) <= 8
+    assert {one["request"] for one in report["open_requests"]} <= hashes_of(8)
+    assert "_write" in stack_of(report, "the node server")
 
 
-async def test_terminated_core_ends_its_workers() -> None:
-    async with doomed_engine(tp_size=1) as llm:
+async def test_an_exception_in_a_model_is_told_with_where_it_came_from(tmp_path: Path) -> None:
+    """Past all checks, a token comes that the embedding does not have."""
+    async with doomed_engine(1, tmp_path) as llm:
+        unknown = GenerationRequest("r0", RequestSpec([1, 987654321, 2]))
+        with pytest.raises(EngineDeadError, match="worker 0: IndexError"):
+            async for _ in llm.generate(unknown):
+                pass
+    report = report_of(llm)
+    (link,) = report["exceptions"]["worker 0"]
+    assert link["type"] == "IndexError"
+    assert any("engine/models/" in frame for frame in link["frames"])
+    (step,) = report["steps"]
+    assert (step["num_rows"], step["num_tokens"], step["seconds"]) == (1, 3, None)
+    assert "987654321" not in Path(llm.crash_report).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("victim", ["the engine core", "worker 0"])
+async def test_a_frozen_process_is_given_up_by_the_watchdog(victim: str, tmp_path: Path) -> None:
+    async with doomed_engine(1, tmp_path) as llm:
+        status = NodeStatus(llm, node_pb2.NODE_ROLE_DECODE, stuck_after_s=1.2, frozen_after_s=1.1)
+        stream = llm.generate(make_request("r0", 3, max_tokens=80))
+        await anext(stream)
+        pid = llm.core_pid if victim == "the engine core" else llm.ready.worker_pids[0]
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while not llm.is_dead:
+                status.give_up_if_stuck()
+                await asyncio.sleep(0.02)
+        with pytest.raises(EngineDeadError):
+            async for _ in stream:
+                pass
+        assert status.fault().startswith("the engine has died: ")
+        assert llm.crash_report and llm.crash_report not in status.fault()
+        async with asyncio.timeout(60):
+            while not Path(llm.crash_report).exists():
+                await asyncio.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+    report = report_of(llm)
+    is_core = victim == "the engine core"
+    assert report["core_answered"] is not is_core
+    assert [one["request"] for one in report["open_requests"]] == list(hashes_of(1))
+    frozen = [one for one in report["processes"] if one["pid"] == pid]
+    assert [(one["state"], one["stack"]) for one in frozen] == [("T", [])]
+    stacks = [one for one in report["processes"] if one["stack"]]
+    assert len(stacks) == len(report["processes"]) - 1 == 2
+
+
+async def test_terminated_core_ends_its_workers(tmp_path: Path) -> None:
+    async with doomed_engine(1, tmp_path) as llm:
         os.kill(llm.core_pid, signal.SIGTERM)
         reason = await asyncio.wait_for(llm.wait_dead(), 60)
         assert reason == "the engine core ended with exit code 0"
+    assert json.loads(Path(llm.crash_report).read_text(encoding="utf-8"))["steps"] == []
 
 
 async def test_checkpoint_that_cannot_be_read(

@@ -18,6 +18,7 @@ class FakeCore:
     """Takes the place of `EngineCoreClient`: keeps what was sent, and says what the test says."""
 
     pid = 1
+    crash = None
 
     def __init__(
         self,
@@ -32,6 +33,9 @@ class FakeCore:
 
     def send(self, message: ToEngineCore) -> None:
         self.sent.append(message)
+
+    def given_up(self, reason: str) -> None:
+        """Does nothing: nobody reports."""
 
     async def shutdown(self) -> None:
         """Does nothing, as there is no process."""

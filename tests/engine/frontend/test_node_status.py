@@ -43,6 +43,7 @@ class StillEngine:
     ready: EngineReady = field(default_factory=lambda: EngineReady(num_blocks=96))
     is_dead: bool = False
     dead_reason: str = ""
+    crash_report: str = ""
     silence: Silence = field(default_factory=Silence)
 
     holds_blocks: bool = False

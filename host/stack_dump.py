@@ -1,0 +1,90 @@
+"""Stacks of all threads of our processes, from outside: also of one whose interpreter is stuck.
+
+    each process                                   who wants to know
+    1. `install_stack_dumps`: SIGUSR2 writes the
+       stacks into an anonymous file of its own
+                                                   2. `dump_stacks(pids)`: finds that file among the
+    3. faulthandler writes, without the GIL ◀────     open ones of each, signals, waits, reads
+
+Only processes that have such a file are signalled: for others SIGUSR2 would be the end. A process
+that is stopped, or waits in the kernel for a device, writes nothing. Stacks name files, lines and
+functions, never values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_NAME = "tandem-stacks"
+_POLL_S = 0.02
+_installed_fd = -1
+
+
+def install_stack_dumps() -> None:
+    """Lets others ask this process for its stacks. Idempotent."""
+    global _installed_fd
+    if _installed_fd < 0:
+        _installed_fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        faulthandler.register(signal.SIGUSR2, file=_installed_fd, all_threads=True, chain=False)
+
+
+def dump_stacks(pids: Iterable[int], timeout_s: float = 1.0) -> dict[int, list[str]]:
+    """Returns the lines of each process's stacks, newest call first; of one that has written
+    nothing after `timeout_s`, none. Processes that have ended or cannot be asked are left out."""
+    asked: dict[int, tuple[Path, int]] = {}
+    for pid in pids:
+        file = _file_of(pid)
+        if file is None:
+            continue
+        try:
+            asked[pid] = (file, file.stat().st_size)
+            os.kill(pid, signal.SIGUSR2)
+        except OSError:
+            asked.pop(pid, None)
+    sizes: dict[int, int] = {}
+    settled: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while len(settled) < len(asked) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        for pid, (file, before) in asked.items():
+            size = _size(file)
+            if size < 0 or (size > before and size == sizes.get(pid)):
+                settled.add(pid)
+            sizes[pid] = size
+    return {pid: _read(*asked[pid]) for pid in asked}
+
+
+def _file_of(pid: int) -> Path | None:
+    """Returns the file into which a process writes its stacks."""
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return None
+    for link in links:
+        with contextlib.suppress(OSError):  # It was closed meanwhile, as the folder itself was.
+            if str(link.readlink()).startswith(f"/memfd:{_NAME}"):
+                return link
+    return None
+
+
+def _size(file: Path) -> int:
+    """Returns -1 when the process has ended."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return -1
+
+
+def _read(file: Path, before: int) -> list[str]:
+    try:
+        with file.open("rb") as opened:
+            opened.seek(before)
+            return opened.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,27 @@
+"""The page of the last steps: what a reader in another place sees, and when."""
+
+from __future__ import annotations
+
+import time
+
+from engine.sched.step_log import NUM_STEPS, StepLog
+
+
+def test_the_last_steps_are_read_from_the_same_page() -> None:
+    log = StepLog.create("steps")
+    reader = StepLog.attach(log.handle)
+    assert reader.steps() == []
+    now = time.monotonic()
+    for step_id in range(NUM_STEPS + 3):
+        log.issued(step_id, now - 2.0, 1 + step_id, 10 + step_id, step_id % 2)
+        if step_id != NUM_STEPS + 2:
+            log.retired(step_id, now - 1.5)
+    steps = reader.steps()
+    assert [step.step_id for step in steps] == list(range(3, NUM_STEPS + 3))
+    last, before = steps[-1], steps[-2]
+    assert (last.num_rows, last.num_tokens, last.seconds) == (NUM_STEPS + 3, NUM_STEPS + 12, None)
+    assert before.seconds == 0.5
+    assert 2.0 <= last.seconds_ago < 60
+    assert {step.num_prompt_tokens for step in steps} == {0, 1}
+    reader.close()
+    log.close()

@@ -1,0 +1,65 @@
+"""Stacks of other processes: who writes them, who does not, and nobody is hurt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from host.process_facts import descendants_of, facts_of
+from host.stack_dump import dump_stacks
+
+_READY = "print('ready', flush=True)"
+_ASLEEP = f"""
+import threading, time
+from host.stack_dump import install_stack_dumps
+install_stack_dumps()
+install_stack_dumps()
+def waits_in_a_thread(): time.sleep(600)
+threading.Thread(target=waits_in_a_thread, daemon=True).start()
+{_READY}
+def waits_here(): time.sleep(600)
+waits_here()
+"""
+_STRANGER = f"import time\n{_READY}\ntime.sleep(600)"
+
+
+@contextmanager
+def child(source: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_each_thread_of_a_process_shows_where_it_is_as_often_as_asked() -> None:
+    with child(_ASLEEP) as asleep, child(_STRANGER) as stranger:
+        assert {asleep.pid, stranger.pid} <= set(descendants_of(os.getpid()))
+        for _ in range(2):
+            found = dump_stacks([asleep.pid, stranger.pid, 2**22 - 1])
+            assert list(found) == [asleep.pid], "only those that can say"
+            stacks = "\n".join(found[asleep.pid])
+            assert stacks.count("waits_in_a_thread") == stacks.count("waits_here") == 1
+        assert stranger.poll() is None
+        facts = facts_of(asleep.pid)
+        assert facts is not None
+        assert facts.num_threads == 2 and facts.state == "S" and facts.rss_kib > 0
+
+
+def test_a_stopped_process_is_not_waited_for_long() -> None:
+    with child(_ASLEEP) as asleep:
+        asleep.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert dump_stacks([asleep.pid], timeout_s=0.2) == {asleep.pid: []}
+        assert time.monotonic() - started < 30
+        asleep.send_signal(signal.SIGCONT)
+    assert facts_of(asleep.pid) is None
