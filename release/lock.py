@@ -19,6 +19,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -53,6 +54,7 @@ def platforms(lock: str) -> Iterator[tuple[tuple[int, int], str]]:
     yield from itertools.product(PYTHONS[lock], ARCHITECTURES)
 
 
+@cache
 def tags(python: tuple[int, int], architecture: str) -> frozenset[Tag]:
     """Returns the tags of wheels that this platform can install."""
     names = [f"manylinux_2_{minor}_{architecture}" for minor in range(GLIBC[1], 4, -1)]
@@ -154,8 +156,8 @@ def _file_name(wheel: Mapping[str, Any]) -> str:
     return str(wheel.get("name") or unquote(urlsplit(wheel["url"]).path).rpartition("/")[2])
 
 
-def write(lock: str, packages: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a lock. Raises `NoWheel`."""
+def text_of(lock: str, packages: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the lock of resolved packages. Raises `NoWheel`."""
     pythons = " and ".join(".".join(map(str, python)) for python in PYTHONS[lock])
     lines = [
         f"# Made by `make lock` from requirements/{lock}.in and pyproject.toml; do not edit.",
@@ -171,7 +173,7 @@ def write(lock: str, packages: Iterable[Mapping[str, Any]]) -> None:
         lines.append(
             " \\\n".join(f"    --hash=sha256:{digest}" for digest in sorted(found.values()))
         )
-    (FOLDER / f"{lock}.lock").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,10 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lock not in PYTHONS:
             parser.error(f"no lock {lock!r}; there are {', '.join(PYTHONS)}")
         try:
-            write(lock, resolve(lock, upgrade=arguments.upgrade))
+            text = text_of(lock, resolve(lock, upgrade=arguments.upgrade))
         except (NoWheel, subprocess.CalledProcessError) as error:
             print(f"{lock}: {error}", file=sys.stderr)
             return 1
+        (FOLDER / f"{lock}.lock").write_text(text, encoding="utf-8")
     return 0
 
 

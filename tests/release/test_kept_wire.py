@@ -19,6 +19,7 @@ from engine.request_spec import SPEC_VERSION, UnknownSpecVersion, decode_spec, e
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.layout import PROTOCOL_VERSION
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
+from release import ROOT, project
 from release.kept_wire import FOLDER, LAYOUT, PEER, PROMPT, SPECS, journal, messages
 from tandem_pb import kv_transfer_pb2
 
@@ -56,6 +57,14 @@ def test_another_protocol_is_refused_before_anything_else_is_looked_at() -> None
     )
     with pytest.raises(HandshakeMismatch, match="protocol_version"):
         LAYOUT.check_compatible(other)
+
+
+def test_upgrade_page_names_the_numbers_and_the_step_to_this_version() -> None:
+    text = (ROOT / "UPGRADE.md").read_text(encoding="utf-8")
+    assert f"`PROTOCOL_VERSION` {PROTOCOL_VERSION} |" in text
+    assert f"`SPEC_VERSION` {SPEC_VERSION} |" in text
+    major, minor, _ = project()["version"].split(".")
+    assert f"\n## {major}.{int(minor) - 1} to {major}.{minor}\n" in text
 
 
 def test_requests_are_read_alike(kept: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from release import ROOT
+from release import ROOT, project
 from release.lock import (
     FOLDER,
     PYTHONS,
@@ -24,7 +24,9 @@ from release.lock import (
     environment,
     platforms,
     ranges,
+    resolve,
     tags,
+    text_of,
     wanted,
     wheels,
 )
@@ -164,6 +166,14 @@ def test_a_package_without_a_wheel_is_told_by_name() -> None:
     assert wheels({**package, "marker": "sys_platform == 'win32'"}, "image-engine") == ("", {})
 
 
+@pytest.mark.parametrize("lock", LOCKS)
+def test_locks_are_what_their_sources_make_now(lock: str) -> None:
+    """Asks the index. Versions are kept that still fit, so that only a change of ranges, a wheel
+    that the index has no more, or another hash of one shows here. `make lock` mends it."""
+    made = text_of(lock, resolve(lock, upgrade=False))
+    assert made == (FOLDER / f"{lock}.lock").read_text(encoding="utf-8")
+
+
 def test_the_routers_lock_installs_by_hash_and_runs_it(tmp_path: Path) -> None:
     """In an environment of its own, which has nothing else: the router's image without its base."""
     python = tmp_path / "venv" / "bin" / "python"
@@ -181,7 +191,11 @@ def test_the_routers_lock_installs_by_hash_and_runs_it(tmp_path: Path) -> None:
         "import sys; sys.path[:0] = sys.argv[1:]\n"
         "import router.__main__; print('torch' in sys.modules)"
     )
-    paths = [str(ROOT), str(ROOT / "proto"), str(ROOT / "kernels")]
+    installed = tmp_path / f"tandem-{project()['version']}.dist-info"
+    installed.mkdir()
+    metadata = f"Metadata-Version: 2.4\nName: tandem\nVersion: {project()['version']}\n"
+    (installed / "METADATA").write_text(metadata, encoding="utf-8")
+    paths = [*map(str, (tmp_path, ROOT, ROOT / "proto", ROOT / "kernels"))]
     done = subprocess.run(
         [python, "-I", "-c", code, *paths], capture_output=True, text=True, check=False
     )
