@@ -43,6 +43,7 @@ from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.edge.status_api import status_routes
 from router.make_discovery import make_discovery
+from router.make_scaling import make_prefill_hold, make_scaling
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCatalog
 from router.models.per_model import PerModel
@@ -71,6 +72,8 @@ from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
 from router.request.proxied_path import PROXIED_PATHS
 from router.request.tenants import ANYONE
+from router.scaling.scaling_metrics import ScalingCollector
+from router.scaling.scaling_signal import ScalingSignal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,19 +232,22 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     transport = world.transport or _make_transport(settings, credentials)
     silence = SilenceWatch(registry=registry, stall_s=settings.stream_stall_s)
     policy = _make_policy(settings, registry, world.rng)
+    scaling = make_scaling(settings, registry)
     attempts = Attempts(
         policy=policy,
         registry=registry,
         transport=transport,
         metrics=metrics,
         budgets=PerModel(lambda model: RetryBudget(settings.retry_budget, settings.retry_burst)),
+        scaling=scaling,
         silence=silence,
         max_attempts=settings.max_attempts,
         node_api_key=settings.node_api_key.get_secret_value(),
         wants_journal=settings.max_migrations > 0,
     )
-    gates = _make_gates(settings, models, world.rng)
+    gates = _make_gates(settings, models, world.rng, scaling)
     metrics.registry.register(GateCollector(gates, lambda: models.table.models()))
+    metrics.registry.register(ScalingCollector(scaling, lambda: models.table.models()))
     metrics.registry.register(models.rules)
     metrics.registry.register(CredentialsCollector(credentials))
     tracer = Tracer.open(settings, "tandem-router", socket.gethostname())
@@ -280,7 +286,12 @@ def _make_transport(settings: RouterSettings, credentials: Credentials) -> HttpT
     )
 
 
-def _make_gates(settings: RouterSettings, models: KnownModels, rng: random.Random) -> ModelGates:
+def _make_gates(
+    settings: RouterSettings,
+    models: KnownModels,
+    rng: random.Random,
+    scaling: PerModel[ScalingSignal],
+) -> ModelGates:
     limits = GateLimits(
         slots_per_node=settings.max_prefills_per_node,
         max_waiting=settings.max_waiting_requests,
@@ -288,7 +299,13 @@ def _make_gates(settings: RouterSettings, models: KnownModels, rng: random.Rando
         num_routers=settings.num_routers,
     )
     clock = models.registry.clock
-    return ModelGates(limits=limits, num_nodes=models.num_computing, clock=clock, rng=rng)
+    return ModelGates(
+        limits=limits,
+        num_nodes=models.num_computing,
+        clock=clock,
+        rng=rng,
+        on_request=lambda request: scaling.of(request.model).arrived(request),
+    )
 
 
 def _make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:
@@ -306,6 +323,7 @@ def _make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Ra
         attempts=attempts,
         migrations=migrations,
         metrics=attempts.metrics,
+        hold=make_prefill_hold(settings, attempts.registry, attempts.scaling, rng),
         send_timeout_s=settings.send_timeout_s,
         no_node_wait_s=settings.no_node_wait_s,
         rng=rng,

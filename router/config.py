@@ -235,6 +235,33 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
         "about 200 bytes each.",
     )
 
+    slo_ttft_ms: float = Field(
+        default=0.0,
+        ge=0,
+        description="Objective of the time to the first token, in milliseconds: 99 in 100 are to "
+        "keep it. The router tells how many prefill nodes that takes "
+        "(tandem_router_desired_replicas). 0: it does not.",
+    )
+    slo_itl_ms: float = Field(
+        default=0.0,
+        ge=0,
+        description="Objective of the time between two tokens, in milliseconds, likewise; decode "
+        "nodes follow from it. 0: the router does not tell.",
+    )
+    prefill_hold_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Longest time in seconds that a prompt waits for a first prefill node where "
+        "there is none, as in a tier scaled to zero, if that is sooner than computing it on a "
+        "decode node; then 503. 0: decode nodes compute all prompts meanwhile.",
+    )
+    prefill_start_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Time in seconds that a prefill node is expected to take to start, until one "
+        "was seen.",
+    )
+
     max_prefills_per_node: int = Field(
         default=64,
         ge=1,

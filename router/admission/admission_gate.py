@@ -67,6 +67,8 @@ class AdmissionGate:
     num_nodes: Callable[[], int]
     clock: Callable[[], float]
     rng: random.Random
+    on_request: Callable[[RequestInfo], None] = lambda request: None
+    """Hears of every request within its tenant's rates, also of one that is refused then."""
     line: WaitingLine = field(default_factory=WaitingLine)
     num_started: int = 0
     """Requests that have a slot."""
@@ -91,6 +93,7 @@ class AdmissionGate:
         """
         now = self.clock()
         self.check_rates(request)
+        self.on_request(request)
         self._check_shedding(request)
         if self.num_started < self.num_slots() and not len(self.line):
             self._start(admit)

@@ -15,6 +15,7 @@ from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.retry_after import RetryAfter
 from router.admission.tenant_limits import TenantLimits
 from router.models.per_model import PerModel
+from router.request.info import RequestInfo
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class ModelGates:
     num_nodes: Callable[[str], int]
     clock: Callable[[], float]
     rng: random.Random
+    on_request: Callable[[RequestInfo], None] = lambda request: None
     _retry_after: RetryAfter = field(init=False)
     _tenants: TenantLimits = field(init=False)
     _gates: PerModel[AdmissionGate] = field(init=False)
@@ -54,4 +56,5 @@ class ModelGates:
             clock=self.clock,
             rng=self.rng,
             tenants=self._tenants,
+            on_request=self.on_request,
         )

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,7 @@ from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
 from router.request.client_request import ClientRequest
 from router.request.info import RequestInfo
+from router.scaling.scaling_signal import ScalingSignal
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Attempts:
     metrics: RouterMetrics
     budgets: PerModel[RetryBudget]
     silence: SilenceWatch
+    scaling: PerModel[ScalingSignal]
     max_attempts: int = 3
     node_api_key: str = ""
     wants_journal: bool = True
@@ -123,6 +126,7 @@ class Attempts:
         outcome = PrefillOutcome.from_headers(exchange.node_headers())
         exchange.outcome = outcome
         self.policy.observe(info, exchange.placement, outcome)
+        self.scaling.of(info.model).observe(info, outcome)
         return None
 
     def node_failed(self, node: Node, failure: Failure, reason: str, info: RequestInfo) -> Failure:
@@ -149,6 +153,10 @@ class Attempts:
         """Hears that an answer of so many tokens has ended well on the node of `exchange`."""
         self.judge(exchange, info)
         self.policy.finished(info, num_tokens)
+        sequences = exchange.placement.decode.predicted_requests
+        seconds = time.monotonic() - exchange.begun_at
+        own_tokens = num_tokens - exchange.num_before
+        self.scaling.of(info.model).finished(own_tokens, seconds, sequences)
 
     def note(self, node: Node, outcome: str) -> None:
         self.metrics.by_node.add((node.address.role, node.address.target), outcome)

@@ -43,6 +43,10 @@ class Exchange:
         self.outcome = PrefillOutcome()
         """Is what the node says of the prompt; set by who reads it."""
         self.asked_at = time.monotonic()
+        self.begun_at = self.asked_at
+        """Monotonic seconds at which the beginning of the answer was here."""
+        self.num_before = 0
+        """Tokens of the answer that other nodes had brought before."""
         self.waiting_since: float | None = self.asked_at
         """Monotonic seconds; None while nobody waits for the node."""
         self.is_journaled = False
@@ -74,6 +78,7 @@ class Exchange:
         self.status = self._response.status
         self._read_journal_header()
         self.first_chunk = await self._read_beginning()
+        self.begun_at = time.monotonic()
         self._prefill_work.close()
 
     async def read_chunk(self) -> bytes:

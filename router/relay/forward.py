@@ -27,6 +27,7 @@ from router.relay.journaled_relay import JournaledRelay
 from router.relay.migration import Migrations
 from router.relay.node_wait import NodeWait
 from router.relay.plain_relay import Client, PlainRelay
+from router.relay.prefill_hold import PrefillHold
 from router.request.client_request import ClientRequest
 
 
@@ -38,6 +39,7 @@ class Forwarder:
     attempts: Attempts
     migrations: Migrations
     metrics: RouterMetrics
+    hold: PrefillHold
     send_timeout_s: float = 20.0
     no_node_wait_s: float = 5.0
     rng: random.Random = field(default_factory=random.Random)
@@ -73,8 +75,10 @@ class Forwarder:
     ) -> Exchange:
         trace = request.trace
         trace.admitted_at = time.monotonic()
-        wait_s = min(self.no_node_wait_s, time_left_s)
-        wait = NodeWait(self.attempts.registry, trace.admitted_at + wait_s, self.rng)
+        await self.hold.wait(request.info, time_left_s)
+        now = time.monotonic()
+        wait_s = min(self.no_node_wait_s, time_left_s - (now - trace.admitted_at))
+        wait = NodeWait(self.attempts.registry, now + wait_s, self.rng)
         exchange = await self.attempts.begin(request, check, wait)
         trace.answered_at, outcome = time.monotonic(), exchange.outcome
         trace.decode_node = str(exchange.placement.decode.address)

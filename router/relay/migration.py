@@ -82,6 +82,7 @@ class Migrations:
         number = journal.next_number
         body, headers = journal.resume(request.body, attempts.node_headers(request, placement))
         exchange = attempts.exchange(placement)
+        exchange.num_before = number
         failure = await attempts.attempt(exchange, request.info, headers, body)
         if failure is None and exchange.is_journaled and exchange.journal_number == number:
             return exchange

@@ -1,0 +1,49 @@
+"""Puts together what says how many nodes there should be, and what holds prompts until they are."""
+
+from __future__ import annotations
+
+import random
+
+from router.config import RouterSettings
+from router.models.per_model import PerModel
+from router.nodes.address import NodeRole
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
+from router.relay.prefill_hold import PrefillHold, serves
+from router.scaling.scaling_signal import ScalingObjectives, ScalingSignal
+
+
+def make_scaling(settings: RouterSettings, registry: NodeRegistry) -> PerModel[ScalingSignal]:
+    """Returns a signal for each model, which sees its nodes."""
+    objectives = ScalingObjectives(settings.slo_ttft_ms / 1e3, settings.slo_itl_ms / 1e3)
+
+    def make(model: str) -> ScalingSignal:
+        def nodes(role: NodeRole) -> list[Node]:
+            return [node for node in registry.nodes(role) if serves(node, model)]
+
+        return ScalingSignal(
+            objectives=objectives,
+            nodes=nodes,
+            state=registry.state,
+            clock=registry.clock,
+            num_routers=settings.num_routers,
+        )
+
+    return PerModel(make)
+
+
+def make_prefill_hold(
+    settings: RouterSettings,
+    registry: NodeRegistry,
+    scaling: PerModel[ScalingSignal],
+    rng: random.Random,
+) -> PrefillHold:
+    return PrefillHold(
+        registry=registry,
+        signals=scaling,
+        limit_s=settings.prefill_hold_s,
+        start_s=settings.prefill_start_s,
+        default_tokens_per_s=settings.default_prefill_tokens_per_s,
+        rng=rng,
+        clock=registry.clock,
+    )

@@ -1,0 +1,45 @@
+"""Shows Prometheus how many nodes each tier should have, read at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.models.per_model import PerModel
+from router.nodes.address import NodeRole
+from router.scaling.scaling_signal import ScalingSignal
+
+
+class ScalingCollector(Collector):
+    """Shows the signals of `models`: those that exist now, or "" while none is known."""
+
+    def __init__(
+        self, signals: PerModel[ScalingSignal], models: Callable[[], Collection[str]]
+    ) -> None:
+        self._signals = signals
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        desired = GaugeMetricFamily(
+            "tandem_router_desired_replicas",
+            "This router's share of the nodes that keep the objectives, to be added up over the "
+            "routers; absent while unknown",
+            labels=["model", "tier"],
+        )
+        ratio = GaugeMetricFamily(
+            "tandem_router_ttft_load_ratio",
+            "Predicted time to the first token over its objective; absent while unknown",
+            labels=["model"],
+        )
+        for model in sorted(self._models()) or [""]:
+            signal = self._signals.of(model)
+            for role in NodeRole:
+                share = signal.desired(role)
+                if share is not None:
+                    desired.add_metric([model, role], share)
+            ttft_s = signal.predicted_ttft_s()
+            if ttft_s is not None and signal.objectives.ttft_s:
+                ratio.add_metric([model], ttft_s / signal.objectives.ttft_s)
+        yield from (desired, ratio)

@@ -1,0 +1,213 @@
+"""Says how many nodes of each tier this router's requests take so that the objectives hold.
+
+1. blind      nothing is said: an objective is not set, nobody has listened for long enough, the
+              speed of the nodes is unknown, or their reports are lost. Absent is no zero: whoever
+              scales keeps what there is
+2. starting   in the first two minutes the answer is not below this router's share of the nodes
+              that there are: a router that has just started has not seen the load yet
+3. telling    prefill: seconds of computing that arrive in a second, at the speed that the nodes
+              report, make the load of a queue (`router.scaling.capacity`), and what waits beyond
+              the objective has to be caught up with
+              decode: tokens that will be asked for in a second, at the largest batch whose step
+              keeps the objective
+-  nobody     there is work, and not one prefill node: at least one is asked for, even while blind
+
+Every router tells its own share, not rounded. Their sum is the number of nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from router.nodes.address import NodeRole
+from router.nodes.node import Node, NodeState
+from router.placement.prefill_outcome import PrefillOutcome
+from router.request.info import RequestInfo
+from router.scaling.capacity import Service, StepFit, prefill_nodes
+from router.scaling.work_rate import WorkRate
+
+_LISTEN_S = 15.0
+_START_S = 120.0
+_CATCH_UP_S = 30.0
+_ROOM = 0.85
+"""Part of a decode node's tokens that is planned with: sequences are not spread evenly."""
+_ITL_SPREAD = 1.3
+"""The 99th percentile of the time between tokens over its mean, as measured on H200s."""
+_MAX_KV_USAGE = 0.9
+_NUM_WORKS = 512
+_MEMORY = 200
+_FIRST_OUTPUT = 400.0
+_ALIVE = (NodeState.READY, NodeState.HALF_OPEN, NodeState.LEAVING, NodeState.DRAINING)
+
+NodesOf = Callable[[NodeRole], Sequence[Node]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingObjectives:
+    """Holds what is promised, in seconds; 0: nothing is, and nothing is said of that tier."""
+
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class ScalingSignal:
+    """Follows the requests to one model. `nodes` gives its nodes, `state` theirs; `clock` gives
+    monotonic seconds; `num_routers` share the requests."""
+
+    objectives: ScalingObjectives
+    nodes: NodesOf
+    state: Callable[[Node], NodeState]
+    clock: Callable[[], float]
+    num_routers: int = 1
+    steps: StepFit = field(default_factory=StepFit)
+    _since: float = field(init=False)
+    _tokens: WorkRate = field(init=False)
+    _outputs: WorkRate = field(init=False)
+    _works: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_WORKS))
+    _speed: float = 0.0
+    """Prompt tokens a second of a node, as last reported by any."""
+    _guessed: float = 1.0
+    _computed: float = 1.0
+    _output: float = _FIRST_OUTPUT
+    _prompt: float = 0.0
+    _num_outputs: int = 0
+    _num_held: int = 0
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+        self._tokens = WorkRate(self._since)
+        self._outputs = WorkRate(self._since)
+
+    # What happens ------------------------------------------------------------------------------
+
+    def arrived(self, request: RequestInfo) -> None:
+        """Hears of a request that was let in. Of its prompt as much counts as of others had to be
+        computed."""
+        if not request.generates:
+            return
+        now = self.clock()
+        tokens = request.num_prompt_tokens * self._computed / self._guessed
+        self._works.append(tokens)
+        self._tokens.add(now, tokens)
+        output = min(self._output, request.max_tokens or self._output)
+        self._outputs.add(now, output)
+        self._prompt += (request.num_prompt_tokens - self._prompt) / min(_MEMORY, len(self._works))
+
+    def observe(self, request: RequestInfo, outcome: PrefillOutcome) -> None:
+        """Hears what was computed of a prompt."""
+        if not outcome.num_prompt_tokens:
+            return
+        keep = 1 - 1 / _MEMORY
+        self._guessed = keep * self._guessed + max(1, request.num_prompt_tokens)
+        self._computed = keep * self._computed + outcome.num_computed_tokens
+
+    def finished(self, num_tokens: int, seconds: float, num_sequences: float) -> None:
+        """Hears of a complete answer: its tokens, the time from the first to the last, and how many
+        sequences its node ran."""
+        self._num_outputs += 1
+        self._output += (num_tokens - self._output) / min(_MEMORY, self._num_outputs)
+        if num_tokens > 1:
+            self.steps.observe(num_sequences, seconds / (num_tokens - 1))
+
+    def held(self, change: int) -> None:
+        """Counts requests that wait for a first prefill node."""
+        self._num_held += change
+
+    # What it says ------------------------------------------------------------------------------
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Returns the prompt tokens that a node computes in a second; 0 while nobody has said."""
+        speeds = [
+            node.report.prefill_tokens_per_s
+            for role in (NodeRole.PREFILL, NodeRole.DECODE)
+            for node in self.nodes(role)
+            if node.report is not None and node.report.prefill_tokens_per_s > 0
+        ]
+        if speeds:
+            self._speed = statistics.median(speeds)
+        return self._speed
+
+    def desired(self, role: NodeRole) -> float | None:
+        """Returns this router's share of the nodes that the tier should have; None: unknown."""
+        objective = self._objective(role)
+        now = self.clock()
+        if objective <= 0:
+            return None
+        if role is NodeRole.PREFILL and self._nobody_computes(now):
+            return max(self._prefill(now) or 0.0, 1 / self.num_routers)
+        if now - self._since < _LISTEN_S or self._reports_are_lost(role):
+            return None
+        wanted = self._prefill(now) if role is NodeRole.PREFILL else self._decode(now)
+        if wanted is None or not math.isfinite(wanted):
+            return None
+        if now - self._since < _START_S:
+            wanted = max(wanted, len(self.nodes(role)) / self.num_routers)
+        return wanted
+
+    def predicted_ttft_s(self) -> float | None:
+        """Returns the time to the first token of a mean prompt that came now, on the node with the
+        least to do; None while nobody can say."""
+        speed = self.tokens_per_s
+        nodes = self.nodes(NodeRole.PREFILL)
+        if not speed or not nodes or not self._works:
+            return None
+        waiting = min(node.predicted_tokens for node in nodes)
+        return (waiting + statistics.fmean(self._works)) / speed
+
+    def _objective(self, role: NodeRole) -> float:
+        return self.objectives.ttft_s if role is NodeRole.PREFILL else self.objectives.itl_s
+
+    def _nobody_computes(self, now: float) -> bool:
+        has_work = self._num_held > 0 or self._tokens.rate(now) > 0
+        return has_work and not self.nodes(NodeRole.PREFILL)
+
+    def _reports_are_lost(self, role: NodeRole) -> bool:
+        """Returns whether there are nodes, and not one of them is heard."""
+        for tier in {role, NodeRole.DECODE}:
+            nodes = self.nodes(tier)
+            if nodes and not any(self.state(node) in _ALIVE for node in nodes):
+                return True
+        return not self.nodes(NodeRole.DECODE)
+
+    def _prefill(self, now: float) -> float | None:
+        tokens = self._tokens.peak(now)
+        if tokens <= 0:
+            return 0.0
+        speed = self.tokens_per_s
+        if not speed:
+            return None
+        service = self._service(speed)
+        routers = self.num_routers
+        wanted = prefill_nodes(tokens / speed * routers, service, self.objectives.ttft_s) / routers
+        waiting = sum(node.work.num_tokens for node in self.nodes(NodeRole.PREFILL))
+        late_s = waiting / speed - wanted * self.objectives.ttft_s
+        return wanted + max(0.0, late_s) / _CATCH_UP_S
+
+    def _service(self, speed: float) -> Service:
+        works = sorted(self._works)
+        mean = statistics.fmean(works)
+        if mean <= 0:
+            return Service(1 / speed)
+        cv2 = statistics.pvariance(works) / mean**2
+        return Service(mean / speed, cv2, works[int(0.99 * (len(works) - 1))] / speed)
+
+    def _decode(self, now: float) -> float | None:
+        if not self.steps.num_observed:
+            return 0.0 if self._outputs.peak(now) <= 0 else None
+        batch = self.steps.batch_within(self.objectives.itl_s / _ITL_SPREAD)
+        room = self._kv_tokens() * _MAX_KV_USAGE / max(1.0, self._prompt + self._output)
+        batch = max(1.0, min(batch, room)) if room else batch
+        per_node = batch / max(1e-6, self.steps.seconds(batch))
+        open_now = sum(node.work.num_requests for node in self.nodes(NodeRole.DECODE))
+        return max(self._outputs.peak(now) / (_ROOM * per_node), open_now / batch)
+
+    def _kv_tokens(self) -> int:
+        """Returns the room of the smallest decode node; 0 when nobody has said."""
+        sizes = [n.report.num_kv_tokens for n in self.nodes(NodeRole.DECODE) if n.report]
+        return min((size for size in sizes if size), default=0)
