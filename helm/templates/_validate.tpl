@@ -170,6 +170,7 @@
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling: minReplicas (%d) is more than maxReplicas (%d)" $name (int $scaling.minReplicas) (int $scaling.maxReplicas))) -}}
 {{- end -}}
+{{- include "tandem.mistakes.slo" . -}}
 {{- if eq $scaling.metric "kvUtilization" -}}{{- if gt (toString $scaling.target | float64) 1.0 -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.target is %v, but kvUtilization is a part of 1: set for example 0.8" $name $scaling.target)) -}}
 {{- end -}}{{- end -}}
@@ -267,6 +268,22 @@
 {{- if ne (int .tiers.prefill.ports.grpc) (int .tiers.decode.ports.http) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "an InferencePool has one port for all its pods: set prefill.ports.grpc to decode.ports.http (%d)" (int .tiers.decode.ports.http))) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Scaling by objectives: found, root, name, tier */}}
+{{- define "tandem.mistakes.slo" -}}
+{{- $found := .found -}}
+{{- $name := .name -}}
+{{- $scaling := .tier.autoscaling -}}
+{{- $flag := ternary "sloTtftMs" "sloItlMs" (eq $name "prefill") -}}
+{{- if eq $scaling.metric "slo" -}}{{- if not (index .root.Values.router.settings $flag) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.metric is slo, but no router knows the objective: set router.settings.%s, in milliseconds" $name $flag)) -}}
+{{- end -}}{{- end -}}
+{{- if eq (int $scaling.minReplicas) 0 -}}
+{{- if ne (printf "%s %s %s" $name $scaling.kind $scaling.metric) "prefill keda slo" -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.minReplicas is 0: only prefill can go to zero, with kind keda and metric slo, because only then something asks for the first pod" $name)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

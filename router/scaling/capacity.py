@@ -26,7 +26,7 @@ _MEMORY = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class PromptWork:
     """Describes the work of one prompt in seconds of an ordinary node: mean, squared coefficient of
     variation, and what 99 in 100 do not exceed."""
 
@@ -35,7 +35,7 @@ class Service:
     p99_s: float = 0.0
 
 
-def wait_p99_s(load: float, num_nodes: float, service: Service) -> float:
+def wait_p99_s(load: float, num_nodes: float, service: PromptWork) -> float:
     """Returns the wait that one prompt in a hundred exceeds, with `load` in busy nodes."""
     busy = load / num_nodes
     if busy >= 1:
@@ -47,7 +47,7 @@ def wait_p99_s(load: float, num_nodes: float, service: Service) -> float:
     return tail_s * math.log(waits / _PART)
 
 
-def prefill_nodes(load: float, service: Service, ttft_s: float) -> float:
+def prefill_nodes(load: float, service: PromptWork, ttft_s: float) -> float:
     """Returns the smallest number of nodes, not rounded, that keeps the objective."""
     if load <= 0:
         return 0.0

@@ -27,7 +27,7 @@ from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.placement.prefill_outcome import PrefillOutcome
 from router.request.info import RequestInfo
-from router.scaling.capacity import Service, StepFit, prefill_nodes
+from router.scaling.capacity import PromptWork, StepFit, prefill_nodes
 from router.scaling.work_rate import WorkRate
 
 _LISTEN_S = 15.0
@@ -189,13 +189,13 @@ class ScalingSignal:
         late_s = waiting / speed - wanted * self.objectives.ttft_s
         return wanted + max(0.0, late_s) / _CATCH_UP_S
 
-    def _service(self, speed: float) -> Service:
+    def _service(self, speed: float) -> PromptWork:
         works = sorted(self._works)
         mean = statistics.fmean(works)
         if mean <= 0:
-            return Service(1 / speed)
+            return PromptWork(1 / speed)
         cv2 = statistics.pvariance(works) / mean**2
-        return Service(mean / speed, cv2, works[int(0.99 * (len(works) - 1))] / speed)
+        return PromptWork(mean / speed, cv2, works[int(0.99 * (len(works) - 1))] / speed)
 
     def _decode(self, now: float) -> float | None:
         if not self.steps.num_observed:

@@ -24,7 +24,7 @@ class WorkRate:
 
     since: float
     _sums: deque[tuple[int, float, float]] = field(default_factory=deque)
-    """(second, sum, sum of squares) of the last two minutes."""
+    """Holds (second, sum, sum of squares) of the last two minutes."""
     _peaks: deque[tuple[float, float]] = field(default_factory=deque)
 
     def add(self, now: float, work: float) -> None:

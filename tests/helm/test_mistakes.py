@@ -75,6 +75,11 @@ BETWEEN_VALUES = [
         "minReplicas (5) is more than maxReplicas (4)",
     ),
     ({"decode": {"autoscaling": {"kind": "hpa", "target": 80}}}, "kvUtilization is a part of 1"),
+    ({"decode": {"autoscaling": {"kind": "hpa", "metric": "slo"}}}, "set router.settings.sloItlMs"),
+    (
+        {"prefill": {"autoscaling": {"kind": "hpa", "minReplicas": 0}}},
+        "prefill can go to zero, with kind keda and metric slo",
+    ),
     ({"prefill": {"autoscaling": {"kind": "keda"}}}, "set monitoring.prometheusUrl"),
     ({"decode": {"strategy": {"maxUnavailable": 0}}}, "no rollout can begin"),
     ({"router": {"strategy": {"maxSurge": "0%"}}}, "no rollout can begin"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.nodes.address import NodeRole
 from router.placement.prefill_outcome import PrefillOutcome
-from router.scaling.capacity import Service, StepFit, prefill_nodes, wait_p99_s
+from router.scaling.capacity import PromptWork, StepFit, prefill_nodes, wait_p99_s
 from router.scaling.scaling_signal import ScalingObjectives, ScalingSignal
 from router.scaling.work_rate import WorkRate
 from tests.router.cluster import TIMEOUT_S, Cluster, eventually
@@ -25,7 +25,7 @@ from tests.router.token_server import TokenHandler, expected, texts
 PREFILL, DECODE = NodeRole.PREFILL, NodeRole.DECODE
 SPEED = 10_000.0
 services = st.builds(
-    Service,
+    PromptWork,
     mean_s=st.floats(0.001, 5),
     cv2=st.floats(0, 20),
     p99_s=st.floats(0, 20),
@@ -34,7 +34,7 @@ services = st.builds(
 
 @given(st.floats(0, 500), st.floats(0, 500), services, st.floats(0.01, 30))
 def test_more_load_never_takes_fewer_nodes(
-    one: float, other: float, service: Service, ttft_s: float
+    one: float, other: float, service: PromptWork, ttft_s: float
 ) -> None:
     low, high = sorted((one, other))
     fewer, more = (prefill_nodes(load, service, ttft_s) for load in (low, high))
@@ -44,7 +44,7 @@ def test_more_load_never_takes_fewer_nodes(
 
 @given(st.floats(0.01, 200), services, st.floats(0.01, 30))
 def test_the_nodes_asked_for_keep_the_objective(
-    load: float, service: Service, ttft_s: float
+    load: float, service: PromptWork, ttft_s: float
 ) -> None:
     nodes = prefill_nodes(load, service, ttft_s)
     room_s = max(ttft_s - service.p99_s, ttft_s / 4)
@@ -54,8 +54,8 @@ def test_the_nodes_asked_for_keep_the_objective(
 
 
 def test_the_wait_of_one_server_is_that_of_the_books() -> None:
-    """With one server and exponential service P(wait > t) is ρ · exp(−(1 − ρ) t / s̄)."""
-    service = Service(2.0, 1.0)
+    """P(wait > t) of one server with exponential service is ρ · exp(−(1 − ρ) t / s̄)."""
+    service = PromptWork(2.0, 1.0)
     assert wait_p99_s(0.5, 1, service) == pytest.approx(2.0 / 0.5 * math.log(0.5 / 0.01))
     assert wait_p99_s(0.005, 1, service) == 0.0
     assert wait_p99_s(1.0, 1, service) == math.inf
