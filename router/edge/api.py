@@ -69,7 +69,7 @@ class ProxyEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = RequestTrace(scope["state"]["trace"], scope["path"])
-        record, status = self.recent.begin(trace), _BUG
+        record, status = self.recent.begin(trace, _tenant(scope).name), _BUG
         metrics, room = self.metrics, self.room
         try:
             with room.arrived():

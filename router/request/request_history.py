@@ -1,7 +1,7 @@
 """Holds what became of one request, for people who look at the cluster. Never content.
 
-1. begun      the head is here (`RequestTrace` has the times)
-2. read       the body is: tenant, session, size
+1. begun      the head is here, and with it the tenant (`RequestTrace` has the times)
+2. read       the body is: model, session, size
 3. placed     nodes were chosen; again if one failed the request before its first byte
 4. answered   the first byte is here, and what the node says of the prompt
 5. moved      the node was lost, or stops, and another one goes on; maybe several times
@@ -52,9 +52,9 @@ class RequestHistory:
 
     trace: RequestTrace
     on_gap: Callable[[float], None]
+    tenant: str = ""
     at: float = field(default_factory=time.time)
     generates: bool = True
-    tenant: str = ""
     model: str = ""
     session: bytes = b""
     session_source: str = ""
@@ -80,7 +80,6 @@ class RequestHistory:
 
     def read(self, info: RequestInfo) -> None:
         self.generates = info.generates
-        self.tenant = info.tenant.name
         self.model = info.model
         self.session = info.session_key
         self.session_source = info.session_source

@@ -140,8 +140,9 @@ def test_figures_are_of_the_last_minute_and_memory_of_five() -> None:
     figures = recent.figures
     for second in range(400):
         clock.now = 2000.0 + second
-        record = recent.begin(RequestTrace(TraceContext.from_headers({}), "/v1/completions"))
-        record.tenant, record.decode, record.session = "acme", "d", b"%d" % second
+        trace = RequestTrace(TraceContext.from_headers({}), "/v1/completions")
+        record = recent.begin(trace, "acme")
+        record.decode, record.session = "d", b"%d" % second
         record.trace.answered_at = record.trace.started_at + (2.0 if second < 300 else 0.1)
         recent.end(record, 500 if second == 350 else 200)
         figures.sample(Gauges(running=second))
@@ -226,6 +227,18 @@ async def test_an_answer_that_breaks_off_is_an_error_though_its_status_was_200(
     told = await snapshot(router)
     assert told["ended"][0]["broken"] is True
     assert told["cluster"]["failed"] == told["tenants"][0]["failed"] == 1
+
+
+async def test_an_outage_shows_and_a_client_s_mistake_is_no_error(cluster: Cluster) -> None:
+    router = await cluster.router()
+    for body, status in ((BODY, 503), ("no object", 400)):
+        async with router.post(body) as response:
+            assert response.status == status
+    told = await snapshot(router)
+    assert (told["cluster"]["requests"], told["cluster"]["failed"]) == (2, 1)
+    assert told["tenants"][0]["failed"] == 1
+    assert "first" not in told["ended"][0]
+    assert told["router"]["state"] == "no decode node"
 
 
 async def test_a_feed_begins_with_all_and_goes_on_with_changes(cluster: Cluster) -> None:

@@ -22,12 +22,12 @@ NUM_SLOTS = 60
 OVER_SLOTS = 12
 """Figures are of the last minute."""
 _OK, _CLIENT_LEFT = 200, 499
-_REFUSED = (429, 503)
+_LIMITED = 429
 
 
 def is_failure(record: RequestHistory) -> bool:
-    """Returns whether the service, not the client, is to blame: 5xx but for refusals."""
-    return record.broken or (record.status >= 500 and record.status not in _REFUSED)
+    """Returns whether the service, not the client, is to blame, as alerts count it."""
+    return record.broken or record.status >= 500
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Slot:
     began_at: float
     num_requests: int = 0
     num_failed: int = 0
-    num_refused: int = 0
+    num_limited: int = 0
     num_left: int = 0
     ttft: LogHistogram = field(default_factory=LogHistogram)
     itl: LogHistogram = field(default_factory=LogHistogram)
@@ -82,7 +82,7 @@ class RecentFigures:
         slot = self._slots[-1]
         slot.num_requests += 1
         slot.num_failed += is_failure(record)
-        slot.num_refused += record.status in _REFUSED
+        slot.num_limited += record.status == _LIMITED
         slot.num_left += record.status == _CLIENT_LEFT
         slot.num_moves += len(record.moves)
         if record.tenant:
@@ -138,7 +138,7 @@ class RecentFigures:
 
 
 _SUMS = (
-    "num_requests", "num_failed", "num_refused", "num_left", "transfer_bytes", "num_moves",
+    "num_requests", "num_failed", "num_limited", "num_left", "transfer_bytes", "num_moves",
     "samples", "running", "waiting", "tokens_in", "tokens_out",
 )  # fmt: skip
 _HISTOGRAMS = "ttft", "itl", "queue", "transfer", "join", "prefill"

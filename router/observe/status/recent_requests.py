@@ -25,8 +25,8 @@ class RecentRequests:
         self.num_ended = 0
         self._open: dict[RequestHistory, None] = {}
 
-    def begin(self, trace: RequestTrace) -> RequestHistory:
-        record = RequestHistory(trace, self.figures.gap)
+    def begin(self, trace: RequestTrace, tenant: str) -> RequestHistory:
+        record = RequestHistory(trace, self.figures.gap, tenant)
         self._open[record] = None
         return record
 

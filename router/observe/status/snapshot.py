@@ -140,7 +140,7 @@ class StatusSources:
             "queue": _quantiles(total.queue),
             "requests": total.num_requests,
             "failed": total.num_failed,
-            "refused": total.num_refused,
+            "limited": total.num_limited,
             "left": total.num_left,
             "moves": total.num_moves,
         }

@@ -44,9 +44,9 @@ const TILES = [
   },
   {
     name: "Errors", curve: "failed", write: percent,
-    about: "Answers that failed or broke off by our fault; refusals (429, 503) are counted apart",
+    about: "Answers of 5xx, and those that broke off; 429 is counted apart, as over limits",
     value: (c) => (c.requests ? percent(c.failed / c.requests) : "–"),
-    more: (c) => `${count(c.failed)} of ${count(c.requests)}, ${count(c.refused)} refused`,
+    more: (c) => `${count(c.failed)} of ${count(c.requests)}, ${count(c.limited)} over limits`,
     isBad: (c) => c.failed > 0,
   },
 ];
