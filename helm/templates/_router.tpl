@@ -21,7 +21,7 @@
 - --drain-delay-s={{ int $router.drain.preStopSeconds }}
 - --drain-timeout-s={{ int $router.drain.drainSeconds }}
 {{- $replicas := ternary $router.replicas $router.autoscaling.minReplicas (eq $router.autoscaling.kind "none") }}
-{{- include "tandem.flags" (merge (deepCopy $router.settings) (dict "numRouters" $replicas)) }}
+{{- include "tandem.serviceFlags" (dict "root" .root "settings" (merge (deepCopy $router.settings) (dict "numRouters" $replicas))) }}
 {{- end -}}
 
 {{/* Which nodes there are: the pods of the tiers' headless Services, or written down. */}}
@@ -67,6 +67,7 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 
 {{- define "tandem.routerEnv" -}}
 {{- include "tandem.podIp" . }}
+{{- include "tandem.tracesEnv" (dict "root" .root "name" "router") }}
 {{- $auth := .root.Values.auth }}
 {{- if include "tandem.nodeKeySecret" .root }}
 - name: TANDEM_ROUTER_NODE_API_KEY

@@ -67,7 +67,7 @@ spec:
 - --device={{ ternary "cuda" "cpu" $tier.gpu.enabled }}
 - --drain-timeout-s={{ int $tier.drain.drainSeconds }}
 {{- include "tandem.crashReportFlags" . }}
-{{- include "tandem.flags" $tier.settings }}
+{{- include "tandem.serviceFlags" (dict "root" .root "settings" $tier.settings) }}
 {{- end -}}
 
 {{/* Decode nodes that serve ask for the key. */}}
@@ -77,6 +77,7 @@ spec:
 
 {{- define "tandem.tierEnv" -}}
 {{- include "tandem.podIp" . }}
+{{- include "tandem.tracesEnv" (dict "root" .root "name" "engine") }}
 {{- include "tandem.modelEnv" .root }}
 {{- include "tandem.cacheEnv" .root }}
 {{- include "tandem.ncclEnv" . }}

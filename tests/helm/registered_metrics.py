@@ -16,6 +16,7 @@ from edge.security.metrics import CredentialsCollector
 from engine.node.metrics import EngineCollector
 from engine.outputs import ResidencyStats, SchedulerStats
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
+from kv_transfer.state import Reclaim
 from prefill_node.metrics import PrefillMetrics
 from router.app import OuterWorld, make_services
 from router.config import RouterSettings
@@ -78,7 +79,8 @@ def _transfer_counters() -> set[str]:
     from its source.
     """
     getter = GrpcConnectorScheduler.counters.fget
-    return set(re.findall(r'"(\w+)":', inspect.getsource(getter)))
+    found = set(re.findall(r'"(\w+)":', inspect.getsource(getter)))
+    return found | {f"reclaimed_{why}" for why in Reclaim}
 
 
 def _series(text: str) -> Iterator[str]:

@@ -25,6 +25,7 @@ from tests.helm.scenarios import pods, rendered
 
 POD_IP = "10.1.2.3"
 SECRET = "from-a-secret-of-the-cluster"
+_OF_A_POD = "metadata.name", "metadata.uid", "metadata.namespace", "spec.nodeName"
 _MOUNTS = "/etc/tandem"
 _KEY_FILE = f"""[[tenants]]
 name = "one"
@@ -61,8 +62,9 @@ def environment(container: Manifest, pod_ip: str = POD_IP) -> dict[str, str]:
         if source is None:
             found[variable["name"]] = variable["value"]
         elif "fieldRef" in source:
-            assert source["fieldRef"]["fieldPath"] == "status.podIP", source
-            found[variable["name"]] = pod_ip
+            path = source["fieldRef"]["fieldPath"]
+            assert path in ("status.podIP", *_OF_A_POD), source
+            found[variable["name"]] = pod_ip if path == "status.podIP" else f"its {path}"
         else:
             assert set(source) == {"secretKeyRef"}, source
             found[variable["name"]] = SECRET

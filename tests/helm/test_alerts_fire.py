@@ -32,7 +32,7 @@ PROMTOOL = shutil.which("promtool", path=str(Path(sys.executable).parent)) or sh
     "promtool"
 )
 needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is not installed (make promtool; Debian: prometheus)"
+    PROMTOOL is None, reason="promtool is not installed (make prometheus-tools; Debian: prometheus)"
 )
 
 
@@ -161,6 +161,77 @@ def test_a_first_burst_is_told_and_quiet_is_not(
             }
         ],
     }
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(case))
+    _promtool("test", "rules", str(path))
+
+
+# The error budget --------------------------------------------------------------------------------
+
+STEP_MIN, JUDGED_MIN = 5, 30
+"""Minutes between scrapes, and between judgements."""
+DAY = 24 * 60
+BUDGETS = [
+    # (metric, component, bound)
+    ("tandem_router_time_to_first_byte_seconds", "router", "5.0", "TandemFirstTokenBudget"),
+    ("vllm:inter_token_latency_seconds", "decode", "0.1", "TandemTokenTimeBudget"),
+]
+TROUBLES = [
+    # (part that is slow, for so many minutes, alerts that fire then)
+    (0.04, DAY, ""),  # within the objective of 95 %
+    (1.0, 90, "Fast"),
+    (0.4, 6 * 60, "Fast"),
+    (0.2, DAY, "Slow"),
+    (0.08, 3 * DAY, "Slow"),
+]
+
+
+def _histogram(metric: str, component: str, bound: str, slow: float, minutes: int) -> list[Any]:
+    """Returns 100 observations every `STEP_MIN`: all quick for a day, then `slow` of them not."""
+    given = f'namespace="default",release="tandem",component="{component}",pod="p"'
+    quiet, trouble = DAY // STEP_MIN, minutes // STEP_MIN
+    quick = 100 * (1 - slow)
+    bucket = f"0+100x{quiet} {100 * quiet + quick:g}+{quick:g}x{trouble}"
+    everything = f"0+100x{quiet + trouble + 1}"
+    return [
+        {"series": f'{metric}_bucket{{{given},le="{bound}"}}', "values": bucket},
+        {"series": f"{metric}_count{{{given}}}", "values": everything},
+    ]
+
+
+@needs_promtool
+@pytest.mark.parametrize(("metric", "component", "bound", "alert"), BUDGETS)
+def test_a_budget_that_burns_is_told(
+    metric: str, component: str, bound: str, alert: str, tmp_path: Path
+) -> None:
+    """Fast alerts wake somebody, slow ones do not; the objective allows for a little slowness."""
+    found = [dict(rule) for rule in rules("production") if rule["alert"].startswith(alert)]
+    for rule in found:
+        del rule["annotations"]
+    labels = {rule["alert"]: rule["labels"] for rule in found}
+    assert {name.removeprefix(alert) for name in labels} == {"Fast", "Slow"}
+    file = _rule_file(tmp_path, found)
+    tests = []
+    for slow, minutes, fires in TROUBLES:
+        # A fast one may be seen by the slow ones, too: whether it is does not matter.
+        asked = ["Fast", "Slow"] if fires != "Fast" else ["Fast"]
+        tests.append(
+            {
+                "interval": f"{STEP_MIN}m",
+                "input_series": _histogram(metric, component, bound, slow, minutes),
+                "alert_rule_test": [
+                    {
+                        "eval_time": f"{DAY + minutes}m",
+                        "alertname": alert + kind,
+                        "exp_alerts": [{"exp_labels": labels[alert + kind]}]
+                        if kind == fires
+                        else [],
+                    }
+                    for kind in asked
+                ],
+            }
+        )
+    case = {"rule_files": [file], "evaluation_interval": f"{JUDGED_MIN}m", "tests": tests}
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(case))
     _promtool("test", "rules", str(path))

@@ -15,6 +15,8 @@ from tests.helm.registered_metrics import series_of
 from tests.helm.scenarios import SCENARIOS, rendered, serving_pod
 
 COMPONENTS = ("router", "prefill", "decode")
+EXPORTER = "DCGM_FI_"
+"""Begins series of the GPUs, which the exporter of another project has."""
 
 
 def selectors(node: Any) -> Iterator[Any]:
@@ -34,6 +36,8 @@ def unknown_series(query: str) -> list[str]:
     for what all nodes have."""
     wrong = []
     for selector in selectors(promql_parser.parse(query)):
+        if selector.name.startswith(EXPORTER):
+            continue
         labels = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
         assert {"namespace", "release"} <= set(labels), f"{query} mixes releases"
         asked = [labels["component"]] if "component" in labels else ["prefill", "decode"]
@@ -99,6 +103,15 @@ def test_targets_are_what_the_values_say() -> None:
         (trigger,) = rendered("keda").one("ScaledObject", component)["spec"]["triggers"]
         assert "vector" not in trigger["metadata"]["query"]
         assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+def test_panels_of_gpus_show_those_of_one_release() -> None:
+    """An exporter knows no release: each of its series is joined with one that does."""
+    for title, query in dashboard_queries():
+        found = [selector.name for selector in selectors(promql_parser.parse(query))]
+        assert sum(name.startswith(EXPORTER) for name in found) in (0, len(found) - 1), title
+        if EXPORTER in query:
+            assert "on (namespace, pod)" in query and "tandem_engine_up" in found, title
 
 
 def test_an_unknown_series_would_be_found() -> None:

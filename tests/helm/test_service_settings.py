@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings
 
 from docs.generate_values_schema import NOT_OFFERED, SERVICES, offered
+from edge.tracing.resource import KUBERNETES_VARIABLES
 from tests.helm.helm_engine import HelmSdk
 from tests.helm.scenarios import SCENARIOS, overlay, rendered, values_of
 from tests.helm.service_settings import (
@@ -34,11 +35,12 @@ NCCL_VARIABLES = {
     "NCCL_IB_ROCE_VERSION_NUM", "NCCL_SOCKET_IFNAME",
 }  # fmt: skip
 CACHES = {"TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
-LIBRARY_VARIABLES = CACHES | {"POD_IP", "TZ"} | RAY_VARIABLES | NCCL_VARIABLES | {
+POD_VARIABLES = {"POD_IP", "TZ", *KUBERNETES_VARIABLES}
+LIBRARY_VARIABLES = CACHES | POD_VARIABLES | RAY_VARIABLES | NCCL_VARIABLES | {
     name for name in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
     if name in Path(hub.__file__).read_text(encoding="utf-8")
 }  # fmt: skip
-"""Besides our own settings: what libraries read, and what command lines refer to. TZ is a
+"""Besides our own settings: what libraries read, command lines refer to, and spans tell. TZ is a
 scenario's."""
 MINIMAL = {"model": {"name": "org/model"}}
 
