@@ -16,7 +16,7 @@ from edge.security.metrics import CredentialsCollector
 from engine.node.metrics import EngineCollector
 from engine.outputs import ResidencyStats, SchedulerStats
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
-from kv_transfer.state import Reclaim
+from kv_transfer.metadata import Reclaim
 from prefill_node.metrics import PrefillMetrics
 from router.app import OuterWorld, make_services
 from router.config import RouterSettings
