@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -127,8 +128,17 @@ async def test_updates_come_in_place(devtools: str) -> None:
         assert (
             await page.ask("document.querySelector('#list details[open] dl').innerText.length") > 80
         )
+        recent = router.services.recent
+        recent.ended = deque(list(recent.ended)[-1:], maxlen=1)
+        for _ in range(2):
+            await page.ask("document.getElementById('pause').click()")
+        await decode.status.change(num_running_requests=77)
+        await page.until(f"{running}.innerText === '77'")
+        assert await page.ask("document.querySelectorAll('#list li').length") == 8
+        assert await page.ask("first.isConnected && first.parentElement.open")
+        recent.ended = deque(recent.ended, maxlen=9)
         await page.ask("document.getElementById('newer').click()")
-        assert await page.ask("document.querySelectorAll('#list li').length") == 9
+        assert await page.ask("document.querySelectorAll('#list li').length") == 1
         assert await page.ask("window.same && document.body.dataset.mine === 'yes'"), "no reload"
 
 

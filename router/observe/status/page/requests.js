@@ -49,12 +49,12 @@ export class Requests {
 
   /** While somebody reads a request, newer ones wait, so that it stays where it is. */
   show() {
-    const all = [...this.open, ...this.ended].filter(FILTERS[this.filter]);
+    const known = [...this.open, ...this.ended];
+    const all = known.filter(FILTERS[this.filter]);
     const isRead = this.list.querySelector("details[open]") !== null;
     if (!isRead) this.held = null;
-    else this.held ??= new Set(Array.from(this.list.children, (row) => row.dataset.key));
-    const listed = this.held ? all.filter((request) => this.held.has(key(request))) : all;
-    const shown = listed.slice(0, this.limit);
+    else this.held ??= new Map(Array.from(this.list.children, (row) => [row.dataset.key, row.request]));
+    const shown = this.held ? this.#stillHeld(known) : all.slice(0, this.limit);
     const newest = this.held ? all.filter((request) => !this.held.has(key(request))) : [];
     this.full = niceScale(Math.max(...shown.map((request) => this.#length(request)), 0.001), this.full);
     keep(this.list, shown, key, makeRow, (row, request) => updateRow(row, request, this.full));
@@ -67,15 +67,26 @@ export class Requests {
     setText(byId("newer"), `Show ${count(newest.length)} newer`);
   }
 
+  /** What is on the page stays, as it is now or was last, also when the router has forgotten it. */
+  #stillHeld(known) {
+    for (const request of known) if (this.held.has(key(request))) this.held.set(key(request), request);
+    return Array.from(this.held.values());
+  }
+
   #change(name, value) {
+    this.#close();
     this[name] = value;
     this.full = 0;
     this.show();
   }
 
-  #release() {
+  #close() {
     for (const open of this.list.querySelectorAll("details[open]")) open.open = false;
     this.held = null;
+  }
+
+  #release() {
+    this.#close();
     this.show();
     this.list.querySelector("summary")?.focus();
   }
