@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tests.kubernetes_stand_in.hollow_kubelet import run_hollow_pods
 from tests.kubernetes_stand_in.kubelet import Kubelet
 from tests.kubernetes_stand_in.machine import Machine
 from tests.kubernetes_stand_in.network import Network
+from tests.kubernetes_stand_in.nodes import UNREACHABLE
 from tests.kubernetes_stand_in.object_store import ObjectStore
 from tests.kubernetes_stand_in.pod_state import is_ready, is_terminating
 from tests.kubernetes_stand_in.resources import Object, Target, resource_of
@@ -45,10 +46,12 @@ NODE = "this-machine"
 class Cluster:
     """Everything is in `store`; Helm comes through `api`."""
 
-    def __init__(self, store: ObjectStore, api: ApiServer, kubelet: Kubelet | None = None) -> None:
+    def __init__(
+        self, store: ObjectStore, api: ApiServer, kubelets: Mapping[str, Kubelet] | None = None
+    ) -> None:
         self.store = store
         self.api = api
-        self._kubelet = kubelet
+        self._kubelets = kubelets or {}
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -66,22 +69,27 @@ class Cluster:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def real(cls, folder: Path, gpus: int = 8) -> AsyncIterator[Cluster]:
-        """Pods are processes of this machine, with their files below `folder`."""
+    async def real(
+        cls, folder: Path, gpus: int = 8, nodes: Sequence[str] = (NODE,)
+    ) -> AsyncIterator[Cluster]:
+        """Pods are processes of this machine, with their files below `folder`, whichever node they
+        are on."""
         with Network.claim() as network:
-            store = new_store(gpus, network)
+            store = new_store(gpus, network, nodes)
             api, manager = ApiServer(store), ControllerManager(store)
             proxy, dns = ServiceProxy(store), DnsServer(store)
             authority = trustme.CA()
             await api.start(_server_tls(authority))
-            kubelet = Kubelet(store, _machine(folder, api, authority))
+            machine = _machine(folder, api, authority)
+            kubelets = {node: Kubelet(store, machine, node) for node in nodes}
             await dns.start()
-            for part in (manager, kubelet, proxy):
+            for part in (manager, *kubelets.values(), proxy):
                 part.start()
             try:
-                yield cls(store, api, kubelet)
+                yield cls(store, api, kubelets)
             finally:
-                await kubelet.close()
+                for kubelet in kubelets.values():
+                    await kubelet.close()
                 dns.close()
                 await proxy.close()
                 await api.close()
@@ -89,8 +97,20 @@ class Cluster:
 
     @property
     def kubelet(self) -> Kubelet:
-        assert self._kubelet is not None, "this cluster is hollow"
-        return self._kubelet
+        """Returns that of a cluster with one node."""
+        (kubelet,) = self._kubelets.values()
+        return kubelet
+
+    def pids(self) -> list[int]:
+        """Returns the process ids of all containers' main processes, on all nodes."""
+        return [pid for kubelet in self._kubelets.values() for pid in kubelet.pids()]
+
+    def running(self) -> list[tuple[Object, int]]:
+        """Returns each pod with the process id of a container's main process."""
+        return [one for kubelet in self._kubelets.values() for one in kubelet.running()]
+
+    def logs(self) -> str:
+        return "\n".join(kubelet.logs() for kubelet in self._kubelets.values())
 
     @property
     def kubeconfig(self) -> str:
@@ -170,6 +190,33 @@ class Cluster:
         """Deletes as `kubectl delete pod` does: with the pod's own grace period."""
         self.store.delete_object(pod)
 
+    def lose_node(self, name: str) -> None:
+        """Loses a node as when its power fails. Nobody knows yet: its pods are listed as ready."""
+        self._kubelets[name].lose()
+
+    def notice_lost_node(self, name: str) -> None:
+        """Nothing was heard of it for so long that its pods count as not ready."""
+
+        def edit(node: Object) -> None:
+            node["status"]["conditions"] = [{"type": "Ready", "status": "Unknown"}]
+
+        self.store.change(self._node(name), edit)
+
+    def evict_lost_node(self, name: str) -> None:
+        """Pods that were on it are made anew elsewhere."""
+
+        def edit(node: Object) -> None:
+            taint = {"key": UNREACHABLE, "effect": "NoExecute"}
+            node.setdefault("spec", {})["taints"] = [taint]
+
+        self.store.change(self._node(name), edit)
+
+    def remove_node(self, name: str) -> None:
+        self.store.delete_object(self._node(name))
+
+    def _node(self, name: str) -> Object:
+        return self.store.get(resource_of("Node"), "", name)
+
     def lose_pod(self, pod: Object) -> None:
         """Loses the pod as when its host loses power: SIGKILL, without a word."""
         self.store.delete_object(pod, grace_s=0)
@@ -182,20 +229,21 @@ def _is_rolled_out(deployment: Object) -> bool:
     return is_current and counts == [wanted] * 3
 
 
-def new_store(gpus: int, network: Network) -> ObjectStore:
-    """Makes an empty cluster with one node and the namespaces `default` and `serving`."""
+def new_store(gpus: int, network: Network, nodes: Sequence[str] = (NODE,)) -> ObjectStore:
+    """Makes an empty cluster with these nodes and the namespaces `default` and `serving`."""
     store = ObjectStore(network)
     for name in ("default", NAMESPACE):
         store.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     allocatable = {"cpu": "64", "memory": "512Gi", "nvidia.com/gpu": str(gpus)}
-    store.create(
-        {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {"name": NODE, "labels": {"kubernetes.io/hostname": NODE}},
-            "status": {"allocatable": allocatable, "capacity": allocatable},
-        }
-    )
+    for node in nodes:
+        store.create(
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {"name": node, "labels": {"kubernetes.io/hostname": node}},
+                "status": {"allocatable": allocatable, "capacity": allocatable},
+            }
+        )
     return store
 
 

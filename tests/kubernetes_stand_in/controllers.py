@@ -20,6 +20,7 @@ from tests.kubernetes_stand_in.disruption import reconcile_budgets
 from tests.kubernetes_stand_in.garbage import collect_garbage, empty_namespaces
 from tests.kubernetes_stand_in.jobs import reconcile_jobs
 from tests.kubernetes_stand_in.leader_worker_sets import reconcile_leader_worker_sets
+from tests.kubernetes_stand_in.nodes import reconcile_nodes
 from tests.kubernetes_stand_in.object_store import ObjectStore
 from tests.kubernetes_stand_in.replica_sets import reconcile_replica_sets
 from tests.kubernetes_stand_in.rolling_update import reconcile_deployments
@@ -36,6 +37,7 @@ CONTROLLERS: tuple[Controller, ...] = (
     reconcile_leader_worker_sets,
     reconcile_jobs,
     bind_claims,
+    reconcile_nodes,
     schedule_pods,
     reconcile_services,
     reconcile_budgets,

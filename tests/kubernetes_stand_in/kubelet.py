@@ -1,8 +1,10 @@
-"""Runs the pods of the stand-in's one node as processes of this machine.
+"""Runs the pods of one of the stand-in's nodes as processes of this machine.
 
 start ──▶ for each pod with a node: an address of its own and a `PodWorker`
   │         pod gets a deletionTimestamp ──▶ its worker stops it within its grace period
   │         pod vanishes                 ──▶ killed
+  │         Secret or ConfigMap changes  ──▶ its files change in the pods that mount it
+lose  ──▶ everything is killed, and nobody is told: the node has no power any more
 close ──▶ everything is killed and waited for
 """
 
@@ -25,10 +27,11 @@ _KILL_S = 20.0
 class Kubelet:
     """`start` → `close`."""
 
-    def __init__(self, store: ObjectStore, machine: Machine) -> None:
+    def __init__(self, store: ObjectStore, machine: Machine, node: str) -> None:
         self._store = store
         self._machine = machine
-        self._pods_folder = machine.folder / "pods"
+        self._node = node
+        self._pods_folder = machine.folder / "pods" / node
         self._workers: dict[str, PodWorker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -36,6 +39,13 @@ class Kubelet:
 
     def start(self) -> None:
         self._watching = asyncio.create_task(self._watch(), name="kubelet")
+
+    def lose(self) -> None:
+        """Ends all that it runs, without a word to the cluster."""
+        assert self._watching is not None
+        self._watching.cancel()
+        for worker in self._workers.values():
+            worker.lose()
 
     async def close(self) -> None:
         """Returns when every process has ended. Raises what went wrong in the kubelet itself."""
@@ -63,6 +73,15 @@ class Kubelet:
             if container.pid is not None
         ]
 
+    def running(self) -> list[tuple[Object, int]]:
+        """Returns each pod with the process id of a container's main process."""
+        return [
+            (worker.pod, container.pid)
+            for worker in self._workers.values()
+            for container in worker.containers
+            if container.pid is not None
+        ]
+
     def logs(self) -> str:
         """Returns the logs of every container that ever ran, for a failing test to show."""
         texts = [
@@ -79,8 +98,12 @@ class Kubelet:
         return "\n".join(c.log() for c in self._workers[pod["metadata"]["uid"]].containers)
 
     async def _watch(self) -> None:
-        async for event in self._store.events(["Pod"]):
-            self._handle(event)
+        async for event in self._store.events(["Pod", "Secret", "ConfigMap"]):
+            if event.resource.kind == "Pod":
+                self._handle(event)
+            elif event.type == "MODIFIED":
+                for worker in self._workers.values():
+                    worker.refresh_files()
 
     def _handle(self, event: Event) -> None:
         pod = event.object
@@ -89,9 +112,10 @@ class Kubelet:
             if uid in self._workers:
                 self._workers[uid].kill()
         elif uid in self._workers:
+            self._workers[uid].take_annotations(pod)
             if is_terminating(pod):
                 self._workers[uid].terminate()
-        elif pod["spec"].get("nodeName") and not is_terminating(pod):
+        elif pod["spec"].get("nodeName") == self._node and not is_terminating(pod):
             self._start(copy_of(pod))
 
     def _start(self, pod: Object) -> None:

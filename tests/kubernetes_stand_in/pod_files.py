@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import re
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ from tests.kubernetes_stand_in.object_store import ObjectStore
 from tests.kubernetes_stand_in.resources import Object
 
 TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+_WRITTEN = {"configMap", "secret", "projected", "downwardAPI"}
+"""Volumes whose files a kubelet writes, and writes again when what they show has changed."""
+_DATA = "..data"
 
 
 class MountError(Exception):
@@ -61,6 +68,14 @@ class PodFiles:
             }
             _write(self._folder / "serviceaccount", files)
 
+    def refresh(self) -> None:
+        """Brings what is written for the pod up to date, all files of a volume at once. Raises
+        `MountError`."""
+        for volume in self._pod["spec"].get("volumes", ()):
+            place = self._place(volume)
+            if volume.keys() & _WRITTEN and place.exists():
+                _publish(place, self._written(volume))
+
     def mounts(self, container: Object) -> MountPaths:
         volumes = {v["name"]: v for v in self._pod["spec"].get("volumes", ())}
         folders: dict[str, Path] = {}
@@ -102,19 +117,24 @@ class PodFiles:
         if "hostPath" in volume:
             if not place.exists():
                 raise MountError(f"hostPath {place} does not exist")
-        elif "configMap" in volume:
-            _write(place, self._objects_files("ConfigMap", volume["configMap"], "name"))
-        elif "secret" in volume:
-            _write(place, self._objects_files("Secret", volume["secret"], "secretName"))
-        elif "projected" in volume:
-            for source in volume["projected"]["sources"]:
-                _write(place, self._projected(source))
-        elif "downwardAPI" in volume:
-            _write(place, self._downward(volume["downwardAPI"]))
+        elif volume.keys() & _WRITTEN:
+            _publish(place, self._written(volume))
         elif volume.keys() & {"emptyDir", "persistentVolumeClaim"}:
             place.mkdir(parents=True, exist_ok=True)
         else:
             raise MountError(f"volume {volume} is of a kind that is not supported here")
+
+    def _written(self, volume: dict[str, Any]) -> dict[str, bytes]:
+        if "configMap" in volume:
+            return self._objects_files("ConfigMap", volume["configMap"], "name")
+        if "secret" in volume:
+            return self._objects_files("Secret", volume["secret"], "secretName")
+        if "downwardAPI" in volume:
+            return self._downward(volume["downwardAPI"])
+        files: dict[str, bytes] = {}
+        for source in volume["projected"]["sources"]:
+            files |= self._projected(source)
+        return files
 
     def _projected(self, source: dict[str, Any]) -> dict[str, bytes]:
         if "configMap" in source:
@@ -153,6 +173,37 @@ def object_data(obj: Object) -> dict[str, bytes]:
     if obj["kind"] == "ConfigMap":
         files |= {name: text.encode() for name, text in (obj.get("data") or {}).items()}
     return files
+
+
+def _publish(folder: Path, files: dict[str, bytes]) -> None:
+    """Writes files as a kubelet does, so that all of them change in one moment: each is a link
+    through `..data`, which is turned to a new folder."""
+    data = folder / _DATA
+    old = data.resolve() if data.is_symlink() else None
+    if old is not None and _read(old) == files:
+        return
+    new = folder / f"..{uuid.uuid4().hex}"
+    _write(new, files)
+    turned = folder / "..data_tmp"
+    turned.symlink_to(new.name)
+    turned.replace(data)
+    names = {name.partition("/")[0] for name in files}
+    for name in names:
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(f"{_DATA}/{name}")
+    for link in folder.iterdir():
+        if not link.name.startswith("..") and link.name not in names:
+            link.unlink()
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:

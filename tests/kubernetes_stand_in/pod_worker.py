@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class PodWorker:
         self, store: ObjectStore, pod: Object, address: str, folder: Path, machine: Machine
     ) -> None:
         self._store = store
+        self._is_lost = False
         self._pod = pod
         self._pod["status"] = {"podIP": address}
         self._files = PodFiles(store, pod, folder, machine)
@@ -59,11 +61,34 @@ class PodWorker:
             deleted.cancel()
             await asyncio.gather(living, return_exceptions=True)
             self.kill()
-        self._store.delete_object(self._pod, grace_s=0)
+        if not self._is_lost:
+            self._store.delete_object(self._pod, grace_s=0)
         shutil.rmtree(self._folder / "volumes", ignore_errors=True)
 
     def terminate(self) -> None:
         self._is_deleted.set()
+
+    @property
+    def pod(self) -> Object:
+        return self._pod
+
+    def lose(self) -> None:
+        """Kills everything, and tells nobody: its node is gone."""
+        self._is_lost = True
+        self.kill()
+
+    def refresh_files(self) -> None:
+        """Brings the files of Secrets, ConfigMaps and annotations up to date. What is missing now
+        stays as it was."""
+        with contextlib.suppress(MountError):
+            self._files.refresh()
+
+    def take_annotations(self, pod: Object) -> None:
+        """Takes what was written on the pod since it began, for the downward API."""
+        new = pod["metadata"].get("annotations", {})
+        if new != self._pod["metadata"].get("annotations", {}):
+            self._pod["metadata"]["annotations"] = new
+            self.refresh_files()
 
     def kill(self) -> None:
         for container in (*self._init, *self.containers):
@@ -115,6 +140,8 @@ class PodWorker:
         self._publish()
 
     def _publish(self) -> None:
+        if self._is_lost:
+            return
         status = self._status()
 
         def edit(pod: Object) -> None:

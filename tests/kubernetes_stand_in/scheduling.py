@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tests.kubernetes_stand_in.nodes import is_unknown
 from tests.kubernetes_stand_in.object_store import ObjectStore
 from tests.kubernetes_stand_in.pod_state import is_over, is_terminating
 from tests.kubernetes_stand_in.resources import Object
+
+_COMPONENT = "app.kubernetes.io/component"
 
 
 def schedule_pods(store: ObjectStore) -> None:
@@ -22,7 +25,7 @@ def schedule_pods(store: ObjectStore) -> None:
 
 def _schedule(store: ObjectStore, pod: Object) -> None:
     wanted = _devices(pod)
-    for node in store.list_kind("Node"):
+    for node in _by_preference(store, pod):
         free = _free(store, node)
         if all(free[name] >= count for name, count in wanted.items()):
             name = node["metadata"]["name"]
@@ -32,6 +35,29 @@ def _schedule(store: ObjectStore, pod: Object) -> None:
 
             store.change(pod, bind)
             return
+
+
+def _by_preference(store: ObjectStore, pod: Object) -> list[Object]:
+    """Returns the nodes that answer: first those with the fewest pods of its component, as spread
+    constraints have it, then those with the fewest at all."""
+    component = pod["metadata"].get("labels", {}).get(_COMPONENT)
+
+    def load(node: Object) -> tuple[int, int, str]:
+        name = node["metadata"]["name"]
+        there = [
+            other
+            for other in store.list_kind("Pod")
+            if other["spec"].get("nodeName") == name
+            and not is_over(other)
+            and not is_terminating(other)
+        ]
+        alike = [o for o in there if o["metadata"].get("labels", {}).get(_COMPONENT) == component]
+        return len(alike), len(there), name
+
+    nodes = store.list_kind("Node")
+    if len(nodes) == 1:
+        return nodes
+    return sorted((node for node in nodes if not is_unknown(node)), key=load)
 
 
 def _free(store: ObjectStore, node: Object) -> Counter[str]:

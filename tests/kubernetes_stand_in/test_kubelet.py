@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from tests.kubernetes_stand_in.cluster import NAMESPACE, Cluster
 from tests.kubernetes_stand_in.dns_server import may_serve
-from tests.kubernetes_stand_in.pod_state import is_ready, phase
+from tests.kubernetes_stand_in.pod_state import is_ready, is_terminating, phase
 from tests.kubernetes_stand_in.resources import Object
 from tests.processes import is_alive
 
@@ -23,13 +25,15 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     assert not [pid for pid in pids if is_alive(pid)]
 
 
-def start(cluster: Cluster, script: str, *, spec: Any = None, **container: Any) -> Object:
-    """Starts a pod `p` whose one container runs `script`."""
+def start(
+    cluster: Cluster, script: str, *, name: str = "p", spec: Any = None, **container: Any
+) -> Object:
+    """Starts a pod whose one container runs `script`."""
     return cluster.store.create(
         {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": "p", "namespace": NAMESPACE, "labels": {"app": "p"}},
+            "metadata": {"name": name, "namespace": NAMESPACE, "labels": {"app": "p"}},
             "spec": {
                 "containers": [
                     {"name": "c", "command": ["sh", "-c", script], **container},
@@ -209,3 +213,66 @@ async def test_names_of_services_resolve_in_pods(cluster: Cluster) -> None:
     pod = start(cluster, f'python3 -c "{code}"', spec=NEVER)
     address = cluster.get("Service", "s")["spec"]["clusterIP"]
     assert (await log_of_ended(cluster, pod)).strip() == address
+
+
+async def test_files_of_a_secret_change_all_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Each is a link through a link that is turned: what is read through it is of one version."""
+
+    def data(**files: str) -> dict[str, str]:
+        return {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
+
+    meta = {"name": "s", "namespace": NAMESPACE}
+    first = {"kind": "Secret", "metadata": meta, "data": data(a="1", b="1")}
+    secret = cluster.store.create(first)
+    pod = start(
+        cluster,
+        "until [ -e /etc/s/c ]; do sleep 0.05; done; ls /etc/s; cat /etc/s/a /etc/s/c",
+        volumeMounts=[{"name": "s", "mountPath": "/etc/s"}],
+        spec={**NEVER, "volumes": [{"name": "s", "secret": {"secretName": "s"}}]},
+    )
+    await cluster.wait(lambda: phase(cluster.get("Pod", "p")) == "Running")
+    (link,) = tmp_path.rglob("s/a")
+    assert link.is_symlink() and link.readlink() == Path("..data/a")
+    cluster.store.update({**secret, "data": data(a="2", c="2")})
+    assert await log_of_ended(cluster, pod) == "a\nc\n22"
+
+
+async def test_an_annotation_that_comes_late_arrives_in_its_file(cluster: Cluster) -> None:
+    field = {"fieldPath": "metadata.annotations['net']"}
+    volume = {"name": "i", "downwardAPI": {"items": [{"path": "net", "fieldRef": field}]}}
+    pod = start(
+        cluster,
+        "until [ -s /etc/i/net ]; do sleep 0.05; done; cat /etc/i/net",
+        volumeMounts=[{"name": "i", "mountPath": "/etc/i"}],
+        spec={**NEVER, "volumes": [volume]},
+    )
+    await cluster.wait(lambda: phase(cluster.get("Pod", "p")) == "Running")
+
+    def annotate(current: Object) -> None:
+        current["metadata"]["annotations"] = {"net": "rail0"}
+
+    cluster.store.change(pod, annotate)
+    assert await log_of_ended(cluster, pod) == "rail0"
+
+
+async def test_a_lost_node_says_nothing_and_keeps_its_pods_until_it_is_removed(
+    tmp_path: Path,
+) -> None:
+    async with Cluster.real(tmp_path, nodes=("a", "b")) as cluster:
+        pods = {name: start(cluster, "sleep 60", name=name) for name in ("p", "q")}
+        await cluster.wait(lambda: all(is_ready(cluster.get("Pod", name)) for name in pods))
+        nodes = {name: cluster.get("Pod", name)["spec"]["nodeName"] for name in pods}
+        assert set(nodes.values()) == {"a", "b"}, "they are spread"
+        lost = next(name for name, node in nodes.items() if node == "b")
+        [pid] = [pid for pod, pid in cluster.running() if pod["metadata"]["name"] == lost]
+        cluster.lose_node("b")
+        async with asyncio.timeout(10):
+            while is_alive(pid):
+                await asyncio.sleep(0.02)
+        assert is_ready(cluster.get("Pod", lost)), "nobody knows"
+        cluster.notice_lost_node("b")
+        await cluster.wait(lambda: not is_ready(cluster.get("Pod", lost)))
+        cluster.evict_lost_node("b")
+        await cluster.wait(lambda: is_terminating(cluster.get("Pod", lost)))
+        cluster.remove_node("b")
+        await cluster.wait(lambda: len(cluster.objects("Pod")) == 1)
