@@ -241,3 +241,33 @@ async def test_every_scenario_installs_and_uninstalls(
 async def test_a_refused_release_says_why(release: Release) -> None:
     with pytest.raises(HelmError, match="model"):
         await release.install({"model": {"name": ""}})
+
+
+async def test_models_come_go_and_share_sessions_without_touching_each_others_pods(
+    cluster: Cluster, release: Release
+) -> None:
+    await release.install(VALUES)
+    before = {name: cluster.uids(name) for name in ("prefill", "decode")}
+    canary = {"name": "canary", "model": {"name": "example/canary"}, "decode": {"replicas": 2}}
+    other = {"name": "other", "model": {"name": "example/other"}, "prefill": {"enabled": False}}
+    values = {**VALUES, "models": [canary, other]}
+    await release.upgrade(values)
+    ready = {"canary-prefill": 1, "canary-decode": 2, "other-decode": 1}
+    await cluster.wait_ready(router=2, prefill=1, decode=1, **ready)
+    assert {name: cluster.uids(name) for name in ("prefill", "decode")} == before
+    for component, count in {"decode": 1, "canary-decode": 2, "other-decode": 1}.items():
+        (slice_,) = (
+            s
+            for s in cluster.objects("EndpointSlice")
+            if s["metadata"]["name"] == f"tandem-{component}-endpoints"
+        )
+        assert len(slice_["endpoints"]) == count, "no Service has another model's pods"
+    everybody = {name: cluster.uids(name) for name in (*COMPONENTS, *ready)}
+    split = {"example/model": {"example/model": 95, "canary": 5}}
+    await release.upgrade({**values, "modelRules": {"splits": split}})
+    assert '"canary" = 5' in cluster.get("ConfigMap", "tandem-model-rules")["data"]["rules.toml"]
+    assert {name: cluster.uids(name) for name in (*COMPONENTS, *ready)} == everybody
+    await release.upgrade({**values, "models": [canary]})
+    await cluster.wait_ready(router=2, prefill=1, decode=1, **ready | {"other-decode": 0})
+    for name in (*before, "canary-prefill", "canary-decode"):
+        assert cluster.uids(name) == everybody[name]
