@@ -46,6 +46,7 @@ class SimPrefillNode:
     computed: int = 0
     born_at: float = 0.0
     leaving: bool = False
+    model: str = "m"
     new_prefixes: list[int] = field(default_factory=list)
 
     def report(self) -> NodeReport:
@@ -66,8 +67,8 @@ class SimPrefillNode:
             num_total_blocks=num_blocks,
             block_size=_KV_BLOCK,
             prefill_tokens_per_s=self.computed / engine.prompt_s if engine.prompt_s else 0.0,
-            model_name="m",
-            fingerprint="f",
+            model_name=self.model,
+            fingerprint=self.model,
         )
 
 
@@ -84,6 +85,7 @@ class SimDecodeNode:
     sequence: int = 0
     born_at: float = 0.0
     leaving: bool = False
+    model: str = "m"
     pending: deque[Job] = field(default_factory=deque)
 
     def report(self) -> NodeReport:
@@ -99,6 +101,6 @@ class SimDecodeNode:
             num_free_blocks=max(0, total - self.used_tokens // _KV_BLOCK),
             num_total_blocks=total,
             block_size=_KV_BLOCK,
-            model_name="m",
-            fingerprint="f",
+            model_name=self.model,
+            fingerprint=self.model,
         )
