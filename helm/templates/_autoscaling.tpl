@@ -28,7 +28,9 @@ scaleDown:
 {{- $series := include "tandem.series" . -}}
 {{- if eq .of.autoscaling.metric "slo" -}}
 {{- $routers := include "tandem.series" (dict "root" .root "component" "router") -}}
-{{- $shares := printf "tandem_router_desired_replicas%s,tier=%q}" (trimSuffix "}" $routers) .component -}}
+{{- $one := "" -}}
+{{- with include "tandem.countedName" .root -}}{{- $one = printf ",model=%q" . -}}{{- end -}}
+{{- $shares := printf "tandem_router_desired_replicas%s,tier=%q%s}" (trimSuffix "}" $routers) .component $one -}}
 {{- printf "sum(%s) and count(group by (pod) (%s)) == count(tandem_router_open_requests%s)" $shares $shares $routers -}}
 {{- else if eq .of.autoscaling.metric "backlog" -}}
 {{- printf "sum(tandem_waiting_tokens%s) / %s" $series (include "tandem.scalar" .of.autoscaling.tokensPerSecond) -}}
@@ -45,7 +47,7 @@ type: External
 external:
   metric:
     name: tandem_router_desired_replicas
-    selector: {matchLabels: {release: {{ .root.Release.Name | quote }}, tier: {{ .component | quote }}}}
+    selector: {matchLabels: {release: {{ .root.Release.Name | quote }}, tier: {{ .component | quote }}{{ with include "tandem.countedName" .root }}, model: {{ . | quote }}{{ end }}}}
   target: {type: AverageValue, averageValue: "1"}
 {{- else -}}
 type: Pods

@@ -66,6 +66,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The name by which routers count a root's model; empty while it is the only one. */}}
+{{- define "tandem.countedName" -}}
+{{- if .Values.models -}}{{- splitList "," (include "tandem.servedNames" .) | first | trim -}}{{- end -}}
+{{- end -}}
+
 {{/* Name of the ConfigMap with the router's model rules; empty: there are none. */}}
 {{- define "tandem.modelRules" -}}
 {{- $rules := .Values.modelRules -}}

@@ -281,6 +281,14 @@
 {{- if eq $scaling.metric "slo" -}}{{- if not (index .root.Values.router.settings $flag) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.metric is slo, but no router knows the objective: set router.settings.%s, in milliseconds" $name $flag)) -}}
 {{- end -}}{{- end -}}
+{{- if and (eq $scaling.metric "slo") (ne $scaling.kind "none") .root.Values.models -}}
+{{- $counted := include "tandem.countedName" .root -}}
+{{- if not $counted -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.metric is slo, but which of the models a router speaks of is known by name alone: set model.servedName" $name)) -}}
+{{- else if and (eq $scaling.kind "hpa") (not (regexMatch "^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$" $counted)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling: an HPA selects the model by a label, which %s cannot be: set model.servedName, or kind to keda" $name $counted)) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq (int $scaling.minReplicas) 0 -}}
 {{- if ne (printf "%s %s %s" $name $scaling.kind $scaling.metric) "prefill keda slo" -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.minReplicas is 0: only prefill can go to zero, with kind keda and metric slo, because only then something asks for the first pod" $name)) -}}

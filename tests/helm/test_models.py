@@ -3,12 +3,13 @@ of the plain model, and the router's rules are what the router reads."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from router.models.model_rules import read_rules
-from tests.helm.helm_engine import HelmError, HelmSdk, Manifest, Rendered
+from tests.helm.helm_engine import CHART, HelmError, HelmSdk, Manifest, Rendered
 from tests.helm.scenarios import overlay, rendered, templates_of, values_of, workloads
 
 PLAIN: dict[str, Any] = {"model": {"name": "org/model"}}
@@ -167,6 +168,28 @@ def test_scalers_and_alerts_look_at_their_own_model() -> None:
         assert rule["labels"]["model"] == "b"
 
 
+@pytest.mark.parametrize("kind", ["keda", "hpa"])
+def test_tiers_that_scale_by_objectives_hear_what_routers_say_of_their_model(kind: str) -> None:
+    scaling = {
+        "decode": {"autoscaling": {"kind": kind, "metric": "slo"}},
+        "router": {"settings": {"sloItlMs": 20}},
+        "monitoring": {"prometheusUrl": "http://p:9090", "podMonitor": {"enabled": True}},
+    }
+    alone = str(render(PLAIN, scaling).objects)
+    assert "model=" not in alone.partition("desired_replicas")[2].partition("'")[0]
+    found = render({"model": {"name": "org/model", "servedName": "main"}}, TWO, scaling)
+    told = {
+        one["spec"]["scaleTargetRef"]["name"]: str(one["spec"])
+        for one in found.all("ScaledObject" if kind == "keda" else "HorizontalPodAutoscaler")
+    }
+    for target, model in (("decode", "main"), ("a-decode", "a"), ("b-decode", "b")):
+        label = f'model="{model}"' if kind == "keda" else f"'model': '{model}'"
+        assert label in told[f"tandem-{target}"]
+    if kind == "hpa":
+        with pytest.raises(HelmError, match="by a label, which org/model cannot be"):
+            render(PLAIN, TWO, scaling)
+
+
 SPLIT = {"m": {"a": 90, "b": 10}}
 
 
@@ -213,3 +236,16 @@ SPLIT = {"m": {"a": 90, "b": 10}}
 def test_models_that_cannot_be_are_refused_by_name(values: dict[str, Any], cure: str) -> None:
     with pytest.raises(HelmError, match=cure):
         render(TWO, values)
+
+
+def test_no_template_forgets_the_other_models() -> None:
+    """`tandem.tiers` of the chart's own root are those of `model` alone: templates go over
+    `tandem.tierScopes` or `tandem.models`."""
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted((CHART / "templates").rglob("*"))
+        if path.is_file()
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r'include "tandem\.tiers" \(dict "root" (\$|\.|\$root|\.root) ', line)
+    ]
+    assert not found
