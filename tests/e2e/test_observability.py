@@ -1,16 +1,22 @@
-"""A cluster tells of one request: one connected trace, by OTLP; one id in all logs."""
+"""A cluster tells of one request: one connected trace, by OTLP; one id in all logs; metrics that
+a real Prometheus takes, with exemplars."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import promql_parser
 import pytest
 import pytest_asyncio
 
+from tests.e2e.prometheus_process import Prometheus, needs_prometheus, run_prometheus
 from tests.edge.otlp_collector import Collected, ReceivedSpan, http_collector
+from tests.helm.test_metric_names import EXPORTER, dashboard_queries, rules, selectors
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_SPAN = "b7ad6b7169203331"
@@ -102,3 +108,69 @@ async def test_all_services_log_one_id(cluster: Any, http: aiohttp.ClientSession
         service, _, text = line.partition(": ")
         told = json.loads(text)
         assert {"time", "level", "logger", "process", "message"} <= told.keys(), line
+
+
+# Metrics -----------------------------------------------------------------------------------------
+
+NOT_HERE = {
+    "tandem_tls_certificate_expiry_timestamp_seconds",  # no TLS in this cluster
+}
+"""Series that alerts and dashboards name and that this cluster has no reason to have."""
+
+
+def targets_of(cluster: Any) -> dict[str, dict[str, str]]:
+    """Maps what is scraped to the labels that PodMonitors give."""
+    found = {cluster.url.removeprefix("http://"): "router"}
+    for name, nodes in (("prefill", cluster.prefills), ("decode", cluster.decodes)):
+        for node in nodes:
+            found[re.sub("https?://|/metrics", "", node.metrics_url)] = name
+    given = {"namespace": "default", "release": "tandem"}
+    return {
+        target: {**given, "component": component, "pod": f"{component}-0"}
+        for target, component in found.items()
+    }
+
+
+def series_in(query: str) -> set[str]:
+    return {selector.name for selector in selectors(promql_parser.parse(query))}
+
+
+async def check_queries(prometheus: Prometheus, known: set[str]) -> None:
+    """Prometheus answers each query of dashboards and alerts, and knows each series in them."""
+    queries = [
+        query.replace('"n"', '"default"').replace('"r"', '"tandem"')
+        for _, query in dashboard_queries()
+    ]
+    missing = set()
+    for query in (*queries, *(rule["expr"] for rule in rules("production"))):
+        await prometheus.get("query", query=query)
+        missing |= {name for name in series_in(query) if not name.startswith(EXPORTER)} - known
+    assert missing == NOT_HERE
+
+
+@pytest.mark.e2e
+@needs_prometheus
+async def test_a_real_prometheus_takes_all_of_it(
+    cluster: Any, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    trace = "4" * 32
+    await ask(http, cluster.url, {"traceparent": f"00-{trace}-{CLIENT_SPAN}-01"})
+    targets = targets_of(cluster)
+    judged = [dict(rule) for rule in rules("production")]
+    async with run_prometheus(tmp_path, targets, judged) as prometheus:
+        for target in await prometheus.wait_up(len(targets)):
+            assert target["lastError"] == "", target
+        known = set(await prometheus.get("label/__name__/values"))
+        await check_queries(prometheus, known)
+        for histogram in (
+            "tandem_router_time_to_first_byte_seconds_bucket",
+            "vllm:time_to_first_token_seconds_bucket",
+            "vllm:inter_token_latency_seconds_bucket",
+        ):
+            found = await prometheus.get(
+                "query_exemplars", query=histogram, start="0", end="9999999999"
+            )
+            traces = {e["labels"]["trace_id"] for each in found for e in each["exemplars"]}
+            assert trace in traces, histogram
+        for rule in await prometheus.judged_rules():
+            assert (rule["health"], rule.get("lastError", "")) == ("ok", ""), rule["name"]
