@@ -259,7 +259,13 @@ class InspectionConfig:
         torch_profiler_dir: Folder for profiles; None: they are refused.
         torch_profiler_max_steps, torch_profiler_max_s: No profile is longer.
         crash_report_dir: Folder for reports of the engine's death; None: none is written.
+        enable_mfu_metrics: Count what steps compute and move.
+        device_peak_tflops, device_peak_gbps: What one GPU can do; None: as its name says.
     """
+
+    enable_mfu_metrics: bool = False
+    device_peak_tflops: float | None = None
+    device_peak_gbps: float | None = None
 
     crash_report_dir: str | None = None
 

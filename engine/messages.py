@@ -121,6 +121,8 @@ class LoadProgress(msgspec.Struct, tag="progress"):
 class EngineReady(msgspec.Struct, tag="ready", kw_only=True):
     num_blocks: int
     peer: KVPeer | None = None
+    device_name: str = ""
+    """The GPU's, as its driver has it; empty: none."""
     worker_pids: list[int] = []
     transfer_pids: list[int] = []
 

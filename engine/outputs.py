@@ -192,6 +192,29 @@ class ResidencyStats(msgspec.Struct, array_like=True):
     reuse_gap: BlockTimes = msgspec.field(default_factory=BlockTimes)
 
 
+class KindRates(msgspec.Struct, array_like=True):
+    """Sums over the latest steps of one kind, in which older ones count less."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, decay: float, flops: float, num_bytes: float, seconds: float) -> None:
+        self.flops = self.flops * decay + flops
+        self.num_bytes = self.num_bytes * decay + num_bytes
+        self.seconds = self.seconds * decay + seconds
+
+
+class WorkStats(msgspec.Struct, array_like=True):
+    """Totals of what one GPU has computed and moved, by the model's own cost, and rates by the kind
+    of a step: prefill, decode or mixed."""
+
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    write_bytes: float = 0.0
+    kinds: dict[str, KindRates] = {}
+
+
 class GrammarStats(msgspec.Struct, array_like=True):
     """Counts what grammars have cost the first worker so far.
 
@@ -290,3 +313,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     grammar: GrammarStats = msgspec.field(default_factory=GrammarStats)
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     residency: ResidencyStats | None = None
+    work: WorkStats | None = None

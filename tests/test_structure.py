@@ -42,6 +42,7 @@ ENGINE_ORDER = [
         "crash_facts",
         "life_places",
         "profiles",
+        "step_work",
         "sampling_params",
         "request_spec",
         "outputs",
@@ -151,6 +152,7 @@ TORCH_FREE = [
     "engine.crash_facts",
     "engine.life_places",
     "engine.profiles",
+    "engine.step_work",
     "engine.request",
     "engine.messages",
     "engine.outputs",
@@ -172,6 +174,7 @@ TORCH_FREE = [
     "engine.models.kv_scale_files",
     "engine.models.sampling_defaults",
     "engine.models.registry",
+    "engine.models.step_costs",
     "engine.models.specs",
 ]
 

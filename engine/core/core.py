@@ -29,11 +29,13 @@ from engine.messages import (
     RetryRemotePrefill,
     SupplyFirstToken,
 )
+from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.sched.step_log import StepLog
+from engine.sched.work_meter import WorkMeter
 from host.life_signs import LifeSigns
 from kv_transfer.factory import create_scheduler_connector
 
@@ -73,6 +75,9 @@ class EngineCore:
             signs.part(first_transfer_place(config)) if signs is not None else None,
         )
         self.scheduler = Scheduler(config, caches.num_blocks, self.connector, step_log)
+        if config.inspection.enable_mfu_metrics and (cost := cost_of(config)) is not None:
+            self.scheduler.measure(WorkMeter(cost))
+        self.device_name = caches.device_name
         self._executor = executor
         self._batch_queue: deque[SchedulerOutput] = deque()
         self._batch_queue_size = 2 if config.scheduler.async_scheduling else 1

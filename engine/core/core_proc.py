@@ -168,6 +168,7 @@ class EngineCoreProc:
         self._peer = core.connector.peer_info
         return EngineReady(
             num_blocks=core.num_blocks,
+            device_name=core.device_name,
             peer=self._peer,
             worker_pids=self._executor.worker_pids,
             transfer_pids=core.connector.process_pids,

@@ -36,11 +36,12 @@ PollSource = zmq.Socket[bytes] | int
 @dataclass(frozen=True, slots=True)
 class KVCaches:
     """`num_blocks` of each rank, `handles[rank]`, and `hosts[rank]` where the handle is valid;
-    no hosts: all here."""
+    no hosts: all here. `device_name`: of rank 0's GPU, if it has one."""
 
     num_blocks: int
     handles: list[KVCacheHandle]
     hosts: Sequence[ProcessHost] = ()
+    device_name: str = ""
 
 
 class Executor(ABC):

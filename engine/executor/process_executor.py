@@ -160,7 +160,8 @@ class ProcessExecutor(Executor):
         self._send(InitializeKVCache(num_blocks))
         ready = self._wait_for_all(WorkerReady, report)
         self._is_running = True
-        return KVCaches(num_blocks, [reply.handle for reply in ready], hosts)
+        handles = [reply.handle for reply in ready]
+        return KVCaches(num_blocks, handles, hosts, loaded[0].device_name)
 
     def _start_workers(self, hosts: Sequence[ProcessHost], port: int) -> None:
         env = {"OMP_NUM_THREADS": str(self._config.device.num_threads)}

@@ -37,7 +37,7 @@ class UniprocExecutor(Executor):
         num_blocks = self._worker.determine_num_blocks()
         handle = self._worker.initialize_kv_cache(num_blocks)
         self._worker.capture_model(report)
-        return KVCaches(num_blocks, [handle])
+        return KVCaches(num_blocks, [handle], device_name=self._worker.device_name)
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self._outputs.append(self._profiler.run(step))

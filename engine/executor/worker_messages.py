@@ -88,6 +88,7 @@ class WorkerLoaded(msgspec.Struct, tag="loaded", array_like=True):
 
     rank: int
     num_blocks: int
+    device_name: str = ""
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True):

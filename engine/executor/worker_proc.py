@@ -114,7 +114,8 @@ class WorkerProc:
         self._worker.init_device()
         self._worker.load_model(self._report_loaded)
         self._report("measuring memory", 0.0)
-        self._reply(WorkerLoaded(self._rank, self._worker.determine_num_blocks()))
+        num_blocks = self._worker.determine_num_blocks()
+        self._reply(WorkerLoaded(self._rank, num_blocks, self._worker.device_name))
 
     def _handle(self, command: WorkerCommand) -> bool:
         """Handles one message and returns whether to go on."""

@@ -47,11 +47,32 @@ class InspectionSettings(BaseSettings):
         "nothing of what was asked or answered. The newest 16 are kept. Default: none is written.",
     )
 
+    enable_mfu_metrics: bool = Field(
+        default=False,
+        description="Count the FLOPs and bytes of each step by the model's own cost, and tell how "
+        "much of the GPU's FLOP/s and bandwidth prefill, decode and mixed steps use.",
+    )
+    device_peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="With --enable-mfu-metrics: dense TFLOP/s of one GPU in the type in which it "
+        "computes. Default: known for the GPU's name, else there is no gauge.",
+    )
+    device_peak_gbps: float | None = Field(
+        default=None,
+        gt=0,
+        description="With --enable-mfu-metrics: memory bandwidth of one GPU in GB/s. Default: "
+        "known for the GPU's name, else there is no gauge.",
+    )
+
     def inspection_config(self) -> InspectionConfig:
         return InspectionConfig(
             kv_cache_metrics_sample=self.kv_cache_metrics_sample if self.kv_cache_metrics else 0.0,
             torch_profiler_dir=str(self.torch_profiler_dir) if self.torch_profiler_dir else None,
             crash_report_dir=str(self.crash_report_dir) if self.crash_report_dir else None,
+            enable_mfu_metrics=self.enable_mfu_metrics,
+            device_peak_tflops=self.device_peak_tflops,
+            device_peak_gbps=self.device_peak_gbps,
             torch_profiler_max_steps=self.torch_profiler_max_steps,
             torch_profiler_max_s=self.torch_profiler_max_s,
         )

@@ -20,7 +20,8 @@ from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
 from engine.messages import EngineReady
-from engine.node.inspection_metrics import histogram_of, residency_metrics
+from engine.node.device_peaks import DevicePeaks, peaks_of
+from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
 from engine.outputs import (
     DURATION_BUCKETS,
     STEP_TOKEN_BUCKETS,
@@ -72,6 +73,9 @@ class EngineCollector(Collector):
     def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
         self._labels = metric_labels(engine.config)
+        self._peaks = DevicePeaks()
+        if engine.config.inspection.enable_mfu_metrics:
+            self._peaks = peaks_of(engine.config, engine.ready.device_name)
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
@@ -84,6 +88,7 @@ class EngineCollector(Collector):
         if self._engine.config.decode_query_len > 1:
             yield from self._drafts(stats.drafts)
         yield from residency_metrics(stats.residency, LABELS, self._labels)
+        yield from work_metrics(stats.work, self._peaks, LABELS, self._labels)
         yield from self._kv_transfer(stats.kv_transfer)
         yield self._cache_config()
 

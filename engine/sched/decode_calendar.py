@@ -30,25 +30,30 @@ class DecodeCalendar:
         self.query_len = query_len
         """Tokens that a row computes in one step at most: q."""
         self._events: dict[int, list[Row]] = {}
-        self.size = 0
-        """Rows in the decode set."""
+        self.rows: set[Row] = set()
+        """The decode set."""
+
+    @property
+    def size(self) -> int:
+        """Returns the number of rows in the decode set."""
+        return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
         """Returns the most tokens that the decode set computes in one step."""
-        return self.size * self.query_len
+        return len(self.rows) * self.query_len
 
     def join(self, row: Row, step_id: int) -> None:
         """Lets `row` take part from step `step_id` on; its blocks have room for that step."""
         row.phase = RowPhase.DECODE
         row.reserved_base = row.num_reserved - self.query_len * (step_id - 1)
-        self.size += 1
+        self.rows.add(row)
         self.plan(row, step_id)
 
     def leave(self, row: Row, last_step_id: int) -> None:
         """Takes the row out after `last_step_id`, the last step that was scheduled."""
         row.num_reserved = row.reserved_base + self.query_len * last_step_id
-        self.size -= 1
+        self.rows.remove(row)
 
     def plan(self, row: Row, step_id: int) -> None:
         """Notes the next event, after what is decided for `step_id`."""

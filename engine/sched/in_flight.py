@@ -12,6 +12,8 @@ from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
 from engine.sched.step_log import NoStepLog, StepLog
+from engine.sched.work_meter import WorkMeter
+from engine.step_work import StepWork
 from kv_transfer.layout import BlockIds
 
 
@@ -37,6 +39,7 @@ class InFlightStep:
     num_prompt_tokens: int = 0
     num_rows: int = 0
     num_tokens: int = 0
+    work: StepWork | None = None
 
 
 class StepsInFlight:
@@ -50,6 +53,7 @@ class StepsInFlight:
         self._fence = fence
         self._counters = counters
         self.prefill_rate = PrefillRate()
+        self.meter: WorkMeter | None = None
 
     def issue(self, step: InFlightStep) -> None:
         self._steps.append(step)
@@ -74,9 +78,12 @@ class StepsInFlight:
         done = self._steps.popleft()
         self._fence.retire(done.step_id)
         self._log.retired(done.step_id, now)
-        if done.num_prompt_tokens:
+        if done.num_prompt_tokens or done.work is not None:
             seconds = now - max(done.issued_at, self._counters.last_step_at)
-            self.prefill_rate.add_step(done.num_prompt_tokens, seconds)
+            if done.num_prompt_tokens:
+                self.prefill_rate.add_step(done.num_prompt_tokens, seconds)
+            if done.work is not None and self.meter is not None:
+                self.meter.add_step(done.work, seconds)
         self._counters.add_step(done.num_prompt_tokens, len(output.token_ids), now)
         if output.num_drafts:
             self._counters.drafts.add_step(output.num_drafts, output.counts)

@@ -35,6 +35,7 @@ from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.row import Row, RowPhase, RowTable
 from engine.sched.step_builder import StepBuilder
 from engine.sched.step_fence import StepFence
+from engine.sched.work_meter import WorkMeter
 from kv_transfer.metadata import KVConnectorMetadata
 
 
@@ -64,6 +65,7 @@ class RunningRows:
         self.builder = StepBuilder(kv_cache)
         self.step_id = -1
         """The last step that went out."""
+        self.meter: WorkMeter | None = None
         self._joining: list[Row] = []
         """May hold rows that are gone."""
         self._prefilling: list[Row] = []
@@ -234,7 +236,15 @@ class RunningRows:
     ) -> tuple[SchedulerOutput, InFlightStep]:
         """Sends the step out: its message, and the record of what its result confirms."""
         self.step_id = step_id
-        return self.builder.build(step_id, kv, self.calendar.size, self.calendar.num_tokens)
+        step, record = self.builder.build(step_id, kv, self.calendar.size, self.calendar.num_tokens)
+        if self.meter is not None:
+            chunks = [
+                (row, end, count)
+                for (row, end), (_, count) in zip(record.chunks, step.prefill_chunks, strict=True)
+            ]
+            calendar = self.calendar
+            record.work = self.meter.work_of(chunks, calendar.rows, step_id, calendar.query_len)
+        return step, record
 
     # What came back ---------------------------------------------------------------------------
 

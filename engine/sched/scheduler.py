@@ -45,6 +45,7 @@ from engine.sched.running import RunningRows
 from engine.sched.scheduler_view import SchedulerView
 from engine.sched.step_fence import StepFence
 from engine.sched.step_log import NoStepLog, StepLog
+from engine.sched.work_meter import WorkMeter
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
 
@@ -401,6 +402,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return self._view.stats()
+
+    def measure(self, meter: WorkMeter) -> None:
+        """Counts from now on what steps compute and move."""
+        self._running.meter = self._steps.meter = meter
 
     def facts(self) -> EngineFacts:
         """Returns what a crash report says of requests, blocks and transfers."""

@@ -235,6 +235,12 @@ class Worker:
             self.host_s += time.perf_counter() - grammars.waited_s - started
 
     @property
+    def device_name(self) -> str:
+        """Returns the GPU's name; empty: there is none."""
+        is_gpu = self._device.type == "cuda"
+        return str(torch.cuda.get_device_name(self._device)) if is_gpu else ""
+
+    @property
     def grammar_stats(self) -> GrammarStats:
         """Returns what grammars have cost this rank."""
         return self.runner.sampler.grammars.stats

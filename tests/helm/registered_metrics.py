@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from decode_node.metrics import DecodeMetrics
 from edge.security.metrics import CredentialsCollector
+from engine.config import DeviceConfig, InspectionConfig
 from engine.node.metrics import EngineCollector
-from engine.outputs import ResidencyStats, SchedulerStats
+from engine.outputs import ResidencyStats, SchedulerStats, WorkStats
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.metadata import Reclaim
 from prefill_node.metrics import PrefillMetrics
@@ -64,12 +65,16 @@ def _engine() -> Any:
     counters = dict.fromkeys(_transfer_counters(), 0.0)
     return SimpleNamespace(
         config=SimpleNamespace(
-            model=SimpleNamespace(served_model_name="m"),
+            model=SimpleNamespace(served_model_name="m", quantization=None),
             cache=SimpleNamespace(block_size=16),
             decode_query_len=4,
+            inspection=InspectionConfig(
+                enable_mfu_metrics=True, device_peak_tflops=1.0, device_peak_gbps=1.0
+            ),
+            device=DeviceConfig(),
         ),
-        stats=SchedulerStats(kv_transfer=counters, residency=ResidencyStats()),
-        ready=SimpleNamespace(num_blocks=1),
+        stats=SchedulerStats(kv_transfer=counters, residency=ResidencyStats(), work=WorkStats()),
+        ready=SimpleNamespace(num_blocks=1, device_name=""),
         is_dead=False,
     )
 

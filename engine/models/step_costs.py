@@ -1,0 +1,214 @@
+"""Finds the coefficients of `engine.step_work` of a model from its spec. Torch-free.
+
+Every rank has its share of the linear layers; routers and the projections to latents are whole on
+each. Weights count as they are stored: FP8 takes a byte and its scale, four bits half of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.models.registry import spec_of
+from engine.models.specs.dense import DenseSpec
+from engine.models.specs.experts import ExpertSpec
+from engine.quantization import Fp8Scheme, Int4Scheme, Mxfp4Scheme, Scheme
+from engine.step_work import AttentionCost, ExpertCost, ModelCost
+from kv_transfer.layout import DTYPE_BYTES
+
+_FLOPS_PER_STATE = 7
+"""Counts the gated delta rule, for each element and token: decay, read, correct, read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear layer, or all experts of a layer: `top_k` of `count` are computed for a token."""
+
+    name: str
+    inputs: int
+    outputs: int
+    is_shared: bool = True
+    """Ranks have a part each; else all of it."""
+
+
+def cost_of(config: EngineConfig) -> ModelCost | None:
+    """Returns the coefficients of one rank; None for an architecture that is not described."""
+    spec = spec_of(config.model)
+    return _Costs(config, spec).model() if isinstance(spec, DenseSpec) else None
+
+
+class _Costs:
+    def __init__(self, config: EngineConfig, spec: DenseSpec) -> None:
+        self._config = config
+        self._model = config.model
+        self._spec = spec
+        self._ranks = config.parallel.tensor_parallel_size
+        self._states = () if spec.linear is None else spec.linear.layers
+
+    def model(self) -> ModelCost:
+        spec, model = self._spec, self._model
+        head = _Linear("lm_head", spec.hidden_size, model.vocab_size)
+        dense = [layer for i in range(model.num_layers) for layer in self._layer(i)]
+        experts = spec.experts
+        flops = sum(map(self._flops, dense)) + self._state_flops()
+        weights = sum(map(self._bytes, [*dense, head]))
+        cost = None
+        if experts is not None:
+            routed = [layer for i in self._expert_layers(experts) for layer in self._expert(i)]
+            flops += experts.top_k * sum(map(self._flops, routed))
+            each = sum(map(self._bytes, routed))
+            cost = ExpertCost(count=experts.count, top_k=experts.top_k, bytes_each=each)
+        return ModelCost(
+            flops_per_token=flops,
+            flops_per_sample=self._flops(head),
+            weight_bytes=weights,
+            token_bytes=spec.hidden_size * DTYPE_BYTES[model.dtype] / self._ranks,
+            attention=tuple(self._attention()),
+            experts=cost,
+            state_bytes=self._state_bytes(),
+        )
+
+    # Linear layers ----------------------------------------------------------------------------
+
+    def _layer(self, index: int) -> Iterator[_Linear]:
+        """Yields a layer's linear layers that every token goes through."""
+        if index in self._states:
+            yield from self._delta(f"model.layers.{index}.linear_attn")
+        elif self._spec.latent is not None:
+            yield from self._latent(f"model.layers.{index}.self_attn")
+        else:
+            yield from self._heads(f"model.layers.{index}.self_attn")
+        experts, hidden = self._spec.experts, self._spec.hidden_size
+        if experts is None or index in experts.dense_layers:
+            yield from _gated(f"model.layers.{index}.mlp", hidden, self._spec.intermediate_size)
+            return
+        block = f"model.layers.{index}.{experts.names.block}"
+        yield _Linear(f"{block}.gate", hidden, experts.count, is_shared=False)
+        if experts.shared_size:
+            yield from _gated(f"{block}.{experts.names.shared}", hidden, experts.shared_size)
+            if experts.shared_gate:
+                yield _Linear(f"{block}.shared_expert_gate", hidden, 1, is_shared=False)
+
+    def _heads(self, name: str) -> Iterator[_Linear]:
+        model, hidden = self._model, self._spec.hidden_size
+        width = model.num_heads * model.head_dim
+        # Where ranks outnumber KV heads, several have the same one.
+        kv_width = max(model.num_kv_heads, self._ranks) * model.head_dim
+        yield _Linear(f"{name}.q_proj", hidden, width * (1 + self._spec.output_gate))
+        yield _Linear(f"{name}.k_proj", hidden, kv_width)
+        yield _Linear(f"{name}.v_proj", hidden, kv_width)
+        yield _Linear(f"{name}.o_proj", width, hidden)
+
+    def _latent(self, name: str) -> Iterator[_Linear]:
+        sizes, hidden, heads = self._spec.latent, self._spec.hidden_size, self._model.num_heads
+        assert sizes is not None
+        queries = heads * (sizes.nope + sizes.rope)
+        if sizes.q_rank:
+            yield _Linear(f"{name}.q_a_proj", hidden, sizes.q_rank, is_shared=False)
+            yield _Linear(f"{name}.q_b_proj", sizes.q_rank, queries)
+        else:
+            yield _Linear(f"{name}.q_proj", hidden, queries)
+        latent = sizes.kv_rank + sizes.rope
+        yield _Linear(f"{name}.kv_a_proj_with_mqa", hidden, latent, is_shared=False)
+        yield _Linear(f"{name}.kv_b_proj", sizes.kv_rank, heads * (sizes.nope + sizes.value))
+        yield _Linear(f"{name}.o_proj", heads * sizes.value, hidden)
+
+    def _delta(self, name: str) -> Iterator[_Linear]:
+        sizes, hidden = self._spec.linear, self._spec.hidden_size
+        assert sizes is not None
+        keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+        yield _Linear(f"{name}.in_proj_qkvz", hidden, 2 * keys + 2 * values)
+        yield _Linear(f"{name}.in_proj_ba", hidden, 2 * sizes.value_heads)
+        yield _Linear(f"{name}.out_proj", values, hidden)
+
+    def _expert_layers(self, experts: ExpertSpec) -> list[int]:
+        return [i for i in range(self._model.num_layers) if i not in experts.dense_layers]
+
+    def _expert(self, index: int) -> Iterator[_Linear]:
+        """Yields one expert of a layer."""
+        experts = self._spec.experts
+        assert experts is not None
+        name = f"model.layers.{index}.{experts.names.block}.experts.0"
+        names = experts.names
+        yield _Linear(f"{name}.{names.gate}", self._spec.hidden_size, experts.intermediate_size)
+        yield _Linear(f"{name}.{names.up}", self._spec.hidden_size, experts.intermediate_size)
+        yield _Linear(f"{name}.{names.down}", experts.intermediate_size, self._spec.hidden_size)
+
+    def _share(self, layer: _Linear) -> float:
+        return 1 / self._ranks if layer.is_shared else 1.0
+
+    def _flops(self, layer: _Linear) -> float:
+        return 2 * layer.inputs * layer.outputs * self._share(layer)
+
+    def _bytes(self, layer: _Linear) -> float:
+        quantization = self._model.quantization
+        scheme = None if quantization is None else quantization.scheme_of(layer.name)
+        each = _bytes_of(scheme, layer.inputs, DTYPE_BYTES[self._model.dtype])
+        return layer.inputs * layer.outputs * each * self._share(layer)
+
+    # What is kept of tokens -------------------------------------------------------------------
+
+    def _attention(self) -> Iterator[AttentionCost]:
+        layout = self._config.kv_layout
+        for group in layout.groups:
+            if group.is_state:
+                continue
+            prompts, decodes = self._pair_flops()
+            held = sum(
+                plane.heads_of_rank(0, self._ranks).count * plane.row_bytes
+                for plane in group.planes
+            )
+            count = len(group.layers)
+            yield AttentionCost(
+                window=group.window,
+                flops_of_prompts=prompts * count / self._ranks,
+                flops_of_decodes=decodes * count / self._ranks,
+                kv_bytes=held * count,
+            )
+
+    def _pair_flops(self) -> tuple[int, int]:
+        """Returns FLOPs of a pair in one layer, of all heads: scores, and the sum of values."""
+        heads, latent = self._model.num_heads, self._spec.latent
+        if latent is None:
+            flops = 4 * heads * self._model.head_dim
+            return flops, flops
+        expanded = latent.nope + latent.rope + latent.value
+        absorbed = 2 * latent.kv_rank + latent.rope
+        return 2 * heads * expanded, 2 * heads * absorbed
+
+    def _state_flops(self) -> float:
+        sizes = self._spec.linear
+        if sizes is None:
+            return 0.0
+        elements = sizes.value_heads * sizes.key_dim * sizes.value_dim
+        return _FLOPS_PER_STATE * elements * len(sizes.layers) / self._ranks
+
+    def _state_bytes(self) -> float:
+        sizes = self._spec.linear
+        if sizes is None:
+            return 0.0
+        planes = sizes.planes(self._model.dtype)
+        return sum(p.heads * p.row_bytes for p in planes) * len(sizes.layers) / self._ranks
+
+
+def _gated(name: str, hidden: int, width: int) -> Iterator[_Linear]:
+    yield _Linear(f"{name}.gate_proj", hidden, width)
+    yield _Linear(f"{name}.up_proj", hidden, width)
+    yield _Linear(f"{name}.down_proj", width, hidden)
+
+
+def _bytes_of(scheme: Scheme | None, inputs: int, plain: int) -> float:
+    """Returns the bytes of one weight, its part of scales included."""
+    match scheme:
+        case Fp8Scheme(block=(rows, columns)) if rows:
+            return 1 + 4 / (rows * columns)
+        case Fp8Scheme():
+            return 1.0
+        case Int4Scheme(group_size=group, symmetric=symmetric):
+            scale = 2 + (0 if symmetric else 0.5)
+            return 0.5 + scale / (inputs if group < 0 else group)
+        case Mxfp4Scheme():
+            return 0.5 + 1 / 32
+        case _:
+            return float(plain)
