@@ -144,7 +144,7 @@ class OpenAIServing:
         """Answers with the number of tokens that a request would have. Raises `HttpError`."""
         with body.named_fields():
             chat = body.to_chat()
-            check_served(self._model, context.model or chat.model)
+            check_served(self._model, context.model or body.model)
             tool_use = chat.tool_use()
             _, tokens = await self.prompts.of_chat(chat, tool_use, is_long=context.is_long)
         content = msgspec.json.encode({"input_tokens": len(tokens)})
