@@ -96,7 +96,7 @@ class Checkout:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     folder = tmp_path_factory.mktemp("release")
     made = Checkout(folder / "tree", folder / "programs", folder / "log")
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = ["git", "ls-files", "-z"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
         # Tests and results are half of the files, and nothing here looks at them.
