@@ -41,14 +41,23 @@ class Prometheus:
         assert answer["status"] == "success", (path, query, answer)
         return answer["data"]
 
+    async def wait_ready(self) -> None:
+        """Waits until it has read its storage, before which it answers nothing."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    async with self.http.get(f"{self.url}/-/ready") as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(0.05)
+
     async def wait_up(self, count: int) -> list[dict[str, Any]]:
         """Returns the targets, as soon as so many have been scraped without an error."""
         async with asyncio.timeout(TIMEOUT_S):
             while True:
-                with contextlib.suppress(aiohttp.ClientConnectionError):
-                    targets = (await self.get("targets", state="active"))["activeTargets"]
-                    if [target["health"] for target in targets] == ["up"] * count:
-                        return list(targets)
+                targets = (await self.get("targets", state="active"))["activeTargets"]
+                if [target["health"] for target in targets] == ["up"] * count:
+                    return list(targets)
                 await asyncio.sleep(0.1)
 
     async def judged_rules(self) -> list[dict[str, Any]]:
@@ -98,7 +107,9 @@ async def run_prometheus(
     )
     try:
         async with aiohttp.ClientSession() as http:
-            yield Prometheus(f"http://{address}", http)
+            prometheus = Prometheus(f"http://{address}", http)
+            await prometheus.wait_ready()
+            yield prometheus
     finally:
         process.kill()
         await process.wait()
