@@ -76,12 +76,12 @@ def _rates(old: NodeTotals, new: NodeTotals, seconds: float) -> Rates:
     computed = new.prompt_tokens_computed - old.prompt_tokens_computed
     cached = new.prompt_tokens_cached - old.prompt_tokens_cached
     prompts = computed + cached
-    # A decode node takes what it has cached into account once more, where a prefill node computed.
-    transferred = new.prompt_tokens_transferred - old.prompt_tokens_transferred
+    # A prefill node has counted prompts whose KV comes from there, with what is cached here of them.
+    is_pulling = new.prompt_tokens_transferred > old.prompt_tokens_transferred
     num_drafts = new.num_drafts - old.num_drafts
     before = old.num_accepted_per_pos + (0,) * len(new.num_accepted_per_pos)
     return Rates(
-        tokens_in=max(0, computed if transferred else prompts) / seconds,
+        tokens_in=max(0, computed if is_pulling else prompts) / seconds,
         tokens_out=max(0, new.generation_tokens - old.generation_tokens) / seconds,
         hit_share=cached / prompts if prompts > 0 else None,
         accepted=tuple(

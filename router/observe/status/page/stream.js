@@ -2,7 +2,7 @@
 
 const STALE_AFTER_MS = 4000;
 const CHECK_MS = 500;
-const MAX_PAUSE_MS = 8000;
+const MAX_PAUSE_MS = 5000;
 
 export class Stream {
   /**
