@@ -76,7 +76,7 @@ def _rates(old: NodeTotals, new: NodeTotals, seconds: float) -> Rates:
     computed = new.prompt_tokens_computed - old.prompt_tokens_computed
     cached = new.prompt_tokens_cached - old.prompt_tokens_cached
     prompts = computed + cached
-    # A prefill node has counted prompts whose KV comes from there, with what is cached here of them.
+    # A prefill node has counted prompts whose KV comes from there, cached part included.
     is_pulling = new.prompt_tokens_transferred > old.prompt_tokens_transferred
     num_drafts = new.num_drafts - old.num_drafts
     before = old.num_accepted_per_pos + (0,) * len(new.num_accepted_per_pos)
