@@ -98,6 +98,8 @@ class ProfileSession:
 
     def check(self) -> None:
         """Takes what ranks have answered, and ends a profile whose time is up."""
+        if self._state is _State.IDLE:
+            return
         for reply in self._executor.take_profile_replies():
             self._take(reply)
         if time.monotonic() >= self._deadline:

@@ -86,7 +86,7 @@ class StepProfiler:
                 with_stack=command.with_stack,
             )
             self._profile.start()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             self._profile = None
             logger.exception("a profile could not be started")
             self._reply(ProfileBegun(worker.rank, f"{type(error).__name__}: {error}"))
@@ -117,7 +117,7 @@ class StepProfiler:
             if self._worker.config.device.device == "cuda":
                 torch.cuda.synchronize()
             running.stop()
-        except RuntimeError as error:
+        except Exception as error:
             logger.exception("a profile could not be ended")
             self._ended(f"{type(error).__name__}: {error}", is_complete)
             return
@@ -135,7 +135,7 @@ class StepProfiler:
                 shutil.copyfileobj(source, target, 1 << 20)
             part.replace(self._path)
             error = ""
-        except (OSError, RuntimeError) as failure:
+        except Exception as failure:
             logger.exception("a profile could not be written")
             error = f"{type(failure).__name__}: {failure}"
         for left in (part, plain):

@@ -7,23 +7,28 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import zmq
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, InspectionConfig
 from engine.errors import EngineDeadError
 from engine.executor.factory import create_executor
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream
 from engine.messages import LoadProgress
+from engine.profiles import ProfileOptions
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty
+from tests.engine.core.trace_file import steps_of
 from tests.engine.executor.ray_hosts import OTHER, ROOT, RayHosts, ray_hosts
 from tests.processes import is_alive, is_gone
 
@@ -97,14 +102,19 @@ def test_no_cluster_at_the_address(address: str) -> None:
     cluster.close()
 
 
-async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle) -> None:
+async def test_prefill_over_two_hosts_equals_one(
+    hosts: RayHosts, oracle: Oracle, tmp_path: Path
+) -> None:
     """Two hosts serve requests that the group computes alone, and requests whose KV both hosts send
-    to a decode engine; then the group is shut down in peace, and the next one finds all places
-    free.
+    to a decode engine; a profile names both. Then the group is shut down in peace, and the next one
+    finds all places free.
     """
+    inspection = InspectionConfig(torch_profiler_dir=str(tmp_path))
     progress: list[LoadProgress] = []
     prefill, decode = await asyncio.gather(
-        AsyncLLM.start(ray_config(hosts, "kv_producer"), progress.append),
+        AsyncLLM.start(
+            replace(ray_config(hosts, "kv_producer"), inspection=inspection), progress.append
+        ),
         AsyncLLM.start(replace(tiny_config(), kv_transfer=transfer_config("kv_consumer"))),
     )
     try:
@@ -139,6 +149,11 @@ async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle
             assert result.ok and result.stats.num_bytes > 0
 
         await asyncio.gather(*(alone(seed) for seed in range(NUM_REQUESTS)))
+        await prefill.profiles.start(ProfileOptions())
+        await alone(NUM_REQUESTS)
+        here, there = (await prefill.profiles.stop()).traces
+        assert (here.host, there.host) == (socket.gethostname(), OTHER)
+        assert steps_of(here.path) == steps_of(there.path) != []
         await asyncio.gather(*(joined(seed) for seed in range(NUM_REQUESTS)))
         await until_empty(prefill)
         os.kill(prefill.ready.transfer_pids[1], signal.SIGKILL)
@@ -156,12 +171,16 @@ async def test_prefill_over_two_hosts_equals_one(hosts: RayHosts, oracle: Oracle
 
 @asynccontextmanager
 async def doomed_engine(hosts: RayHosts) -> AsyncIterator[AsyncLLM]:
-    llm = await AsyncLLM.start(ray_config(hosts))
-    try:
-        yield llm
-        assert llm.is_dead
-    finally:
-        await llm.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        inspection = InspectionConfig(crash_report_dir=folder)
+        llm = await AsyncLLM.start(replace(ray_config(hosts), inspection=inspection))
+        try:
+            yield llm
+            assert llm.is_dead
+        finally:
+            await llm.shutdown()
+        report = json.loads(Path(llm.crash_report).read_text(encoding="utf-8"))
+    assert report["reason"] == llm.dead_reason and report["steps"]
     await until_ended(llm, hosts)
 
 
