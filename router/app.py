@@ -46,6 +46,7 @@ from router.make_discovery import make_discovery
 from router.make_scaling import make_prefill_hold, make_scaling
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCatalog
+from router.models.models_metrics import ModelsCollector
 from router.models.per_model import PerModel
 from router.models.request_room import RequestRoom
 from router.models.rules_file import RulesFile
@@ -249,6 +250,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     metrics.registry.register(GateCollector(gates, lambda: models.table.models()))
     metrics.registry.register(ScalingCollector(scaling, lambda: models.table.models()))
     metrics.registry.register(models.rules)
+    metrics.registry.register(ModelsCollector(models))
     metrics.registry.register(CredentialsCollector(credentials))
     tracer = Tracer.open(settings, "tandem-router", socket.gethostname())
     metrics.registry.register(TracerCollector(tracer))

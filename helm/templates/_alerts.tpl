@@ -57,6 +57,18 @@
   for: 5m
   severity: warning
   summary: routers cannot find out which nodes there are
+{{- if include "tandem.modelRules" .root }}
+- alert: TandemModelWithoutNodes
+  expr: max by (model) (tandem_router_model_ready_nodes{ {{- .router -}} }) == 0
+  for: 2m
+  severity: critical
+  summary: {{ `'routers see no ready decode node of {{ $labels.model }}'` }}
+- alert: TandemModelRulesBroken
+  expr: max(tandem_router_model_rules_broken{ {{- .router -}} }) > 0
+  for: 5m
+  severity: warning
+  summary: routers cannot use the changed rules of models, and go on with the old ones
+{{- end }}
 - alert: TandemKvCacheFull
   expr: avg(vllm:kv_cache_usage_perc{ {{- .decode -}} }) > 0.9
   for: 15m

@@ -213,6 +213,10 @@ async def test_a_model_without_nodes_is_a_503_and_others_are_unaffected(cluster:
     assert error["code"] == "no_node_available"
     assert "'goes'" in error["message"]
     await router.text({"model": "stays", "prompt": "x"})
+    assert router.metric("tandem_router_model_ready_nodes", model="stays") == 1
+    registry = router.services.metrics.registry
+    gone = registry.get_sample_value("tandem_router_model_ready_nodes", {"model": "goes"})
+    assert gone == 0, "told, not left out"
     assert router.metric(
         "tandem_router_model_requests_total", model="goes", version="goes", status="503"
     )
