@@ -105,7 +105,7 @@ async def test_probes_and_scrapers_need_nothing(host):
     engine = FakePrefillEngine()
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, 60)
     server = ProbeServer(host, 0)
-    server.start(status, PrefillMetrics(engine.config).text)
+    server.start(status, PrefillMetrics(engine.config).registry)
 
     async def probes() -> tuple[int, int]:
         codes = []
