@@ -91,12 +91,19 @@ leaderworkerset.sigs.k8s.io/exclusive-topology: {{ . | quote }}
 
 {{/* What an autoscaler changes: root, component, of */}}
 {{- define "tandem.scaleTarget" -}}
-{{- if or (eq .component "router") (eq (int (.of.parallelism | default dict).hosts) 1) -}}
+{{- if include "tandem.isRole" . -}}
+apiVersion: disaggregatedset.x-k8s.io/v1
+kind: DisaggregatedSetRoleScaler
+{{- else if or (eq .component "router") (eq (int (.of.parallelism | default dict).hosts) 1) -}}
 apiVersion: apps/v1
 kind: Deployment
 {{- else -}}
 apiVersion: leaderworkerset.x-k8s.io/v1
 kind: LeaderWorkerSet
 {{- end }}
+{{- if include "tandem.isRole" . }}
+name: {{ printf "%s-%s" (include "tandem.setName" .) .component | quote }}
+{{- else }}
 name: {{ include "tandem.name" . | quote }}
+{{- end }}
 {{- end -}}

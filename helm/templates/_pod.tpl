@@ -55,7 +55,7 @@ topologySpreadConstraints:
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels: {{- include "tandem.selectorLabels" (dict "root" $.root "component" $.component) | nindent 8 }}
-    {{- if not $.part }}
+    {{- if not (or $.part (include "tandem.isRole" $)) }}
     # Each version of the pods spreads on its own: old ones that still drain do not count.
     matchLabelKeys: [pod-template-hash]
     {{- end }}

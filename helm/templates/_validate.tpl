@@ -33,6 +33,7 @@
 {{- $own_scope := dict "root" $model "tiers" $of "found" $own -}}
 {{- include "tandem.mistakes.model" $own_scope -}}
 {{- include "tandem.mistakes.preload" $own_scope -}}
+{{- include "tandem.mistakes.set" $own_scope -}}
 {{- include "tandem.mistakes.pool" $own_scope -}}
 {{- include "tandem.mistakes.hostPorts" $own_scope -}}
 {{- range $name, $tier := $of -}}
@@ -152,12 +153,24 @@
   no pod serves until the new ones have loaded. */}}
 {{- define "tandem.mistakes.replacement" -}}
 {{- $found := .found -}}
-{{- $other := ternary "LeaderWorkerSet" "Deployment" (eq (int .tier.parallelism.hosts) 1) -}}
-{{- $api := ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $other "LeaderWorkerSet") -}}
-{{- if and (not .tier.parallelism.allowReplacement) (or (eq $other "Deployment") (.root.Capabilities.APIVersions.Has $api)) -}}
-{{- $object := include "tandem.name" (dict "root" .root "component" .name) -}}
-{{- if lookup $api $other .root.Release.Namespace $object -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.parallelism.hosts: the tier is a %s now, which would be deleted before the new pods serve: install the new layout as a second release and move traffic, or accept the outage with %s.parallelism.allowReplacement" .name $other .name)) -}}
+{{- $scope := dict "root" .root "component" .name "of" .tier -}}
+{{- $name := include "tandem.name" $scope -}}
+{{- $kinds := list
+      (list "Deployment" "apps/v1" $name)
+      (list "LeaderWorkerSet" "leaderworkerset.x-k8s.io/v1" $name)
+      (list "DisaggregatedSet" "disaggregatedset.x-k8s.io/v1" (include "tandem.setName" $scope)) -}}
+{{- $own := ternary "Deployment" "LeaderWorkerSet" (eq (int .tier.parallelism.hosts) 1) -}}
+{{- if include "tandem.isRole" $scope -}}{{- $own = "DisaggregatedSet" -}}{{- end -}}
+{{- if not .tier.parallelism.allowReplacement -}}
+{{- range $one := $kinds -}}
+{{- $kind := index $one 0 -}}
+{{- $api := index $one 1 -}}
+{{- if and (ne $kind $own) (or (eq $kind "Deployment") ($.root.Capabilities.APIVersions.Has $api)) -}}
+{{- if lookup $api $kind $.root.Release.Namespace (index $one 2) -}}
+{{- $value := ternary "disaggregatedSet.enabled" (printf "%s.parallelism.hosts" $.name) (or (eq $own "DisaggregatedSet") (eq $kind "DisaggregatedSet")) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s: the tier is a %s now, which would be deleted before the new pods serve: install the new layout as a second release and move traffic, or accept the outage with %s.parallelism.allowReplacement" $value $kind $.name)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -84,6 +84,9 @@ monitoring.prometheusRule: monitoring.coreos.com/v1
 {{- if .Values.router.httpRoute.enabled }}
 router.httpRoute: gateway.networking.k8s.io/v1
 {{- end -}}
+{{- if .Values.disaggregatedSet.enabled }}
+disaggregatedSet: disaggregatedset.x-k8s.io/v1
+{{- end -}}
 {{- if eq .Values.scheduling.kind "kueue" }}
 scheduling.kind kueue: kueue.x-k8s.io/v1beta1
 {{- end -}}

@@ -39,6 +39,7 @@ API_VERSIONS = (
     "cert-manager.io/v1",
     "gateway.networking.k8s.io/v1",
     "inference.networking.k8s.io/v1",
+    "disaggregatedset.x-k8s.io/v1",
     "kueue.x-k8s.io/v1beta1",
     "scheduling.volcano.sh/v1beta1",
 )

@@ -31,13 +31,22 @@ def errors(manifest: Manifest, kube_version: str) -> Iterator[str]:
     for error in found:
         yield f"{name} {'.'.join(map(str, error.path))}: {error.message}"
     yield from (f"{name} {place}: is null" for place in _nulls(manifest))
-    if manifest["kind"] == "LeaderWorkerSet":
-        group = manifest["spec"]["leaderWorkerTemplate"]
+    for owner, group in _groups(manifest):
         for part in ("leaderTemplate", "workerTemplate"):
-            # What an object of Kubernetes that holds the same template would be told.
-            metadata = {"name": f"{manifest['metadata']['name']}-{part}"}
-            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": metadata}
-            yield from errors({**pod, "template": group[part]}, kube_version)
+            if part in group:
+                # What an object of Kubernetes that holds the same template would be told.
+                pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": owner}}
+                yield from errors({**pod, "template": group[part]}, kube_version)
+
+
+def _groups(manifest: Manifest) -> Iterator[tuple[str, Manifest]]:
+    """Yields the templates of groups, and whose they are."""
+    name = manifest["metadata"]["name"]
+    if manifest["kind"] == "LeaderWorkerSet":
+        yield name, manifest["spec"]["leaderWorkerTemplate"]
+    if manifest["kind"] == "DisaggregatedSet":
+        for role in manifest["spec"]["roles"]:
+            yield f"{name}-{role['name']}", role["spec"]["leaderWorkerTemplate"]
 
 
 def _nulls(node: Any, place: str = "") -> Iterator[str]:
@@ -237,11 +246,27 @@ _LEADER_WORKER_SET = _object(
     ),
 )
 
+_DISAGGREGATED_SET = _object(
+    "roles",
+    roles={
+        "type": "array",
+        "minItems": 2,
+        "maxItems": 10,
+        "items": _object(
+            "name spec",
+            name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
+            metadata=_object(labels=TEXTS, annotations=TEXTS),
+            scaling=_object("mode", mode={"enum": ["Static", "External"]}),
+            spec=_LEADER_WORKER_SET,
+        ),
+    },
+)
 _POD_GROUP = _object(
     "minMember", minMember=NUMBER, queue=TEXT, priorityClassName=TEXT, minTaskMember=NUMBER
 )
 
 CUSTOM = {
+    ("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"): _DISAGGREGATED_SET,
     ("scheduling.volcano.sh/v1beta1", "PodGroup"): _POD_GROUP,
     ("cert-manager.io/v1", "Certificate"): _CERTIFICATE,
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _LEADER_WORKER_SET,

@@ -47,15 +47,36 @@ def templates_of(manifest: Manifest) -> dict[str, Manifest]:
         return {"": manifest}
     if manifest["kind"] in ("Deployment", "Job"):
         return {"": manifest["spec"]["template"]}
+    if manifest["kind"] == "DisaggregatedSet":
+        return {
+            f"{role['metadata']['name']}-{part}": pod
+            for role in roles_of(manifest)
+            for part, pod in templates_of(role).items()
+        }
     if manifest["kind"] != "LeaderWorkerSet":
         return {}
     group = manifest["spec"]["leaderWorkerTemplate"]
+    if group["size"] == 1:
+        return {"": group["workerTemplate"]}
     found = {}
     for part, index in (("leader", "0"), ("worker", "1")):
         # The controller adds the label; Services and budgets rely on it.
         found[part] = deepcopy(group[f"{part}Template"])
         found[part]["metadata"]["labels"][_WORKER_INDEX] = index
     return found
+
+
+def roles_of(manifest: Manifest) -> list[Manifest]:
+    """Returns what the operator of a DisaggregatedSet makes of it."""
+    name = manifest["metadata"]["name"]
+    return [
+        {
+            "kind": "LeaderWorkerSet",
+            "metadata": {**role["metadata"], "name": f"{name}-{role['name']}"},
+            "spec": role["spec"],
+        }
+        for role in manifest["spec"]["roles"]
+    ]
 
 
 def pods(found: Rendered) -> dict[str, Manifest]:
@@ -74,12 +95,13 @@ def reproducible(found: Rendered) -> list[Manifest]:
 
 
 def workloads(found: Rendered) -> list[Manifest]:
-    return [manifest for kind in WORKLOADS for manifest in found.all(kind)]
+    roles = [role for one in found.all("DisaggregatedSet") for role in roles_of(one)]
+    return [*(manifest for kind in WORKLOADS for manifest in found.all(kind)), *roles]
 
 
 def workload(found: Rendered, component: str) -> Manifest:
     """Returns a component's workload; of a tier that several models have, the first one's."""
-    all_of_them = [one for kind in WORKLOADS for one in found.all(kind)]
+    all_of_them = workloads(found)
     labels = [one["metadata"]["labels"]["app.kubernetes.io/component"] for one in all_of_them]
     of_models = [label for label in labels if label.endswith(f"-{component}")]
     name = component if component in labels else of_models[0]

@@ -259,6 +259,21 @@ BETWEEN_VALUES += [
         }},
         "model.hub.offline forbids it",
     ),
+    (
+        {"disaggregatedSet": {"enabled": True}, "prefill": {"enabled": False}},
+        "a set has at least two roles",
+    ),
+    (
+        {"disaggregatedSet": {"enabled": True}, "prefill": {"replicas": 0}},
+        "groups of all roles or of none",
+    ),
+    (
+        {
+            "disaggregatedSet": {"enabled": True},
+            "scheduling": {"kind": "volcano", "minMember": 1},
+        },
+        "each group has a PodGroup of its operator",
+    ),
     ({"compileCache": {"type": "hostPath"}}, "set compileCache.hostPath.path"),
     (
         {"compileCache": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}}},

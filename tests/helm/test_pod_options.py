@@ -315,6 +315,54 @@ def test_groups_of_hosts_are_gangs_of_their_operator() -> None:
         assert pod["spec"]["schedulerName"] == "volcano"
 
 
+# Both tiers in one set ----------------------------------------------------------------------------
+
+
+def test_a_set_has_both_tiers_as_roles_and_nothing_besides_makes_their_pods() -> None:
+    found = rendered("disaggregated-set")
+    roles = {role["name"]: role for role in found.one("DisaggregatedSet")["spec"]["roles"]}
+    assert set(roles) == {"prefill", "decode"}
+    assert not found.all("LeaderWorkerSet")
+    assert [one["metadata"]["name"] for one in found.all("Deployment")] == ["tandem-router"]
+    assert roles["prefill"]["spec"]["replicas"] == 1
+    assert roles["prefill"]["spec"]["leaderWorkerTemplate"]["size"] == 2
+    single = roles["decode"]["spec"]["leaderWorkerTemplate"]
+    assert single["size"] == 1 and "leaderTemplate" not in single
+    assert "app.kubernetes.io/component=decode" in found.notes
+    assert settings_of("disaggregated-set")["prefill"]["distributed_executor_backend"] == "ray"
+
+
+def test_an_autoscaler_changes_the_scaler_that_the_operator_makes_of_a_role() -> None:
+    """It is called as the set and the role; the set itself names no number then."""
+    found = rendered("disaggregated-set")
+    the_set = found.one("DisaggregatedSet")
+    (role,) = [r for r in the_set["spec"]["roles"] if r.get("scaling") == {"mode": "External"}]
+    assert "replicas" not in role["spec"]
+    assert found.one("ScaledObject", "decode")["spec"]["scaleTargetRef"] == {
+        "apiVersion": "disaggregatedset.x-k8s.io/v1",
+        "kind": "DisaggregatedSetRoleScaler",
+        "name": f"{the_set['metadata']['name']}-{role['name']}",
+    }
+
+
+def test_a_set_has_a_name_that_what_is_made_of_it_fits_behind() -> None:
+    """-0-<revision>-prefill, and behind that a group, a worker and the hash of a StatefulSet."""
+    found = HelmSdk.shared().render(values_of("disaggregated-set"), release="r" * 53)
+    name = found.one("DisaggregatedSet")["metadata"]["name"]
+    assert len(f"{name}-0-{'0' * 8}-prefill-0-0123456789") <= 63
+    target = found.one("ScaledObject", "decode")["spec"]["scaleTargetRef"]["name"]
+    assert target == f"{name}-decode"
+    other = HelmSdk.shared().render(values_of("disaggregated-set"), release="r" * 52)
+    assert other.one("DisaggregatedSet")["metadata"]["name"] != name
+
+
+def test_pods_of_a_set_do_not_spread_by_a_label_that_they_lack() -> None:
+    for component in ("prefill", "decode"):
+        pod = serving_pod(rendered("disaggregated-set"), component)
+        (rule,) = pod["spec"]["topologySpreadConstraints"]
+        assert "matchLabelKeys" not in rule
+
+
 # Who reaches the nodes besides the router --------------------------------------------------------
 
 

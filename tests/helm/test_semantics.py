@@ -248,13 +248,16 @@ def test_budgets_protect_what_has_more_than_one_pod(name: str) -> None:
             (scaling,) = (s["spec"] for s in scaled)
             # Without a number Kubernetes takes one.
             least = scaling.get("minReplicas", scaling.get("minReplicaCount"))
-            assert deployment["spec"]["replicas"] >= least
+            in_a_set = found.all("DisaggregatedSet")
+            if in_a_set:
+                assert "replicas" not in deployment["spec"], "the role's scaler has the number"
+            else:
+                assert deployment["spec"]["replicas"] >= least
             target = scaling["scaleTargetRef"]
-            assert (target["kind"], target["name"]) == (
-                deployment["kind"],
-                deployment["metadata"]["name"],
-            )
-            assert target["apiVersion"] == deployment["apiVersion"]
+            kind = "DisaggregatedSetRoleScaler" if in_a_set else deployment["kind"]
+            api = "disaggregatedset.x-k8s.io/v1" if in_a_set else deployment["apiVersion"]
+            assert (target["kind"], target["name"]) == (kind, deployment["metadata"]["name"])
+            assert target["apiVersion"] == api
             assert component(deployment) in protected
 
 

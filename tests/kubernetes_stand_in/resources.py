@@ -104,6 +104,10 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "gateway.networking.k8s.io/v1": ("HTTPRoute/httproutes:status",),
     "inference.networking.k8s.io/v1": ("InferencePool/inferencepools:status",),
     "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet/leaderworkersets:status,scale",),
+    "disaggregatedset.x-k8s.io/v1": (
+        "DisaggregatedSet/disaggregatedsets:status",
+        "DisaggregatedSetRoleScaler/disaggregatedsetrolescalers:status,scale",
+    ),
     "scheduling.volcano.sh/v1beta1": ("PodGroup/podgroups:status",),
     "resource.k8s.io/v1": ("ResourceClaimTemplate/resourceclaimtemplates",),
     "ray.io/v1": ("RayCluster/rayclusters:status",),

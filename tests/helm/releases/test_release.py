@@ -179,6 +179,8 @@ async def test_hosts_of_a_tier_change_only_when_that_is_wanted(
     assert cluster.get("LeaderWorkerSet", "tandem-decode")["spec"]["replicas"] == 1
     with pytest.raises(HelmError, match="the tier is a LeaderWorkerSet now"):
         await release.upgrade(changed(model=model), wait_s=0)
+    with pytest.raises(HelmError, match="disaggregatedSet.enabled: the tier is a Deployment now"):
+        await release.upgrade(changed(model=model, disaggregatedSet={"enabled": True}))
 
 
 async def test_an_upgrade_after_kubectl_scale(cluster: Cluster, release: Release) -> None:
