@@ -297,6 +297,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
     prompt_tokens_transferred: int = 0
+    prompt_tokens_loaded: int = 0
+    """Counts tokens from host memory, which are among the cached ones too."""
     generation_tokens: int = 0
     num_steps: int = 0
     step_tokens: TokensPerStep = msgspec.field(default_factory=TokensPerStep)

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kv_transfer.host_tier import HostTier
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, KVPeer, KVTransferParams
 
@@ -89,6 +90,8 @@ class ChunkLike(Protocol):
 class KVConnectorScheduler(ABC):
     """The half beside the scheduler. All methods return at once."""
 
+    host_tier: HostTier | None = None
+    """Blocks in host memory; None: there is no such tier."""
     check_interval_s: float = 1.0
     """How often `check_alive` wants to be called though nothing has happened."""
 

@@ -37,6 +37,7 @@ class KVTransferConfig:
         chunk_bytes: Payload of one wire chunk, about.
         staging_bytes: Host memory for KV on its way, of each rank. Its transfer processes have
             equal parts, as they have equal parts of every prompt.
+        host_tier_bytes: Host memory of each rank for KV blocks that left the cache. 0: none.
         lease_s: Staged KV is dropped when nobody pulls it for this long.
         stall_timeout_s: A pull that makes no progress for this long fails.
         frozen_after_s: A transfer process that gives no sign of life for this long is killed and
@@ -63,6 +64,7 @@ class KVTransferConfig:
     num_streams: int = 4
     chunk_bytes: int = 2 << 20
     staging_bytes: int = 512 << 20
+    host_tier_bytes: int = 0
     lease_s: float = 30.0
     stall_timeout_s: float = 5.0
     frozen_after_s: float = 3.0
@@ -82,6 +84,10 @@ class KVTransferConfig:
                 "NIXL moves KV in the clear and asks nobody for a certificate: leave nixl out of "
                 "--kv-transports, or TLS away where the network between the nodes is closed"
             )
+
+    def num_host_slots(self, block_bytes: int) -> int:
+        """Returns the blocks of so many bytes that the host tier of a rank holds."""
+        return self.host_tier_bytes // block_bytes
 
     @property
     def process_staging_bytes(self) -> int:

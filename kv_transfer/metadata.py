@@ -121,7 +121,27 @@ class ReleaseMeta(msgspec.Struct, frozen=True, tag="release", array_like=True):
     complete: bool
 
 
-TransferCommand = SendMeta | ExportMeta | RecvMeta | ComputedMeta | AbortMeta | ReleaseMeta
+class StoreMeta(msgspec.Struct, frozen=True, tag="store", array_like=True):
+    """Either side: copy `blocks[i]` to slot `slots[i]` of the host tier. Answered by a
+    HostTierEvent."""
+
+    job: int
+    blocks: list[int]
+    slots: list[int]
+
+
+class LoadMeta(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """Either side: copy slot `slots[i]` of the host tier to `blocks[i]`. Answered by a
+    HostTierEvent."""
+
+    job: int
+    blocks: list[int]
+    slots: list[int]
+
+
+TransferCommand = (
+    SendMeta | ExportMeta | RecvMeta | ComputedMeta | AbortMeta | ReleaseMeta | StoreMeta | LoadMeta
+)
 
 
 class StepProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -235,7 +255,21 @@ class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
     plaintext_connections: int = 0
 
 
-ProcessMessage = TransferEvent | ProcessReport
+class HostTierEvent(msgspec.Struct, frozen=True, tag="host_tier", array_like=True):
+    """A transfer process has done its share of a job; nothing of it is on its way any more.
+
+    Attributes:
+        process: As in `TransferEvent`.
+        damaged: Slots whose checksums are wrong: what was loaded from them is not to be used.
+    """
+
+    job: int
+    process: int
+    damaged: list[int] = []
+
+
+ProcessEvent = TransferEvent | HostTierEvent
+ProcessMessage = ProcessEvent | ProcessReport
 
 
 class KVConnectorMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -258,6 +292,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     aborted: no writer is left.
     released: producer's staged memory is free everywhere.
     stats: for each finished transfer, summed bytes and streams, earliest and latest byte.
+    host_jobs: of the host tier, by job that is done everywhere: whether all of it is right.
     """
 
     finished_sending: list[str] = []
@@ -267,3 +302,4 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     aborted: list[str] = []
     released: list[str] = []
     stats: dict[str, TransferStats] = {}
+    host_jobs: dict[int, bool] = {}

@@ -104,6 +104,7 @@ KV_TRANSFER_ORDER = [
         "base",
         "config",
         "errors",
+        "host_tier",
         "layer_times",
         "layout",
         "metadata",

@@ -12,7 +12,7 @@ but never the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.kv_cache.block import FreeKVCacheBlockQueue, KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
@@ -74,6 +74,8 @@ class BlockPool:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeKVCacheBlockQueue(self.blocks)
         self._cached = BlockHashToBlockMap()
+        self.on_cached: Callable[[KVCacheBlock], None] | None = None
+        """Hears of each block that can be found from now on."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -122,6 +124,8 @@ class BlockPool:
             if block.block_hash is None:
                 block.block_hash = block_hash
                 self._cached.insert(block_hash, block)
+                if self.on_cached is not None:
+                    self.on_cached(block)
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Removes a user from each block, in the order in which they should be taken again.

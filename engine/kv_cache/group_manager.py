@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from engine.kv_cache.block import KVCacheBlock
-from engine.kv_cache.block_hash import extend_block_hashes
+from engine.kv_cache.block_hash import BlockHash, extend_block_hashes
 from engine.kv_cache.block_pool import BlockPool
 from engine.request import Request
 from kv_transfer.layout import KVGroup
@@ -83,6 +83,11 @@ class GroupManager:
                 break
             found.append(block)
         return found, len(found) * self.block_size
+
+    def names(self, request: Request, num_tokens: int) -> list[BlockHash]:
+        """Returns the names of the full blocks among the first `num_tokens` tokens."""
+        hashes = extend_block_hashes(request, self.block_size)[: num_tokens // self.block_size]
+        return [block_hash + self._tag for block_hash in hashes]
 
     def num_at_hand(self, found: list[KVCacheBlock]) -> int:
         """Returns how many blocks fewer a request takes from the free ones with what was found. A

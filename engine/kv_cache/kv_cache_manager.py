@@ -25,6 +25,7 @@ from copy import deepcopy
 from typing import TypeAlias
 
 from engine.kv_cache.block import KVCacheBlock
+from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.capacity import num_blocks_for
 from engine.kv_cache.group_manager import (
@@ -125,6 +126,11 @@ class KVCacheManager:
             num_tokens = length
             index = (index + 1) % num_groups
         return [table for table in found if table is not None], num_tokens
+
+    def block_names(self, request: Request, max_tokens: int) -> list[BlockHash]:
+        """Returns the names of the request's full blocks among its first `max_tokens` tokens; only
+        where there is one group, of which every token sees all."""
+        return self._groups[0].names(request, max_tokens)
 
     def without_unseen(self, computed: BlockTables, num_tokens: int) -> BlockTables:
         """Returns the tables of a request whose first `num_tokens` tokens come from elsewhere:

@@ -170,7 +170,8 @@ class EngineCollector(Collector):
         )
         for source, value in (
             ("local_compute", stats.prompt_tokens_computed),
-            ("local_cache_hit", stats.prompt_tokens_cached),
+            ("local_cache_hit", stats.prompt_tokens_cached - stats.prompt_tokens_loaded),
+            ("host_memory", stats.prompt_tokens_loaded),
             ("external_kv_transfer", stats.prompt_tokens_transferred),
         ):
             tokens.add_metric((*self._labels, source), value)

@@ -271,6 +271,7 @@ class EngineSettings(
             kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
             inspection=self.inspection_config(),
         )
+        self.check_host_tier(config)
         return self.with_drafts(config)
 
     def _named_as_in(self, config: type[Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from edge.security.config import SecurityConfig
 from edge.security.settings import SecuritySettings
+from engine.config import EngineConfig
 from engine.node.command_line import SettingsError
 from host.named_addresses import NETWORK_STATUS_FILE, NamedAddresses, NoSuchAddress, is_named
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
@@ -89,6 +90,13 @@ class TransferSettings(SecuritySettings):
         "transfer processes; pinned if KV is on a GPU. Each process needs at least 8 times "
         "--kv-chunk-bytes.",
     )
+    kv_host_memory_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Host memory of each worker for KV blocks that the cache had to forget; a "
+        "prompt that needs them copies them back instead of computing them. Pinned if KV is on a "
+        "GPU. 0: none.",
+    )
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="Seconds after which KV that nobody fetched is dropped."
     )
@@ -126,11 +134,34 @@ class TransferSettings(SecuritySettings):
             num_streams=self.kv_streams or choose_num_streams(processes),
             chunk_bytes=self.kv_chunk_bytes,
             staging_bytes=self._checked_staging_bytes(processes),
+            host_tier_bytes=self.kv_host_memory_bytes,
             lease_s=self.kv_lease_s,
             stall_timeout_s=self.kv_stall_timeout_s,
             frozen_after_s=frozen_after_s,
             pull_transport=self.kv_pull_transport,
         )
+
+    def check_host_tier(self, config: EngineConfig) -> None:
+        """Checks that KV of this model can go to host memory and be found there again. Raises
+        `SettingsError`."""
+        size, layout = self.kv_host_memory_bytes, config.kv_layout
+        if not size or config.kv_transfer is None:
+            return
+        if not config.cache.enable_prefix_caching:
+            raise SettingsError(
+                "--kv-host-memory-bytes keeps blocks that the prefix cache knows: leave "
+                "--no-enable-prefix-caching away"
+            )
+        if len(layout.groups) > 1 or layout.groups[0].window is not None:
+            raise SettingsError(
+                "--kv-host-memory-bytes needs a model in which every token sees all before it; "
+                "this one has windows or states"
+            )
+        if size < layout.block_bytes:
+            raise SettingsError(
+                f"--kv-host-memory-bytes {size} is less than one block of KV, which takes "
+                f"{layout.block_bytes} bytes"
+            )
 
     def _looked_up(self, wanted: tuple[str, ...], host: str) -> tuple[str, ...]:
         family = 6 if ":" in host else 4

@@ -4,6 +4,7 @@ blocks.
     ready      KV and first token came from a peer: blocks are there, only a row is missing
     choices    of a prompt that is computed: a row and a block or two are missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
+               a prefix in host memory: likewise, and it is ready when that is loaded
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
 Blocks for the whole prompt are taken at once, so only decoding rows ever ask for more. That keeps
@@ -23,6 +24,7 @@ from engine.request import Request
 from engine.sched.counters import SchedulerCounters
 from engine.sched.exports import is_exported
 from engine.sched.forks import Forks
+from engine.sched.host_kv import HostKV
 from engine.sched.pull import Pull
 from engine.sched.pulls import Pulls
 from engine.sched.request_limits import RequestLimits
@@ -47,6 +49,7 @@ class Admission:
         waiting: RequestQueue,
         running: RunningRows,
         pulls: Pulls,
+        host: HostKV,
         forks: Forks,
         counters: SchedulerCounters,
     ) -> None:
@@ -56,6 +59,7 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._pulls = pulls
+        self._host = host
         self._forks = forks
         self._counters = counters
         self._blocked_at: tuple[str, int, int] | None = None
@@ -63,7 +67,7 @@ class Admission:
 
     def admit(self, budget: int) -> None:
         """Admits requests; up to `budget` of their tokens are computed."""
-        left = self._admit_choices(self._admit_ready(budget))
+        left = self._admit_choices(self._admit_loaded(self._admit_ready(budget)))
         if left is not None:
             self._admit_waiting(left)
 
@@ -75,6 +79,21 @@ class Admission:
             # Certain only now: every rank has its share, and it will be used as it is.
             self._kv_cache.confirm(request, request.num_computed_tokens)
             budget -= self._running.add_chunk(row, min(budget, self._limits.max_chunk))
+        return budget
+
+    def _admit_loaded(self, budget: int) -> int:
+        """Returns what is left of the budget."""
+        host = self._host
+        while host.ready and budget > 0 and self._running.table.num_free > 0:
+            request = host.ready.peek()
+            left = request.num_tokens - request.num_computed_tokens
+            count = min(left, self._limits.max_chunk)
+            if count > budget and self._must_stay_whole(count):
+                return budget
+            host.take_ready()
+            row = self._enter(request)
+            self._kv_cache.confirm(request, request.num_computed_tokens)
+            budget -= self._running.add_chunk(row, min(count, budget))
         return budget
 
     def _admit_choices(self, budget: int) -> int | None:
@@ -104,6 +123,8 @@ class Admission:
                 if not self._admit_pull(pull):
                     return
                 continue
+            if self._host.is_on and self._admit_load(request):
+                continue
             computed = self._admit_local(request, budget)
             if computed == 0:
                 return
@@ -131,6 +152,23 @@ class Admission:
         if self._config.enable_chunked_prefill:
             row.keep_at = self._kv_cache.place_to_keep(request)
         return self._running.add_chunk(row, min(count, budget))
+
+    def _admit_load(self, request: Request) -> bool:
+        """Returns whether the request left the queue, to come back with KV from host memory."""
+        if self._host.num_with_blocks >= self._config.max_num_seqs:
+            return False
+        cached, num_cached = self._cached_prefix(request)
+        num_loadable = self._host.num_loadable(request, num_cached)
+        # A first token may come from a peer meanwhile.
+        need = min(request.num_tokens + 1, self._limits.max_len(request) - 1)
+        need = max(need, request.num_tokens)
+        if not num_loadable or not self._kv_cache.can_allocate(need, cached, self._headroom()):
+            return False
+        self._waiting.pop()
+        self._kv_cache.allocate_slots(request, need, cached)
+        self._note_first_scheduling(request, num_cached + num_loadable)
+        self._host.start(request, num_cached, num_loadable)
+        return True
 
     def _cached_prefix(self, request: Request) -> tuple[BlockTables, int]:
         """Returns what the request finds in the cache; nothing, if it has room only without: kept

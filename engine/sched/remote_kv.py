@@ -1,4 +1,5 @@
-"""The scheduler's side of the connector: KV that comes in (`Pulls`) and goes out (`Exports`).
+"""The scheduler's side of the connector: KV that comes in (`Pulls`) and goes out (`Exports`), and
+KV that waits in host memory (`HostKV`).
 
 A transfer ends with one report of the connector: finished_recving or finished_sending, failed or
 aborted. Only then are blocks free that their request left behind (`HeldBlocks`).
@@ -12,6 +13,7 @@ from engine.messages import KVTransferResult
 from engine.request import Request
 from engine.sched.exports import Exports, is_exported
 from engine.sched.held_blocks import HeldBlocks
+from engine.sched.host_kv import HostKV
 from engine.sched.pulls import Pulls
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
@@ -38,6 +40,7 @@ class RemoteKV:
         self.held = HeldBlocks(fence)
         self.exports = Exports(self._connector, fence, self.held)
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy)
+        self.host = HostKV(connector.host_tier, kv_cache, fence, waiting, policy)
 
     def refusal(self, request: Request) -> str:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""
@@ -53,6 +56,7 @@ class RemoteKV:
 
     def request_ended(self, request: Request, *, is_abort: bool) -> None:
         """Takes the request's blocks: free now, or when no transfer touches them."""
+        self.host.request_ended(request)
         pull = self.pulls.get(request)
         if pull is not None:
             self.pulls.request_ended(pull)
@@ -63,12 +67,18 @@ class RemoteKV:
         else:
             self._fence.release(blocks)
 
+    def begin_step(self) -> None:
+        """Looks after what goes on beside steps."""
+        self.pulls.check_stopping()
+        self.host.store_offered()
+
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
         """Takes the chunks of exports."""
         return self._connector.build_connector_meta(step_id, chunks)
 
     def update(self, output: KVConnectorOutput) -> list[KVTransferResult]:
         """Results in the order: arrived, failed, released."""
+        self.host.jobs_done(output.host_jobs)
         results: list[KVTransferResult | None] = []
         for transfer_id in (
             *output.finished_sending, *output.finished_recving, *output.failed, *output.aborted,
@@ -95,7 +105,8 @@ class RemoteKV:
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        return self.pulls.leftovers() + self.exports.leftovers() + self.held.leftovers()
+        parts = self.pulls, self.exports, self.held, self.host
+        return [left for part in parts for left in part.leftovers()]
 
 
 def _stats(output: KVConnectorOutput, transfer_id: str) -> TransferStats:

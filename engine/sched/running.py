@@ -28,6 +28,7 @@ from engine.request import Request, RequestStatus
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
 from engine.sched.forks import Forks
+from engine.sched.host_kv import HostKV
 from engine.sched.in_flight import InFlightStep
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.sched.pulls import Pulls
@@ -50,6 +51,7 @@ class RunningRows:
         fence: StepFence,
         waiting: RequestQueue,
         pulls: Pulls,
+        host: HostKV,
         forks: Forks,
         counters: SchedulerCounters,
         ahead: int = 0,
@@ -58,6 +60,7 @@ class RunningRows:
         self._fence = fence
         self._waiting = waiting
         self._pulls = pulls
+        self._host = host
         self._forks = forks
         self._counters = counters
         self.table = RowTable(num_rows)
@@ -194,7 +197,7 @@ class RunningRows:
             if row.phase is not RowPhase.DRAINING and not row.is_exported
         ]
         if not able or able == [wanted_by]:
-            return self._pulls.reclaim() or self._forks.reclaim()
+            return self._pulls.reclaim() or self._host.reclaim() or self._forks.reclaim()
         self.preempt(max(able, key=_key))
         return True
 

@@ -82,6 +82,7 @@ class Scheduler:
             self._fence,
             self._waiting,
             self._remote.pulls,
+            self._remote.host,
             self._forks,
             self._counters,
             config.num_ahead,
@@ -93,6 +94,7 @@ class Scheduler:
             self._waiting,
             self._running,
             self._remote.pulls,
+            self._remote.host,
             self._forks,
             self._counters,
         )
@@ -207,7 +209,10 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached KV. False: requests or transfers hold blocks; nothing changed."""
-        return self._kv_cache.reset_prefix_cache()
+        if not self._kv_cache.reset_prefix_cache():
+            return False
+        self._remote.host.forget_all()
+        return True
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -218,7 +223,7 @@ class Scheduler:
         """Returns the next step; None when there is nothing that could run now. Pulls of KV may
         have been started all the same."""
         running = self._running
-        self._remote.pulls.check_stopping()
+        self._remote.begin_step()
         step_id = running.step_id + 1
         has_blocks = running.grow_decodes(step_id)
         budget = self._max_num_batched_tokens - running.calendar.num_tokens

@@ -56,13 +56,14 @@ class SchedulerView:
         return SchedulerStats(
             num_running=table.num_live,
             num_waiting=len(self._waiting) + len(self._forks.ready),
-            num_waiting_for_remote_kvs=remote.pulls.num_started,
+            num_waiting_for_remote_kvs=remote.pulls.num_started + remote.host.num_loading,
             num_waiting_tokens=self._waiting.num_tokens + self._running.num_prompt_tokens_left,
             num_free_blocks=self._kv_cache.num_free_blocks,
             num_total_blocks=self._kv_cache.num_blocks,
             num_free_rows=table.num_free,
             num_delayed_frees=len(remote.held),
             prompt_tokens_cached=counters.prefix_cache_hits,
+            prompt_tokens_loaded=remote.host.num_loaded_tokens,
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
             kv_transfer=remote.counters,
@@ -80,6 +81,7 @@ class SchedulerView:
         for name, count in (
             ("queued requests", len(self._waiting)),
             ("requests ready for a row", len(self._remote.pulls.ready)),
+            ("loaded requests ready for a row", len(self._remote.host.ready)),
             ("choices ready for a row", len(self._forks.ready)),
             ("rows in the decode set", self._running.calendar.size),
             ("fenced blocks", self._fence.num_blocks),

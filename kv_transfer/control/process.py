@@ -36,16 +36,20 @@ from kv_transfer.control.control_channel import connect_events, listen_for_comma
 from kv_transfer.control.own_host import own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.memory.cache_view import KVCacheView
+from kv_transfer.memory.host_pool import HostPool
 from kv_transfer.metadata import (
     AbortMeta,
     ComputedMeta,
     ExportMeta,
     KVPeer,
+    LoadMeta,
+    ProcessEvent,
     ProcessReport,
     RecvMeta,
     ReleaseMeta,
     SendMeta,
     StepProgress,
+    StoreMeta,
     TransferCommand,
     TransferEvent,
 )
@@ -109,6 +113,7 @@ class TransferProcess:
         self._readers: list[MessageReader[Any]] = []
         self._sender: KVSender | None = None
         self._receiver: KVReceiver | None = None
+        self._host_pool: HostPool | None = None
 
     async def run(self) -> None:
         """Runs until SIGTERM. Raises what went wrong; then the scheduler half starts another."""
@@ -134,6 +139,8 @@ class TransferProcess:
                 await self._sender.close()
             if self._receiver is not None:
                 await self._receiver.close()
+            if self._host_pool is not None:
+                await self._host_pool.close()
 
     @property
     def _is_producer(self) -> bool:
@@ -162,6 +169,10 @@ class TransferProcess:
     async def _start(self) -> PullServer | None:
         config = self._config
         server = None
+        num_slots = config.transfer.num_host_slots(config.layout.block_bytes)
+        if num_slots:
+            share = config.index, config.transfer.num_processes
+            self._host_pool = HostPool(self._cache, num_slots, share, config.process, self._emit)
         if self._is_producer:
             self._sender = KVSender(
                 config.transfer,
@@ -220,10 +231,21 @@ class TransferProcess:
         return server
 
     def _obey(self, command: TransferCommand) -> None:
-        if self._sender is not None:
+        if isinstance(command, StoreMeta | LoadMeta):
+            self._obey_host_tier(command)
+        elif self._sender is not None:
             self._obey_as_producer(self._sender, command)
         elif self._receiver is not None:
             self._obey_as_consumer(self._receiver, command)
+
+    def _obey_host_tier(self, command: StoreMeta | LoadMeta) -> None:
+        pool = self._host_pool
+        if pool is None:
+            raise ValueError("there is no host tier here")
+        if isinstance(command, StoreMeta):
+            pool.store(command)
+        else:
+            pool.load(command)
 
     @staticmethod
     def _obey_as_producer(sender: KVSender, command: TransferCommand) -> None:
@@ -247,8 +269,8 @@ class TransferProcess:
             case AbortMeta():
                 receiver.abort(command)
 
-    def _emit(self, event: TransferEvent) -> None:
-        if self._config.link is not None:
+    def _emit(self, event: ProcessEvent) -> None:
+        if self._config.link is not None and isinstance(event, TransferEvent):
             event = msgspec.structs.replace(event, sent_at=time.monotonic())
         self._events.send(self._encoder.encode(event))
 

@@ -21,6 +21,7 @@ from kv_transfer.base import ChunkLike, KVCacheHandle, KVConnectorScheduler, Req
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.node_transfer import NodeTransfer, Outcome
 from kv_transfer.control.transfer_processes import TransferProcesses
+from kv_transfer.host_tier import HostTier
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import (
     AbortMeta,
@@ -68,6 +69,9 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._epoch = epoch
         self._layout = layout
         self._processes = TransferProcesses(config, engine_id, epoch, layout, handles, hosts, signs)
+        num_slots = config.num_host_slots(layout.block_bytes)
+        if num_slots:
+            self.host_tier = HostTier(num_slots, len(self._processes), self._processes.send)
         self._transfers: TransferTable[NodeTransfer] = TransferTable()
         self._output = KVConnectorOutput()
         self._has_output = False
@@ -135,13 +139,23 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     def get_finished(self) -> KVConnectorOutput | None:
         for event in self._processes.receive():
-            self._apply(event)
+            if isinstance(event, TransferEvent):
+                self._apply(event)
+            elif self.host_tier is not None:
+                self.host_tier.apply(event)
         self.check_alive()
+        self._take_host_jobs()
         if not self._has_output:
             return None
         output, self._output = self._output, KVConnectorOutput()
         self._has_output = False
         return output
+
+    def _take_host_jobs(self) -> None:
+        finished = self.host_tier.take_finished() if self.host_tier is not None else {}
+        if finished:
+            self._output.host_jobs.update(finished)
+            self._has_output = True
 
     def fileno(self) -> int:
         return self._processes.fileno()
@@ -149,9 +163,11 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
     @property
     def counters(self) -> dict[str, float]:
         total, reclaimed = self._processes.total, self._processes.reclaimed
+        tier = self.host_tier
         return {
             **self._totals,
-            "live_transfers": float(len(self._transfers)),
+            **(tier.counters if tier is not None else {}),
+            "live_transfers": float(len(self._transfers) + (tier.num_jobs if tier else 0)),
             "staged_bytes": total("staged_bytes"),
             "leases": total("leases"),
             "process_transfers": total("num_transfers"),
@@ -168,6 +184,8 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     def check_alive(self) -> None:
         for process, how in self._processes.reap().items():
+            if self.host_tier is not None:
+                self.host_tier.process_is_gone(process)
             for transfer in self._transfers:
                 self._process_is_gone(transfer, process, how)
 

@@ -42,7 +42,14 @@ from kv_transfer.control.control_channel import CommandSender
 from kv_transfer.control.process_config import TransferProcessConfig, local_events_address
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
-from kv_transfer.metadata import ProcessMessage, ProcessReport, TransferCommand, TransferEvent
+from kv_transfer.metadata import (
+    HostTierEvent,
+    ProcessEvent,
+    ProcessMessage,
+    ProcessReport,
+    TransferCommand,
+    TransferEvent,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +262,7 @@ class TransferProcesses:
         self._poller.register(self._events.fileno(), select.EPOLLIN)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wakeup, select.EPOLLIN)
-        self._early: list[TransferEvent] = []
+        self._early: list[ProcessEvent] = []
         try:
             for process in self._processes:
                 self._poller.register(process.start().sentinel, select.EPOLLIN)
@@ -311,7 +318,7 @@ class TransferProcesses:
         """Returns False when the process is down: nobody will answer."""
         return self._processes[process].send(self._encoder.encode(command))
 
-    def receive(self) -> list[TransferEvent]:
+    def receive(self) -> list[ProcessEvent]:
         """Returns what arrived since the last call, in order."""
         events, self._early = self._early, []
         with suppress(BlockingIOError):
@@ -321,6 +328,8 @@ class TransferProcesses:
                 self._messages.drop(0)
             elif isinstance(message, TransferEvent):
                 events.append(_on_our_clock(message))
+            elif isinstance(message, HostTierEvent):
+                events.append(message)
             else:
                 self._accept(message)
         return events

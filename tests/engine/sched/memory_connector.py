@@ -21,6 +21,7 @@ from kv_transfer.metadata import (
     TransferStats,
 )
 from tests.engine.sched.fake_worker import PagedMemory, kv_of
+from tests.engine.sched.memory_host_tier import MemoryHostTier
 
 _GARBAGE = (-7, -7)
 
@@ -61,8 +62,12 @@ class ExportJob:
 class MemoryConnector(KVConnectorScheduler):
     """Both roles. `prompts[request_id]` must be known before the request is added."""
 
-    def __init__(self, memory: PagedMemory, rng: random.Random) -> None:
+    def __init__(
+        self, memory: PagedMemory, rng: random.Random, host: MemoryHostTier | None = None
+    ) -> None:
         self.memory = memory
+        self.host = host
+        self.host_tier = host.tier if host is not None else None
         self.prompts: dict[str, list[int]] = {}
         self.pulls: dict[str, PullJob] = {}
         self.exports: dict[str, ExportJob] = {}
@@ -138,6 +143,8 @@ class MemoryConnector(KVConnectorScheduler):
 
     def get_finished(self) -> KVConnectorOutput | None:
         events, self._events = self._events, KVConnectorOutput()
+        if self.host_tier is not None:
+            events.host_jobs = self.host_tier.take_finished()
         return events
 
     def request_finished(self, request: RequestLike) -> bool:

@@ -28,6 +28,7 @@ from tests.engine.sched.fake_worker import (
     prompt_ranks,
 )
 from tests.engine.sched.memory_connector import MemoryConnector
+from tests.engine.sched.memory_host_tier import MemoryHostTier
 
 
 @dataclass(slots=True)
@@ -53,7 +54,13 @@ class StepMachine:
     """
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, *, depth: int = 1, seed: int = 0
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        *,
+        depth: int = 1,
+        seed: int = 0,
+        num_host_slots: int = 0,
     ) -> None:
         self.config = config
         self.depth = depth
@@ -62,7 +69,11 @@ class StepMachine:
         self.memory = PagedMemory(num_blocks, config.kv_layout.groups)
         query_len = config.decode_query_len
         self.worker = FakeWorker(self.memory, query_len, lying_drafter(random.Random(seed)))
-        self.connector = MemoryConnector(self.memory, self.rng)
+        host_rng = random.Random(seed)
+        self.host = (
+            MemoryHostTier(self.memory, num_host_slots, host_rng) if num_host_slots else None
+        )
+        self.connector = MemoryConnector(self.memory, self.rng, self.host)
         self.scheduler = Scheduler(config, num_blocks, self.connector)
         self.clients: dict[str, Client] = {}
         self.ended: list[str] = []
@@ -166,11 +177,16 @@ class StepMachine:
             self.step()
             for transfer_id in self.connector.transfer_ids():
                 self.connector.advance(transfer_id)
+            if self.host is not None:
+                self.host.advance()
             self.poll_connector()
         self.settle()
         for transfer_id in self.connector.transfer_ids():
             self.connector.finish(transfer_id)
         self.poll_connector()
+        while self.host is not None and self.scheduler._remote.host.leftovers():
+            self.host.finish()
+            self.poll_connector()
 
     # Checks -----------------------------------------------------------------------------------
 
@@ -224,6 +240,7 @@ class StepMachine:
             users.update(block.block_id for block in held)
         users.update(block.block_id for block in scheduler._fence.waiting_blocks())
         users.update(block.block_id for block in scheduler._remote.held.blocks())
+        users.update(block.block_id for block in scheduler._remote.host.blocks())
         free = set(pool.free_queue.block_ids())
         assert len(free) == pool.num_free_blocks
         assert len(free) + len(users) == self.num_blocks

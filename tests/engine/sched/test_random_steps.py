@@ -140,6 +140,8 @@ class Traffic:
 
     def _transfer(self, may_fail: bool = True) -> None:
         connector = self.machine.connector
+        if connector.host is not None:
+            connector.host.advance(may_fail=may_fail)
         transfer_ids = connector.transfer_ids()
         if transfer_ids:
             transfer_id = self.rng.choice(transfer_ids)
@@ -236,7 +238,8 @@ def _random_traffic(
         max_model_len=64,
     )
     num_blocks = rng.choice([13, 16, 24])
-    machine = StepMachine(config, num_blocks, depth=depth, seed=seed)
+    num_slots = rng.choice([0, 3, 12]) if config.cache.enable_prefix_caching else 0
+    machine = StepMachine(config, num_blocks, depth=depth, seed=seed, num_host_slots=num_slots)
     Traffic(machine, seed, kinds).run()
 
 

@@ -1,0 +1,196 @@
+"""KV in host memory: full blocks go there while they are in the cache, and come back when a prompt
+needs them that the cache has forgotten.
+
+A block                                       A request
+    offered    it is full and certain             waiting ──▶ LOADING ──▶ READY ──▶ a row
+    storing    held while it is copied               ▲           │           │
+    stored     the cache may forget it               └── damaged ┴─ reclaim ─┘
+
+A request that loads has all blocks that it needs, as one whose KV comes from a peer. One that ends
+meanwhile leaves its blocks behind until nobody writes them any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from engine.config import SchedulingPolicy
+from engine.kv_cache.block import KVCacheBlock
+from engine.kv_cache.block_hash import BlockHash
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.request import Request, RequestStatus
+from engine.sched.request_queue import RequestQueue
+from engine.sched.step_fence import StepFence
+from kv_transfer.host_tier import HostTier
+
+_SHARE_HELD = 8
+"""At most one block in so many is held to be stored: requests come first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    request: Request
+    job: int
+    num_tokens: int
+
+
+class HostKV:
+    """Without a `tier` it never has anything to do."""
+
+    def __init__(
+        self,
+        tier: HostTier | None,
+        kv_cache: KVCacheManager,
+        fence: StepFence,
+        waiting: RequestQueue,
+        policy: SchedulingPolicy,
+    ) -> None:
+        self._tier = tier
+        self._kv_cache = kv_cache
+        self._fence = fence
+        self._waiting = waiting
+        self.ready = RequestQueue(policy)
+        """Requests that have blocks and KV, and lack only a row."""
+        self.num_loaded_tokens = 0
+        self._offered: deque[tuple[KVCacheBlock, BlockHash]] = deque(maxlen=kv_cache.num_blocks)
+        self._storing: dict[int, list[KVCacheBlock]] = {}  # [job]
+        self._num_storing = 0
+        self._loads: dict[str, _Load] = {}  # [request id]
+        self._of_job: dict[int, _Load] = {}
+        self._held: dict[int, list[KVCacheBlock]] = {}  # [job]
+        if tier is not None:
+            kv_cache.block_pool.on_cached = self._offer
+
+    @property
+    def is_on(self) -> bool:
+        return self._tier is not None
+
+    @property
+    def num_with_blocks(self) -> int:
+        """Returns the requests that have blocks and no row."""
+        return len(self._loads) + len(self.ready)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loads)
+
+    # Blocks go there --------------------------------------------------------------------------
+
+    def _offer(self, block: KVCacheBlock) -> None:
+        assert block.block_hash is not None
+        self._offered.append((block, block.block_hash))
+
+    def store_offered(self) -> None:
+        """Begins to store what was offered and is still in its block, as much as may be held."""
+        tier, pool = self._tier, self._kv_cache.block_pool
+        most = max(1, pool.num_blocks // _SHARE_HELD)
+        if tier is None or not self._offered or self._num_storing >= most:
+            return
+        chosen: list[KVCacheBlock] = []
+        named: list[tuple[BlockHash, int]] = []
+        while self._offered and self._num_storing + len(chosen) < most:
+            block, name = self._offered.popleft()
+            if block.block_hash == name and name not in tier:
+                chosen.append(block)
+                named.append((name, block.block_id))
+        begun = tier.store(named) if named else None
+        if begun is None:
+            return
+        job, count = begun
+        pool.touch(chosen[:count])
+        self._storing[job] = chosen[:count]
+        self._num_storing += count
+
+    # Blocks come back -------------------------------------------------------------------------
+
+    def num_loadable(self, request: Request, num_cached_tokens: int) -> int:
+        """Returns the number of tokens behind the cached ones whose KV can be loaded; at least one
+        token is left to be computed."""
+        if self._tier is None or request.needs_prompt_logprobs:
+            return 0
+        block_size = self._kv_cache.least_block_size
+        names = self._kv_cache.block_names(request, request.num_tokens - 1)
+        return self._tier.num_found(names, num_cached_tokens // block_size) * block_size
+
+    def start(self, request: Request, num_cached_tokens: int, num_tokens: int) -> None:
+        """Begins to load `num_tokens` tokens: blocks for the whole need are allocated."""
+        assert self._tier is not None
+        block_size = self._kv_cache.least_block_size
+        first, stop = (
+            num_cached_tokens // block_size,
+            (num_cached_tokens + num_tokens) // block_size,
+        )
+        names = self._kv_cache.block_names(request, stop * block_size)[first:]
+        blocks = self._kv_cache.get_block_ids(request.request_id)[0][first:stop]
+        request.num_computed_tokens = num_cached_tokens + num_tokens
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        load = _Load(request, self._tier.load(names, blocks), num_tokens)
+        self._loads[request.request_id] = self._of_job[load.job] = load
+
+    def take_ready(self) -> Request:
+        """Returns the first request of `ready`, which enters a row now."""
+        return self.ready.pop()
+
+    def reclaim(self) -> bool:
+        """Gives up the blocks of the newest request that is ready, because running requests cannot
+        go on otherwise. Returns False when there is none."""
+        if not self.ready:
+            return False
+        request = max(self.ready, key=lambda one: one.arrival_order)
+        self.ready.remove(request)
+        self._requeue(request)
+        return True
+
+    def request_ended(self, request: Request) -> None:
+        """Takes the blocks of a request that loads: they are free when nobody writes them."""
+        self.ready.remove(request)
+        load = self._loads.pop(request.request_id, None)
+        if load is not None:
+            del self._of_job[load.job]
+            self._held[load.job] = self._kv_cache.take_blocks(request.request_id)
+
+    def jobs_done(self, jobs: dict[int, bool]) -> None:
+        """Goes on after jobs of the tier, of which nothing is on its way any more."""
+        for job, is_right in jobs.items():
+            if job in self._storing:
+                stored = self._storing.pop(job)
+                self._num_storing -= len(stored)
+                self._kv_cache.free_blocks(stored)
+            elif job in self._held:
+                self._fence.release(self._held.pop(job))
+            elif job in self._of_job:
+                self._load_done(self._of_job.pop(job), is_right)
+        self.store_offered()
+
+    def _load_done(self, load: _Load, is_right: bool) -> None:
+        del self._loads[load.request.request_id]
+        if is_right:
+            self.num_loaded_tokens += load.num_tokens
+            self.ready.add(load.request)
+        else:
+            self._requeue(load.request)
+
+    def _requeue(self, request: Request) -> None:
+        self._fence.release(self._kv_cache.take_blocks(request.request_id))
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        self._waiting.add(request)
+
+    def forget_all(self) -> None:
+        """Forgets what lies in host memory, and what was to go there."""
+        self._offered.clear()
+        if self._tier is not None:
+            self._tier.forget_all()
+
+    def blocks(self) -> list[KVCacheBlock]:
+        """Returns the blocks that jobs hold, and no request."""
+        return [
+            b for held in (self._storing, self._held) for blocks in held.values() for b in blocks
+        ]
+
+    def leftovers(self) -> list[str]:
+        """Names everything that should not be there when no request is."""
+        left = [f"load of request {name}" for name in self._loads]
+        left += [f"{len(blocks)} blocks held by load {job}" for job, blocks in self._held.items()]
+        return left + [f"{len(blocks)} blocks being stored" for blocks in self._storing.values()]

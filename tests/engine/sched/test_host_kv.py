@@ -1,0 +1,229 @@
+"""Blocks that go to host memory and come back: what is computed, what is loaded, who waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.request import RequestStatus
+from kv_transfer.host_tier import HostTier
+from kv_transfer.metadata import HostTierEvent, LoadMeta, StoreMeta
+from tests.engine.sched.factories import BLOCK_SIZE, make_config, make_request, remote_decode
+from tests.engine.sched.step_machine import Client, StepMachine
+
+PROMPT = list(range(1, 22))
+NUM_LOADABLE = 20
+
+
+def machine_with(num_blocks: int = 12, num_slots: int = 64, **settings: int) -> StepMachine:
+    return StepMachine(make_config(**settings), num_blocks, num_host_slots=num_slots)
+
+
+def run(machine: StepMachine, name: str, prompt: list[int], max_tokens: int = 3) -> Client:
+    client = machine.add(make_request(name, prompt, max_tokens=max_tokens, ignore_eos=True))
+    machine.finish()
+    return client
+
+
+def forget(machine: StepMachine) -> None:
+    """Fills the cache with another prompt's blocks."""
+    run(machine, f"other{len(machine.clients)}", [50 + len(machine.clients)] * 40)
+
+
+def begin_to_load(machine: StepMachine, name: str) -> Client:
+    client = machine.add(make_request(name, PROMPT, max_tokens=3, ignore_eos=True))
+    machine.schedule()
+    assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    return client
+
+
+def test_what_the_cache_has_forgotten_is_loaded() -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    forget(machine)
+    computed = machine.scheduler.stats().prompt_tokens_computed
+    again = run(machine, "again", PROMPT)
+    stats = machine.scheduler.stats()
+    assert again.num_cached_tokens == NUM_LOADABLE == stats.prompt_tokens_loaded
+    assert stats.prompt_tokens_computed - computed == len(PROMPT) - NUM_LOADABLE
+    machine.check_all_done()
+
+
+def test_what_the_cache_has_is_not_loaded() -> None:
+    """Only the rest comes from host memory of a prompt whose beginning is cached."""
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    forget(machine)
+    run(machine, "beginning", PROMPT[:9])
+    before = machine.scheduler.stats().prompt_tokens_loaded
+    assert before == 8
+    run(machine, "again", PROMPT)
+    assert machine.scheduler.stats().prompt_tokens_loaded - before == NUM_LOADABLE - 8
+    machine.check_all_done()
+
+
+def test_tenants_do_not_share_what_lies_in_host_memory() -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    forget(machine)
+    machine.add(make_request("other", PROMPT, cache_salt="tenant", max_tokens=3))
+    machine.finish()
+    assert machine.scheduler.stats().prompt_tokens_loaded == 0
+
+
+def test_a_prompt_with_log_probabilities_is_computed() -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    forget(machine)
+    machine.add(make_request("again", PROMPT, max_tokens=3, prompt_logprobs=0))
+    machine.finish()
+    assert machine.scheduler.stats().prompt_tokens_loaded == 0
+    machine.check_all_done()
+
+
+def test_others_run_while_a_prompt_is_loaded() -> None:
+    machine = machine_with(num_blocks=24)
+    run(machine, "first", PROMPT)
+    for _ in range(3):
+        forget(machine)
+    loading = begin_to_load(machine, "again")
+    other = machine.add(make_request("other", [7, 8], max_tokens=4, ignore_eos=True))
+    for _ in range(8):
+        machine.step()
+    machine.settle()
+    assert other.finish_reason and not loading.tokens
+    machine.finish()
+    assert loading.tokens == loading.expected
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_blocks_of_an_aborted_request_wait_for_the_writers(is_exported: bool) -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    forget(machine)
+    kv = remote_decode("t") if is_exported else None
+    machine.add(make_request("again", PROMPT, kv=kv, max_tokens=1))
+    machine.schedule()
+    free = machine.scheduler.stats().num_free_blocks
+    machine.abort("again")
+    assert machine.scheduler.stats().num_free_blocks == free
+    assert machine.scheduler.check_empty()
+    machine.finish()
+    machine.check_all_done()
+
+
+def test_a_loaded_prompt_is_exported_to_its_peer() -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    forget(machine)
+    client = machine.add(make_request("again", PROMPT, kv=remote_decode("t"), max_tokens=1))
+    machine.finish()
+    assert machine.scheduler.stats().prompt_tokens_loaded == NUM_LOADABLE
+    assert client.finish_reason == "length"
+    machine.check_all_done()
+
+
+def test_a_reset_forgets_host_memory_too() -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    assert machine.scheduler.reset_prefix_cache()
+    run(machine, "again", PROMPT)
+    assert machine.scheduler.stats().prompt_tokens_loaded == 0
+    machine.check_all_done()
+
+
+def test_damaged_blocks_are_computed() -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    forget(machine)
+    client = begin_to_load(machine, "again")
+    assert machine.host is not None
+    (load,) = (job for job in machine.host.tier._jobs.values() if job.is_load)
+    load.damaged.add(load.slots[2])
+    machine.finish()
+    stats = machine.scheduler.stats()
+    assert client.tokens == client.expected
+    # The second attempt loads what lies before the damaged block.
+    assert stats.prompt_tokens_loaded == 2 * BLOCK_SIZE
+    assert machine.host.tier.counters["host_tier_damaged_blocks"] == 1
+    machine.check_all_done()
+
+
+def test_running_requests_get_the_blocks_of_one_that_only_lacks_a_row() -> None:
+    machine = machine_with(num_blocks=14, max_num_seqs=1)
+    run(machine, "first", PROMPT)
+    forget(machine)
+    runner = machine.add(make_request("runner", [9] * 4, max_tokens=60, ignore_eos=True))
+    machine.step()
+    machine.settle()
+    begin_to_load(machine, "again")
+    machine.finish()
+    assert runner.tokens == runner.expected
+    machine.check_all_done()
+
+
+def test_everything_that_random_traffic_stores_can_be_loaded() -> None:
+    """The random tests would prove little if they seldom loaded anything."""
+    rng, machine = random.Random(3), machine_with(num_blocks=16, num_slots=40)
+    prompts = [[n] * rng.randint(8, 24) for n in range(1, 6)]
+    for i in range(60):
+        prompt = rng.choice(prompts)
+        run(machine, f"r{i}", [*prompt, rng.randint(10, 60)], rng.randint(1, 6))
+    stats = machine.scheduler.stats()
+    assert stats.prompt_tokens_loaded > stats.prompt_tokens_computed
+    machine.check_all_done()
+
+
+# The tier itself ------------------------------------------------------------------------------
+
+
+class Told:
+    def __init__(self, num_slots: int) -> None:
+        self.commands: list[StoreMeta | LoadMeta] = []
+        self.is_up = True
+        self.tier = HostTier(num_slots, 1, self._hear)
+
+    def _hear(self, process: int, command: StoreMeta | LoadMeta) -> bool:
+        self.commands.append(command)
+        return self.is_up
+
+    def store(self, *names: bytes) -> int:
+        begun = self.tier.store([(name, 0) for name in names])
+        assert begun is not None
+        self.tier.apply(HostTierEvent(begun[0], 0))
+        return begun[1]
+
+
+def test_blocks_used_longest_ago_are_displaced_and_tails_before_heads() -> None:
+    told = Told(4)
+    told.store(b"a", b"b", b"c")
+    told.store(b"x")
+    assert told.tier.num_found([b"a", b"b", b"c"], 0) == 3
+    assert told.store(b"y") == 1
+    assert b"x" not in told.tier and b"a" in told.tier
+    assert told.store(b"z") == 1
+    assert told.tier.num_found([b"a", b"b", b"c"], 0) == 2, "the tail went"
+
+
+def test_what_is_being_loaded_is_not_displaced() -> None:
+    told = Told(2)
+    told.store(b"a", b"b")
+    job = told.tier.load([b"a", b"b"], [3, 4])
+    assert told.tier.store([(b"c", 0)]) is None
+    told.tier.apply(HostTierEvent(job, 0))
+    assert told.store(b"c") == 1
+
+
+def test_a_process_that_is_down_keeps_nothing() -> None:
+    told = Told(4)
+    told.store(b"a")
+    told.is_up = False
+    begun = told.tier.store([(b"b", 0)])
+    assert begun is not None and told.tier.take_finished()[begun[0]] is False
+    assert b"b" not in told.tier
+    told.tier.process_is_gone(0)
+    assert b"a" not in told.tier and told.tier.num_jobs == 0
+    told.is_up = True
+    assert told.store(b"c", b"d", b"e", b"f") == 4, "no slot is lost"
