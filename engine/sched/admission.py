@@ -24,9 +24,8 @@ from engine.request import Request
 from engine.sched.counters import SchedulerCounters
 from engine.sched.exports import is_exported
 from engine.sched.forks import Forks
-from engine.sched.host_kv import HostKV
 from engine.sched.pull import Pull
-from engine.sched.pulls import Pulls
+from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue
 from engine.sched.row import Row
@@ -48,8 +47,7 @@ class Admission:
         kv_cache: KVCacheManager,
         waiting: RequestQueue,
         running: RunningRows,
-        pulls: Pulls,
-        host: HostKV,
+        remote: RemoteKV,
         forks: Forks,
         counters: SchedulerCounters,
     ) -> None:
@@ -58,8 +56,8 @@ class Admission:
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._running = running
-        self._pulls = pulls
-        self._host = host
+        self._pulls = remote.pulls
+        self._host = remote.host
         self._forks = forks
         self._counters = counters
         self._blocked_at: tuple[str, int, int] | None = None

@@ -28,10 +28,9 @@ from engine.request import Request, RequestStatus
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
 from engine.sched.forks import Forks
-from engine.sched.host_kv import HostKV
 from engine.sched.in_flight import InFlightStep
 from engine.sched.output import NewRequestData, SchedulerOutput
-from engine.sched.pulls import Pulls
+from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.row import Row, RowPhase, RowTable
 from engine.sched.step_builder import StepBuilder
@@ -50,8 +49,7 @@ class RunningRows:
         kv_cache: KVCacheManager,
         fence: StepFence,
         waiting: RequestQueue,
-        pulls: Pulls,
-        host: HostKV,
+        remote: RemoteKV,
         forks: Forks,
         counters: SchedulerCounters,
         ahead: int = 0,
@@ -59,8 +57,8 @@ class RunningRows:
         self._kv_cache = kv_cache
         self._fence = fence
         self._waiting = waiting
-        self._pulls = pulls
-        self._host = host
+        self._pulls = remote.pulls
+        self._host = remote.host
         self._forks = forks
         self._counters = counters
         self.table = RowTable(num_rows)

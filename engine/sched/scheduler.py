@@ -81,8 +81,7 @@ class Scheduler:
             self._kv_cache,
             self._fence,
             self._waiting,
-            self._remote.pulls,
-            self._remote.host,
+            self._remote,
             self._forks,
             self._counters,
             config.num_ahead,
@@ -93,8 +92,7 @@ class Scheduler:
             self._kv_cache,
             self._waiting,
             self._running,
-            self._remote.pulls,
-            self._remote.host,
+            self._remote,
             self._forks,
             self._counters,
         )
@@ -180,7 +178,7 @@ class Scheduler:
         if end is not None:
             output = EngineCoreOutput(request_id, [])
             self._finish(request, *end, output=output)
-            return _one(output)
+            return EngineCoreOutputs(outputs=[output])
         self._remote.pulls.first_token_known(request)
         return EngineCoreOutputs()
 
@@ -419,7 +417,3 @@ class Scheduler:
     def check_empty(self) -> list[str]:
         """Names everything that is left though no request should be; empty when all is well."""
         return self._view.leftovers() + [f"first output of {name}" for name in self._unreported]
-
-
-def _one(output: EngineCoreOutput) -> EngineCoreOutputs:
-    return EngineCoreOutputs(outputs=[output])
