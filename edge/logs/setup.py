@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from types import TracebackType
 from typing import Literal
 
@@ -39,6 +40,7 @@ def setup_logging(style: LogStyle, process: str, *, is_child: bool = False) -> N
     if is_json:
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_in_thread
 
 
 def log_style() -> LogStyle:
@@ -54,6 +56,12 @@ def tell_failure(program: str, error: Exception) -> None:
         logger.critical("%s: %s", program, error)
     else:
         print(f"{program}: {error}", file=sys.stderr)
+
+
+def _log_uncaught_in_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is not None:
+        error = (ended.exc_type, ended.exc_value, ended.exc_traceback)
+        logger.critical("a thread ends: %s", ended.exc_type.__name__, exc_info=error)
 
 
 def _log_uncaught(

@@ -20,6 +20,7 @@ from tests.helm.test_metric_names import EXPORTER, dashboard_queries, rules, sel
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_SPAN = "b7ad6b7169203331"
+NUM_TOKENS = 40
 HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "x-request-id": "req-7.of_client"}
 
 
@@ -39,7 +40,8 @@ async def cluster(share_cluster: Any, collected: Collected) -> AsyncIterator[Any
 
 
 async def ask(http: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> Any:
-    body = {"model": "demo", "prompt": [7] * 40, "max_tokens": 4, "ignore_eos": True}
+    # Long enough that the prefill node has told its end before the answer has one.
+    body = {"model": "demo", "prompt": [7] * 40, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
         assert response.status == 200, await response.text()
         return response.headers
@@ -76,7 +78,7 @@ async def test_one_request_is_one_connected_trace(
     # What happened inside another one's call happened in its time.
     assert router.start_ns <= decode.start_ns <= prefill.start_ns < decode.end_ns
     assert decode.attributes["gen_ai.usage.input_tokens"] == 40
-    assert decode.attributes["gen_ai.usage.output_tokens"] == 4
+    assert decode.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
     assert decode.attributes["gen_ai.request.model"] == "demo"
     assert 0 < decode.attributes["gen_ai.latency.time_to_first_token"] < 60
     (stream,) = (span for span in spans if span.name == "stream")

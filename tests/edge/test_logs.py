@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,8 @@ TRACE = TraceContext("0af7651916cd43dd8448eb211c80319c", request_id="req-7")
 def bare_root() -> Iterator[io.StringIO]:
     """Makes a process whose log is not set up yet; gives its standard error."""
     root = logging.getLogger()
-    handlers, level, hook = root.handlers[:], root.level, sys.excepthook
+    handlers, level = root.handlers[:], root.level
+    hooks = sys.excepthook, threading.excepthook
     root.handlers.clear()
     token = current_trace.set(None)
     try:
@@ -35,7 +37,8 @@ def bare_root() -> Iterator[io.StringIO]:
     finally:
         current_trace.reset(token)
         logging.captureWarnings(False)
-        root.handlers[:], sys.excepthook = handlers, hook
+        root.handlers[:] = handlers
+        sys.excepthook, threading.excepthook = hooks
         root.setLevel(level)
 
 
@@ -79,7 +82,11 @@ def test_what_ends_a_process_is_an_object_too() -> None:
         tell_failure("decode node", OSError("no such\nmodel"))
         error = ValueError("unforeseen")
         sys.excepthook(ValueError, error, None)
-        told, uncaught = lines(stderr)
+        thread = threading.Thread(target=int, args=("no number",))
+        thread.start()
+        thread.join()
+        told, uncaught, in_thread = lines(stderr)
+        assert "invalid literal" in in_thread["stack"] and in_thread["level"] == "critical"
         assert told["message"] == "decode node: no such\nmodel"
         assert (told["level"], uncaught["level"]) == ("critical", "critical")
         assert "ValueError: unforeseen" in uncaught["stack"]
