@@ -305,6 +305,12 @@ class EngineConfig:
         return None if self.speculative is None else self.speculative.draft
 
     @property
+    def draft_hash(self) -> str:
+        """Returns what tells drafters apart that have KV of their own; "": there is none."""
+        draft = self.draft
+        return "" if draft is None or draft.num_layers == 0 else draft.model.model_hash
+
+    @property
     def num_ahead(self) -> int:
         """Returns how many tokens behind those of a step a drafter writes KV for: drafts of the
         next one."""
@@ -324,6 +330,8 @@ class EngineConfig:
             groups=share_page_size(groups, tp_size),
             tp_size=tp_size,
             model_hash=model.model_hash,
+            num_draft_layers=0 if draft is None else draft.num_layers,
+            draft_hash=self.draft_hash,
         )
 
 

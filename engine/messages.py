@@ -43,6 +43,7 @@ class SupplyFirstToken(msgspec.Struct, tag="first_token"):
     request_id: str
     token_id: int
     sibling_token_ids: list[int] = []
+    draft_feature: bytes = b""
 
 
 class PromptComputed(msgspec.Struct, tag="prompt_computed"):
@@ -150,6 +151,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     begins with the prompt replaces what came before: the prompt is computed again."""
     siblings: SiblingTokens | None = None
     """First tokens of further answers, of a request that draws for several."""
+    draft_feature: bytes | None = None
+    """Holds what a drafter reads of the last prompt token, with a prefill node's first token."""
 
 
 class KVTransferResult(msgspec.Struct, array_like=True):

@@ -97,6 +97,19 @@ class RowFailure(msgspec.Struct, array_like=True):
     reason: str
 
 
+class StepDrafts(msgspec.Struct, array_like=True):
+    """Tells what a step's drafts were, and what drafting goes on from elsewhere.
+
+    Attributes:
+        counts: The number of drafts that the step checked of each request; empty: of none.
+        features: What a drafter reads of the last token of each row whose prompt ended, on a node
+            that hands its KV over.
+    """
+
+    counts: list[int] = []
+    features: dict[int, bytes] = {}
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """One step's result, of the requests that sampled in it.
 
@@ -122,8 +135,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Requests that end with an error, behind the tokens that they have here."""
     siblings: list[RowSiblings] = []
     """Tokens of requests that draw for several answers, beyond their own."""
-    num_drafts: list[int] = []
-    """The number of drafts that the step checked of each request. Empty when nobody drafts."""
+    drafts: StepDrafts | None = None
+    """Tells of drafts; None when nobody drafts."""
 
     def tokens_by_request(self) -> list[list[int]]:
         """Returns the tokens of each request, in new lists."""
@@ -131,6 +144,14 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
             return [[token_id] for token_id in self.token_ids]
         tokens = iter(self.token_ids)
         return [list(islice(tokens, count)) for count in self.counts]
+
+    def siblings_by_row(self) -> dict[int, SiblingTokens]:
+        """Returns what rows drew for further answers."""
+        return {found.row: found.tokens for found in self.siblings}
+
+    def features_by_row(self) -> dict[int, bytes]:
+        """Returns what drafting goes on from elsewhere, behind prompts that have ended."""
+        return {} if self.drafts is None else self.drafts.features
 
     def logprobs_by_row(self) -> dict[int, list[TokenLogprobs]]:
         """Returns, for each row that asked, one entry for each of its tokens."""

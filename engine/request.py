@@ -12,7 +12,7 @@ Life cycle:
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -47,6 +47,13 @@ class RequestStatus(IntEnum):
         return ("stop", "length", "abort", "error")[self - RequestStatus.FINISHED_STOPPED]
 
 
+class PulledKV(NamedTuple):
+    """Tokens from `first_token` on have KV of a peer. `has_drafts`: a drafter's as well."""
+
+    first_token: int
+    has_drafts: bool
+
+
 class Request:
     """Holds the tokens and the progress of one request. Owned by the scheduler.
 
@@ -65,6 +72,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "choice_ids",
+        "draft_feature",
         "eos_token_ids",
         "first_scheduled_at",
         "first_tokens",
@@ -73,6 +81,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "pulled",
         "request_id",
         "row",
         "sampling",
@@ -98,6 +107,10 @@ class Request:
         """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
         KV from a peer is not counted."""
         self.num_preemptions = 0
+        self.pulled: PulledKV | None = None
+        """The part of the KV that came from a peer, until it is computed anew."""
+        self.draft_feature = b""
+        """Holds what a peer's drafter reads of the last prompt token."""
         self.block_hashes: dict[int, list[bytes]] = {}
         """Hashes, by block size, of the full blocks of `all_token_ids`, in order."""
         self.status = RequestStatus.WAITING

@@ -238,6 +238,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tp_size: int
     model_hash: str
     protocol_version: int = PROTOCOL_VERSION
+    num_draft_layers: int = 0
+    """The last so many layers are those of a drafter."""
+    draft_hash: str = ""
+    """Is equal for nodes whose drafters keep the same KV; empty: there is none that keeps any."""
 
     @property
     def page_bytes(self) -> int:
@@ -258,6 +262,22 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     def num_layers(self) -> int:
         """Returns how many layers the model has."""
         return 1 + max(group.layers[-1] for group in self.groups)
+
+    @property
+    def num_model_layers(self) -> int:
+        """Returns how many layers the model has without a drafter's."""
+        return self.num_layers - self.num_draft_layers
+
+    def has_same_drafts(self, peer: KVLayout) -> bool:
+        """Returns whether KV of the drafter's layers means the same on both nodes."""
+        return self.draft_hash == peer.draft_hash
+
+    def num_shared_layers(self, group: int, peer: KVLayout) -> int:
+        """Returns how many layers of a group, from its first on, mean the same on both nodes."""
+        layers = self.groups[group].layers
+        if self.has_same_drafts(peer):
+            return len(layers)
+        return sum(layer < self.num_model_layers for layer in layers)
 
     def page(self, group: int, rank: int) -> PageShape:
         """Returns a page of a group as `rank` stores it."""
@@ -286,10 +306,18 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         _check_equal("protocol_version", self.protocol_version, peer.protocol_version)
         _check_equal("model_hash", self.model_hash, peer.model_hash)
         _check_equal("len(groups)", len(self.groups), len(peer.groups))
+        _check_equal("num_model_layers", self.num_model_layers, peer.num_model_layers)
         for index, (ours, theirs) in enumerate(zip(self.groups, peer.groups, strict=True)):
-            _check_group(f"groups[{index}]", ours, theirs)
+            # Nodes may differ in their drafters: what only one of them has is left aside.
+            name = f"groups[{index}]"
+            _check_equal(f"{name}.layers", *(one._model_layers(index) for one in (self, peer)))
+            _check_group(name, ours, theirs)
         if not self.can_be_split(peer.tp_size):
             raise HandshakeMismatch("tp_size", self.tp_size, peer.tp_size)
+
+    def _model_layers(self, group: int) -> tuple[int, ...]:
+        layers = self.groups[group].layers
+        return tuple(layer for layer in layers if layer < self.num_model_layers)
 
     def can_be_split(self, tp_size: int) -> bool:
         """Returns whether each head has a rank in a node with so many ranks."""
@@ -357,7 +385,7 @@ def _check_equal(field: str, ours: object, theirs: object) -> None:
 
 
 def _check_group(name: str, ours: KVGroup, theirs: KVGroup) -> None:
-    for field in ("layers", "dtype", "scales", "window", "is_state"):
+    for field in ("dtype", "scales", "window", "is_state"):
         _check_equal(f"{name}.{field}", getattr(ours, field), getattr(theirs, field))
     _check_equal(f"len({name}.planes)", len(ours.planes), len(theirs.planes))
     for index, (plane, other) in enumerate(zip(ours.planes, theirs.planes, strict=True)):

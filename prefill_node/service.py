@@ -315,6 +315,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             token.logprobs.CopyFrom(logprobs_to_message(output.logprobs[0]))
         if output.siblings is not None:
             token.siblings.extend(siblings_to_messages(output.siblings))
+        token.draft_feature = output.draft_feature
         return prefill_pb2.PrefillEvent(first_token=token, load=self._status.load())
 
     def _tell(self, call: _Call) -> None:

@@ -61,6 +61,7 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     siblings: SiblingTokens | None = None
+    draft_feature: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class PrefillEvents:
             _seconds(token.queue_s),
             _seconds(token.prefill_s),
             siblings_from_messages(token.siblings) if self._num_siblings else None,
+            token.draft_feature,
         )
 
     def _logprobs(

@@ -68,6 +68,7 @@ class RemoteEngine(Protocol):
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         siblings: SiblingTokens | None = None,
+        draft_feature: bytes = b"",
     ) -> bool: ...
     def prompt_computed(self, request_id: str) -> None: ...
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None: ...
@@ -260,6 +261,7 @@ class RemotePrefill:
             token.logprobs,
             self._of_prompt,
             token.siblings,
+            token.draft_feature,
         )
 
     async def _listen_to_call(self, params: KVTransferParams, news: asyncio.Queue[News]) -> None:

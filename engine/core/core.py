@@ -94,8 +94,8 @@ class EngineCore:
                 self._add(scheduler.add_request(Request(message)))
             case AbortRequests(request_ids):
                 self._add(scheduler.abort_requests(request_ids))
-            case SupplyFirstToken(request_id, token_id, siblings):
-                self._add(scheduler.supply_first_token(request_id, token_id, siblings))
+            case SupplyFirstToken(request_id, token_id, siblings, feature):
+                self._add(scheduler.supply_first_token(request_id, token_id, siblings, feature))
             case PromptComputed(request_id):
                 scheduler.prompt_computed(request_id)
             case RetryRemotePrefill(request_id, params):

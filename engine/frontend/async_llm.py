@@ -189,6 +189,7 @@ class AsyncLLM:
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         siblings: SiblingTokens | None = None,
+        draft_feature: bytes = b"",
     ) -> bool:
         """Puts the prefill node's tokens, of each choice one, into the stream at once, and into the
         engine core unless they are the last. Nothing happens when the stream has a token already,
@@ -209,7 +210,7 @@ class AsyncLLM:
                 ended.append(state)
         goes_on = len(ended) < len(states)
         if goes_on:
-            self._client.send(SupplyFirstToken(request_id, token_id, more.token_ids))
+            self._client.send(SupplyFirstToken(request_id, token_id, more.token_ids, draft_feature))
         for state in ended:
             self._end_in_core(state)
         return goes_on
@@ -366,6 +367,7 @@ class AsyncLLM:
             error=output.error,
         )
         processed.siblings = output.siblings
+        processed.draft_feature = output.draft_feature or b""
         state.queue.put_nowait(processed)
         if processed.finished:
             self._forget(state)

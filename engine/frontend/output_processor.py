@@ -40,6 +40,8 @@ class RequestOutput:
         is_replay: Nothing new: what another node gave before this one took over.
         siblings: With the first token, of a request without choices of its own that draws for
             several: the first tokens of the others.
+        draft_feature: With the first token on a prefill node: what a drafter reads of the last
+            prompt token.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class RequestOutput:
     error: str = ""
     is_replay: bool = False
     siblings: SiblingTokens | None = None
+    draft_feature: bytes = b""
 
     @property
     def finished(self) -> bool:

@@ -139,20 +139,22 @@ class SpeculativeSettings(BaseSettings):
             draft = read_draft(speculative.method, str(folder), model)
             speculative = replace(speculative, draft=draft)
         role = config.kv_transfer.kv_role if config.kv_transfer is not None else None
-        if role is not None and speculative.draft is not None and speculative.draft.num_layers > 0:
+        drafting = replace(config, speculative=speculative)
+        if role is not None and len(drafting.kv_layout.groups) > len(config.kv_layout.groups):
             raise SettingsError(
-                f"{speculative.method} keeps keys and values of its own, which nodes do not hand "
-                "over yet; draft with method ngram or medusa"
+                f"{speculative.method} keeps keys and values in blocks of its own, as its heads "
+                "differ from the model's, and nodes hand over no such blocks; choose a drafter "
+                "with key/value heads of the same number and size"
             )
         if role == "kv_producer":
             if speculative.draft is None or speculative.draft.num_layers == 0:
                 logger.info("a prefill node drafts nothing: --speculative-config has no effect")
                 return config
             logger.info("a prefill node drafts nothing; it computes the drafter's KV of prompts")
-            return replace(config, speculative=speculative)
+            return drafting
         _check_numbers(speculative, config.scheduler.max_num_batched_tokens)
         query_len = speculative.num_speculative_tokens + 1
-        return replace(config, decode_query_len=query_len, speculative=speculative)
+        return replace(drafting, decode_query_len=query_len)
 
 
 def _check_numbers(speculative: SpeculativeConfig, budget: int) -> None:

@@ -55,6 +55,8 @@ class SamplerOutput:
     """Requests that cannot go on, by index in the batch."""
     num_drafts: torch.Tensor | None = None
     """[S] int32, drafts that were proposed for this step; None when nobody drafts."""
+    draft_features: torch.Tensor | None = None
+    """[S, F], what a drafter on another node needs to go on; None on most nodes."""
 
 
 class Sampler:

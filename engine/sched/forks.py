@@ -108,6 +108,7 @@ class Forks:
                     output.new_token_ids = []
                 output.logprobs = [logprobs[index]] if logprobs else None
                 choices[name].append_output_token(first_tokens[index])
+                choices[name].draft_feature = prompt.draft_feature
                 begun.append((choices[name], output))
         return begun
 
@@ -121,6 +122,7 @@ class Forks:
             choice.num_cached_tokens = prompt.num_cached_tokens
             choice.first_scheduled_at = prompt.first_scheduled_at
             choice.num_computed_tokens = prompt.num_prompt_tokens
+            choice.pulled = prompt.pulled
             choice.block_hashes = {
                 size: list(hashes) for size, hashes in prompt.block_hashes.items()
             }

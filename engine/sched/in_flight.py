@@ -85,8 +85,8 @@ class StepsInFlight:
             if done.work is not None and self.meter is not None:
                 self.meter.add_step(done.work, seconds)
         self._counters.add_step(done.num_prompt_tokens, len(output.token_ids), now)
-        if output.num_drafts:
-            self._counters.drafts.add_step(output.num_drafts, output.counts)
+        if output.drafts is not None and output.drafts.counts:
+            self._counters.drafts.add_step(output.drafts.counts, output.counts)
         return done.chunks
 
     def leftovers(self) -> list[str]:

@@ -28,6 +28,20 @@ from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVConnectorMetadata
 
 
+class PulledDrafts(msgspec.Struct, array_like=True):
+    """Tells a drafter with KV of its own what a peer gave of a request.
+
+    Attributes:
+        first_token: From here on the KV is the peer's.
+        has_kv: The drafter's is among it.
+        feature: That of the last computed token, in numbers of the model's dtype; empty: unknown.
+    """
+
+    first_token: int
+    has_kv: bool
+    feature: bytes
+
+
 class NewRequestData(msgspec.Struct, array_like=True):
     """A request enters a row.
 
@@ -44,6 +58,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
         eos_token_ids: Masked before `sampling.min_tokens`, with the request's stop tokens.
         sibling_seeds: With its own token, the row draws one for each of these, from the same
             logits.
+        pulled: KV that came from a peer, if a drafter must know; None: nothing to know.
     """
 
     row: int
@@ -56,6 +71,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     sibling_seeds: tuple[int, ...] = ()
+    pulled: PulledDrafts | None = None
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):

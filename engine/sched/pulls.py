@@ -7,12 +7,13 @@ ordinary one, behind the tokens whose KV is complete.
 
 from __future__ import annotations
 
+import logging
 import time
 
 from engine.config import SchedulingPolicy
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
-from engine.request import Request, RequestStatus
+from engine.request import PulledKV, Request, RequestStatus
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.pull import (
     BEING_CALLED_OFF,
@@ -26,6 +27,8 @@ from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVTransferParams, TransferStats
+
+logger = logging.getLogger(__name__)
 
 _STOP_S = 1.0
 """Writers that were called off answer at once. Who does not, hangs."""
@@ -43,7 +46,11 @@ class Pulls:
         held: HeldBlocks,
         waiting: RequestQueue,
         policy: SchedulingPolicy,
+        draft_hash: str = "",
     ) -> None:
+        self._draft_hash = draft_hash
+        self._told: set[str] = set()
+        """Peers of which was said that their drafter is not ours."""
         self._connector = connector
         self._kv_cache = kv_cache
         self._fence = fence
@@ -102,6 +109,12 @@ class Pulls:
         block_ids = self._kv_cache.get_block_ids(request.request_id)
         pull.num_external_tokens = num_external_tokens
         request.num_computed_tokens = num_computed_tokens + num_external_tokens
+        has_drafts, before = self._has_drafts(request), request.pulled
+        if before is not None and before.first_token < num_computed_tokens:
+            first, has_drafts = before.first_token, has_drafts and before.has_drafts
+        else:
+            first = num_computed_tokens
+        request.pulled = PulledKV(first, has_drafts)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         if pull.is_retry:
             self._connector.retry(request, pull.params, block_ids, num_computed_tokens)
@@ -109,6 +122,24 @@ class Pulls:
             self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
         if pull.is_computed:
             self._connector.prompt_computed(request)
+
+    def _has_drafts(self, request: Request) -> bool:
+        """Returns whether the peer keeps what our drafter keeps; where not, that is told, once a
+        peer."""
+        params = request.kv_transfer_params
+        if not self._draft_hash or params is None or params.peer is None:
+            return False
+        peer = params.peer
+        has_drafts = peer.layout.draft_hash == self._draft_hash
+        if not has_drafts and peer.engine_id not in self._told:
+            self._told.add(peer.engine_id)
+            logger.warning(
+                "prefill engine %s has another drafter, or none: requests whose prompts it "
+                "computes are drafted for by n-grams; give both tiers the same "
+                "--speculative-config",
+                peer.engine_id,
+            )
+        return has_drafts
 
     def take_ready(self) -> Request:
         """Returns the first request of `ready`, which enters a row now."""

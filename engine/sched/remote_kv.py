@@ -33,13 +33,14 @@ class RemoteKV:
         fence: StepFence,
         waiting: RequestQueue,
         policy: SchedulingPolicy,
+        draft_hash: str = "",
     ) -> None:
         self._connector = connector
         self._kv_cache = kv_cache
         self._fence = fence
         self.held = HeldBlocks(fence)
         self.exports = Exports(self._connector, fence, self.held)
-        self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy)
+        self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy, draft_hash)
         self.host = HostKV(connector.host_tier, kv_cache, fence, waiting, policy)
 
     def refusal(self, request: Request) -> str:

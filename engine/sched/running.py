@@ -22,6 +22,7 @@ whose KV a peer pulls has all its blocks from the start and never yields.
 
 from __future__ import annotations
 
+from engine.config import EngineConfig
 from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
@@ -29,7 +30,7 @@ from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
 from engine.sched.forks import Forks
 from engine.sched.in_flight import InFlightStep
-from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.sched.output import NewRequestData, PulledDrafts, SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.row import Row, RowPhase, RowTable
@@ -45,14 +46,13 @@ class RunningRows:
     def __init__(
         self,
         num_rows: int,
-        decode_query_len: int,
+        config: EngineConfig,
         kv_cache: KVCacheManager,
         fence: StepFence,
         waiting: RequestQueue,
         remote: RemoteKV,
         forks: Forks,
         counters: SchedulerCounters,
-        ahead: int = 0,
     ) -> None:
         self._kv_cache = kv_cache
         self._fence = fence
@@ -62,7 +62,7 @@ class RunningRows:
         self._forks = forks
         self._counters = counters
         self.table = RowTable(num_rows)
-        self.calendar = DecodeCalendar(kv_cache, decode_query_len, ahead)
+        self.calendar = DecodeCalendar(kv_cache, config.decode_query_len, config.num_ahead)
         self.builder = StepBuilder(kv_cache)
         self.step_id = -1
         """The last step that went out."""
@@ -102,11 +102,21 @@ class RunningRows:
                 sampling=request.row_sampling,
                 eos_token_ids=request.eos_token_ids,
                 sibling_seeds=() if request.knows_first_token else request.spec.sibling_seeds,
+                pulled=self._pulled_drafts(request),
             )
         )
         for group, ids in enumerate(of_other_groups, start=1):
             self.builder.add_blocks(row.index, group, ids)
         return row
+
+    def _pulled_drafts(self, request: Request) -> PulledDrafts | None:
+        """Returns what workers must know of KV that a peer gave, if they draft with their own."""
+        pulled = request.pulled
+        if pulled is None or self.calendar.ahead == 0:
+            return None
+        feature = request.draft_feature if pulled.has_drafts else b""
+        is_whole = request.num_computed_tokens == request.num_prompt_tokens
+        return PulledDrafts(pulled.first_token, pulled.has_drafts, feature if is_whole else b"")
 
     def leave(self, row: Row) -> None:
         """Takes the row back; its blocks stay the request's."""
@@ -124,6 +134,7 @@ class RunningRows:
         self._fence.release(self._kv_cache.take_blocks(request.request_id))
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.pulled = None
         request.num_preemptions += 1
         self._counters.num_preemptions += 1
         self._waiting.add(request)

@@ -73,18 +73,19 @@ class Scheduler:
         self._fence = StepFence(self._kv_cache)
         self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog())
         self._waiting = RequestQueue(policy)
-        self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, policy)
+        self._remote = RemoteKV(
+            connector, self._kv_cache, self._fence, self._waiting, policy, config.draft_hash
+        )
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
         self._running = RunningRows(
             self._limits.num_rows,
-            config.decode_query_len,
+            config,
             self._kv_cache,
             self._fence,
             self._waiting,
             self._remote,
             self._forks,
             self._counters,
-            config.num_ahead,
         )
         self._admission = Admission(
             config.scheduler,
@@ -155,7 +156,7 @@ class Scheduler:
         return outputs
 
     def supply_first_token(
-        self, request_id: str, token_id: int, sibling_token_ids: Sequence[int] = ()
+        self, request_id: str, token_id: int, siblings: Sequence[int] = (), feature: bytes = b""
     ) -> EngineCoreOutputs:
         """Supplies token one, which the prefill node sampled and the client has: that of each
         choice, if the request has any.
@@ -166,8 +167,9 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or request.knows_first_token:
             return EngineCoreOutputs()
+        request.draft_feature = feature
         if request.choice_ids:
-            begun = self._begin_choices(request, [token_id, *sibling_token_ids])
+            begun = self._begin_choices(request, [token_id, *siblings])
             self._remote.pulls.first_token_known(request)
             self._share_arrived()
             return EngineCoreOutputs(outputs=[one for one in begun if one.finish_reason])
@@ -256,7 +258,7 @@ class Scheduler:
             if (row := rows[found.row]) is not None and row.epoch == found.epoch
             for name in self._forks.listeners(row.request_id)
         ]
-        siblings = {found.row: found.tokens for found in output.siblings}
+        siblings, features = output.siblings_by_row(), output.features_by_row()
         logprobs, unreported = output.logprobs_by_row(), self._unreported
         failures = {failure.row: failure.reason for failure in output.failures}
         query_len = self._running.calendar.query_len
@@ -281,6 +283,8 @@ class Scheduler:
                 result.logprobs = logprobs[index]
             if siblings and index in siblings:
                 result.siblings = siblings[index]
+            if features:
+                result.draft_feature = features.get(index)
             if failures and index in failures:
                 num_new = len(new)
                 results[-1:] = self._fail(row, result, failures[index])

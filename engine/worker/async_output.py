@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch.places import NO_TOKEN, Int32Array
-from engine.outputs import ModelRunnerOutput, RowFailure
+from engine.outputs import ModelRunnerOutput, RowFailure, StepDrafts
 from engine.sample.logprobs import LogprobsTensors
 from engine.sample.prompt_logprobs import PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
@@ -32,6 +32,8 @@ class StepTensors:
     siblings: SiblingTensors | None
     num_drafts: torch.Tensor | None
     """[num_sampled] int32; None when nobody drafts."""
+    draft_features: torch.Tensor | None = None
+    """[num_sampled, F]; None when nobody needs them."""
 
     def to_host(self) -> StepTensors:
         """Starts the copies, without waiting."""
@@ -41,6 +43,9 @@ class StepTensors:
             [part.to_host() for part in self.prompt_logprobs],
             None if self.siblings is None else self.siblings.to_host(),
             None if self.num_drafts is None else self.num_drafts.to("cpu", non_blocking=True),
+            None
+            if self.draft_features is None
+            else self.draft_features.to("cpu", non_blocking=True),
         )
 
 
@@ -100,6 +105,7 @@ class AsyncOutput:
                 prompt_logprobs,
                 None if sampled is None else sampled.siblings,
                 None if sampled is None else sampled.num_drafts,
+                None if sampled is None else sampled.draft_features,
             )
             self._copy = copier.start_copy(self._found)
 
@@ -119,8 +125,7 @@ class AsyncOutput:
             token_ids = self._cut(on_host.token_ids)
             _add_tokens(output, token_ids, on_host.logprobs, is_cut=bool(self._failures))
             output.failures = self._row_failures(on_host.token_ids)
-        if on_host.num_drafts is not None:
-            output.num_drafts = on_host.num_drafts.tolist()
+        output.drafts = self._drafts(on_host)
         if on_host.siblings is not None:
             epochs = dict(zip(self._rows, self._epochs, strict=True))
             failed = {failure.row for failure in output.failures}
@@ -128,6 +133,18 @@ class AsyncOutput:
             output.siblings = [found for found in drawn if found.row not in failed]
         output.prompt_logprobs = [part.packed() for part in on_host.prompt_logprobs]
         return output
+
+    def _drafts(self, on_host: StepTensors) -> StepDrafts | None:
+        counts, features = on_host.num_drafts, on_host.draft_features
+        if counts is None and features is None:
+            return None
+        found = StepDrafts([] if counts is None else counts.tolist())
+        if features is not None:
+            numbers = features.contiguous().view(torch.uint8).numpy()
+            found.features = {
+                row: one.tobytes() for row, one in zip(self._rows, numbers, strict=True)
+            }
+        return found
 
     def wait_for_tokens(self) -> list[tuple[int, int, list[int]]]:
         """Returns (row, epoch, its tokens) for each request that sampled."""

@@ -18,18 +18,26 @@ from engine.batch.input_batch import InputBatch
 
 
 class DraftFeatures:
-    """Features of `size` numbers each. `blocks` [num_blocks + 1, size] is set by `use_blocks`; its
-    last row is nobody's."""
+    """Features of `size` numbers each. `blocks` [num_blocks + 1, size] is set by `use_blocks`, as
+    `is_known` [num_blocks + 1] is: whether all tokens up to a block's last one have the drafter's
+    KV. Their last rows are nobody's."""
 
     def __init__(
         self, size: int, max_num_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._of_step = torch.zeros((max_num_tokens, size), dtype=dtype, device=device)
         self.blocks = torch.zeros((1, size), dtype=dtype, device=device)
+        self.is_known = torch.ones(1, dtype=torch.bool, device=device)
 
     def use_blocks(self, num_blocks: int) -> None:
         """Makes room for the features of a cache's blocks."""
         self.blocks = self.blocks.new_zeros((num_blocks + 1, self.blocks.shape[1]))
+        self.is_known = self.is_known.new_ones(num_blocks + 1)
+
+    def forget(self, blocks: torch.Tensor, *, is_known: bool) -> None:
+        """Takes note of `blocks` [N] that a peer has filled, with the drafter's KV or without."""
+        self.blocks.index_fill_(0, blocks, 0)
+        self.is_known.index_fill_(0, blocks, is_known)
 
     def take(self, features: torch.Tensor) -> None:
         """Takes the features [T, size] of a step's tokens."""
@@ -38,25 +46,39 @@ class DraftFeatures:
     def shifted(self, batch: InputBatch, block_size: int) -> torch.Tensor:
         """Returns [T, size]: the feature of the token before each token of `batch`."""
         num_tokens = len(batch.positions)
-        starts = batch.query_start_loc[:-1].long()
-        first = batch.positions[starts.clamp(max=num_tokens - 1)]
-        block = ((first - 1).clamp(min=0) // block_size).unsqueeze(1)
-        before = batch.block_tables[: len(starts)].gather(1, block).squeeze(1).long()
+        starts, _, before = self._befores(batch, block_size)
         # Requests that are padding begin behind the last token.
         found = self._of_step.new_empty((num_tokens + 1, self._of_step.shape[1]))
         found[1:] = self._of_step[:num_tokens]
         found.index_copy_(0, starts, self.blocks.index_select(0, before))
         return found[:num_tokens]
 
-    def keep(self, batch: InputBatch, ends: torch.Tensor, block_size: int) -> None:
-        """Keeps what later steps need. `ends` is [R], see `ends_of`."""
+    def keep(self, batch: InputBatch, ends: torch.Tensor, block_size: int) -> torch.Tensor:
+        """Keeps what later steps need. `ends` is [R], see `ends_of`. Returns [R] bool: whether all
+        tokens of a request have the drafter's KV."""
         lengths = batch.query_start_loc.diff().long()
+        _, first, before = self._befores(batch, block_size)
+        is_known = self.is_known[before] | (first == 0)
         ends = ends.repeat_interleave(lengths, output_size=batch.num_tokens)
         place, slot = batch.positions, batch.slot_mapping
         is_last = (place + 1 == ends) | ((place + 1) % block_size == 0)
         is_kept = is_last & (place < ends) & (slot >= 0)
         block = torch.where(is_kept, slot // block_size, len(self.blocks) - 1)
         self.blocks.index_copy_(0, block, self._of_step[: batch.num_tokens])
+        of_tokens = is_known.repeat_interleave(lengths, output_size=batch.num_tokens)
+        self.is_known.index_copy_(0, block, of_tokens)
+        return is_known
+
+    def _befores(
+        self, batch: InputBatch, block_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns of each request its first query token, the position of that, and the block of
+        the token before it, [R] each."""
+        starts = batch.query_start_loc[:-1].long()
+        first = batch.positions[starts.clamp(max=len(batch.positions) - 1)]
+        block = ((first - 1).clamp(min=0) // block_size).unsqueeze(1)
+        tables = batch.block_tables[: len(starts)]
+        return starts, first, tables.gather(1, block).squeeze(1).long()
 
     def last(self, batch: InputBatch, ends: torch.Tensor) -> torch.Tensor:
         """Returns [R, size]: the feature of the last token that each request has computed. `ends`
@@ -69,6 +91,7 @@ class DraftFeatures:
         """Copies features with their blocks; `copies` is [C, 2], pairs (source, target)."""
         source, target = copies.long().unbind(1)
         self.blocks[target] = self.blocks[source]
+        self.is_known[target] = self.is_known[source]
 
 
 def ends_of(batch: InputBatch, total_len: torch.Tensor) -> torch.Tensor:

@@ -122,6 +122,8 @@ class ModelRunner:
         self.drafts = Drafts(config, self._row_tables[0])
         """Asked for after each step, if decodes have more than one token."""
         self._network = self._create_network(draft)
+        transfer = config.kv_transfer
+        self._hands_over = transfer is not None and transfer.kv_role == "kv_producer"
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
         self.kv_pages = torch.empty(0)
@@ -180,6 +182,9 @@ class ModelRunner:
         self.states.advance(order.rows, order.query_lens)
         if self._network is not None:
             self._network.settle(self._input_buffers.by_group(self._input_buffers.loaded(order)))
+            if sampled is not None and self._hands_over:
+                features = self._network.last_features(order.num_sampled)
+                sampled = replace(sampled, draft_features=features)
         if self._decode_query_len > 1:
             sampled = self._draft(order, sampled)
         output = AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
@@ -270,6 +275,9 @@ class ModelRunner:
         for row in step.decode_add:
             self._start_decoding(row)
         carry_over(self._carried, self._device)
+        if self._network is not None:
+            for new in step.new_reqs:
+                self._network.take_pulled(new)
         if step.block_copies:
             copies = to_device(np.array(step.block_copies, np.int32), self._device)
             ops.copy_blocks(self.kv_pages, copies)

@@ -29,6 +29,7 @@ from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.factory import config_of_draft
 from engine.models.drafts.medusa import MedusaHeads
+from engine.sched.output import NewRequestData
 from engine.worker.draft_features import DraftFeatures, ends_of
 from tandem_kernels import ops
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
@@ -85,6 +86,13 @@ class NetworkDrafter:
         self._kv_caches: list[torch.Tensor] = []
         self._latest: tuple[InputBatch, torch.Tensor] | None = None
         """The latest step, and where the tokens of its requests end that are right."""
+        self._is_known: torch.Tensor | None = None
+        """[R], whether the drafter has KV of all tokens of these requests; None: it always has."""
+        speculative = config.speculative
+        assert speculative is not None
+        self._lookup = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+        self._lacks_any = False
+        """Some request had KV of a node without this drafter."""
 
     def use_cache(self, kv_caches: list[torch.Tensor], num_blocks: int) -> None:
         """Takes the caches of all layers, the drafter's behind the others."""
@@ -119,13 +127,37 @@ class NetworkDrafter:
             shifted,
         )
 
+    def take_pulled(self, new: NewRequestData) -> None:
+        """Takes note of a new request's KV that came from a peer. Its blocks are in the tables."""
+        pulled = new.pulled
+        if pulled is None or not self._group_indices:
+            return
+        if new.num_computed_tokens <= pulled.first_token:
+            return
+        size = self._tables[self._home].block_size
+        first, last = pulled.first_token // size, (new.num_computed_tokens - 1) // size
+        blocks = self._rows[self._home].block_table[new.row, first : last + 1].long()
+        self.features.forget(blocks, is_known=pulled.has_kv)
+        self._lacks_any |= not pulled.has_kv
+        row = self.features.blocks[:1]
+        if len(pulled.feature) == row.numel() * row.element_size():
+            given = to_device(np.frombuffer(pulled.feature, np.uint8).copy(), row.device)
+            self.features.blocks.index_copy_(0, blocks[-1:], given.view(row.dtype).view_as(row))
+
+    def last_features(self, count: int) -> torch.Tensor:
+        """Returns [count, F]: the features that a node needs which goes on with the first `count`
+        requests of the latest step."""
+        assert self._latest is not None
+        return self.features.last(*self._latest)[:count]
+
     def settle(self, by_group: Sequence[InputBatch]) -> None:
         """Takes note of a step whose rows have advanced."""
         batch = by_group[self._home]
         ends = ends_of(batch, self._rows[0].total_len[batch.idx_mapping.long()])
         self._latest = batch, ends
         if self._group_indices:
-            self.features.keep(batch, ends, self._tables[self._home].block_size)
+            is_known = self.features.keep(batch, ends, self._tables[self._home].block_size)
+            self._is_known = is_known if self._lacks_any else None
 
     def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
         """See `Drafter`."""
@@ -133,6 +165,9 @@ class NetworkDrafter:
         batch, ends = self._latest
         count = len(idx_mapping)
         feature = self.features.last(batch, ends)[:count]
+        found: torch.Tensor | None = None
+        if self._is_known is not None:
+            found = ops.lookup_ngrams(idx_mapping, rows, *self._lookup)
         next_place = rows.total_len[idx_mapping.long()]
         drafts = feature.new_full((count, rows.max_drafts), -1, dtype=torch.int64)
         room = None if not self._group_indices else self._room(batch.order.rows[:count])
@@ -148,6 +183,8 @@ class NetworkDrafter:
             drafts[:, index] = self._draw(logits, idx_mapping, next_place + index)
             behind = replace(rows, total_len=rows.total_len + index)
             ops.write_drafts(idx_mapping, drafts[:, index : index + 1], self._vocab_size, behind)
+        if found is not None and self._is_known is not None:
+            drafts = torch.where(self._is_known[:count].unsqueeze(1), drafts, found)
         return drafts
 
     def _room(self, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> torch.Tensor:

@@ -60,13 +60,15 @@ class GroupTarget:
         self._source_size = theirs.rows_per_block
         self._block_ids = meta.block_ids[group]
         self._block_array = np.array(self._block_ids, np.int64)
+        self._num_layers = cache.layout.num_shared_layers(group, meta.peer.layout)
+        """Layers behind these are a drafter's that we do not have: they are dropped."""
 
     def views(self, header: ChunkHeader, views: BlockViews) -> list[memoryview] | None:
         """Returns the blocks of ours that the payload fills exactly; None: it has to be copied."""
         size = self._source_size
         start, stop = header.first_block, header.first_block + header.num_blocks
         is_wanted = self._rows.start <= start * size and stop * size <= self._rows.stop
-        if not is_wanted or self.share != self._page:
+        if not is_wanted or self.share != self._page or header.layer >= self._num_layers:
             return None
         return views.of(self._group, header.layer, self._block_ids[start:stop])
 
@@ -89,6 +91,9 @@ class GroupTarget:
 
     def _copy(self, blocks: NamedBlocks, copy: PageCopy, copier: Copier, from_host: bool) -> None:
         """`blocks.places` are addresses."""
+        is_ours = blocks.layers < self._num_layers
+        if not is_ours.all():
+            blocks = blocks.where(is_ours)
         size, whole = self._source_size, blocks
         if size != self._page.block_size:
             copy_runs(copier, copy, self._wanted_runs(blocks))

@@ -54,6 +54,8 @@ def _layout_to_proto(layout: KVLayout) -> pb.KVLayout:
         protocol_version=layout.protocol_version,
         model_hash=layout.model_hash,
         tp_size=layout.tp_size,
+        num_draft_layers=layout.num_draft_layers,
+        draft_hash=layout.draft_hash,
         groups=[
             pb.KVGroup(
                 layers=group.layers,
@@ -73,6 +75,8 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
         protocol_version=message.protocol_version,
         model_hash=message.model_hash,
         tp_size=message.tp_size,
+        num_draft_layers=message.num_draft_layers,
+        draft_hash=message.draft_hash,
         groups=tuple(
             KVGroup(
                 layers=tuple(group.layers),

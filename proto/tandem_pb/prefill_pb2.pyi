@@ -61,20 +61,22 @@ class Accepted(_message.Message):
     def __init__(self) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "logprobs", "num_cached_tokens", "queue_s", "prefill_s", "siblings")
+    __slots__ = ("token_id", "logprobs", "num_cached_tokens", "queue_s", "prefill_s", "siblings", "draft_feature")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     SIBLINGS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FEATURE_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprobs: TokenLogprobs
     num_cached_tokens: int
     queue_s: float
     prefill_s: float
     siblings: _containers.RepeatedCompositeFieldContainer[SiblingToken]
-    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., siblings: _Optional[_Iterable[_Union[SiblingToken, _Mapping]]] = ...) -> None: ...
+    draft_feature: bytes
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., siblings: _Optional[_Iterable[_Union[SiblingToken, _Mapping]]] = ..., draft_feature: _Optional[bytes] = ...) -> None: ...
 
 class SiblingToken(_message.Message):
     __slots__ = ("token_id", "logprobs")

@@ -141,6 +141,7 @@ class FakeEngine:
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: Sequence[PromptLogprobs] = (),
         siblings: SiblingTokens | None = None,
+        draft_feature: bytes = b"",
     ) -> bool:
         fakes = self.prompts[request_id]
         tokens = [token_id, *(siblings.token_ids if siblings else [])]

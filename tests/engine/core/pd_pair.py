@@ -71,6 +71,7 @@ class Pair:
                         token_id,
                         prompt_logprobs=of_prompt,
                         siblings=output.siblings,
+                        draft_feature=output.draft_feature,
                     )
             return await self.prefill.wait_kv_result(export.request_id)
         finally:
@@ -104,6 +105,6 @@ async def start_engine(
     config = tiny_config(async_scheduling=role == "decode", path=path)
     config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
     config = replace(config, kv_transfer=kv_transfer, speculative=speculative)
-    if speculative is not None:
+    if speculative is not None and role == "decode":
         config = replace(config, decode_query_len=speculative.num_speculative_tokens + 1)
     return await AsyncLLM.start(config)

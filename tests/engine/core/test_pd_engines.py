@@ -15,6 +15,7 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +26,27 @@ from prometheus_client import CollectorRegistry
 from engine.config import SpeculativeConfig
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
+from engine.models.draft_checkpoint import read_draft
 from engine.node.metrics import EngineCollector
 from engine.outputs import TokenLogprobs
 from tests.engine.core.pd_pair import Pair, start_engine, tokens_by_choice, tokens_of
-from tests.engine.core.tiny_engine import VOCAB, Oracle, until, until_empty
+from tests.engine.core.tiny_engine import TINY, VOCAB, Oracle, until, until_empty
 from tests.engine.core.tiny_tokenizer import save_tokenizer, text_of
 from tests.processes import find_processes, is_gone
+
+NGRAMS = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+)
+EAGLE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -83,16 +99,35 @@ async def test_joined_requests_equal_one_engine(pair: Pair, oracle: Oracle) -> N
 
 async def test_a_decode_engine_may_draft(pair: Pair, oracle: Oracle) -> None:
     """Prefill, which knows nothing of it, gives first tokens; some requests are aborted."""
-    speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
-    )
-    decode = await start_engine("decode", speculative=speculative)
-    several = Pair(pair.prefill, decode, num_started=10_000)
+    decode = await start_engine("decode", speculative=NGRAMS)
+    await _run_drafting(Pair(pair.prefill, decode, num_started=10_000), oracle)
+    _check_draft_metrics(decode)
+    await decode.shutdown()
+
+
+async def test_engines_hand_a_drafters_kv_over(pair: Pair, oracle: Oracle, tmp_path: Path) -> None:
+    """Both have an EAGLE head, or only one of them: answers are the same, and KV never is that of
+    another layer."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(EAGLE))
+    head = read_draft("eagle", str(tmp_path), TINY)
+    speculative = replace(NGRAMS, method="eagle", draft=head)
+    both = [await start_engine(role, speculative=speculative) for role in ("prefill", "decode")]
+    pairs = ((both[0], both[1]), (pair.prefill, both[1]), (both[0], pair.decode))
+    for index, (prefill, decode) in enumerate(pairs):
+        await _run_drafting(Pair(prefill, decode, num_started=20_000 + 100 * index), oracle)
+    assert both[1].stats.drafts.num_draft_tokens > 0
+    for engine in both:
+        await engine.shutdown()
+
+
+async def _run_drafting(pair: Pair, oracle: Oracle) -> None:
+    """Runs requests on both engines, some of which are aborted."""
 
     async def one(seed: int) -> None:
-        export, pull = several.request(seed)
-        stream = decode.generate(pull)
-        prefill = asyncio.create_task(several.run_prefill(export))
+        export, pull = pair.request(seed)
+        stream = pair.decode.generate(pull)
+        prefill = asyncio.create_task(pair.run_prefill(export))
         if seed % 5 == 0:
             await anext(stream)
             stream.close()
@@ -101,11 +136,10 @@ async def test_a_decode_engine_may_draft(pair: Pair, oracle: Oracle) -> None:
         result = await prefill
         assert result.ok or (seed % 5 == 0 and result.is_called_off)
 
+    before = pair.decode.stats.prompt_tokens_transferred
     await asyncio.gather(*(one(seed) for seed in range(20)))
-    await until_empty(decode)
-    assert decode.stats.prompt_tokens_transferred > 0
-    _check_draft_metrics(decode)
-    await decode.shutdown()
+    await until_empty(pair.decode)
+    assert pair.decode.stats.prompt_tokens_transferred > before
 
 
 def _check_draft_metrics(llm: AsyncLLM) -> None:

@@ -30,6 +30,7 @@ from engine.models.draft_checkpoint import read_draft
 from engine.models.errors import CheckpointError
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from engine.sched.output import NewRequestData, PulledDrafts, SchedulerOutput
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
 from tests.engine.worker import draft_checkpoints as drafts
@@ -247,3 +248,66 @@ def test_weights_that_are_missing_are_named(target: Path, tmp_path: Path) -> Non
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks midlayer\.hidden_norm\.weight"):
         OneEngine(config, depth=1)
+
+
+def _after_transfer(
+    prefill: OneEngine, decode: OneEngine, prompt: list[int], pulled: PulledDrafts
+) -> tuple[list[int], list[int]]:
+    """Computes a prompt on one engine and goes on from its KV on another. Returns all tokens known
+    there with the second, and what is drafted behind them."""
+    num_tokens, found = len(prompt), watch(decode, [])
+    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    of_prefill, of_decode = [7, 3, 9, 11], [20, 2, 31, 5]
+
+    def step(
+        tokens: list[int], blocks: list[int], num_computed: int, **new: Any
+    ) -> SchedulerOutput:
+        request = NewRequestData(
+            row=1,
+            epoch=1,
+            prompt_len=num_tokens,
+            prefill_token_ids=np.array(tokens, "<i4").tobytes(),
+            num_computed_tokens=num_computed,
+            block_ids=blocks,
+            max_len=MAX_LEN,
+            sampling=greedy,
+            **new,
+        )
+        chunks = [(1, len(tokens) - num_computed)]
+        return SchedulerOutput(0, new_reqs=[request], prefill_chunks=chunks)
+
+    prefill.worker.runner._hands_over = True
+    first = prefill.worker.execute_model(step(prompt, of_prefill, 0))
+    assert first.drafts is not None
+    sent = first.drafts.features[1] if pulled.feature else b""
+    pages = prefill.worker.runner.kv_pages[:, of_prefill]
+    if not pulled.has_kv:
+        pages[-1].zero_()
+    decode.worker.runner.kv_pages[:, of_decode] = pages
+    known = [*prompt, *first.token_ids]
+    pulled = PulledDrafts(pulled.first_token, pulled.has_kv, sent)
+    decode.worker.execute_model(step(known, of_decode, num_tokens, pulled=pulled))
+    prefill.worker.shutdown()
+    decode.worker.shutdown()
+    ((tokens, drafted, _),) = found
+    return tokens, drafted
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+def test_drafting_goes_on_behind_the_kv_of_another_node(
+    target: Path, tmp_path: Path, has_kv: bool
+) -> None:
+    """Goes on with the feature that came along, as if the prompt had been computed here. A node
+    without the drafter leaves its layer empty, and n-grams draft instead."""
+    drafts.write_eagle3(tmp_path)
+    config = with_drafter(engine_config(target), "eagle3", tmp_path)
+    oracle = drafts.eagle3_reference(reference(target), tmp_path)
+    prompt = [11, 12, 13, 14, 15, 16, 17, 18, 19, 11, 12, 13, 14, 60, 61, 11, 12, 13]
+    pulled = PulledDrafts(0, has_kv, b"some")
+    engines = OneEngine(config, 1), OneEngine(config, 1)
+    tokens, drafted = _after_transfer(*engines, prompt, pulled)
+    expected = oracle.drafts(tokens, NUM_DRAFTS)
+    if has_kv:
+        assert drafted == expected
+    else:
+        assert drafted == [-1] * NUM_DRAFTS != expected  # Nothing like the new token came before.
