@@ -120,6 +120,15 @@ class RowGrammar:
                 words[:] = others
         return ""
 
+    def forced_tokens(self, count: int) -> list[int]:
+        """Returns up to `count` tokens that follow the output whatever is chosen; a guess where
+        `allowed` or `endings` forbid one."""
+        matcher = self.matcher
+        if matcher.is_error() or matcher.is_stopped():
+            return []
+        forced: list[int] = matcher.compute_ff_tokens()
+        return forced[:count]
+
     def consume_draft(self, token_id: int, words: Words) -> bool:
         """Goes on behind a draft, if `words`, the mask of its place, allow it and it does not end
         the output; behind any other draft no mask matters."""

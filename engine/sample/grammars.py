@@ -26,7 +26,7 @@ import llguidance
 import numpy as np
 import torch
 
-from engine.batch.places import Int32Array, Places
+from engine.batch.places import NO_TOKEN, Int32Array, Places
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.row_grammar import RowGrammar
 from engine.outputs import GrammarStats
@@ -35,6 +35,8 @@ from engine.sched.output import NewRequestData
 from tandem_kernels import ops
 
 _NO_MASK = -1
+_NUM_FORCED = 2
+"""Steps full of tokens that are looked ahead where a grammar leaves no choice."""
 
 
 class PlaceFailure(NamedTuple):
@@ -104,6 +106,10 @@ class GrammarStates:
         self._masks = CopiedTensor((max_places, -(-vocab_size // 32)), device)
         self._entries = CopiedTensor((max_places,), device)
         """The mask of each place of a batch."""
+        self._query_len = query_len
+        self._forced = CopiedTensor((max_num_reqs, _NUM_FORCED * query_len), device)
+        self._num_forced = 0
+        """The requests of the latest batch of which it is known what is forced."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.stats = GrammarStats()
         self.waited_s = 0.0
@@ -172,11 +178,29 @@ class GrammarStates:
             return failures
         started = time.perf_counter()
         num_places = len(places.rows)
+        if self._query_len > 1:
+            self._find_forced(walks, len(places.first_places()))
         num_masks = self._fill(walks, failures, num_places)
         self._copy(num_masks, num_places)
         ops.mask_logits(logits, self._masks.on_device, self._entries.on_device[:num_places])
         self.stats.masks_filled(num_masks, time.perf_counter() - started)
         return failures
+
+    def take_forced(self) -> torch.Tensor | None:
+        """Returns [S, N] int32: the tokens behind the output that each request of the latest batch
+        had before it which are forced, then -1. None: there are none, or they were taken."""
+        count, self._num_forced = self._num_forced, 0
+        return self._forced.on_device[:count] if count else None
+
+    def _find_forced(self, walks: list[_Walk], num_reqs: int) -> None:
+        """Finds out what is forced, before any draft is consumed."""
+        forced = self._forced.np[:num_reqs]
+        forced[:] = NO_TOKEN
+        for walk in walks:
+            tokens = walk.grammar.forced_tokens(forced.shape[1])
+            forced[walk.request, : len(tokens)] = tokens
+        if (forced[:, 1:] != NO_TOKEN).any():
+            self._num_forced = num_reqs
 
     def _consume_latest(self) -> None:
         """Consumes the tokens of the step before. Afterwards the device is done with its masks,
@@ -263,6 +287,7 @@ class GrammarStates:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             self._masks.copy(num_masks)
             self._entries.copy(num_places)
+            self._forced.copy(self._num_forced)
         if stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.selection import choose_attention
+from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
+from kv_transfer.layout import KVGroup
 
 
 def attention_of(
@@ -26,4 +31,17 @@ def attention_of(
         has_sinks=spec.has_sinks,
         latent=spec.latent_shape,
         recorded_tokens=recorded_tokens,
+    )
+
+
+def group_inputs(
+    groups: Sequence[KVGroup], by_group: Sequence[InputBatch], attention: AttentionBackend
+) -> tuple[GroupInputs, ...]:
+    """Returns a pass over a batch, which is given as each KV group sees it, for their layers."""
+    return tuple(
+        GroupInputs(
+            batch.slot_mapping,
+            batch.state_metadata() if group.is_state else attention.metadata(batch),
+        )
+        for group, batch in zip(groups, by_group, strict=True)
     )

@@ -156,6 +156,26 @@ class CudaGraphManager:
         self._device = device
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
+    @property
+    def keys(self) -> list[GraphKey]:
+        """Returns all graphs, in the order in which they are recorded."""
+        return self._prompts[::-1] + [
+            GraphKey.of_decodes(size, query_len, samples)
+            for query_len in self._decode_query_lens
+            for size in reversed(self.capture_sizes)
+            for samples in (True, False)
+        ]
+
+    @property
+    def most_reqs(self) -> int:
+        """Returns the most requests of any graph."""
+        return max(key.num_reqs for key in self.keys)
+
+    @property
+    def most_places(self) -> int:
+        """Returns the most places at which any graph chooses tokens."""
+        return max(key.num_reqs * key.width for key in self.keys)
+
     def capture(self, run: Callable[[GraphKey], None], report: Callable[[float], None]) -> None:
         """Records `run(key)` for all keys. `report` hears fractions in 0..1.
 
@@ -163,12 +183,7 @@ class CudaGraphManager:
             GraphCaptureError: Something in `run` cannot be recorded.
             torch.OutOfMemoryError: The graphs do not fit.
         """
-        keys = self._prompts[::-1] + [
-            GraphKey.of_decodes(size, query_len, samples)
-            for query_len in self._decode_query_lens
-            for size in reversed(self.capture_sizes)
-            for samples in (True, False)
-        ]
+        keys = self.keys
         started, reserved = time.monotonic(), torch.cuda.memory_reserved(self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()

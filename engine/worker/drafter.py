@@ -61,12 +61,33 @@ class Drafts:
         counts[order.num_decodes :] = 0
         return counts
 
-    def propose(self, order: BatchOrder, idx_mapping: torch.Tensor) -> None:
-        """Asks for drafts of the rows that got tokens. `idx_mapping` is [R], the step's."""
+    def propose(
+        self,
+        order: BatchOrder,
+        idx_mapping: torch.Tensor,
+        token_ids: torch.Tensor,
+        forced: torch.Tensor | None = None,
+    ) -> None:
+        """Asks for drafts of the rows that got tokens. `idx_mapping` is [R], the step's;
+        `token_ids` [S, W] are what they got. `forced` [S, N]: those and the ones behind, where a
+        grammar leaves no choice; they are drafts whoever drafts."""
         if self.drafter is None or order.num_sampled == 0:
             return
         sampled = idx_mapping[: order.num_sampled]
         drafts = self.drafter.propose(sampled, self._rows)
+        if forced is not None:
+            drafts = _with_forced(drafts, token_ids, forced)
         ops.write_drafts(sampled, drafts, self._vocab_size, self._rows)
         proposed = (drafts >= 0).int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
         self._counts.index_copy_(0, sampled.long(), proposed)
+
+
+def _with_forced(
+    drafts: torch.Tensor, token_ids: torch.Tensor, forced: torch.Tensor
+) -> torch.Tensor:
+    """Returns `drafts` [S, K] with what is forced behind the tokens [S, W] of each request."""
+    num_new = (token_ids >= 0).sum(dim=1, keepdim=True)
+    place = num_new + torch.arange(drafts.shape[1], device=drafts.device)
+    last = forced.shape[1] - 1
+    found = forced.long().gather(1, place.clamp(max=last)).masked_fill(place > last, -1)
+    return torch.where(found[:, :1] >= 0, found, drafts)

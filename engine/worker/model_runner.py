@@ -36,14 +36,14 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
-from engine.models.base import CausalLM, ForwardInputs, GroupInputs, Taps
+from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork
 from engine.models.registry import spec_of
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.worker.async_output import AsyncOutput, ResultCopier
-from engine.worker.attention_of_model import attention_of
+from engine.worker.attention_of_model import attention_of, group_inputs
 from engine.worker.cudagraph_utils import (
     PROMPT_TOKENS,
     CudaGraphManager,
@@ -212,16 +212,10 @@ class ModelRunner:
         width = self._decode_query_len
         sizes = capture_sizes(self._config, self.states.max_num_reqs)
         graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,))
-        of_prompts = [key.num_reqs for key in self._prompt_keys]
-        vocab_size = self._config.model.vocab_size
-        self._graph_token_ids = torch.empty(
-            (max([sizes[-1], *of_prompts]), width), dtype=torch.int64, device=self._device
-        )
-        self._graph_logits = torch.empty(
-            (max([sizes[-1] * width, *of_prompts]), vocab_size),
-            dtype=torch.float32,
-            device=self._device,
-        )
+        shape = graphs.most_reqs, width
+        self._graph_token_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
+        shape = graphs.most_places, self._config.model.vocab_size
+        self._graph_logits = torch.empty(shape, dtype=torch.float32, device=self._device)
         graphs.capture(self._record_step, report)
         self._graphs = graphs
 
@@ -365,13 +359,7 @@ class ModelRunner:
 
     def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
         by_group = self._input_buffers.by_group(batch)
-        groups = tuple(
-            GroupInputs(
-                of_group.slot_mapping,
-                of_group.state_metadata() if group.is_state else self._attention.metadata(of_group),
-            )
-            for group, of_group in zip(self._groups, by_group, strict=True)
-        )
+        groups = group_inputs(self._groups, by_group, self._attention)
         network = self._network
         taps = Taps(network.taps) if network is not None and network.taps else None
         hidden: torch.Tensor = self._model(
@@ -412,7 +400,8 @@ class ModelRunner:
             return None
         rows = self._input_buffers.idx_mapping(len(order.rows))
         sampled = replace(sampled, num_drafts=self.drafts.num_checked(order, rows))
-        self.drafts.propose(order, rows)
+        forced = self.sampler.grammars.take_forced()
+        self.drafts.propose(order, rows, sampled.token_ids, forced)
         return sampled
 
 

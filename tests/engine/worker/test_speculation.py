@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from engine.batch.places import Places
 from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
@@ -167,6 +168,24 @@ def test_rows_without_a_match_draft_nothing(make_config: Any) -> None:
     assert engine.tokens["a"] == [50, 50, 50]
     assert engine.scheduler.stats().drafts.num_draft_tokens == 0
     check_empty(engine)
+
+
+def test_what_a_grammar_forces_is_drafted(folder: Path) -> None:
+    """No n-gram comes again, and yet steps bring four tokens each."""
+    sampling = SamplingParams(
+        max_tokens=40,
+        grammar=LLMatcher.grammar_from_regex("abcdefghijklmnopq[xy]"),
+        temperature=0.0,
+    )
+    config = grammar_requests.grammar_config(folder)
+    spec = RequestSpec([200, 201, 202], sampling)
+    request = EngineCoreRequest(request_id="a", spec=spec, eos_token_ids=(EOS,))
+    one, several = (run(with_ngrams(config, count), 2, [request]) for count in (1, 4))
+    assert several.tokens == one.tokens
+    assert one.counts[1] == len(one.tokens["a"]) > 14
+    assert several.counts[4] >= 3
+    for engine in (one, several):
+        check_empty(engine)
 
 
 def test_off_nobody_counts_drafts(make_config: Any) -> None:
