@@ -7,7 +7,7 @@ aborted. Only then are blocks free that their request left behind (`HeldBlocks`)
 
 from __future__ import annotations
 
-from engine.config import SchedulingPolicy
+from engine.config import EngineConfig
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
 from engine.request import Request
@@ -32,9 +32,9 @@ class RemoteKV:
         kv_cache: KVCacheManager,
         fence: StepFence,
         waiting: RequestQueue,
-        policy: SchedulingPolicy,
-        draft_hash: str = "",
+        config: EngineConfig,
     ) -> None:
+        policy, draft_hash = config.scheduler.policy, config.draft_hash
         self._connector = connector
         self._kv_cache = kv_cache
         self._fence = fence

@@ -73,9 +73,7 @@ class Scheduler:
         self._fence = StepFence(self._kv_cache)
         self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog())
         self._waiting = RequestQueue(policy)
-        self._remote = RemoteKV(
-            connector, self._kv_cache, self._fence, self._waiting, policy, config.draft_hash
-        )
+        self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, config)
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
         self._running = RunningRows(
             self._limits.num_rows,
@@ -283,8 +281,7 @@ class Scheduler:
                 result.logprobs = logprobs[index]
             if siblings and index in siblings:
                 result.siblings = siblings[index]
-            if features:
-                result.draft_feature = features.get(index)
+            result.draft_feature = features.get(index) if features else None
             if failures and index in failures:
                 num_new = len(new)
                 results[-1:] = self._fail(row, result, failures[index])
