@@ -29,6 +29,11 @@
 {{- include "tandem.overlay" (dict "base" $laid "over" (default dict (get $entry $tier))) -}}
 {{- $_ := set $values $tier $laid -}}
 {{- end -}}
+{{- with $entry.endpointPicker -}}
+{{- $pool := deepCopy $root.Values.inferencePool -}}
+{{- include "tandem.overlay" (dict "base" $pool "over" (dict "endpointPicker" (dict "name" .))) -}}
+{{- $_ := set $values "inferencePool" $pool -}}
+{{- end -}}
 {{- $list = append $list (dict "Values" $values "Release" $root.Release "Chart" $root.Chart "Capabilities" $root.Capabilities "Files" $root.Files "modelKey" $entry.name) -}}
 {{- end -}}
 {{- $_ := set .into "list" $list -}}
@@ -157,6 +162,22 @@ models = {{ toJson $names }}
 {{- if hasKey .root.Values.router.settings "modelRulesFile" -}}
 {{- if include "tandem.modelRules" .root -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.settings.modelRulesFile names a file of rules, and models and modelRules make one: set one of them") -}}
+{{- end -}}
+{{- end -}}
+{{- if .root.Values.inferencePool.enabled -}}
+{{- $pickers := dict -}}
+{{- range $model := $models.list -}}
+{{- $picker := $model.Values.inferencePool.endpointPicker.name -}}
+{{- if and $picker (hasKey $pickers $picker) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "the endpoint picker %s would choose for two pools, and knows one: set endpointPicker of each entry of models" $picker)) -}}
+{{- end -}}
+{{- $_ := set $pickers $picker true -}}
+{{- end -}}
+{{- else -}}
+{{- range $entry := .root.Values.models -}}
+{{- if $entry.endpointPicker -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "models (%s) has an endpointPicker, but inferencePool.enabled is false: set it to true" $entry.name)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and .root.Values.inferencePool.enabled .root.Values.models (include "tandem.hasOwnModel" .root) -}}

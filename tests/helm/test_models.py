@@ -127,9 +127,14 @@ def test_each_model_has_an_inference_pool_of_its_own() -> None:
         "prefill": {"ports": {"grpc": 8100}},
         "decode": {"ports": {"grpc": 8200}},
     }
-    found = render(TWO, pool)
+    with pytest.raises(HelmError, match="the endpoint picker epp would choose for two pools"):
+        render(TWO, pool)
+    named = {"models": [{**one, "endpointPicker": f"epp-{one['name']}"} for one in TWO["models"]]}
+    found = render(pool, named)
     pods = labels_of(found)
     for manifest in found.all("InferencePool"):
+        picker = manifest["spec"]["endpointPickerRef"]["name"]
+        assert picker == f"epp-{manifest['metadata']['labels']['tandem.dev/model']}"
         selector = manifest["spec"]["selector"]["matchLabels"]
         chosen = {name for name, labels in pods.items() if selector.items() <= labels.items()}
         name = manifest["metadata"]["name"].removesuffix("-pool")
@@ -233,6 +238,10 @@ SPLIT = {"m": {"a": 90, "b": 10}}
                 ]
             },
             r"models \(a\): decode.ports.grpc and decode.ports.http",
+        ),
+        (
+            {"models": [{**TWO["models"][0], "endpointPicker": "e"}]},
+            r"models \(a\) has an endpointPicker",
         ),
         ({"router": {"settings": {"modelRulesFile": "/x"}}}, "set one of them"),
     ],
