@@ -4,21 +4,28 @@
     OTEL_EXPORTER_OTLP_TRACES_ENDPOINT   the same, in the environment
     OTEL_EXPORTER_OTLP_ENDPOINT          of all signals; over HTTP, /v1/traces is added
 
-OTEL_SDK_DISABLED=true and OTEL_TRACES_EXPORTER=none turn off what the environment turns on.
+OTEL_SDK_DISABLED=true and OTEL_TRACES_EXPORTER=none turn off what the environment turns on. A
+whole cluster may have these variables: one that we cannot follow is a warning, and no reason not
+to serve.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from edge.tracing.errors import OtlpError
 
+logger = logging.getLogger(__name__)
+
 _GRPC_PORT = 4317
 """The port of OTLP over gRPC; 4318 is HTTP's."""
 _SCHEMES = {"http": "http", "https": "https", "grpc": "http", "grpcs": "https"}
 _PROTOCOLS = "grpc", "http/protobuf"
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9a-fA-F:]+\]):[0-9]+")
 _PATH = "/v1/traces"
 _MAX_QUEUE_SIZE = 8192
 """Spans: a prompt of a model with 80 layers has 83 on its prefill node."""
@@ -35,9 +42,17 @@ class OtlpEndpoint:
 
     @classmethod
     def find(cls, flag: str, environ: Mapping[str, str]) -> OtlpEndpoint | None:
-        """Returns None where nobody names one. Raises `OtlpError`."""
+        """Returns None where nobody names one. Raises `OtlpError` where the flag is wrong."""
         if flag:
             return cls._read(flag, environ, is_explicit=True)
+        try:
+            return cls._in_environment(environ)
+        except OtlpError as error:
+            logger.warning("no traces are pushed: %s", error)
+            return None
+
+    @classmethod
+    def _in_environment(cls, environ: Mapping[str, str]) -> OtlpEndpoint | None:
         off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         if off or environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none":
             return None
@@ -51,8 +66,10 @@ class OtlpEndpoint:
     def _read(
         cls, text: str, environ: Mapping[str, str], *, is_explicit: bool, is_base: bool = False
     ) -> OtlpEndpoint:
+        # Exporters of gRPC take host:port.
+        url = f"grpc://{text}" if _HOST_AND_PORT.fullmatch(text) else text
         try:
-            parts = urlsplit(text)
+            parts = urlsplit(url)
             port = parts.port
         except ValueError:
             parts, port = urlsplit(""), None

@@ -16,15 +16,11 @@ from edge.tracing.sampling import find_ratio, ratio_sampler
 
 def _checked_endpoint(text: str) -> str:
     try:
-        OtlpEndpoint.find(text, tracing_environment())
+        if text:
+            OtlpEndpoint.find(text, tracing_environment())
     except OtlpError as error:
         raise ValueError(str(error)) from None
     return text
-
-
-def _checked_ratio(ratio: float | None) -> float | None:
-    find_ratio(ratio, tracing_environment())
-    return ratio
 
 
 class TraceSettings(BaseModel):
@@ -45,16 +41,14 @@ class TraceSettings(BaseModel):
     )
     otlp_traces_endpoint: Annotated[str, AfterValidator(_checked_endpoint)] = Field(
         default="",
-        validate_default=True,
         description="OpenTelemetry collector to which spans of sampled traces are pushed: "
         "http://host:4318, or grpc://host:4317. Needs the extra `otlp`. The variables "
         "OTEL_EXPORTER_OTLP_* are honoured. Empty: what those name, else none.",
     )
-    trace_sample_ratio: Annotated[float | None, AfterValidator(_checked_ratio)] = Field(
+    trace_sample_ratio: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        validate_default=True,
         description="Part of the traces that begin here that is sampled; a caller's traceparent "
         "decides for its own. Default: what OTEL_TRACES_SAMPLER says, else 1.",
     )

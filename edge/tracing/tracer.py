@@ -109,16 +109,17 @@ class Tracer:
 
 def _export(endpoint: OtlpEndpoint, resource: Mapping[str, str]) -> OtlpExport | None:
     """Starts the export. Where only the environment names a collector, which whole clusters may do,
-    missing packages are no reason not to serve. Raises `OtlpError`."""
+    what is missing or wrong is no reason not to serve. Raises `OtlpError`."""
     try:
         from edge.tracing.otlp_export import OtlpExport
-    except ImportError as error:
-        problem = f"traces cannot be pushed to {endpoint.url} ({error}): pip install 'tandem[otlp]'"
-        if endpoint.is_explicit:
-            raise OtlpError(problem) from None
-        logger.warning("%s", problem)
-        return None
-    try:
+
         return OtlpExport(endpoint, resource)
+    except ImportError as error:
+        reason = f"{error}: pip install 'tandem[otlp]'"
     except ValueError as error:
-        raise OtlpError(f"a variable OTEL_... is wrong: {error}") from None
+        reason = f"a variable OTEL_... is wrong: {error}"
+    problem = f"traces cannot be pushed to {endpoint.url}: {reason}"
+    if endpoint.is_explicit:
+        raise OtlpError(problem)
+    logger.warning("%s", problem)
+    return None

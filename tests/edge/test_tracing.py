@@ -202,6 +202,7 @@ def test_prometheus_hears_of_spans() -> None:
         ("https://c/in/v1/traces", {}, ("https://c/in/v1/traces", False)),
         ("http://c:4317", {}, ("http://c:4317", True)),
         ("grpc://c:9", {}, ("http://c:9", True)),
+        ("c.observability:9", {}, ("http://c.observability:9", True)),
         ("grpcs://c:9", {}, ("https://c:9", True)),
         ("http://c:9", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, ("http://c:9", True)),
         (
@@ -251,7 +252,7 @@ def test_no_collector(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("flag", "environ", "words"),
     [
-        ("collector:4317", {}, "http://host:4318"),
+        ("collector", {}, "http://host:4318"),
         ("http://", {}, "http://host:4318"),
         ("http://c:x", {}, "http://host:4318"),
         ("http://c", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/protobuf"),
@@ -263,14 +264,34 @@ def test_a_wrong_collector_is_named(flag: str, environ: dict[str, str], words: s
         OtlpEndpoint.find(flag, environ)
 
 
-def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValidationError, match="no collector"):
         TraceSettings(otlp_traces_endpoint="collector")
     with pytest.raises(ValidationError, match="less than or equal to 1"):
         TraceSettings(trace_sample_ratio=2)
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "jaeger_remote")
-    with pytest.raises(ValidationError, match="jaeger_remote"):
-        TraceSettings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "-7"),
+        ("OTEL_TRACES_SAMPLER", "jaeger_remote"),
+        ("OTEL_TRACES_SAMPLER_ARG", "2"),
+    ],
+)
+def test_variables_of_a_whole_cluster_stop_no_service(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:4318")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
+    monkeypatch.setenv(name, value)
+    tracer = opened("")
+    assert TraceSettings().sampler()(TRACE)
+    tracer.close()
+    assert value in caplog.text or "batch" in caplog.text
 
 
 @pytest.fixture
