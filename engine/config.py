@@ -240,6 +240,7 @@ class SpeculativeConfig:
         prompt_lookup_max: As many last tokens are looked up first.
         prompt_lookup_min: Fewer than these are not looked up.
         draft: The drafter's weights; None: it has none.
+        adaptive: Each step has as many drafts as pay, up to that number.
     """
 
     method: DrafterName
@@ -247,6 +248,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int
     prompt_lookup_min: int
     draft: DraftModel | None = None
+    adaptive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +305,15 @@ class EngineConfig:
     def draft(self) -> DraftModel | None:
         """Returns the drafter's weights, if it has any."""
         return None if self.speculative is None else self.speculative.draft
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Returns whether steps differ in the tokens that a decode computes."""
+        return (
+            self.decode_query_len > 1
+            and self.speculative is not None
+            and (self.speculative.adaptive)
+        )
 
     @property
     def draft_hash(self) -> str:

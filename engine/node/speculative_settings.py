@@ -73,6 +73,9 @@ def parse_setting(text: str) -> ParsedSetting:
         if name == "model":
             if not isinstance(value, str) or not value:
                 raise ValueError(f"model must be a name or a folder, not {value!r}")
+        elif name == "adaptive":
+            if not isinstance(value, bool):
+                raise ValueError(f"adaptive must be true or false, not {value!r}")
         elif type(value) is not int or not 1 <= value <= _LIMITS[name]:
             raise ValueError(f"{name} must be an integer from 1 to {_LIMITS[name]}, not {value!r}")
     for name, meaning in (
@@ -91,6 +94,7 @@ def parse_setting(text: str) -> ParsedSetting:
         num_speculative_tokens=given["num_speculative_tokens"],
         prompt_lookup_max=most,
         prompt_lookup_min=least,
+        adaptive=given.get("adaptive", False),
     )
     return ParsedSetting(config, given.get("model", ""))
 
@@ -98,7 +102,7 @@ def parse_setting(text: str) -> ParsedSetting:
 def _fields_of(method: str) -> tuple[str, ...]:
     """Returns the fields of a method beside its name. Lookups are what drafters fall back to."""
     model = () if method in ("ngram", "mtp") else ("model",)
-    return (*model, "num_speculative_tokens", *_LOOKUPS)
+    return (*model, "num_speculative_tokens", *_LOOKUPS, "adaptive")
 
 
 def _checked(text: str | None) -> str | None:
@@ -118,9 +122,10 @@ class SpeculativeSettings(BaseSettings):
         "vocabulary), model (name or folder of the drafter's checkpoint; not of ngram and mtp), "
         f"num_speculative_tokens (drafts of each request and step, 1 to {MAX_DRAFTS}), "
         "prompt_lookup_max and prompt_lookup_min (last tokens that are looked up, default "
-        f"{_DEFAULT_LOOKUP_MAX} and {_DEFAULT_LOOKUP_MIN}). Answers do not depend on it. Prefill "
-        "nodes draft nothing; given the same drafter, they compute its KV of prompts. Default: "
-        "off.",
+        f"{_DEFAULT_LOOKUP_MAX} and {_DEFAULT_LOOKUP_MIN}), adaptive (true: each step drafts as "
+        "many as pay, by what steps have cost and how many drafts were right). Answers do not "
+        "depend on it. Prefill nodes draft nothing; given the same drafter, they compute its KV of "
+        "prompts. Default: off.",
     )
 
     def with_drafts(self, config: EngineConfig) -> EngineConfig:

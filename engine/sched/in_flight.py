@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
 from engine.sched.counters import PrefillRate, SchedulerCounters
+from engine.sched.draft_length import DraftLength
 from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
@@ -27,6 +28,16 @@ class PromptChunk:
     block_ids: BlockIds
 
 
+@dataclass(frozen=True, slots=True)
+class DraftingStep:
+    """The part of a step that the choice of drafts learns from: `num_decodes` rows computed
+    `query_len` tokens each."""
+
+    chooser: DraftLength
+    num_decodes: int
+    query_len: int
+
+
 @dataclass(slots=True)
 class InFlightStep:
     """A step on its way. `chunks[i]` is a row, and how many of its leading tokens have KV once the
@@ -40,6 +51,7 @@ class InFlightStep:
     num_rows: int = 0
     num_tokens: int = 0
     work: StepWork | None = None
+    drafting: DraftingStep | None = None
 
 
 class StepsInFlight:
@@ -84,6 +96,9 @@ class StepsInFlight:
                 self.prefill_rate.add_step(done.num_prompt_tokens, seconds)
             if done.work is not None and self.meter is not None:
                 self.meter.add_step(done.work, seconds)
+        if (drafting := done.drafting) is not None:
+            seconds = now - max(done.issued_at, self._counters.last_step_at)
+            _learn(drafting, output, None if done.num_prompt_tokens else seconds)
         self._counters.add_step(done.num_prompt_tokens, len(output.token_ids), now)
         if output.drafts is not None and output.drafts.counts:
             self._counters.drafts.add_step(output.drafts.counts, output.counts)
@@ -91,3 +106,11 @@ class StepsInFlight:
 
     def leftovers(self) -> list[str]:
         return [f"step {step.step_id} in flight" for step in self._steps]
+
+
+def _learn(drafting: DraftingStep, output: ModelRunnerOutput, seconds: float | None) -> None:
+    """Tells the choice of drafts what a step gave, and what it took if it computed nothing else."""
+    if seconds is not None and drafting.num_decodes:
+        drafting.chooser.step_done(drafting.num_decodes, drafting.query_len, seconds)
+    if output.drafts is not None and output.counts:
+        drafting.chooser.drafts_checked(output.drafts.counts, output.counts)

@@ -89,3 +89,12 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     kv: KVConnectorMetadata | None = None
     block_copies: list[tuple[int, int]] = []
     """Pairs (source, target) of blocks to copy, over all layers. No target is a source."""
+
+
+class AdaptiveOutput(SchedulerOutput, array_like=True):
+    """A step of an engine whose steps differ in their drafts. The others' messages stay as they
+    are."""
+
+    num_drafts: int | None = None
+    """Drafts to make behind this step: in the next one each decode computes one token more. None:
+    as many as the setting says."""

@@ -28,8 +28,9 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
+from engine.sched.draft_length import DraftLength
 from engine.sched.forks import Forks
-from engine.sched.in_flight import InFlightStep
+from engine.sched.in_flight import DraftingStep, InFlightStep
 from engine.sched.output import NewRequestData, PulledDrafts, SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_queue import RequestQueue, SortKey
@@ -64,6 +65,11 @@ class RunningRows:
         self.table = RowTable(num_rows)
         self.calendar = DecodeCalendar(kv_cache, config.decode_query_len, config.num_ahead)
         self.builder = StepBuilder(kv_cache)
+        self._query_len = config.decode_query_len
+        """Tokens that each row of the decode set computes in the next step."""
+        self._draft_length: DraftLength | None = None
+        if config.is_adaptive:
+            self._draft_length = DraftLength(config.decode_query_len)
         self.step_id = -1
         """The last step that went out."""
         self.meter: WorkMeter | None = None
@@ -248,14 +254,23 @@ class RunningRows:
     ) -> tuple[SchedulerOutput, InFlightStep]:
         """Sends the step out: its message, and the record of what its result confirms."""
         self.step_id = step_id
-        step, record = self.builder.build(step_id, kv, self.calendar.size, self.calendar.num_tokens)
+        num_decodes = self.calendar.size
+        num_drafts, query_len = None, self._query_len
+        if (chooser := self._draft_length) is not None:
+            self._query_len = chooser.choose(num_decodes)
+            num_drafts = self._query_len - 1
+        step, record = self.builder.build(
+            step_id, kv, num_decodes, num_decodes * query_len, num_drafts
+        )
+        if chooser is not None:
+            record.drafting = DraftingStep(chooser, num_decodes, query_len)
         if self.meter is not None:
             chunks = [
                 (row, end, count)
                 for (row, end), (_, count) in zip(record.chunks, step.prefill_chunks, strict=True)
             ]
             calendar = self.calendar
-            record.work = self.meter.work_of(chunks, calendar.rows, step_id, calendar.query_len)
+            record.work = self.meter.work_of(chunks, calendar.rows, step_id, query_len)
         return step, record
 
     # What came back ---------------------------------------------------------------------------

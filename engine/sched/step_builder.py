@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
 from engine.sched.in_flight import InFlightStep, PromptChunk
-from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.sched.row import Row
 from kv_transfer.base import ChunkLike
 from kv_transfer.metadata import KVConnectorMetadata
@@ -97,9 +99,10 @@ class StepBuilder:
         kv: KVConnectorMetadata | None,
         num_decodes: int,
         num_decode_tokens: int,
+        num_drafts: int | None = None,
     ) -> tuple[SchedulerOutput, InFlightStep]:
         """Returns the step as workers get it, and as the scheduler remembers it. So many rows
-        decode in it, and compute so many tokens at most."""
+        decode in it, and compute so many tokens at most. `num_drafts`: see `AdaptiveOutput`."""
         output = SchedulerOutput(
             step_id,
             self._finished_rows,
@@ -111,6 +114,9 @@ class StepBuilder:
             kv,
             self._block_copies,
         )
+        if num_drafts is not None:
+            fields = msgspec.structs.asdict(output)
+            output = AdaptiveOutput(**fields, num_drafts=num_drafts)
         record = InFlightStep(
             step_id,
             time.monotonic(),

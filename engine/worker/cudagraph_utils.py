@@ -18,13 +18,14 @@ import bisect
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import CannotStartError
+from engine.sched.draft_length import lengths_up_to
 
 logger = logging.getLogger(__name__)
 
@@ -123,15 +124,26 @@ def default_capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_num_reqs))
 
 
-def capture_sizes(config: EngineConfig, max_num_reqs: int) -> tuple[int, ...]:
-    """Returns the requests of decode batches that an engine records, rising."""
-    width = config.decode_query_len
+def capture_sizes(
+    config: EngineConfig, max_num_reqs: int, query_len: int | None = None
+) -> tuple[int, ...]:
+    """Returns the requests of decode batches that an engine records, rising: of decodes with
+    `query_len` tokens; None: with as many as there may be."""
+    width = config.decode_query_len if query_len is None else query_len
     most = max_num_reqs
     if width > 1:
         budget = config.scheduler.max_num_batched_tokens
         most = max(1, min(most, min(MOST_DRAFTED_PLACES, budget) // width))
     wanted = config.device.cudagraph_capture_sizes
     return tuple(sorted({size for size in wanted if size <= most})) or default_capture_sizes(most)
+
+
+def shorter_sizes(config: EngineConfig, max_num_reqs: int) -> dict[int, tuple[int, ...]]:
+    """Returns the same of decodes with fewer tokens, by their number, where steps differ in it."""
+    if not config.is_adaptive:
+        return {}
+    lengths = lengths_up_to(config.decode_query_len)[:-1]
+    return {length: capture_sizes(config, max_num_reqs, length) for length in lengths}
 
 
 class CudaGraphManager:
@@ -141,6 +153,7 @@ class CudaGraphManager:
         capture_sizes: Requests of decode batches, in any order.
         prompts: Steps with prompts, smallest first.
         decode_query_lens: Tokens of each decode; decodes of other lengths have no graphs.
+        shorter: More lengths, and the requests of their batches.
     """
 
     def __init__(
@@ -149,7 +162,9 @@ class CudaGraphManager:
         device: torch.device,
         prompts: list[GraphKey] | None = None,
         decode_query_lens: tuple[int, ...] = (1,),
+        shorter: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
+        self._shorter = {length: list(sizes) for length, sizes in (shorter or {}).items()}
         self.capture_sizes = sorted(set(capture_sizes))
         self._prompts = prompts or []
         self._decode_query_lens = decode_query_lens
@@ -159,10 +174,11 @@ class CudaGraphManager:
     @property
     def keys(self) -> list[GraphKey]:
         """Returns all graphs, in the order in which they are recorded."""
+        of_decodes = dict.fromkeys(self._decode_query_lens, self.capture_sizes)
         return self._prompts[::-1] + [
             GraphKey.of_decodes(size, query_len, samples)
-            for query_len in self._decode_query_lens
-            for size in reversed(self.capture_sizes)
+            for query_len, sizes in {**of_decodes, **self._shorter}.items()
+            for size in reversed(sizes)
             for samples in (True, False)
         ]
 
@@ -212,12 +228,13 @@ class CudaGraphManager:
 
     def dispatch(self, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey | None:
         """Returns the smallest graph that holds `num_reqs` decodes; None if no graph does."""
-        if not self._graphs or decode_query_len not in self._decode_query_lens:
+        sizes: Sequence[int] = self._shorter.get(decode_query_len, ())
+        if decode_query_len in self._decode_query_lens:
+            sizes = self.capture_sizes
+        index = bisect.bisect_left(sizes, num_reqs)
+        if not self._graphs or index == len(sizes):
             return None
-        index = bisect.bisect_left(self.capture_sizes, num_reqs)
-        if index == len(self.capture_sizes):
-            return None
-        return GraphKey.of_decodes(self.capture_sizes[index], decode_query_len, samples)
+        return GraphKey.of_decodes(sizes[index], decode_query_len, samples)
 
     def dispatch_prompts(self, num_reqs: int, num_tokens: int, samples: bool) -> GraphKey | None:
         """Returns the smallest graph that holds a step with prompts; None if no graph does."""

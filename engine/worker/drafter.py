@@ -11,6 +11,7 @@ chosen anyway. Too few, wrong ones, and ids that no vocabulary has do no harm.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -55,11 +56,11 @@ class Drafts:
     def num_checked(self, order: BatchOrder, idx_mapping: torch.Tensor) -> torch.Tensor | None:
         """Returns [num_sampled] int32, how many drafts a step checks of each request that samples:
         those of decodes. None: nobody drafts. `idx_mapping` is [R], the step's."""
-        if self.drafter is None or order.num_decodes == 0:
+        if self.drafter is None or order.num_decodes == 0 or order.decode_query_len == 1:
             return None
         counts = self._counts.index_select(0, idx_mapping[: order.num_sampled])
         counts[order.num_decodes :] = 0
-        return counts
+        return counts.clamp_(max=order.decode_query_len - 1)
 
     def propose(
         self,
@@ -67,14 +68,20 @@ class Drafts:
         idx_mapping: torch.Tensor,
         token_ids: torch.Tensor,
         forced: torch.Tensor | None = None,
+        num_drafts: int | None = None,
     ) -> None:
         """Asks for drafts of the rows that got tokens. `idx_mapping` is [R], the step's;
         `token_ids` [S, W] are what they got. `forced` [S, N]: those and the ones behind, where a
-        grammar leaves no choice; they are drafts whoever drafts."""
+        grammar leaves no choice; they are drafts whoever drafts. `num_drafts`: of each row; None:
+        as many as there may be."""
         if self.drafter is None or order.num_sampled == 0:
             return
         sampled = idx_mapping[: order.num_sampled]
-        drafts = self.drafter.propose(sampled, self._rows)
+        if num_drafts == 0:
+            self._counts.index_fill_(0, sampled.long(), 0)
+            return
+        rows = self._rows if num_drafts is None else replace(self._rows, max_drafts=num_drafts)
+        drafts = self.drafter.propose(sampled, rows)
         if forced is not None:
             drafts = _with_forced(drafts, token_ids, forced)
         ops.write_drafts(sampled, drafts, self._vocab_size, self._rows)

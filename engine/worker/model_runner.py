@@ -41,7 +41,7 @@ from engine.models.drafts.base import DraftNetwork
 from engine.models.registry import spec_of
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
-from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.attention_of_model import attention_of, group_inputs
 from engine.worker.cudagraph_utils import (
@@ -51,6 +51,7 @@ from engine.worker.cudagraph_utils import (
     capture_sizes,
     longest_prompt,
     recorded_prompts,
+    shorter_sizes,
 )
 from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
@@ -64,6 +65,8 @@ from tandem_kernels import ops
 class ModelRunner:
     """Owns the rows of one rank. `kv_caches` are set once, before the first step."""
 
+    _query_len: int
+    """Tokens of each decode in the next step: fewer than there may be, if the scheduler says so."""
     _graph_token_ids: torch.Tensor
     """[largest size, decode_query_len] int64, written by graphs that sample."""
     _graph_logits: torch.Tensor
@@ -84,7 +87,7 @@ class ModelRunner:
         self._connector = connector
         self._device = device
         self.states = RowStates(rows, max_model_len, device)
-        self._decode_query_len = config.decode_query_len
+        self._decode_query_len = self._query_len = config.decode_query_len
         self._groups = config.kv_layout.groups
         self._block_tables = [
             BlockTables(rows, max_model_len, group.block_size, device, config.decode_query_len - 1)
@@ -163,8 +166,11 @@ class ModelRunner:
             step.prefill_chunks,
             self.states,
             self._attention,
-            self._decode_query_len,
+            self._query_len,
         )
+        num_drafts = step.num_drafts if isinstance(step, AdaptiveOutput) else None
+        if num_drafts is not None:
+            self._query_len = 1 + num_drafts
         rows = order.rows[: order.num_sampled]
         epochs = self.states.epoch_np[rows].tolist()
         if len(order.rows) == 0:
@@ -186,7 +192,7 @@ class ModelRunner:
                 features = self._network.last_features(order.num_sampled)
                 sampled = replace(sampled, draft_features=features)
         if self._decode_query_len > 1:
-            sampled = self._draft(order, sampled)
+            sampled = self._draft(order, sampled, num_drafts)
         output = AsyncOutput(step.step_id, rows, epochs, sampled, of_prompts, self._result_copier)
         if self.sampler.grammars.needed_by(rows):
             self.sampler.grammars.step_started(output)
@@ -198,7 +204,7 @@ class ModelRunner:
         left = {*step.finished_rows, *step.decode_remove}
         num_decodes = len(({*self._decode_set.rows.tolist()} - left) | {*step.decode_add})
         of_prompts = sum(count for _, count in step.prefill_chunks)
-        return num_decodes, num_decodes * self._decode_query_len + of_prompts
+        return num_decodes, num_decodes * self._query_len + of_prompts
 
     @property
     def share_of_graphs(self) -> float:
@@ -211,7 +217,8 @@ class ModelRunner:
         """Records CUDA graphs. `kv_caches` must be in their final place."""
         width = self._decode_query_len
         sizes = capture_sizes(self._config, self.states.max_num_reqs)
-        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,))
+        shorter = shorter_sizes(self._config, self.states.max_num_reqs)
+        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter)
         shape = graphs.most_reqs, width
         self._graph_token_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
         shape = graphs.most_places, self._config.model.vocab_size
@@ -392,7 +399,9 @@ class ModelRunner:
             token_ids[: batch.order.num_sampled] = sampled.token_ids
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
 
-    def _draft(self, order: BatchOrder, sampled: SamplerOutput | None) -> SamplerOutput | None:
+    def _draft(
+        self, order: BatchOrder, sampled: SamplerOutput | None, num_drafts: int | None
+    ) -> SamplerOutput | None:
         """Asks for drafts of the rows that got tokens. Returns `sampled` with the number of drafts
         that this step has checked."""
         self.states.limit(order.rows, self._block_tables[0].num_slots(order.rows))
@@ -401,7 +410,7 @@ class ModelRunner:
         rows = self._input_buffers.idx_mapping(len(order.rows))
         sampled = replace(sampled, num_drafts=self.drafts.num_checked(order, rows))
         forced = self.sampler.grammars.take_forced()
-        self.drafts.propose(order, rows, sampled.token_ids, forced)
+        self.drafts.propose(order, rows, sampled.token_ids, forced, num_drafts)
         return sampled
 
 

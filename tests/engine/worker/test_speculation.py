@@ -19,10 +19,13 @@ from engine.messages import EngineCoreRequest
 from engine.node.speculative_settings import parse_speculative_config
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from engine.sched.draft_length import DraftLength
 from engine.worker.worker import Worker
 from tests.engine.worker import grammar_requests
 from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
 from tests.engine.worker.test_choices import forked
+
+FEW_TOKENS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48)
 
 Requests = Callable[[int], list[EngineCoreRequest]]
 
@@ -117,8 +120,7 @@ def test_no_bit_depends_on_ngrams(
     make_config: Any, requests: Requests, query_len: int, depth: int
 ) -> None:
     """Prompts come in chunks, few blocks make requests wait and start again."""
-    limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48)
-    config = replace(make_config(num_blocks=13), scheduler=limits)
+    config = replace(make_config(num_blocks=13), scheduler=FEW_TOKENS)
     one = run(with_ngrams(make_config(), 1), 1, requests(query_len))
     several = run(with_ngrams(config, query_len), depth, requests(query_len))
     stats = several.scheduler.stats()
@@ -186,6 +188,28 @@ def test_what_a_grammar_forces_is_drafted(folder: Path) -> None:
     assert several.counts[4] >= 3
     for engine in (one, several):
         check_empty(engine)
+
+
+def test_no_bit_depends_on_how_many_are_drafted(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps choose any length, in any order; few blocks make requests start again."""
+    rng = random.Random(1)
+    chosen: list[int] = []
+
+    def choose(self: DraftLength, num_rows: int) -> int:
+        chosen.append(rng.choice(self.lengths))
+        return chosen[-1]
+
+    monkeypatch.setattr(DraftLength, "choose", choose)
+    config = with_ngrams(replace(make_config(num_blocks=13), scheduler=FEW_TOKENS), 8)
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, adaptive=True))
+    one = run(with_ngrams(make_config(), 1), 1, plain_requests(3))
+    several = run(config, 2, plain_requests(3))
+    assert set(chosen) == {1, 2, 4, 8}
+    assert several.scheduler.stats().num_preemptions > 0
+    check_same(one, several)
 
 
 def test_off_nobody_counts_drafts(make_config: Any) -> None:

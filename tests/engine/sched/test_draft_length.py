@@ -1,0 +1,99 @@
+"""The choice of q, with planted costs and planted drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.sched.draft_length import DraftLength
+
+FLAT = {1: 4.41, 2: 4.4, 4: 4.5, 8: 4.6}
+"""Milliseconds of steps with one row, by q."""
+STEEP = {1: 16.75, 2: 21.0, 4: 32.0, 8: 60.0}
+"""Those of 256 rows."""
+
+
+class Planted:
+    """Steps that cost what `costs` say, of `num_rows` rows whose drafts are right with probability
+    `right`; `share` of them have any."""
+
+    def __init__(self, costs: dict[int, float], right: float, share: float = 1.0) -> None:
+        self.costs, self.right, self.share = costs, right, share
+        self.rng = random.Random(0)
+        self.seconds = 0.0
+        self.num_tokens = 0
+
+    def run(self, chooser: DraftLength, steps: int, num_rows: int = 8) -> list[int]:
+        """Returns what was chosen."""
+        chosen = []
+        for _ in range(steps):
+            length = chooser.choose(num_rows)
+            seconds = self.costs[length] * self.rng.choice([0.97, 1.0, 1.0, 1.03])
+            counts, tokens = [], []
+            for _ in range(num_rows):
+                has_drafts = length > 1 and self.rng.random() < self.share
+                counts.append(length - 1 if has_drafts else 0)
+                got = 1
+                while got <= counts[-1] and self.rng.random() < self.right:
+                    got += 1
+                tokens.append(got)
+            chooser.drafts_checked(counts, tokens)
+            chooser.step_done(num_rows, length, seconds)
+            self.seconds += seconds
+            self.num_tokens += sum(tokens)
+            chosen.append(length)
+        return chosen
+
+
+@pytest.mark.parametrize(
+    ("costs", "right", "share", "best"),
+    [
+        (FLAT, 0.8, 1.0, 8),
+        (FLAT, 0.05, 1.0, {2, 4}),
+        (STEEP, 0.8, 1.0, {2, 4}),
+        (STEEP, 0.8, 0.2, 1),
+        (STEEP, 0.1, 1.0, 1),
+    ],
+)
+def test_takes_what_gives_most_tokens_a_second(costs, right, share, best) -> None:
+    steps = Planted(costs, right, share)
+    chooser = DraftLength(8)
+    steps.run(chooser, 60)
+    chosen = steps.run(chooser, 300)
+    wanted = best if isinstance(best, set) else {best}
+    assert sum(length in wanted for length in chosen) > 0.97 * len(chosen)
+
+
+def test_costs_little_where_drafts_never_help() -> None:
+    """Two percent at most, trying and looking again included."""
+    steps = Planted(STEEP, 0.0)
+    chooser = DraftLength(8)
+    steps.run(chooser, 20)  # What each length costs is found out once.
+    before = steps.seconds, steps.num_tokens
+    steps.run(chooser, 2000)
+    speed = (steps.num_tokens - before[1]) / (steps.seconds - before[0])
+    assert speed > 0.98 * 8 / STEEP[1]
+
+
+def test_finds_drafts_that_become_right_again() -> None:
+    steps = Planted(FLAT | {8: 9.0}, 0.0)
+    chooser = DraftLength(8)
+    steps.costs = {1: 4.0, 2: 4.6, 4: 5.0, 8: 9.0}
+    assert steps.run(chooser, 200)[-1] == 1
+    steps.right = 0.9
+    assert steps.run(chooser, 1500)[-100:].count(4) > 50
+
+
+def test_batches_of_other_sizes_have_costs_of_their_own() -> None:
+    chooser = DraftLength(4)
+    one, many = Planted(FLAT, 0.7), Planted({1: 1.0, 2: 2.0, 4: 4.0}, 0.7)
+    one.run(chooser, 40, num_rows=1)
+    many.run(chooser, 40, num_rows=200)
+    assert one.run(chooser, 20, num_rows=1)[-1] == 4
+    assert many.run(chooser, 20, num_rows=200)[-1] == 1
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6))])
+def test_tries_powers_of_two_up_to_the_setting(most: int, lengths: tuple[int, ...]) -> None:
+    assert DraftLength(most).lengths == lengths
