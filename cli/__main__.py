@@ -29,13 +29,14 @@ a checkpoint
   calibrate-kv  finds the scales of an FP8 KV cache
 
 sizes
+  bench     measures the speed of a node on this machine's GPUs
   plan      says how many prefill and decode nodes some traffic needs
 
 tandem COMMAND --help describes each; every option is also an environment variable.
 """
 
 _SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
-_TOOLS = {"calibrate-kv": "engine.calibration", "plan": "planner"}
+_TOOLS = {"calibrate-kv": "engine.calibration", "plan": "planner", "bench": "engine.speed"}
 _COMMANDS = {
     "demo": "demo",
     "up": "up",

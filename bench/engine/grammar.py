@@ -31,13 +31,14 @@ import llguidance
 import numpy as np
 import torch
 
-from bench.engine.offline import SHAPES, OfflineEngine, offline_engine, shape_config
+from bench.engine.offline import SHAPES, shape_config
 from bench.engine.synthetic_tokenizer import save_tokenizer
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.row_grammar import RowGrammar
 from engine.messages import EngineCoreRequest
+from engine.speed.offline_engine import OfflineEngine, offline_engine
 from tandem_kernels import ops
 
 _MASK_ROWS, _MASK_STEPS = 256, 64

@@ -29,12 +29,13 @@ import msgspec
 import torch
 
 from bench.engine.kernel_timing import graph_us
-from bench.engine.offline import SHAPES, OfflineEngine, offline_engine, shape_config
+from bench.engine.offline import SHAPES, shape_config
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.request_spec import RequestSpec
+from engine.speed.offline_engine import OfflineEngine, offline_engine
 from engine.worker.drafter import Drafter
 from tandem_kernels import ops
 from tandem_kernels.batch.batch_tables import RowTables

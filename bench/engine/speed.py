@@ -20,26 +20,23 @@ Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 
 import matplotlib
 
-from bench.engine.offline import (
-    QUANTIZATIONS,
-    SHAPES,
-    OfflineEngine,
-    StepResult,
-    offline_engine,
-    shape_config,
-)
+from bench.engine.offline import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.references import REFERENCES, Reference
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
+from engine.speed.measurements import (
+    decode_steps,
+    duration_s,
+    prompts_alone,
+    prompts_together,
+)
+from engine.speed.offline_engine import OfflineEngine, offline_engine
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -62,28 +59,18 @@ class Figure:
 
 
 def measure_decode(engine: OfflineEngine, batch: int) -> Figure:
-    num_prefill_steps = -(-batch * _CONTEXT // 8192)
-    requests = [engine.request(_CONTEXT, _STEPS + 1 + num_prefill_steps) for _ in range(batch)]
-    steps = engine.run(requests)
-    first = next(i for i, step in enumerate(steps) if step.num_tokens >= batch)
-    measured = steps[first : first + _STEPS + 1]
-    gaps = sorted(1e3 * (b.at - a.at) * batch / b.num_tokens for a, b in pairwise(measured))
-    num_steps = sum(step.num_tokens for step in measured[1:]) / batch
+    found = decode_steps(engine, batch, _CONTEXT, _STEPS, 8192)
     return Figure(
         f"decode {batch}",
-        round(1e3 * (measured[-1].at - measured[0].at) / num_steps, 3),
+        round(1e3 * found.mean_s, 3),
         "ms",
-        round(statistics.median(gaps), 3),
-        round(gaps[int(0.99 * len(gaps))], 3),
+        round(1e3 * found.median_s, 3),
+        round(1e3 * found.p99_s, 3),
     )
 
 
 def measure_single_prefill(engine: OfflineEngine, length: int) -> Figure:
-    times = []
-    for _ in range(6):
-        request = engine.request(length, 1)
-        times.append(1e3 * _duration(engine, lambda r=request: engine.run([r])))
-    times = sorted(times[1:])
+    times = [1e3 * seconds for seconds in prompts_alone(engine, length)]
     return Figure(
         f"prefill {length} alone",
         round(statistics.median(times), 2),
@@ -94,23 +81,14 @@ def measure_single_prefill(engine: OfflineEngine, length: int) -> Figure:
 
 
 def measure_prefill(engine: OfflineEngine, count: int, length: int) -> Figure:
-    requests = [engine.request(length, 1) for _ in range(count)]
-    seconds = _duration(engine, lambda: engine.run(requests))
+    seconds = prompts_together(engine, count, length)
     return Figure(f"prefill {count} x {length}", round(count * length / seconds / 1e3, 2), "ktok/s")
 
 
 def measure_throughput(engine: OfflineEngine, count: int) -> Figure:
     requests = [engine.request(2000, 150) for _ in range(count)]
-    seconds = _duration(engine, lambda: engine.run(requests))
+    seconds = duration_s(engine, requests)
     return Figure(f"throughput {count} x 2000/150", round(seconds, 3), "s")
-
-
-def _duration(engine: OfflineEngine, run: Callable[[], list[StepResult]]) -> float:
-    """Seconds from the arrival of the requests to the last result."""
-    gc.collect()
-    started = time.perf_counter()
-    steps = run()
-    return steps[-1].at - started
 
 
 CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine.offline import OfflineEngine, StepResult, offline_engine, shape_config
+from bench.engine.offline import shape_config
 from engine.config import EngineConfig, KVCacheDtype
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.sched.output import SchedulerOutput
+from engine.speed.offline_engine import OfflineEngine, StepResult, offline_engine
 
 _BATCHES = (1, 16, 64, 256)
 _PREFILLS = ((1, 128), (1, 2048), (1, 8192), (16, 2048), (4, 8192))

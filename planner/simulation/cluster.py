@@ -124,6 +124,7 @@ class SimCluster:
         kv_tokens = self.shape.decode_kv_tokens
         address = _address(NodeRole.DECODE, index)
         node = SimDecodeNode(address, kv_tokens, self._make_cache(), engine)
+        node.steps = self.shape.batched
         node.born_at = self.timeline.now
         engine.begin = partial(self._begin_local, node)
         engine.first = partial(self._first_local, node)

@@ -45,7 +45,6 @@ class SimPrefillNode:
     sequence: int = 0
     computed: int = 0
     born_at: float = 0.0
-    leaving: bool = False
     model: str = "m"
     new_prefixes: list[int] = field(default_factory=list)
 
@@ -74,7 +73,8 @@ class SimPrefillNode:
 
 @dataclass(slots=True, eq=False)
 class SimDecodeNode:
-    """Is a decode node. `held` by requests that it has room for; `pending` ones have none yet."""
+    """Is a decode node. It holds `used_tokens` for requests that it has room for; `pending` ones
+    wait for it. Without `steps` every request that is held runs."""
 
     address: NodeAddress
     kv_tokens: int
@@ -84,20 +84,21 @@ class SimDecodeNode:
     num_running: int = 0
     sequence: int = 0
     born_at: float = 0.0
-    leaving: bool = False
     model: str = "m"
+    steps: bool = False
     pending: deque[Job] = field(default_factory=deque)
 
     def report(self) -> NodeReport:
         self.sequence += 1
         total = self.kv_tokens // _KV_BLOCK
+        running = self.engine.num_running if self.steps else self.num_running
         return NodeReport(
             node_id=self.address.target,
             role=NodeRole.DECODE,
             epoch=1,
             sequence=self.sequence,
-            num_waiting_requests=len(self.pending),
-            num_running_requests=self.num_running,
+            num_waiting_requests=len(self.pending) + self.num_running - running,
+            num_running_requests=running,
             num_free_blocks=max(0, total - self.used_tokens // _KV_BLOCK),
             num_total_blocks=total,
             block_size=_KV_BLOCK,

@@ -153,7 +153,8 @@ class Attempts:
         """Hears that an answer of so many tokens has ended well on the node of `exchange`."""
         self.judge(exchange, info)
         self.policy.finished(info, num_tokens)
-        sequences = exchange.placement.decode.predicted_requests
+        report = exchange.placement.decode.report
+        sequences = report.num_running_requests if report else 0
         seconds = time.monotonic() - exchange.begun_at
         own_tokens = num_tokens - exchange.num_before
         self.scaling.of(info.model).finished(own_tokens, seconds, sequences)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
+from router.nodes.report import NodeReport
 from router.placement.prefill_outcome import PrefillOutcome
 from router.request.info import RequestInfo
 from router.scaling.capacity import PromptWork, StepFit, prefill_nodes
@@ -32,9 +33,13 @@ from router.scaling.work_rate import WorkRate
 
 _LISTEN_S = 15.0
 _START_S = 120.0
-_CATCH_UP_S = 30.0
-_ROOM = 0.85
-"""Part of a decode node's tokens that is planned with: sequences are not spread evenly."""
+_CATCH_UP_S = 120.0
+"""What is late is caught up with in this time; nodes that start sooner would be idle soon."""
+_TOLERATED = 1.1
+"""A HorizontalPodAutoscaler does nothing while no more than a tenth is missing."""
+_DEVIATIONS = 3.0
+"""Sequences vary as Poisson does; so many standard deviations more than their mean must find room,
+or prompts wait for it (square-root staffing)."""
 _ITL_SPREAD = 1.3
 """The 99th percentile of the time between tokens over its mean, as measured on H200s."""
 _MAX_KV_USAGE = 0.9
@@ -124,10 +129,10 @@ class ScalingSignal:
     def tokens_per_s(self) -> float:
         """Returns the prompt tokens that a node computes in a second; 0 while nobody has said."""
         speeds = [
-            node.report.prefill_tokens_per_s
+            report.prefill_tokens_per_s
             for role in (NodeRole.PREFILL, NodeRole.DECODE)
-            for node in self.nodes(role)
-            if node.report is not None and node.report.prefill_tokens_per_s > 0
+            for report in self._reports(role)
+            if report.prefill_tokens_per_s > 0
         ]
         if speeds:
             self._speed = statistics.median(speeds)
@@ -146,6 +151,7 @@ class ScalingSignal:
         wanted = self._prefill(now) if role is NodeRole.PREFILL else self._decode(now)
         if wanted is None or not math.isfinite(wanted):
             return None
+        wanted *= _TOLERATED
         if now - self._since < _START_S:
             wanted = max(wanted, len(self.nodes(role)) / self.num_routers)
         return wanted
@@ -184,10 +190,11 @@ class ScalingSignal:
             return None
         service = self._service(speed)
         routers = self.num_routers
-        wanted = prefill_nodes(tokens / speed * routers, service, self.objectives.ttft_s) / routers
+        load, ttft_s = tokens / speed, self.objectives.ttft_s
+        wanted = prefill_nodes(load * routers, service, ttft_s) / routers
         waiting = sum(node.work.num_tokens for node in self.nodes(NodeRole.PREFILL))
-        late_s = waiting / speed - wanted * self.objectives.ttft_s
-        return wanted + max(0.0, late_s) / _CATCH_UP_S
+        late_s = waiting / speed - wanted * ttft_s
+        return max(wanted, load + late_s / _CATCH_UP_S)
 
     def _service(self, speed: float) -> PromptWork:
         works = sorted(self._works)
@@ -201,13 +208,34 @@ class ScalingSignal:
         if not self.steps.num_observed:
             return 0.0 if self._outputs.peak(now) <= 0 else None
         batch = self.steps.batch_within(self.objectives.itl_s / _ITL_SPREAD)
+        tokens = self._outputs.peak(now)
+        load = tokens * self.steps.seconds(batch) / batch
         room = self._kv_tokens() * _MAX_KV_USAGE / max(1.0, self._prompt + self._output)
-        batch = max(1.0, min(batch, room)) if room else batch
-        per_node = batch / max(1e-6, self.steps.seconds(batch))
-        open_now = sum(node.work.num_requests for node in self.nodes(NodeRole.DECODE))
-        return max(self._outputs.peak(now) / (_ROOM * per_node), open_now / batch)
+        seconds = self._output * self.steps.seconds(batch)
+        if room:
+            # KV is held from the beginning of the prefill on.
+            seconds = self._output * self.steps.seconds(min(batch, room)) + self._prefill_s()
+            load = max(load, tokens / max(1.0, self._output) * seconds / room)
+            batch = max(1.0, min(batch, room))
+        reports = self._reports(NodeRole.DECODE)
+        running = sum(report.num_running_requests for report in reports) / self.num_routers
+        opened = sum(node.work.num_requests for node in self.nodes(NodeRole.DECODE))
+        # What waits in either tier has to be decoded, too.
+        late = max(0.0, opened - running) * seconds / batch / _CATCH_UP_S
+        everybody = load * batch * self.num_routers
+        spread = _DEVIATIONS * math.sqrt(everybody) / batch / self.num_routers
+        return max(load + spread, load + late, running / batch)
+
+    def _prefill_s(self) -> float:
+        """Returns the time of a prompt on a prefill node that keeps the objective."""
+        speed = self.tokens_per_s
+        mean_s = statistics.fmean(self._works) / speed if speed and self._works else 0.0
+        return max(mean_s, self.objectives.ttft_s / 4)
+
+    def _reports(self, role: NodeRole) -> list[NodeReport]:
+        return [node.report for node in self.nodes(role) if node.report is not None]
 
     def _kv_tokens(self) -> int:
         """Returns the room of the smallest decode node; 0 when nobody has said."""
-        sizes = [n.report.num_kv_tokens for n in self.nodes(NodeRole.DECODE) if n.report]
+        sizes = [report.num_kv_tokens for report in self._reports(NodeRole.DECODE)]
         return min((size for size in sizes if size), default=0)

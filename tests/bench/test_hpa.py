@@ -1,83 +1,88 @@
-"""The autoscaler's algorithm does what Kubernetes documents of autoscaling/v2."""
+"""The HorizontalPodAutoscaler that the signal is compared with does what Kubernetes' does."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from bench.hpa import (
-    SYNC_PERIOD_S,
-    AutoscalerSpec,
-    AverageValue,
-    HorizontalPodAutoscaler,
-    ScalingPolicy,
-    ScalingRules,
-)
-
-AT_ONCE = ScalingRules(stabilization_s=0.0)
+from bench.router.autoscaling import Scaler, compare, make_traffic, run, scalers
+from bench.router.hpa import DEFAULT_DOWN, Hpa, Rules, ScalingPolicy
 
 
-def plain(low: int = 1, high: int = 100) -> HorizontalPodAutoscaler:
-    spec = AutoscalerSpec(min_replicas=low, max_replicas=high, scale_up=AT_ONCE, scale_down=AT_ONCE)
-    return HorizontalPodAutoscaler(spec)
+def test_the_wish_is_the_metric_over_the_target() -> None:
+    assert Hpa(target=2).decide(0, 3, 9.0) == 5
+    assert Hpa(target=2).decide(0, 3, 8.0) == 4
 
 
-@pytest.mark.parametrize(
-    ("total", "current", "wanted"),
-    [(8.0, 4, 4), (8.1, 4, 4), (8.79, 4, 4), (8.81, 4, 5), (7.3, 4, 4), (7.1, 4, 4), (5.9, 4, 3),
-     (20.0, 4, 10), (0.0, 4, 1), (2000.0, 4, 100)],
-)  # fmt: skip
-def test_replicas_that_bring_the_average_to_its_target(
-    total: float, current: int, wanted: int
-) -> None:
-    """Ratios within a tenth change nothing; what is more is rounded up."""
-    assert plain().desire(0.0, current, [AverageValue(total, 2.0)]) == wanted
+def test_a_tenth_is_tolerated() -> None:
+    """10 pods: 10.9 and 9.1 are within a tenth of the target, 11.1 is not."""
+    hpa = Hpa(target=1)
+    assert [hpa.decide(at, 10, total) for at, total in ((0, 10.9), (1, 9.1))] == [10, 10]
+    assert hpa.decide(2, 10, 11.1) == 12
 
 
-def test_the_metric_that_wants_most_counts_and_one_that_is_blind_forbids_less() -> None:
-    high, low = AverageValue(20.0, 2.0), AverageValue(2.0, 2.0)
-    blind = AverageValue(None, 2.0)
-    assert plain().desire(0.0, 4, [low, high]) == 10
-    assert plain().desire(0.0, 4, [low, blind]) == 4
-    assert plain().desire(0.0, 4, [high, blind]) == 10
-    assert plain().desire(0.0, 4, [blind]) == 4
+def test_no_metric_changes_nothing() -> None:
+    assert Hpa(target=1).decide(0, 7, None) == 7
 
 
-def test_bounds_come_before_metrics_and_zero_is_off() -> None:
-    blind = [AverageValue(None, 2.0)]
-    assert plain(low=3, high=5).desire(0.0, 1, blind) == 3
-    assert plain(low=3, high=5).desire(0.0, 9, blind) == 5
-    assert plain(low=3).desire(0.0, 0, [AverageValue(20.0, 2.0)]) == 0
+def test_growth_is_limited_by_the_policy_that_allows_most() -> None:
+    """Four pods or as many again in 15 s: 1 → 5, then 5 → 10, 15 s later."""
+    hpa = Hpa(target=1)
+    assert hpa.decide(0, 1, 50.0) == 5
+    assert hpa.decide(10, 5, 50.0) == 5, "the period of 15 s has not passed"
+    assert hpa.decide(15, 5, 50.0) == 10
+    assert hpa.decide(30, 10, 50.0) == 20
 
 
-def run(
-    spec: AutoscalerSpec, start: int, demand: dict[float, float], until_s: float
-) -> dict[float, int]:
-    """Returns when the number changed, and to what. `demand`: pods needed, from a time on."""
-    scaler, current, changes = HorizontalPodAutoscaler(spec), start, {}
-    now_s = 0.0
-    while now_s <= until_s:
-        needed = next(v for at, v in reversed(demand.items()) if at <= now_s)
-        wanted = scaler.desire(now_s, current, [AverageValue(needed, 1.0)])
-        if wanted != current:
-            changes[now_s] = current = wanted
-        now_s += SYNC_PERIOD_S
-    return changes
+def test_shrinking_waits_for_the_greatest_wish_of_five_minutes() -> None:
+    hpa = Hpa(target=1)
+    assert hpa.decide(0, 10, 10.0) == 10
+    assert hpa.decide(15, 10, 2.0) == 10
+    assert hpa.decide(285, 10, 4.0) == 10
+    assert hpa.decide(300, 10, 2.0) == 4, "of the last 300 s the greatest wish is 4"
+    assert hpa.decide(600, 4, 2.0) == 2
 
 
-def test_policies_bound_the_pace_and_windows_the_way_down() -> None:
-    one_a_minute = ScalingRules(stabilization_s=0.0, policies=(ScalingPolicy("Pods", 1, 60.0),))
-    slowly = ScalingRules(stabilization_s=120.0, policies=(ScalingPolicy("Pods", 1, 300.0),))
-    spec = AutoscalerSpec(min_replicas=1, max_replicas=4, scale_up=one_a_minute, scale_down=slowly)
-    changes = run(spec, 1, {0.0: 9.0, 300.0: 1.0}, 1500.0)
-    assert changes == {0.0: 2, 60.0: 3, 120.0: 4, 405.0: 3, 705.0: 2, 1005.0: 1}
+def test_shrinking_one_pod_in_five_minutes() -> None:
+    down = Rules(0.0, (ScalingPolicy("Pods", 1, 300.0),))
+    hpa = Hpa(target=1, down=down)
+    sizes, now = [10], 0.0
+    for _ in range(44):
+        sizes.append(hpa.decide(now, sizes[-1], 1.0))
+        now += 15
+    assert sizes[1] == 9 and sizes[20] == 9 and sizes[21] == 8 and sizes[41] == 7
 
 
-def test_the_defaults_double_at_most_and_wait_five_minutes_to_shrink() -> None:
-    spec = AutoscalerSpec(min_replicas=1, max_replicas=50)
-    changes = run(spec, 6, {0.0: 40.0, 60.0: 2.0}, 600.0)
-    assert changes == {0.0: 12, 15.0: 24, 30.0: 40, 345.0: 2}
+def test_half_of_the_pods_in_a_minute() -> None:
+    hpa = Hpa(target=1, down=Rules(0.0, (ScalingPolicy("Percent", 50, 60.0),)))
+    assert hpa.decide(0, 9, 1.0) == 4
+    assert hpa.decide(30, 4, 1.0) == 4
+    assert hpa.decide(60, 4, 1.0) == 2
 
 
-def test_a_dip_shorter_than_the_window_is_not_followed() -> None:
-    spec = AutoscalerSpec(min_replicas=1, max_replicas=50)
-    assert run(spec, 8, {0.0: 8.0, 30.0: 2.0, 270.0: 8.0, 300.0: 2.0}, 500.0) == {}
+def test_bounds_hold() -> None:
+    hpa = Hpa(target=1, min_replicas=2, max_replicas=6, down=Rules(0, DEFAULT_DOWN.policies))
+    assert hpa.decide(0, 5, 99.0) == 6
+    assert hpa.decide(15, 6, 0.0) == 2
+
+
+def test_more_of_the_metric_never_gives_fewer_pods() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        size, low = rng.randrange(1, 20), rng.random() * 30
+        high = low + rng.random() * 10
+        assert Hpa(target=1).decide(0, size, low) <= Hpa(target=1).decide(0, size, high)
+
+
+@pytest.mark.parametrize("kind", ["slo", "busy", "backlog"])
+def test_a_scaled_cluster_answers_everything(kind: str) -> None:
+    """Two minutes of the day: every request is answered, and what is paid for is at least what
+    stood there from the beginning."""
+    scaler: Scaler = next(found for found in scalers() if found.kind == kind)
+    traffic = make_traffic("step", part=0.04)
+    found = run(scaler, traffic)
+    assert found.requests == len(traffic.arrivals) and 0.5 < found.attained <= 1
+    assert found.gpu_hours >= (found.prefill_hours + found.decode_hours) * 0.999
+    assert found.prefill_hours > 0.03 and found.decode_hours > 0.03
+    assert compare([found]) == [] or kind == "slo"

@@ -1,0 +1,61 @@
+"""Writes into a ConfigMap of this pod's namespace, by the Kubernetes API.
+
+The ConfigMap exists already, so the pod's service account needs `patch` of that one and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_TIMEOUT_S = 30
+
+
+class ClusterError(Exception):
+    """The Kubernetes API cannot be reached, or refuses; the message says what to do."""
+
+
+def write_config_map(name: str, data: Mapping[str, str], account: Path = _ACCOUNT) -> None:
+    """Sets keys of the ConfigMap; others stay. Raises `ClusterError`."""
+    host, port = (
+        os.environ.get("KUBERNETES_SERVICE_HOST"),
+        os.environ.get("KUBERNETES_SERVICE_PORT"),
+    )
+    if not host:
+        raise ClusterError("--config-map is for pods: this process does not run in Kubernetes")
+    try:
+        namespace = (account / "namespace").read_text().strip()
+        token = (account / "token").read_text().strip()
+        trust = ssl.create_default_context(cafile=str(account / "ca.crt"))
+    except OSError as error:
+        raise ClusterError(
+            f"the pod has no service account's token ({error.strerror}): set "
+            "automountServiceAccountToken"
+        ) from None
+    authority = f"[{host}]" if ":" in host else host
+    request = urllib.request.Request(
+        f"https://{authority}:{port}/api/v1/namespaces/{namespace}/configmaps/{name}",
+        data=json.dumps({"data": dict(data)}).encode(),
+        headers={
+            "authorization": f"Bearer {token}",
+            "content-type": "application/merge-patch+json",
+        },
+        method="PATCH",
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=trust):
+            pass
+    except urllib.error.HTTPError as error:
+        raise ClusterError(
+            f"Kubernetes answered {error.code} to a patch of the ConfigMap {name} in {namespace}: "
+            "it must exist, and the pod's service account may patch it"
+        ) from None
+    except OSError as error:
+        raise ClusterError(f"the Kubernetes API cannot be reached: {error}") from None

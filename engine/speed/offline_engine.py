@@ -1,0 +1,120 @@
+"""Drives an engine without a server: scheduler in this process, workers in theirs, prompts of
+random tokens.
+
+1. `OfflineEngine(config)` starts the workers
+2. `run(requests)` returns when all have ended, with the time of each step's result
+3. `close`
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import zmq
+
+from engine.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.executor.abstract import Executor
+from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.messages import EngineCoreOutput, EngineCoreRequest
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step's result. `at`: perf_counter seconds when it was processed; `num_tokens` it
+    brought.
+    """
+
+    at: float
+    num_tokens: int
+
+
+class OfflineEngine:
+    """Drives an engine in this process. `executor`: None for worker processes."""
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.vocab_size = config.model.vocab_size
+        self._random = random.Random(0)
+        self._next_id = 0
+        started = time.perf_counter()
+        self.executor = executor or MultiprocExecutor(config, self._context)
+        try:
+            self.core = EngineCore(config, self.executor, _ProgressLine())
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.perf_counter() - started
+        self._poller = zmq.Poller()
+        for source in self.executor.poll_sources:
+            self._poller.register(source, zmq.POLLIN)
+
+    def request(self, num_prompt_tokens: int, max_tokens: int) -> EngineCoreRequest:
+        """Makes a greedy request, with a prompt of its own, and exactly `max_tokens` of output."""
+        self._next_id += 1
+        return EngineCoreRequest(
+            request_id=str(self._next_id),
+            spec=RequestSpec(
+                [self._random.randrange(1, self.vocab_size) for _ in range(num_prompt_tokens)],
+                SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            ),
+        )
+
+    def run(
+        self,
+        requests: list[EngineCoreRequest],
+        on_step: Callable[[StepResult], None] = lambda step: None,
+        on_outputs: Callable[[list[EngineCoreOutput]], None] = lambda outputs: None,
+    ) -> list[StepResult]:
+        """Runs requests that all come at once. Steps that brought no token are not listed."""
+        for request in requests:
+            self.core.handle(request)
+        steps = []
+        left = len(requests)
+        while True:
+            results = self.core.step()
+            on_outputs(results.outputs)
+            num_tokens = sum(len(output.new_token_ids) for output in results.outputs)
+            if num_tokens:
+                steps.append(StepResult(time.perf_counter(), num_tokens))
+                on_step(steps[-1])
+            left -= sum(bool(output.finish_reason) for output in results.outputs)
+            if left == 0 and self.core.is_idle:
+                return steps
+            self._poller.poll()
+
+    def close(self) -> None:
+        self.executor.shutdown()
+        self._context.destroy()
+
+
+@contextmanager
+def offline_engine(
+    config: EngineConfig, executor: Executor | None = None
+) -> Iterator[OfflineEngine]:
+    engine = OfflineEngine(config, executor)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+class _ProgressLine:
+    """Shows how far a stage is, in one line, and each percent once."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __call__(self, stage: str, fraction: float, total_bytes: int = 0) -> None:
+        text = f"{stage} {fraction:4.0%}"
+        if text != self._shown:
+            end = "\n" if fraction >= 1.0 else ""
+            print(f"\r{text}", end=end, file=sys.stderr, flush=True)
+            self._shown = text

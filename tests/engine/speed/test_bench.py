@@ -1,0 +1,124 @@
+"""Measures the demo checkpoint on a CPU, and writes what comes of it where it is wanted."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import trustme
+
+from engine.executor.uniproc_executor import UniprocExecutor
+from engine.speed import __main__ as command
+from engine.speed.config_map import ClusterError, write_config_map
+from engine.speed.measurements import MeasurementPlan
+from engine.speed.offline_engine import offline_engine
+from engine.speed.profile import load_profile
+
+DEMO = Path(__file__).parents[3] / "cli" / "demo_checkpoint"
+FLAGS = [
+    *(
+        "--model",
+        str(DEMO),
+        "--device",
+        "cpu",
+        "--quick",
+        "--block-size",
+        "16",
+        "--name",
+        "demo-cpu",
+    ),
+    *("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"),
+]
+
+
+def test_a_profile_of_the_demo_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        command, "offline_engine", lambda config: offline_engine(config, UniprocExecutor(config))
+    )
+    plan = MeasurementPlan(
+        lengths=(8, 16), many=(16,), batches=(1, 2, 8), contexts=(8, 16), num_steps=4
+    )
+    monkeypatch.setattr(command, "_QUICK", plan)
+    output = tmp_path / "profile.json"
+    assert command.main([*FLAGS, "--output", str(output)]) == 0, capsys.readouterr().err
+    profile = load_profile(output)
+    assert [(p.prompts, p.tokens) for p in profile.prefill] == [(1, 8), (1, 16), (16, 16)]
+    steps = [(p.sequences, p.context) for p in profile.decode]
+    assert steps == [(1, 10), (2, 10), (2, 18)], "eight sequences are more than the node takes"
+    assert all(p.p99_seconds >= 0.5 * p.seconds > 0 for p in profile.decode)
+    assert (profile.name, profile.gpus, profile.max_sequences) == ("demo-cpu", 1, 4)
+    assert "torch" in profile.versions and profile.kv_tokens > 256
+
+
+def test_what_cannot_be_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--model", "/nowhere/at-all", "--device", "cpu"]) == 1
+    assert "tandem bench: " in capsys.readouterr().err
+
+
+class _Api(BaseHTTPRequestHandler):
+    seen: list[tuple[str, str, dict[str, str], bytes]]
+    answers = 200
+
+    def do_PATCH(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.seen.append((self.command, self.path, dict(self.headers.items()), body))
+        self.send_response(self.answers)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Api]]:
+    """Serves a Kubernetes API over TLS, with a service account in `tmp_path`."""
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    handler = type("Api", (_Api,), {"seen": []})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "namespace").write_text("llm")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.server_port))
+    yield handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_config_map_gets_one_key(api: type[_Api], tmp_path: Path) -> None:
+    write_config_map("speed", {"profile.json": "{}"}, tmp_path)
+    [(_, path, headers, body)] = api.seen
+    assert path == "/api/v1/namespaces/llm/configmaps/speed"
+    sent = {name.lower(): value for name, value in headers.items()}
+    assert sent["authorization"] == "Bearer secret"
+    assert sent["content-type"] == "application/merge-patch+json"
+    assert json.loads(body) == {"data": {"profile.json": "{}"}}
+
+
+def test_a_refusal_says_what_to_do(
+    api: type[_Api], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.answers = 403
+    with pytest.raises(ClusterError, match="answered 403 to a patch of the ConfigMap speed in llm"):
+        write_config_map("speed", {}, tmp_path)
+    (tmp_path / "token").unlink()
+    with pytest.raises(ClusterError, match="set automountServiceAccountToken"):
+        write_config_map("speed", {}, tmp_path)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    with pytest.raises(ClusterError, match="does not run in Kubernetes"):
+        write_config_map("speed", {}, tmp_path)
