@@ -26,6 +26,8 @@ WARM_UP = "engine/worker/dummy_steps.py"
 """Asks for everything that the sampler can do."""
 CALIBRATION = "engine/calibration/__main__.py"
 """Asks for texts of its own, which no client sees."""
+SPEED = "engine/speed/offline_engine.py"
+"""Asks for random tokens of its own, to time them."""
 
 SEVERAL_USES = {
     "temperature": {"decode_node/observe/request_spans.py", "engine/sample"},  # a trace tells it
@@ -109,7 +111,7 @@ def users_of_fields() -> dict[str, frozenset[str]]:
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
             place = SAMPLER if name.startswith(SAMPLER + "/") else name
-            if not name.startswith(EDGE) and name not in (ENVELOPE, WARM_UP, CALIBRATION):
+            if not name.startswith(EDGE) and name not in (ENVELOPE, WARM_UP, CALIBRATION, SPEED):
                 for field in _named(ast.parse(path.read_text(encoding="utf-8"))):
                     found[field].add(place)
     return {field: frozenset(names) for field, names in found.items()}
@@ -134,4 +136,4 @@ def test_the_envelope_is_made_in_one_place() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == RequestSpec.__name__
     }
-    assert makers == {"decode_node/serving/openai_serving.py", CALIBRATION}
+    assert makers == {"decode_node/serving/openai_serving.py", CALIBRATION, SPEED}

@@ -71,7 +71,7 @@ def bursts(rng: random.Random) -> Callable[[float], float]:
 
 
 def day(rng: random.Random) -> Callable[[float], float]:
-    """Between 1 and 8 requests a second, as a sine of an hour."""
+    """Returns 1 to 8 requests a second, as a sine of an hour."""
     return lambda at_s: 4.5 - 3.5 * math.cos(2 * math.pi * at_s / HOUR_S)
 
 

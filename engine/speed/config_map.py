@@ -7,7 +7,6 @@ else.
 from __future__ import annotations
 
 import json
-import os
 import ssl
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_URL = "https://kubernetes.default.svc"
 _TIMEOUT_S = 30
 
 
@@ -22,26 +22,21 @@ class ClusterError(Exception):
     """The Kubernetes API cannot be reached, or refuses; the message says what to do."""
 
 
-def write_config_map(name: str, data: Mapping[str, str], account: Path = _ACCOUNT) -> None:
+def write_config_map(
+    name: str, data: Mapping[str, str], account: Path = _ACCOUNT, url: str = _URL
+) -> None:
     """Sets keys of the ConfigMap; others stay. Raises `ClusterError`."""
-    host, port = (
-        os.environ.get("KUBERNETES_SERVICE_HOST"),
-        os.environ.get("KUBERNETES_SERVICE_PORT"),
-    )
-    if not host:
-        raise ClusterError("--config-map is for pods: this process does not run in Kubernetes")
     try:
         namespace = (account / "namespace").read_text().strip()
         token = (account / "token").read_text().strip()
         trust = ssl.create_default_context(cafile=str(account / "ca.crt"))
     except OSError as error:
         raise ClusterError(
-            f"the pod has no service account's token ({error.strerror}): set "
-            "automountServiceAccountToken"
+            f"--config-map is for pods of Kubernetes that have a service account's token "
+            f"({account}: {error.strerror}): set automountServiceAccountToken"
         ) from None
-    authority = f"[{host}]" if ":" in host else host
     request = urllib.request.Request(
-        f"https://{authority}:{port}/api/v1/namespaces/{namespace}/configmaps/{name}",
+        f"{url}/api/v1/namespaces/{namespace}/configmaps/{name}",
         data=json.dumps({"data": dict(data)}).encode(),
         headers={
             "authorization": f"Bearer {token}",

@@ -34,7 +34,7 @@ from router.scaling.work_rate import WorkRate
 _LISTEN_S = 15.0
 _START_S = 120.0
 _CATCH_UP_S = 120.0
-"""What is late is caught up with in this time; nodes that start sooner would be idle soon."""
+"""A backlog is worked off in this time; nodes that did it sooner would be idle soon."""
 _TOLERATED = 1.1
 """A HorizontalPodAutoscaler does nothing while no more than a tenth is missing."""
 _DEVIATIONS = 3.0

@@ -16,7 +16,7 @@ def test_the_wish_is_the_metric_over_the_target() -> None:
 
 
 def test_a_tenth_is_tolerated() -> None:
-    """10 pods: 10.9 and 9.1 are within a tenth of the target, 11.1 is not."""
+    """Ten pods: 10.9 and 9.1 are within a tenth of the target, 11.1 is not."""
     hpa = Hpa(target=1)
     assert [hpa.decide(at, 10, total) for at, total in ((0, 10.9), (1, 9.1))] == [10, 10]
     assert hpa.decide(2, 10, 11.1) == 12

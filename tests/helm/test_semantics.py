@@ -348,6 +348,8 @@ def test_service_variables_cannot_become_settings(name: str) -> None:
 def test_no_pod_has_rights_that_it_does_not_use(name: str) -> None:
     found = rendered(name)
     for role in found.all("Role"):
+        if component(role) == "calibration":
+            continue  # Has a test of its own below.
         assert component(role) == "router"
         for rule in role["rules"]:
             assert set(rule["verbs"]) <= {"get", "list", "watch"}
@@ -358,6 +360,25 @@ def test_no_pod_has_rights_that_it_does_not_use(name: str) -> None:
         for pod in templates_of(deployment).values():
             token = pod["spec"]["automountServiceAccountToken"]
             assert token == (component(deployment) in with_rights)
+
+
+def test_the_calibration_may_patch_one_config_map_and_nothing_else() -> None:
+    found = rendered("calibration")
+    (role,) = [role for role in found.all("Role") if component(role) == "calibration"]
+    (config_map,) = [c for c in found.all("ConfigMap") if component(c) == "calibration"]
+    name = config_map["metadata"]["name"]
+    assert "data" not in config_map, "an upgrade would empty it"
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name],
+         "verbs": ["patch"]}
+    ]  # fmt: skip
+    (job,) = [job for job in found.all("Job") if component(job) == "calibration"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["serviceAccountName"] == name and f"--config-map={name}" in container["args"]
+    assert "nvidia.com/gpu" in container["resources"]["limits"]
+    default = rendered("default")
+    assert not [job for job in default.all("Job") if component(job) == "calibration"]
 
 
 def test_the_router_may_watch_what_it_discovers_by() -> None:
