@@ -40,14 +40,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         report = _plan(arguments)
+        if arguments.plot is not None:
+            write_plot(report, arguments.plot)
     except NoPlan as error:
         print(f"tandem plan: {error}", file=sys.stderr)
         return 1
     except (PlanError, ProfileError) as error:
         print(f"tandem plan: {error}", file=sys.stderr)
         return 2
-    if arguments.plot is not None:
-        write_plot(report, arguments.plot)
     if arguments.json:
         json.dump(report.as_json(), sys.stdout, indent=1)
         print()

@@ -245,6 +245,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--rate", "1", "--profile", "nothing"], "there is no such file, and the profiles that"),
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
         (["--rate", "1", "--metrics", "ftp://x"], "it must begin with http"),
+        (["--rate", "1", "--requests", "100", "--plot", "/nowhere/p.svg"], "--plot /nowhere/p.svg"),
         (["--rate", "1", "--metrics", "http://127.0.0.1:9/metrics"], "refused"),
     ],
 )
