@@ -7,8 +7,9 @@
     3. faulthandler writes, without the GIL ◀────     open ones of each, signals, waits, reads
 
 Only processes that have such a file are signalled: for others SIGUSR2 would be the end. A process
-that is stopped, or waits in the kernel for a device, writes nothing. Stacks name files, lines and
-functions, never values.
+that is stopped, or waits in the kernel for a device, writes nothing. faulthandler reads frames that
+other threads may be changing, and has crashed a process by that; so our own stacks, which need no
+signal, are read by the interpreter. Stacks name files, lines and functions, never values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,7 +41,11 @@ def dump_stacks(pids: Iterable[int], timeout_s: float = 1.0) -> dict[int, list[s
     """Returns the lines of each process's stacks, newest call first; of one that has written
     nothing after `timeout_s`, none. Processes that have ended or cannot be asked are left out."""
     asked: dict[int, tuple[Path, int]] = {}
+    own: dict[int, list[str]] = {}
     for pid in pids:
+        if pid == os.getpid():
+            own[pid] = _own_stacks()
+            continue
         file = _file_of(pid)
         if file is None:
             continue
@@ -57,7 +64,18 @@ def dump_stacks(pids: Iterable[int], timeout_s: float = 1.0) -> dict[int, list[s
             if size < 0 or (size > before and size == sizes.get(pid)):
                 settled.add(pid)
             sizes[pid] = size
-    return {pid: _read(*asked[pid]) for pid in asked}
+    return own | {pid: _read(*asked[pid]) for pid in asked}
+
+
+def _own_stacks() -> list[str]:
+    """Returns them as faulthandler writes those of others."""
+    lines: list[str] = []
+    for thread, frame in sys._current_frames().items():
+        lines += ["", f"Thread {thread:#018x} (most recent call first):"]
+        for found, line in traceback.walk_stack(frame):
+            code = found.f_code
+            lines.append(f'  File "{code.co_filename}", line {line} in {code.co_name}')
+    return lines[1:]
 
 
 def _file_of(pid: int) -> Path | None:

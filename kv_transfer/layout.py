@@ -306,7 +306,6 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         _check_equal("protocol_version", self.protocol_version, peer.protocol_version)
         _check_equal("model_hash", self.model_hash, peer.model_hash)
         _check_equal("len(groups)", len(self.groups), len(peer.groups))
-        _check_equal("num_model_layers", self.num_model_layers, peer.num_model_layers)
         for index, (ours, theirs) in enumerate(zip(self.groups, peer.groups, strict=True)):
             # Nodes may differ in their drafters: what only one of them has is left aside.
             name = f"groups[{index}]"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,22 @@ def test_each_thread_of_a_process_shows_where_it_is_as_often_as_asked() -> None:
         facts = facts_of(asleep.pid)
         assert facts is not None
         assert facts.num_threads == 2 and facts.state == "S" and facts.rss_kib > 0
+
+
+def test_our_own_stacks_are_read_without_a_signal() -> None:
+    """Installing is not needed, and nothing reads frames that other threads change."""
+    done = threading.Event()
+
+    def waits_in_our_thread() -> None:
+        done.wait()
+
+    thread = threading.Thread(target=waits_in_our_thread)
+    thread.start()
+    stacks = "\n".join(dump_stacks([os.getpid()])[os.getpid()])
+    done.set()
+    thread.join()
+    assert stacks.count("waits_in_our_thread") == 1
+    assert "test_our_own_stacks" in stacks and stacks.startswith("Thread 0x")
 
 
 def test_a_stopped_process_is_not_waited_for_long() -> None:
