@@ -262,3 +262,18 @@ def test_no_template_forgets_the_other_models() -> None:
         if re.search(r'include "tandem\.tiers" \(dict "root" (\$|\.|\.root) ', line)
     ]
     assert not found
+
+
+def test_each_model_is_measured_by_a_job_of_its_own() -> None:
+    found = render(TWO, {"calibration": {"enabled": True}})
+    measured = set()
+    for kind in ("Job", "ConfigMap", "ServiceAccount", "Role", "RoleBinding"):
+        objects = [
+            o["metadata"]["name"] for o in found.all(kind) if "calibration" in o["metadata"]["name"]
+        ]
+        assert len(objects) == len(set(objects)) == len(TWO["models"]), kind
+    for job in found.all("Job"):
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        if container["command"] == ["tandem", "bench"]:
+            measured.add(next(arg for arg in container["args"] if arg.startswith("--model=")))
+    assert len(measured) == len(TWO["models"])
