@@ -149,8 +149,8 @@ class TransferSettings(SecuritySettings):
             return
         if not config.cache.enable_prefix_caching:
             raise SettingsError(
-                "--kv-host-memory-bytes keeps blocks that the prefix cache knows: leave "
-                "--no-enable-prefix-caching away"
+                "--kv-host-memory-bytes keeps blocks that the prefix cache knows, which is off: "
+                "turn it on with --enable-prefix-caching (decode nodes begin without it)"
             )
         if len(layout.groups) > 1 or layout.groups[0].window is not None:
             raise SettingsError(

@@ -274,3 +274,20 @@ def test_a_wrong_speculative_config_is_named(
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert named in said and "--speculative-config" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "why"),
+    [
+        (DecodeNodeSettings, [], "--enable-prefix-caching"),
+        (PrefillNodeSettings, ["--kv-host-memory-bytes", "9"], "less than one block"),
+    ],
+)
+def test_host_memory_for_kv_that_could_hold_nothing_is_refused(
+    kind: type[EngineSettings], more: list[str], why: str, demo_checkpoint: Path
+) -> None:
+    args = ["--model", str(demo_checkpoint), "--device", "cpu", "--kv-host-memory-bytes", "9000000"]
+    settings = kind.from_args("x", [*args, *more])
+    role = "kv_consumer" if kind is DecodeNodeSettings else "kv_producer"
+    with pytest.raises(SettingsError, match=why):
+        settings.to_engine_config(role)  # type: ignore[arg-type]
