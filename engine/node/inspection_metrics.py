@@ -14,7 +14,13 @@ from prometheus_client.core import (
 )
 
 from engine.node.device_peaks import DevicePeaks
-from engine.outputs import RESIDENCY_BUCKETS, Durations, ResidencyStats, WorkStats
+from engine.outputs import (
+    RESIDENCY_BUCKETS,
+    Durations,
+    ResidencyStats,
+    TokensPerStep,
+    WorkStats,
+)
 
 
 def residency_metrics(
@@ -87,14 +93,15 @@ def work_metrics(
 def histogram_of(
     name: str,
     text: str,
-    durations: Durations,
+    seen: Durations | TokensPerStep,
     bounds: Sequence[float],
     labels: Sequence[str],
     values: Sequence[str],
 ) -> Metric:
-    """Returns the histogram of `durations`, whose upper bounds are `bounds`."""
+    """Returns the histogram of what was seen, whose upper bounds are `bounds`."""
     histogram = HistogramMetricFamily(name, text, labels=labels)
-    uppers = [*map(str, bounds), "+Inf"]
-    buckets = list(zip(uppers, accumulate(durations.counts), strict=True))
-    histogram.add_metric(values, buckets, durations.total_s)
+    uppers = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    buckets = list(zip(uppers, accumulate(seen.counts), strict=True))
+    total = seen.total_s if isinstance(seen, Durations) else seen.total
+    histogram.add_metric(values, buckets, total)
     return histogram

@@ -6,14 +6,12 @@ Read from `SchedulerStats` at the moment of a scrape; nothing is counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -188,13 +186,8 @@ class EngineCollector(Collector):
         return waiting
 
     def _step_tokens(self, tokens: TokensPerStep) -> Metric:
-        histogram = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens that a step computed.", labels=LABELS
-        )
-        uppers = [*(str(float(bound)) for bound in STEP_TOKEN_BUCKETS), "+Inf"]
-        buckets = list(zip(uppers, accumulate(tokens.counts), strict=True))
-        histogram.add_metric(self._labels, buckets, tokens.total)
-        return histogram
+        name, text = "vllm:iteration_tokens_total", "Tokens that a step computed."
+        return histogram_of(name, text, tokens, STEP_TOKEN_BUCKETS, LABELS, self._labels)
 
     def _drafts(self, stats: DraftStats) -> Iterable[Metric]:
         """Only of an engine that drafts, as vLLM has them."""

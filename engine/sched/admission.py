@@ -88,7 +88,7 @@ class Admission:
             count = min(left, self._limits.max_chunk)
             if count > budget and self._must_stay_whole(count):
                 return budget
-            host.take_ready()
+            host.ready.pop()
             row = self._enter(request)
             self._kv_cache.confirm(request, request.num_computed_tokens)
             budget -= self._running.add_chunk(row, min(count, budget))
@@ -121,19 +121,23 @@ class Admission:
                 if not self._admit_pull(pull):
                     return
                 continue
-            if self._host.is_on and self._admit_load(request):
+            found = self._cached_prefix(request) if self._host.is_on else None
+            if found is not None and self._admit_load(request, *found):
                 continue
-            computed = self._admit_local(request, budget)
+            computed = self._admit_local(request, budget, found)
             if computed == 0:
                 return
             budget -= computed
 
-    def _admit_local(self, request: Request, budget: int) -> int:
-        """Returns how many of the request's tokens the step computes; 0 means that it must wait."""
+    def _admit_local(
+        self, request: Request, budget: int, found: tuple[BlockTables, int] | None = None
+    ) -> int:
+        """Returns how many of the request's tokens the step computes; 0 means that it must wait.
+        `found`: its cached prefix, if that was looked up already."""
         if budget == 0 or self._running.table.num_free == 0:
             return 0
         num_tokens = request.num_tokens
-        cached, num_cached = self._cached_prefix(request)
+        cached, num_cached = found or self._cached_prefix(request)
         count = min(num_tokens - num_cached, self._limits.max_chunk)
         if count > budget and self._must_stay_whole(count):
             return 0
@@ -151,15 +155,14 @@ class Admission:
             row.keep_at = self._kv_cache.place_to_keep(request)
         return self._running.add_chunk(row, min(count, budget))
 
-    def _admit_load(self, request: Request) -> bool:
+    def _admit_load(self, request: Request, cached: BlockTables, num_cached: int) -> bool:
         """Returns whether the request left the queue, to come back with KV from host memory."""
         if self._host.num_with_blocks >= self._config.max_num_seqs:
             return False
-        cached, num_cached = self._cached_prefix(request)
         num_loadable = self._host.num_loadable(request, num_cached)
         # A first token may come from a peer meanwhile.
-        need = min(request.num_tokens + 1, self._limits.max_len(request) - 1)
-        need = max(need, request.num_tokens)
+        most = self._limits.max_len(request) - 1
+        need = max(request.num_tokens, min(request.num_tokens + 1, most))
         if not num_loadable or not self._kv_cache.can_allocate(need, cached, self._headroom()):
             return False
         self._waiting.pop()

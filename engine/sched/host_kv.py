@@ -128,10 +128,6 @@ class HostKV:
         load = _Load(request, self._tier.load(names, blocks), num_tokens)
         self._loads[request.request_id] = self._of_job[load.job] = load
 
-    def take_ready(self) -> Request:
-        """Returns the first request of `ready`, which enters a row now."""
-        return self.ready.pop()
-
     def reclaim(self) -> bool:
         """Gives up the blocks of the newest request that is ready, because running requests cannot
         go on otherwise. Returns False when there is none."""
