@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from edge.file_version import FileVersion, file_version
 from edge.security.config import SecurityError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Signature = tuple[tuple[int, int, int], ...]
+_Signature = tuple[FileVersion, ...]
 _ATTEMPTS = 3
 
 
@@ -72,5 +73,4 @@ class WatchedFiles(Generic[T]):
         raise SecurityError(f"{self._paths[0]} and its companions change all the time")
 
     def _sign(self) -> _Signature:
-        stats = [path.stat() for path in self._paths]
-        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
+        return tuple(file_version(path) for path in self._paths)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edge.file_version import version_if_there
 from edge.http.client_connection import head_of
 from edge.http.errors import HttpError, Unauthorized, send_error
 from edge.http.guarded_protocol import CALLER
@@ -38,7 +39,7 @@ class ApiKeys:
         given = [key.strip() for key in text.split(",")]
         self._fixed = [Key(digest_of(key), ANYONE) for key in given if key]
         self._file = file
-        self._version = self._file_version()
+        self._version = version_if_there(self._file)
         self._from_file = self._read_file()
 
     @property
@@ -65,7 +66,7 @@ class ApiKeys:
 
     def reload(self) -> bool:
         """Reads the file again if it has changed. Returns whether there are new keys."""
-        version = self._file_version()
+        version = version_if_there(self._file)
         if version == self._version:
             return False
         self._version = version
@@ -90,16 +91,6 @@ class ApiKeys:
             return read_keys(self._file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"the API key file cannot be read: {error}") from None
-
-    def _file_version(self) -> tuple[int, ...]:
-        """Returns what changes with the file, and when a link on the way points elsewhere."""
-        if self._file is None:
-            return ()
-        try:
-            stat = self._file.stat()
-        except OSError:
-            return ()
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 class ApiKeyCheck:

@@ -17,13 +17,13 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from edge.file_version import version_if_there
 from router.errors import ConfigurationError
 from router.models.model_rules import ModelRules, read_rules
 
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 1.0
-_Version = tuple[int, ...]
 
 
 class RulesFile(Collector):
@@ -32,7 +32,7 @@ class RulesFile(Collector):
     def __init__(self, file: Path | None = None) -> None:
         """Reads the file; raises `ConfigurationError` if it is wrong."""
         self._file = file
-        self._seen = self._look()
+        self._seen = version_if_there(self._file)
         self.rules = self._read()
         self.version = 0
         self.num_applied = 0
@@ -41,7 +41,7 @@ class RulesFile(Collector):
 
     def reload(self) -> bool:
         """Reads the file again if it has changed. Returns whether other rules hold now."""
-        seen = self._look()
+        seen = version_if_there(self._file)
         if seen == self._seen:
             return False
         self._seen = seen
@@ -99,16 +99,6 @@ class RulesFile(Collector):
             return read_rules(self._file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"the model rules cannot be read: {error}") from None
-
-    def _look(self) -> _Version:
-        """Returns what changes with the file, and when a link on the way points elsewhere."""
-        if self._file is None:
-            return ()
-        try:
-            stat = self._file.stat()
-        except OSError:
-            return ()
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def describe(rules: ModelRules) -> str:
