@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.metadata import HostTierEvent, LoadMeta, StoreMeta
+from kv_transfer.tier import Tier
 
 Send = Callable[[int, StoreMeta | LoadMeta], bool]
 """Tells a transfer process, by number; False: it is down, and will not answer."""
@@ -62,6 +63,10 @@ class HostTier:
     def __contains__(self, name: bytes) -> bool:
         """Returns whether it is stored, or about to be."""
         return name in self._stored or name in self._storing
+
+    def tier_of(self, name: bytes) -> Tier | None:
+        """Returns where the block lies; None: it is not here, or not yet."""
+        return Tier.HOST if name in self._stored else None
 
     def num_found(self, names: Sequence[bytes], start: int) -> int:
         """Returns how many blocks from `names[start]` on are stored without a gap. All of `names`

@@ -111,6 +111,7 @@ KV_TRANSFER_ORDER = [
         "no_connector",
         "sizing",
         "state",
+        "tier",
     },
     {"memory"},
     {"wire"},

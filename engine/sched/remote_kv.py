@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
 from engine.request import Request
+from engine.sched.block_tiers import BlockTiers
 from engine.sched.exports import Exports, is_exported
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.host_kv import HostKV
@@ -42,6 +43,7 @@ class RemoteKV:
         self.exports = Exports(self._connector, fence, self.held)
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy, draft_hash)
         self.host = HostKV(connector.host_tier, kv_cache, fence, waiting, policy)
+        self.tiers = BlockTiers(kv_cache.block_pool, connector.host_tier)
 
     def refusal(self, request: Request) -> str:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""

@@ -9,6 +9,7 @@ import pytest
 from engine.request import RequestStatus
 from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import HostTierEvent, LoadMeta, StoreMeta
+from kv_transfer.tier import Tier
 from tests.engine.sched.factories import BLOCK_SIZE, make_config, make_request, remote_decode
 from tests.engine.sched.step_machine import Client, StepMachine
 
@@ -174,6 +175,19 @@ def test_everything_that_random_traffic_stores_can_be_loaded() -> None:
     stats = machine.scheduler.stats()
     assert stats.prompt_tokens_loaded > stats.prompt_tokens_computed
     machine.check_all_done()
+
+
+def test_one_place_tells_which_tier_holds_a_block() -> None:
+    machine = machine_with()
+    run(machine, "first", PROMPT)
+    tiers, kv_cache = machine.scheduler._remote.tiers, machine.scheduler._kv_cache
+    names = kv_cache.block_names(make_request("names", PROMPT), NUM_LOADABLE)
+    assert {tiers.tier_of(name) for name in names} == {Tier.GPU}
+    forget(machine)
+    found = [tiers.tier_of(name) for name in names]
+    assert Tier.HOST in found and set(found) <= {Tier.GPU, Tier.HOST}
+    assert tiers.num_held([*names[:3], b"nobody's", *names[3:]]) == 3
+    assert tiers.num_held(names) == len(names) == NUM_LOADABLE // BLOCK_SIZE
 
 
 # The tier itself ------------------------------------------------------------------------------
