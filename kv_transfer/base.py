@@ -114,8 +114,8 @@ class KVConnectorScheduler(ABC):
     def update_state_after_alloc(
         self, request: RequestLike, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        """Blocks for the request exist. Consumer: starts the pull. Producer: makes the export,
-        and hands over blocks that a cached prefix has filled already."""
+        """Blocks for the request exist. Consumer: starts the pull. Producer: makes the export;
+        `block_ids` are known there only of one whose KV exists already."""
 
     @abstractmethod
     def build_connector_meta(

@@ -23,6 +23,8 @@ class KVTransferConfig:
 
     Attributes:
         kv_role: `kv_producer` on prefill nodes, `kv_consumer` on decode nodes.
+        shares_prefixes: Cached blocks move besides, by hash: a prefill node pulls those that it
+            lacks, and serves its own; a decode node serves those of its answers.
         hosts: Addresses of this host, one for each network interface that carries KV. Transfer
             processes share them out: a producer's listens on its own and is reached there, a
             consumer's connects from its own if there are several.
@@ -55,6 +57,7 @@ class KVTransferConfig:
     """
 
     kv_role: KVRole
+    shares_prefixes: bool = False
     hosts: tuple[str, ...] = ("127.0.0.1",)
     named_hosts: tuple[str, ...] = ()
     network_status: str = ""
@@ -73,7 +76,7 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         """Raises `SecurityError` for a server that cannot do what security asks of it."""
-        serves_by_grpcio = self.kv_role == "kv_producer" and self.pull_transport == "grpcio"
+        serves_by_grpcio = self.sends and self.pull_transport == "grpcio"
         if serves_by_grpcio and self.security.accept_missing_tls:
             raise SecurityError(
                 "grpcio's server cannot serve with and without TLS on one port: while "
@@ -85,14 +88,24 @@ class KVTransferConfig:
                 "--kv-transports, or TLS away where the network between the nodes is closed"
             )
 
+    @property
+    def sends(self) -> bool:
+        """Returns whether peers pull KV from this node."""
+        return self.kv_role == "kv_producer" or self.shares_prefixes
+
+    @property
+    def receives(self) -> bool:
+        """Returns whether this node pulls KV from peers."""
+        return self.kv_role == "kv_consumer" or self.shares_prefixes
+
     def num_host_slots(self, block_bytes: int) -> int:
         """Returns the blocks of so many bytes that the host tier of a rank holds."""
         return self.host_tier_bytes // block_bytes
 
     @property
     def process_staging_bytes(self) -> int:
-        """Returns the share of one transfer process."""
-        return self.staging_bytes // self.num_processes
+        """Returns the share of one transfer process, for each direction in which KV moves."""
+        return self.staging_bytes // self.num_processes // (self.sends + self.receives)
 
     def transports_for(self, on_gpu: bool) -> tuple[TransportName, ...]:
         """Returns the transports for a cache on such a device, in order of preference."""

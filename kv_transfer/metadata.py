@@ -96,10 +96,14 @@ class RecvMeta(msgspec.Struct, frozen=True, tag="recv", array_like=True):
 
 
 class AbortMeta(msgspec.Struct, frozen=True, tag="abort", array_like=True):
-    """Either side: stop. Answered by an ABORTED event once no writer is left."""
+    """Either side: stop. Answered by an ABORTED event once no writer is left.
+
+    `is_export`: it is KV that goes out; where a process moves KV both ways, its sender is meant.
+    """
 
     transfer_id: str
     attempt: int
+    is_export: bool = False
 
 
 class ComputedMeta(msgspec.Struct, frozen=True, tag="computed", array_like=True):

@@ -43,6 +43,8 @@ class NodeTransfer:
 
     def __init__(self, params: KVTransferParams, num_processes: int, is_producer: bool) -> None:
         self.params = params
+        self.is_export = is_producer
+        """Its KV goes out."""
         self.unended = set(range(num_processes))
         self.failure: tuple[str, bool] | None = None
         """Why there is nothing to wait for any more, and whether another attempt may succeed."""

@@ -2,7 +2,8 @@
 
     1. malloc is told to keep its memory; then everything else is imported
     2. the worker's KV cache is mapped
-    3. producer: the gRPC server listens. A first `ProcessReport` says that we are ready
+    3. if peers pull from it: the gRPC server listens. A first `ProcessReport` says that we are
+       ready
     4. commands from the scheduler half, progress from the worker; events and reports back.
        The loop that does all of it gives the signs of life
     5. SIGTERM, or the end of the parent
@@ -90,7 +91,7 @@ def collect_garbage_rarely() -> None:
 
 
 class TransferProcess:
-    """Wires one `KVSender` or `KVReceiver` to the node and to the network."""
+    """Wires a `KVSender`, a `KVReceiver` or both to the node and to the network."""
 
     def __init__(self, config: TransferProcessConfig) -> None:
         self._config = config
@@ -103,7 +104,7 @@ class TransferProcess:
         self._cache = KVCacheView(
             config.handle,
             config.layout,
-            inbox_bytes=0 if self._is_producer else config.transfer.process_staging_bytes,
+            inbox_bytes=config.transfer.process_staging_bytes if config.transfer.receives else 0,
             message_bytes=HEADER.size + max(config.transfer.chunk_bytes, config.layout.page_bytes),
         )
         self._cache.copies.on_error = self._stop
@@ -119,12 +120,11 @@ class TransferProcess:
         """Runs until SIGTERM. Raises what went wrong; then the scheduler half starts another."""
         asyncio.get_running_loop().add_reader(termination_fd(), self._stop, None)
         server = await self._start()
-        part = self._sender or self._receiver
-        assert part is not None
+        parts = [part for part in (self._sender, self._receiver) if part is not None]
         tasks = [
             asyncio.create_task(self._report_forever()),
             asyncio.create_task(self._give_signs()),
-            asyncio.create_task(part.run()),
+            *(asyncio.create_task(part.run()) for part in parts),
         ]
         for task in tasks:
             task.add_done_callback(self._stop_with)
@@ -141,10 +141,6 @@ class TransferProcess:
                 await self._receiver.close()
             if self._host_pool is not None:
                 await self._host_pool.close()
-
-    @property
-    def _is_producer(self) -> bool:
-        return self._config.transfer.kv_role == "kv_producer"
 
     @property
     def _gpu(self) -> str:
@@ -173,7 +169,7 @@ class TransferProcess:
         if num_slots:
             share = config.index, config.transfer.num_processes
             self._host_pool = HostPool(self._cache, num_slots, share, config.process, self._emit)
-        if self._is_producer:
+        if config.transfer.sends:
             self._sender = KVSender(
                 config.transfer,
                 config.layout,
@@ -184,12 +180,13 @@ class TransferProcess:
                 self._changed.set,
             )
             server = await self._listen(self._sender)
-            watch = self._watch_steps(self._sender)
-            steps = steps_address(config.engine_id, config.rank, config.index)
-            self._read(
-                bind_socket(self._context, zmq.SocketType.PULL, steps), StepProgress, watch.hear
-            )
-        else:
+            if config.handle.marks_fd >= 0:
+                watch = self._watch_steps(self._sender)
+                steps = steps_address(config.engine_id, config.rank, config.index)
+                self._read(
+                    bind_socket(self._context, zmq.SocketType.PULL, steps), StepProgress, watch.hear
+                )
+        if config.transfer.receives:
             self._receiver = KVReceiver(
                 config.transfer,
                 self._me,
@@ -231,12 +228,16 @@ class TransferProcess:
         return server
 
     def _obey(self, command: TransferCommand) -> None:
-        if isinstance(command, StoreMeta | LoadMeta):
-            self._obey_host_tier(command)
-        elif self._sender is not None:
-            self._obey_as_producer(self._sender, command)
-        elif self._receiver is not None:
-            self._obey_as_consumer(self._receiver, command)
+        sender, receiver = self._sender, self._receiver
+        match command:
+            case StoreMeta() | LoadMeta():
+                self._obey_host_tier(command)
+            case AbortMeta(is_export=is_export) if sender is not None and receiver is not None:
+                (sender if is_export else receiver).abort(command)
+            case SendMeta() | ExportMeta() | AbortMeta() if sender is not None:
+                self._obey_as_producer(sender, command)
+            case _ if receiver is not None:
+                self._obey_as_consumer(receiver, command)
 
     def _obey_host_tier(self, command: StoreMeta | LoadMeta) -> None:
         pool = self._host_pool
@@ -317,13 +318,17 @@ class TransferProcess:
             await asyncio.sleep(SIGN_INTERVAL_S)
 
     def _report(self) -> ProcessReport:
-        config = self._config
-        if self._sender is not None:
-            sender = self._sender
-            return ProcessReport(
-                config.process,
-                config.generation,
-                self._address,
+        config, sender, receiver = self._config, self._sender, self._receiver
+        report = ProcessReport(
+            config.process,
+            config.generation,
+            self._address,
+            commands_address=self._commands_address,
+            dropped_messages=self._num_dropped,
+        )
+        if sender is not None:
+            report = msgspec.structs.replace(
+                report,
                 staged_bytes=sender.staged_bytes,
                 leases=sender.num_transfers,
                 num_transfers=sender.num_transfers,
@@ -331,22 +336,17 @@ class TransferProcess:
                 bytes_moved=sender.bytes_sent,
                 leases_expired=sender.leases_expired,
                 reclaimed={str(why): count for why, count in sender.reclaimed.items()},
-                commands_address=self._commands_address,
-                dropped_messages=self._num_dropped,
                 plaintext_connections=self._credentials.plaintext_connections.total(),
             )
-        assert self._receiver is not None
-        receiver = self._receiver
-        return ProcessReport(
-            config.process,
-            config.generation,
-            num_transfers=receiver.num_transfers,
-            num_pulls=receiver.num_pulls,
-            bytes_moved=receiver.bytes_received,
-            corrupt_chunks=receiver.corrupt_chunks,
-            commands_address=self._commands_address,
-            dropped_messages=self._num_dropped,
-        )
+        if receiver is not None:
+            report = msgspec.structs.replace(
+                report,
+                num_transfers=report.num_transfers + receiver.num_transfers,
+                num_pulls=report.num_pulls + receiver.num_pulls,
+                bytes_moved=report.bytes_moved + receiver.bytes_received,
+                corrupt_chunks=receiver.corrupt_chunks,
+            )
+        return report
 
 
 async def _run(config: TransferProcessConfig) -> None:

@@ -52,7 +52,7 @@ _END_STATES = {
 
 
 class GrpcConnectorScheduler(KVConnectorScheduler):
-    """Scheduler half of either role. Owns the transfer processes of the node."""
+    """Scheduler half of either role, or both. Owns the transfer processes of the node."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         hosts: Sequence[ProcessHost] = (),
         signs: LifeSigns | None = None,
     ) -> None:
-        self._is_producer = config.kv_role == "kv_producer"
+        self._sends = config.sends
         self._engine_id = engine_id
         self._epoch = epoch
         self._layout = layout
@@ -83,7 +83,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             engine_id=self._engine_id,
             epoch=self._epoch,
             layout=self._layout,
-            endpoints=self._processes.endpoints if self._is_producer else (),
+            endpoints=self._processes.endpoints if self._sends else (),
         )
 
     @property
@@ -106,7 +106,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         if params is None:
             return
         if params.do_remote_decode:
-            self._export(request, params)
+            self._export(request, params, block_ids)
         elif params.do_remote_prefill:
             first_token = request.num_prompt_tokens - num_external_tokens
             self._pull(params, block_ids, first_token, request.num_prompt_tokens)
@@ -200,7 +200,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         save_kv = False
         for chunk in chunks:
             transfer = self._find(chunk.request.kv_transfer_params)
-            if transfer is None or not self._is_producer:
+            if transfer is None or not transfer.is_export:
                 continue
             save_kv = True
             transfer.block_ids = chunk.block_ids
@@ -210,12 +210,14 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             self._send_chunk(transfer, step_id, chunk.first_token, stop)
         return KVConnectorMetadata(save_kv=True) if save_kv else None
 
-    def _export(self, request: RequestLike, params: KVTransferParams) -> None:
+    def _export(self, request: RequestLike, params: KVTransferParams, block_ids: BlockIds) -> None:
         if self._find(params) is not None:
             return
         self._replace_older(params)
         meta = ExportMeta(params.transfer_id, params.attempt, request.num_prompt_tokens)
         self._open(params, meta)
+        if block_ids and (transfer := self._find(params)) is not None:
+            transfer.block_ids = block_ids
 
     def _send_chunk(
         self, transfer: NodeTransfer, step_id: int, first_token: int, stop: int
@@ -246,7 +248,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     def prompt_computed(self, request: RequestLike) -> None:
         transfer = self._find(request.kv_transfer_params)
-        if transfer is not None and not self._is_producer:
+        if transfer is not None and not transfer.is_export:
             params = transfer.params
             self._broadcast(transfer, ComputedMeta(params.transfer_id, params.attempt))
 
@@ -280,7 +282,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         if not is_transfer_id(params.transfer_id):
             self._refuse(params, "a transfer id is 32 lower-case hex digits")
             return
-        transfer = NodeTransfer(params, len(self._processes), self._is_producer)
+        transfer = NodeTransfer(params, len(self._processes), params.do_remote_decode)
         try:
             self._transfers.open(params.transfer_id, params.attempt, transfer)
         except LateMessage as error:
@@ -302,7 +304,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             return
         old = self._transfers.end(params.transfer_id, attempt, KVTransferState.ABORTED)
         if old is not None:
-            self._broadcast(old, AbortMeta(params.transfer_id, attempt))
+            self._broadcast(old, AbortMeta(params.transfer_id, attempt, old.is_export))
 
     def _broadcast(self, transfer: NodeTransfer, command: TransferCommand) -> None:
         for process in sorted(transfer.unended):
@@ -337,7 +339,9 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
             )
 
     def _call_off(self, transfer: NodeTransfer) -> None:
-        self._broadcast(transfer, AbortMeta(transfer.params.transfer_id, transfer.params.attempt))
+        params = transfer.params
+        meta = AbortMeta(params.transfer_id, params.attempt, transfer.is_export)
+        self._broadcast(transfer, meta)
 
     def _conclude(self, transfer: NodeTransfer) -> None:
         params = transfer.params
@@ -350,7 +354,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         if self._transfers.end(params.transfer_id, params.attempt, _END_STATES[outcome]) is None:
             return
         self._report(transfer, outcome)
-        if not self._is_producer:
+        if not transfer.is_export:
             self._release(params, complete=outcome is Outcome.DONE)
 
     def _report(self, transfer: NodeTransfer, outcome: Outcome) -> None:
@@ -358,7 +362,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._has_output = True
         self._output.stats[transfer_id] = transfer.stats
         self._totals["bytes"] += transfer.stats.num_bytes
-        if not self._is_producer and outcome is not Outcome.DONE:
+        if not transfer.is_export and outcome is not Outcome.DONE:
             self._output.num_tokens_kept[transfer_id] = transfer.num_tokens_kept
         if outcome is Outcome.ABORTED:
             self._totals["aborts"] += 1
@@ -366,7 +370,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         elif outcome is Outcome.FAILED:
             self._totals["failures"] += 1
             self._output.failed[transfer_id] = transfer.failure or ("unknown", True)
-        elif self._is_producer:
+        elif transfer.is_export:
             self._output.released.append(transfer_id)
         else:
             self._output.finished_recving.append(transfer_id)
