@@ -78,6 +78,15 @@ def spoiled(states: Tensor, batch: Batch, blocks: Tensor) -> Tensor:
     return kept
 
 
+def in_pages(states: Tensor) -> Tensor:
+    """Returns a copy whose blocks lie apart, as a layer's do in the cache. How far decides which
+    kernel is compiled, and with it the order of sums."""
+    size = states[0].numel()
+    pages = torch.empty(len(states), size + 4, dtype=states.dtype, device=states.device)
+    copied = pages[:, :size].view(states.shape)
+    return copied.copy_(states)
+
+
 def causal_conv(
     op: Op, batch: Batch, sizes: Sizes, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
@@ -127,8 +136,7 @@ class Layer:
             return torch.randn(*shape, device=device)
 
         shape = (len(batch.lengths) + 3, heads, sizes.key_dim, sizes.value_dim)
-        pages = randn(shape[0], heads * sizes.key_dim * sizes.value_dim + 4)
-        states = pages[:, :-4].view(shape)
+        states = in_pages(randn(*shape))
         states.copy_(spoiled(states.clone(), batch, metadata.blocks))
         return cls(
             batch,
@@ -222,7 +230,7 @@ def cut_anywhere(op: Op, sizes: Sizes, device: str = "cpu") -> None:
     whole = Layer.random(Batch((90,), (0,)), sizes, torch.float32, device)
     given = whole.gates, whole.mixed
     expected = whole.check(op, fixed_order=True)
-    states, block = torch.full_like(whole.states, math.nan), int(whole.metadata.blocks[0])
+    states, block = in_pages(torch.full_like(whole.states, math.nan)), int(whole.metadata.blocks[0])
     done = 0
     for count in (1, 63, 2, 1, 23):
         metadata = StateMetadata(

@@ -123,7 +123,8 @@ def rope_and_cache(
     q, k, v = projection.to(dtype).split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     positions = torch.randint(0, 64, (num_tokens,), device=device)
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
-    slots[num_tokens // 2] = -1
+    if num_tokens > 1:
+        slots[num_tokens // 2] = -1
     written = slots >= 0
     shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
     cache = torch.full(shape, 0x7F, dtype=torch.uint8, device=device)
