@@ -1,7 +1,8 @@
 """Starting the processes of a node, and ending with them.
 
-A child is `python -m <module>`: it inherits no state of its parent, no thread and no lock, and
-nothing is pickled. Its configuration is one JSON message on standard input.
+A child is the `main()` of a module in a Python of its own (`host.child_main`): it inherits no state
+of its parent, no thread and no lock, and nothing is pickled. Its configuration is one JSON message
+on standard input.
 
     parent                                        child
     1. ChildProcess.start(module, config) ──────▶ 2. read_config(type): also binds its life to
@@ -85,7 +86,7 @@ class ChildProcess:
         the *thread* that started it ends.
         """
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", "host.child_main", module],
             stdin=subprocess.PIPE,
             env=environment_with(env or {}),
             process_group=0,

@@ -31,12 +31,14 @@ def below(root: int) -> Iterator[int]:
 
 
 def module_of(pid: int) -> str:
-    """Returns what `python -m` was told to run; empty for another program, or for nobody."""
+    """Returns what `python -m` was told to run, of a node's child its module; empty for another
+    program, or for nobody."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    words = words[words.index("-m") + 1 :] if "-m" in words[:-1] else [""]
+    return words[1] if words[0] == "host.child_main" else words[0]
 
 
 def transfer_processes(root: int) -> list[int]:

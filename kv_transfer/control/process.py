@@ -1,4 +1,5 @@
-"""The transfer process: `python -m kv_transfer.control.process`, configuration on standard input.
+"""The transfer process: `python -m host.child_main kv_transfer.control.process`, with its
+configuration on standard input.
 
     1. malloc is told to keep its memory; then everything else is imported
     2. the worker's KV cache is mapped

@@ -1,0 +1,62 @@
+"""Children end with the code that their main() says, and what they wrote is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "of_a_child.py").write_text(source)
+    return subprocess.run(
+        [sys.executable, "-m", "host.child_main", "of_a_child"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        ("return None", 0, ""),
+        ("return 3", 3, ""),
+        ("raise SystemExit(4)", 4, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit('the parent is gone')", 1, "the parent is gone\n"),
+        ("raise ValueError('no such rank')", 1, "ValueError: no such rank\n"),
+    ],
+)
+def test_a_child_ends_as_its_main_says(tmp_path: Path, ending: str, code: int, told: str) -> None:
+    done = run(tmp_path, f"def main():\n    print('last words', end='')\n    {ending}\n")
+    assert (done.returncode, done.stdout) == (code, "last words")
+    assert done.stderr.endswith(told) and bool(done.stderr) == bool(told)
+
+
+def test_a_module_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path, "import no_such_module\n")
+    assert done.returncode == 1
+    assert "No module named 'no_such_module'" in done.stderr
+
+
+def test_imports_are_never_walked_again_and_garbage_is_collected(tmp_path: Path) -> None:
+    source = "import gc\ndef main():\n    print(gc.isenabled(), gc.get_freeze_count() > 5_000)\n"
+    assert run(tmp_path, source).stdout == "True True\n"
+
+
+def test_no_thread_or_handler_holds_up_the_end(tmp_path: Path) -> None:
+    source = (
+        "import atexit, threading, time\n"
+        "def main():\n"
+        "    threading.Thread(target=time.sleep, args=[1000]).start()\n"
+        "    atexit.register(time.sleep, 1000)\n"
+    )
+    assert run(tmp_path, source).returncode == 0
