@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.images.image_config import ImageConfig
+from engine.images.vision_spec import VisionSpec
 from engine.kv_scales import KVScaleTable
 from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
@@ -81,6 +83,7 @@ class ModelConfig:
         kv_layers: One entry a group of layers; empty: all layers keep keys and values of
             `num_kv_heads` heads, and see all tokens.
         quantization: How weights are quantised; None: they are plain.
+        vision: The tower that sees images; None: there is none that is here.
     """
 
     path: str
@@ -101,6 +104,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     served_aliases: tuple[str, ...] = ()
     wrapper: str = ""
+    vision: VisionSpec | None = None
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -300,6 +304,7 @@ class EngineConfig:
     decode_query_len: int = 1
     speculative: SpeculativeConfig | None = None
     inspection: InspectionConfig = field(default_factory=InspectionConfig)
+    images: ImageConfig = field(default_factory=ImageConfig)
 
     @property
     def draft(self) -> DraftModel | None:
@@ -314,6 +319,11 @@ class EngineConfig:
             and self.speculative is not None
             and (self.speculative.adaptive)
         )
+
+    @property
+    def is_producer(self) -> bool:
+        """Returns whether peers pull its KV."""
+        return self.kv_transfer is not None and self.kv_transfer.kv_role == "kv_producer"
 
     @property
     def draft_hash(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.crash_facts import EngineFacts
+from engine.images.image_input import ImagePixels
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.profiles import Profile, ProfileOptions, RefusalCode
 from engine.request_spec import RequestSpec
@@ -22,6 +23,8 @@ class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=T
     With `choice_ids`, one for each of `spec.seeds`, it is several: `request_id` names the prompt,
     and the answers are requests of their own from the start. Without, and with several seeds, the
     prompt's request has all first tokens in its output.
+
+    `pixels`: of the images of `spec`, one for each digest; none where others encode them.
     """
 
     request_id: str
@@ -30,6 +33,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=T
     arrival_time: float = 0.0
     kv_transfer_params: KVTransferParams | None = None
     choice_ids: tuple[str, ...] = ()
+    pixels: tuple[ImagePixels, ...] = ()
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

@@ -81,6 +81,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "pixels",
         "pulled",
         "request_id",
         "row",
@@ -107,6 +108,8 @@ class Request:
         """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
         KV from a peer is not counted."""
         self.num_preemptions = 0
+        self.pixels = {image.digest: image for image in message.pixels}
+        """Holds what the vision tower is given of the prompt's images, by digest."""
         self.pulled: PulledKV | None = None
         """The part of the KV that came from a peer, until it is computed anew."""
         self.draft_feature = b""

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest, check
+from engine.images.image_input import DIGEST_BYTES, ImageSpan
 from engine.sampling_params import SamplingParams
 
 SPEC_VERSION = 1
@@ -56,6 +57,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         cache_salt: Separates the prefix caches of tenants.
         prefix_hash: The name that routers give to the prompt's beginning; 0 for none. Nodes repeat
             it in their reports, and the engine does not use it.
+        images: Those of the prompt, in order. Their pixels travel beside the spec.
         sibling_seeds: Seeds of further answers to the same prompt, which are chosen like the first
             in everything else. With them, prompt and first tokens are computed once for all.
     """
@@ -67,6 +69,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     cache_salt: str = msgspec.field(default="", name="5")
     prefix_hash: int = msgspec.field(default=0, name="6")
     sibling_seeds: tuple[int, ...] = msgspec.field(default=(), name="7")
+    images: tuple[ImageSpan, ...] = msgspec.field(default=(), name="8")
 
     @property
     def num_own_prompt_tokens(self) -> int:
@@ -144,11 +147,26 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             "resume",
             "is of one answer at a time",
         )
+        self._check_images()
         check(
             len(self.cache_salt) <= MAX_SALT_LENGTH,
             "cache_salt",
             f"must have at most {MAX_SALT_LENGTH} characters, with the tenant's",
         )
+
+    def _check_images(self) -> None:
+        """Raises `InvalidRequest` unless images lie in the prompt one behind the other."""
+        end = 0
+        for image in self.images:
+            check(
+                len(image.digest) == DIGEST_BYTES
+                and min(image.rows, image.columns) > 0
+                and end <= image.offset
+                and image.end <= self.num_own_prompt_tokens,
+                "images",
+                "do not lie in the prompt one behind the other",
+            )
+            end = image.end
 
 
 _SAMPLING = 2
@@ -163,7 +181,7 @@ def encode_spec(spec: RequestSpec) -> bytes:
     if sampling.stop:
         sampling = msgspec.structs.replace(sampling, stop=())
     spec = msgspec.structs.replace(spec, prompt_token_ids=[], sampling=sampling)
-    fields = _numbered(msgspec.to_builtins(spec))
+    fields = _numbered(msgspec.to_builtins(spec, builtin_types=(bytes,)))
     if _SAMPLING in fields:
         fields[_SAMPLING] = _numbered(fields[_SAMPLING])
     return bytes((SPEC_VERSION,)) + _encode(fields)

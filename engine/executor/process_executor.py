@@ -51,7 +51,7 @@ from engine.executor.worker_messages import (
 )
 from engine.life_places import worker_place
 from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.sched.output import AdaptiveOutput, SchedulerOutput
+from engine.sched.output import EncodingOutput, SchedulerOutput
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
 from host.local_socket import Context, bind_socket
@@ -203,7 +203,7 @@ class ProcessExecutor(Executor):
             report(progress.stage, slowest, progress.total_bytes)
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        self._send(ExecuteStep(cast(AdaptiveOutput, step)))
+        self._send(ExecuteStep(cast(EncodingOutput, step)))
         self._sent_at.append(time.monotonic())
 
     def profile(self, command: BeginProfile | EndProfile) -> None:

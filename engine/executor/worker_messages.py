@@ -11,7 +11,7 @@ from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.profiles import RankTrace
-from engine.sched.output import AdaptiveOutput
+from engine.sched.output import EncodingOutput
 from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
@@ -52,7 +52,7 @@ class InitializeKVCache(msgspec.Struct, tag="kv_cache", array_like=True):
 class ExecuteStep(msgspec.Struct, tag="step", array_like=True):
     """Runs a step. A shorter message is one without what the last fields say."""
 
-    step: AdaptiveOutput
+    step: EncodingOutput
 
 
 class BeginProfile(msgspec.Struct, tag="begin_profile", array_like=True):

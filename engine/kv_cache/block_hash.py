@@ -2,7 +2,8 @@
 
 Chained: each hash covers the one before it, so two blocks have equal hashes exactly when their
 tokens and all tokens before them are equal. The chain starts from the extra keys (tenant salt),
-so tenants with different salts never share a block.
+so tenants with different salts never share a block. All tokens of all images are one id: a block
+that has some is hashed with the images' digests.
 
 SHA-256 and not a faster hash: whoever could craft two prompts with equal hashes could be served
 another tenant's KV, and beside packing the tokens the difference is small
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
+from engine.images.image_input import ImageSpan
 from engine.request import Request
 from engine.request_spec import RequestSpec
 
@@ -54,7 +57,19 @@ def extend_block_hashes(request: Request, block_size: int) -> list[BlockHash]:
     parent = hashes[-1] if hashes else root_hash(request.spec)
     packed = pack_tokens(tokens[start:stop])
     width = 4 * block_size
+    images = request.spec.images
     for offset in range(0, len(packed), width):
-        parent = hash_block_tokens(parent, packed[offset : offset + width])
+        extra = image_keys(images, start + offset // 4, block_size) if images else b""
+        parent = hash_block_tokens(parent, packed[offset : offset + width] + extra)
         hashes.append(parent)
     return hashes
+
+
+def image_keys(images: Sequence[ImageSpan], first: int, block_size: int) -> bytes:
+    """Returns what a block's KV depends on besides its tokens: the digests of images that it has
+    tokens of, and where in the block they begin."""
+    return b"".join(
+        image.digest + struct.pack("<3i", image.offset - first, image.rows, image.columns)
+        for image in images
+        if image.offset < first + block_size and image.end > first
+    )

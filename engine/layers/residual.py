@@ -26,6 +26,14 @@ class ResidualStream:
         assert self._waiting is None, "the stream is read between two additions"
         self._waiting = x
 
+    def add_to_rows(self, rows: Tensor, x: Tensor) -> None:
+        """Adds [n, H] to `rows` [n] of the stream."""
+        waiting = self._taken()
+        if waiting is not None:
+            plain = waiting.scaled() if isinstance(waiting, UnscaledProduct) else waiting
+            self.sum = self.sum + plain
+        self.sum.index_add_(0, rows, x)
+
     def value(self) -> Tensor:
         """Returns a copy of the stream, [T, H], which goes on as if nobody had looked."""
         waiting = self._waiting

@@ -41,6 +41,22 @@ class Taps:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInputs:
+    """Holds what a pass needs for tokens of images.
+
+    Attributes:
+        positions: [3, T] int64: time, row and column of each token.
+        places: [n] int64, which tokens of the pass are of images.
+        embeddings: [1 + taps, n, H]: what they begin with, and what is added to the stream behind
+            each of the first layers. None, like `places`: the pass is among images and has none.
+    """
+
+    positions: Tensor
+    places: Tensor | None = None
+    embeddings: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """One pass of T tokens.
 
@@ -53,6 +69,8 @@ class ForwardInputs:
         backend: Whose kernels attend.
         on_layer: Told the index of each layer when its keys and values are in the cache.
         taps: Filled during the pass; None: nobody asks.
+        images: None: no token of the pass is of an image, nor of a prompt that is still among
+            images.
     """
 
     input_ids: Tensor
@@ -62,6 +80,7 @@ class ForwardInputs:
     backend: AttentionBackend
     on_layer: Callable[[int], None]
     taps: Taps | None = None
+    images: ImageInputs | None = None
 
 
 class CausalLM(nn.Module):

@@ -30,6 +30,7 @@ from engine.models.errors import CheckpointError
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.specs.base import UnsupportedField
+from engine.models.specs.vision import read_vision
 from engine.models.weight_files import WeightFiles
 from engine.models.wrappers import text_config
 
@@ -197,12 +198,13 @@ def load_model_config(
     path = folder / "config.json"
     architecture, wrapper = find_architecture(path)
     weights = WeightFiles(folder, wrapper) if load_format == "safetensors" else None
-    file = _read_config(path, wrapper, weights)
+    file, whole = _read_config(path, wrapper, weights)
     length = _max_model_len(folder, file, max_model_len)
     kind = MODELS[architecture].spec
     with _named(path):
         spec = kind.from_config(file, length)
         schemes = read_quantization(folder, file.quantization_config, quantization)
+        vision = read_vision(folder, wrapper, whole, kind.head_dim_of(file), file.hidden_size)
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
     config = ModelConfig(
         path=str(folder),
@@ -222,19 +224,24 @@ def load_model_config(
         model_hash="",
         spec=msgspec.to_builtins(spec),
         quantization=schemes,
+        vision=vision,
     )
     facts = spec.hash_facts(config) + (() if schemes is None else (schemes,))
+    facts += () if vision is None else (vision,)
     return replace(
         config,
-        model_hash=_model_hash(facts, weights),
+        model_hash=_model_hash(facts, weights, has_tower=vision is not None),
         kv_layers=spec.kv_layers(config),
     )
 
 
-def _read_config(path: Path, wrapper: str, weights: WeightFiles | None) -> ConfigFile:
-    """Reads what a decoder is, out of the whole model that it is the text part of, if it is one."""
+def _read_config(
+    path: Path, wrapper: str, weights: WeightFiles | None
+) -> tuple[ConfigFile, dict[str, Any]]:
+    """Reads what a decoder is, out of the whole model that it is the text part of, if it is one.
+    Returns that and what is said of the whole model."""
     if not wrapper:
-        return read_json(path, ConfigFile)
+        return read_json(path, ConfigFile), {}
     whole = read_json(path, dict[str, Any])
     try:
         file = msgspec.convert(text_config(wrapper, whole), ConfigFile)
@@ -243,7 +250,7 @@ def _read_config(path: Path, wrapper: str, weights: WeightFiles | None) -> Confi
     if file.tie_word_embeddings is None and weights is not None:
         # Releases leave it to the class of the whole model, and these differ from their text part.
         file.tie_word_embeddings = "lm_head.weight" not in weights.tensors
-    return file
+    return file, whole
 
 
 def _names(text: str) -> list[str]:
@@ -316,8 +323,8 @@ def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -
     )
 
 
-def _model_hash(facts: tuple[object, ...], weights: WeightFiles | None) -> str:
+def _model_hash(facts: tuple[object, ...], weights: WeightFiles | None, *, has_tower: bool) -> str:
     """Hashes everything that the KV depends on, but the dtype, which peers compare by name."""
     digest = xxhash.xxh3_128(repr(facts).encode())
-    digest.update(b"dummy" if weights is None else weights.fingerprint())
+    digest.update(b"dummy" if weights is None else weights.fingerprint(with_tower=has_tower))
     return digest.hexdigest()

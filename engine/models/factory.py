@@ -17,6 +17,7 @@ from engine.layers.shard import Shard
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
 from engine.models.registry import MODELS, spec_of
+from engine.models.vision.tower import VisionTower
 from engine.parallel import ParallelPlace
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,17 @@ def create_model(
     if device.type == "cuda":
         _tell_of_plain_layers(created)
     return cast(CausalLM, created.eval())
+
+
+def create_tower(
+    config: EngineConfig, place: ParallelPlace, device: torch.device | str
+) -> VisionTower | None:
+    """Returns the vision tower, whole, allocated on `device`, not yet loaded; None: this engine
+    encodes no images."""
+    if config.model.vision is None or not config.images.has_encoder:
+        return None
+    shard = Shard(place, getattr(torch, config.model.dtype), torch.device(device))
+    return VisionTower(config.model.vision, shard).eval()
 
 
 def _tell_of_plain_layers(model: nn.Module) -> None:

@@ -43,20 +43,37 @@ class LayerKinds:
             (group, None if rotary is None else tables[rotary]) for group, rotary in distinct
         ]
         self._of_layer = [distinct.index(kind) for kind in kinds]
+        vision = model.vision
+        self._axes = None
+        if vision is not None:
+            self._axes = torch.tensor(vision.rope_axes, device=device)
 
     def inputs(self, step: ForwardInputs) -> list[AttentionInputs | StateInputs]:
         """Returns what each layer is given."""
-        of_kind = [_inputs(step, *kind) for kind in self._kinds]
+        of_kind = [self._inputs(step, *kind) for kind in self._kinds]
         return [of_kind[kind] for kind in self._of_layer]
 
+    def _inputs(
+        self, step: ForwardInputs, group_index: int, table: Tensor | None
+    ) -> AttentionInputs | StateInputs:
+        group = step.groups[group_index]
+        metadata = group.metadata
+        if isinstance(metadata, StateMetadata):
+            # A state has no slots: any group of tokens tells what is padding.
+            return StateInputs(step.groups[0].slot_mapping, metadata)
+        assert table is not None
+        positions = step.positions
+        if step.images is not None:
+            assert self._axes is not None
+            table = _table_of_tokens(table, step.images.positions, self._axes)
+            positions = torch.arange(len(table), device=table.device)
+        return AttentionInputs(positions, table, group.slot_mapping, metadata, step.backend)
 
-def _inputs(
-    step: ForwardInputs, group_index: int, table: Tensor | None
-) -> AttentionInputs | StateInputs:
-    group = step.groups[group_index]
-    metadata = group.metadata
-    if isinstance(metadata, StateMetadata):
-        # A state has no slots: any group of tokens tells what is padding.
-        return StateInputs(step.groups[0].slot_mapping, metadata)
-    assert table is not None
-    return AttentionInputs(step.positions, table, group.slot_mapping, metadata, step.backend)
+
+def _table_of_tokens(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """Returns the cosines and sines of T tokens, a row each, with three positions [3, T]: each pair
+    turns by that of its axis."""
+    num_pairs = len(axes)
+    pairs = torch.arange(num_pairs, device=table.device)
+    of_pairs = positions[axes].T
+    return torch.cat((table[of_pairs, pairs], table[of_pairs, num_pairs + pairs]), dim=1)

@@ -66,12 +66,15 @@ def load_weights(
     config: EngineConfig,
     report: Callable[[float], None],
     on_total: Callable[[int], None] = lambda total: None,
+    *,
+    is_tower: bool = False,
 ) -> SkippedTensors:
     """Fills every parameter of `model`, cast to its dtype, and returns what it has left aside.
 
     Args:
         report: Told the finished fraction of the bytes, 0..1.
         on_total: Told the bytes that this rank reads, before the first.
+        is_tower: `model` is the vision tower, whose tensors are beside those of the text part.
 
     Raises:
         CheckpointError: A tensor is missing, superfluous, of another shape, or unreadable.
@@ -83,6 +86,8 @@ def load_weights(
             skipped = SkippedTensors((), 0)
         else:
             files = WeightFiles(Path(config.model.path), config.model.wrapper)
+            if is_tower:
+                files.take_tower()
             if model.may_have_stacked_experts:
                 files.tensors = unstacked(files.tensors)
             skipped = _check(files, wanted, model.unused_weights)

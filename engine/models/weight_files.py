@@ -76,6 +76,12 @@ class WeightFiles:
             self.tensors = {name: tensor for name, tensor in named if name is not None}
             self.others = tuple(tensor for name, tensor in named if name is None)
 
+    def take_tower(self) -> None:
+        """Makes `tensors` those of a vision tower alone, by names that begin with "visual."."""
+        named = [(tensor.name.removeprefix("model."), tensor) for tensor in self.others]
+        self.tensors = {name: tensor for name, tensor in named if name.startswith("visual.")}
+        self.others = ()
+
     def _is_sharded(self) -> bool:
         return (self.folder / INDEX_FILE).is_file()
 
@@ -119,18 +125,21 @@ class WeightFiles:
             raise CheckpointError(path, f"is missing, but {INDEX_FILE} names it", _DOWNLOAD_AGAIN)
         return path
 
-    def fingerprint(self) -> bytes:
-        """Returns 16 bytes that differ when names, shapes, stored dtypes or contents differ.
+    def fingerprint(self, *, with_tower: bool = False) -> bytes:
+        """Returns 16 bytes that differ when names, shapes, stored dtypes or contents differ, of the
+        text part or of all tensors.
 
         Contents are hashed whole up to 64 MiB. Of a larger checkpoint 16 pages of 4 KiB, evenly
         spread, stand for each tensor: reading 16 GB at every start would cost more than it
         guards against.
         """
         digest = xxhash.xxh3_128()
-        total = sum(tensor.num_bytes for tensor in self.tensors.values())
+        tensors = dict(self.tensors)
+        if with_tower:
+            tensors |= {tensor.name: tensor for tensor in self.others}
+        total = sum(tensor.num_bytes for tensor in tensors.values())
         pages = None if total <= _HASH_WHOLE_BYTES else _PAGES_PER_TENSOR
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name]
+        for name, tensor in sorted(tensors.items()):
             digest.update(f"{name}|{tensor.dtype}|{tensor.shape}\n".encode())
             _hash_contents(digest, tensor, pages)
         return digest.digest()

@@ -197,6 +197,7 @@ def _choice(prompt: Request, request_id: str, index: int) -> Request:
             spec=prompt.spec.of_choice(index),
             eos_token_ids=prompt.eos_token_ids,
             arrival_time=prompt.arrival_time,
+            pixels=tuple(prompt.pixels.values()),
         )
     )
     choice.status = RequestStatus.WAITING

@@ -13,7 +13,7 @@ Order in which a worker applies a step:
     2. `new_reqs` enter.
     3. `new_block_ids` are appended.
     4. `decode_add` and `decode_remove` change the set of rows that compute one token.
-    5. `block_copies` are made, behind all earlier steps.
+    5. `block_copies` are made, behind all earlier steps; `images` are encoded.
     6. The step computes `prefill_chunks` and one token for each row of the decode set.
 
 A row whose chunk completes its prefill samples a token in that step. It does not decode until
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.images.image_input import EncoderWork, ImageSpan
 from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVConnectorMetadata
 
@@ -59,6 +60,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
         sibling_seeds: With its own token, the row draws one for each of these, from the same
             logits.
         pulled: KV that came from a peer, if a drafter must know; None: nothing to know.
+        images: Those of the prompt.
     """
 
     row: int
@@ -72,6 +74,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     eos_token_ids: tuple[int, ...] = ()
     sibling_seeds: tuple[int, ...] = ()
     pulled: PulledDrafts | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -98,3 +101,9 @@ class AdaptiveOutput(SchedulerOutput, array_like=True):
     num_drafts: int | None = None
     """Drafts to make behind this step: in the next one each decode computes one token more. None:
     as many as the setting says."""
+
+
+class EncodingOutput(AdaptiveOutput, array_like=True):
+    """A step that encodes images before it computes tokens, or drops embeddings."""
+
+    images: EncoderWork = EncoderWork()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.request import Request, RequestStatus
+from engine.sched.image_limits import ImageLimits
 
 
 class RequestLimits:
@@ -20,6 +21,7 @@ class RequestLimits:
         self._max_whole_prompt = None if scheduler.enable_chunked_prefill else budget
         # More rows could not all decode in one step.
         self.num_rows = min(scheduler.max_num_seqs, budget // config.decode_query_len)
+        self.images = ImageLimits(config)
         self.max_chunk = scheduler.long_prefill_token_threshold or budget
         """Tokens of one prompt in one step."""
 
@@ -70,4 +72,4 @@ class RequestLimits:
                 f"{self._max_whole_prompt} are computed at once; enable chunked prefill or raise "
                 f"max_num_batched_tokens"
             )
-        return ""
+        return self.images.refusal(request)

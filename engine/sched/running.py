@@ -30,9 +30,11 @@ from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
 from engine.sched.draft_length import DraftLength
 from engine.sched.forks import Forks
+from engine.sched.image_encoding import ImageEncoding
 from engine.sched.in_flight import DraftingStep, InFlightStep
 from engine.sched.output import NewRequestData, PulledDrafts, SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
+from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.row import Row, RowPhase, RowTable
 from engine.sched.step_builder import StepBuilder
@@ -46,7 +48,7 @@ class RunningRows:
 
     def __init__(
         self,
-        num_rows: int,
+        limits: RequestLimits,
         config: EngineConfig,
         kv_cache: KVCacheManager,
         fence: StepFence,
@@ -62,7 +64,8 @@ class RunningRows:
         self._host = remote.host
         self._forks = forks
         self._counters = counters
-        self.table = RowTable(num_rows)
+        self.images = ImageEncoding(limits.images)
+        self.table = RowTable(limits.num_rows)
         self.calendar = DecodeCalendar(kv_cache, config.decode_query_len, config.num_ahead)
         self.builder = StepBuilder(kv_cache)
         self._query_len = config.decode_query_len
@@ -109,6 +112,7 @@ class RunningRows:
                 eos_token_ids=request.eos_token_ids,
                 sibling_seeds=() if request.knows_first_token else request.spec.sibling_seeds,
                 pulled=self._pulled_drafts(request),
+                images=request.spec.images,
             )
         )
         for group, ids in enumerate(of_other_groups, start=1):
@@ -130,6 +134,7 @@ class RunningRows:
             self._prefilling.remove(row)
         elif row.phase is RowPhase.DECODE:
             self.calendar.leave(row, self.step_id)
+        self.images.leave(row.request_id)
         self.table.release(row)
         self.builder.finish_row(row.index)
 
@@ -227,7 +232,8 @@ class RunningRows:
         return budget
 
     def add_chunk(self, row: Row, limit: int) -> int:
-        """Schedules up to `limit` tokens of the row's prefill. Returns the number scheduled."""
+        """Schedules up to `limit` tokens of the row's prefill. Returns the number scheduled: none,
+        while an image stands there that is not encoded yet."""
         count = min(row.remaining_prefill, limit)
         first = row.num_reserved
         if row.keep_at:
@@ -236,6 +242,11 @@ class RunningRows:
             else:
                 self.builder.copy_blocks(self._kv_cache.keep_states(row.request, row.keep_at))
                 row.keep_at = 0
+        if row.request.spec.images:
+            count = self.images.limit(row.request, first, count)
+            if count == 0:
+                return 0
+            self.images.passed(row.request, first + count)
         row.num_reserved += count
         self.builder.add_chunk(row, first, count)
         if row.num_reserved == row.prefill_len:
@@ -259,6 +270,7 @@ class RunningRows:
         if (chooser := self._draft_length) is not None:
             self._query_len = chooser.choose(num_decodes)
             num_drafts = self._query_len - 1
+        self.builder.images = self.images.take_work()
         step, record = self.builder.build(
             step_id, kv, num_decodes, num_decodes * query_len, num_drafts
         )

@@ -76,7 +76,7 @@ class Scheduler:
         self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, config)
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
         self._running = RunningRows(
-            self._limits.num_rows,
+            self._limits,
             config,
             self._kv_cache,
             self._fence,

@@ -76,6 +76,7 @@ class SchedulerView:
         """Names everything that is left though no request should be; empty when all is well."""
         left = [f"request {name} ({r.status.name})" for name, r in self._requests.items()]
         left += self._remote.leftovers() + self._forks.leftovers() + self._steps.leftovers()
+        left += self._running.images.leftovers()
         left += [f"row {row.index} of {row.request_id}" for row in self._running.table.live()]
         left += [f"blocks of {name}" for name in self._kv_cache.request_ids()]
         for name, count in (

@@ -12,9 +12,10 @@ import time
 
 import msgspec
 
+from engine.images.image_input import EncoderWork
 from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
 from engine.sched.in_flight import InFlightStep, PromptChunk
-from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
+from engine.sched.output import AdaptiveOutput, EncodingOutput, NewRequestData, SchedulerOutput
 from engine.sched.row import Row
 from kv_transfer.base import ChunkLike
 from kv_transfer.metadata import KVConnectorMetadata
@@ -36,6 +37,8 @@ class StepBuilder:
         self._decode_add: list[int] = []
         self._decode_remove: list[int] = []
         self._block_copies: list[BlockCopy] = []
+        self.images: EncoderWork | None = None
+        """Tells what the step does with images."""
         self._chunks: list[tuple[Row, int]] = []
         self._num_prompt_tokens = 0
         self.exported_chunks: list[ChunkLike] = []
@@ -114,9 +117,12 @@ class StepBuilder:
             kv,
             self._block_copies,
         )
-        if num_drafts is not None:
-            fields = msgspec.structs.asdict(output)
-            output = AdaptiveOutput(**fields, num_drafts=num_drafts)
+        if num_drafts is not None or self.images is not None:
+            fields = msgspec.structs.asdict(output) | {"num_drafts": num_drafts}
+            if self.images is None:
+                output = AdaptiveOutput(**fields)
+            else:
+                output = EncodingOutput(**fields, images=self.images)
         record = InFlightStep(
             step_id,
             time.monotonic(),

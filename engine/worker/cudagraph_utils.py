@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.batch.input_batch import BatchOrder
 from engine.config import EngineConfig
 from engine.errors import CannotStartError
 from engine.sched.draft_length import lengths_up_to
@@ -191,6 +192,24 @@ class CudaGraphManager:
     def most_places(self) -> int:
         """Returns the most places at which any graph chooses tokens."""
         return max(key.num_reqs * key.width for key in self.keys)
+
+    def key_of(
+        self,
+        order: BatchOrder,
+        samples: bool,
+        is_recordable: Callable[[BatchOrder], bool],
+        is_eager: Callable[[BatchOrder], bool],
+    ) -> GraphKey | None:
+        """Returns the graph of a step; None: it has none. `is_recordable` and `is_eager` are asked
+        of steps with prompts."""
+        num_reqs = len(order.rows)
+        if order.num_decodes == num_reqs:
+            return self.dispatch(num_reqs, order.decode_query_len, samples)
+        if order.num_decode_tokens > order.num_decodes:
+            return None  # A recorded step with prompts chooses one token for each request.
+        if order.num_sampled < num_reqs or not is_recordable(order) or is_eager(order):
+            return None
+        return self.dispatch_prompts(num_reqs, int(order.query_lens.sum()), samples)
 
     def capture(self, run: Callable[[GraphKey], None], report: Callable[[float], None]) -> None:
         """Records `run(key)` for all keys. `report` hears fractions in 0..1.

@@ -39,6 +39,7 @@ from engine.config import EngineConfig
 from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork
 from engine.models.registry import spec_of
+from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
@@ -56,6 +57,7 @@ from engine.worker.cudagraph_utils import (
 from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from engine.worker.grammars_of_model import create_grammars
+from engine.worker.image_rows import create_image_rows
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer
 from engine.worker.network_drafter import NetworkDrafter
@@ -79,13 +81,13 @@ class ModelRunner:
         connector: KVConnector,
         device: torch.device,
         draft: DraftNetwork | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         limits, max_model_len = config.scheduler, config.model.max_model_len
         rows = limits.max_num_seqs
         self._config = config
         self._model = model
-        self._connector = connector
-        self._device = device
+        self._connector, self._device = connector, device
         self.states = RowStates(rows, max_model_len, device)
         self._decode_query_len = self._query_len = config.decode_query_len
         self._groups = config.kv_layout.groups
@@ -94,6 +96,7 @@ class ModelRunner:
             for group in self._groups
         ]
         self._decode_set = DecodeSet(rows)
+        self._images = create_image_rows(config, tower, device)
         self.sampler = Sampler(
             rows,
             config.model.vocab_size,
@@ -108,6 +111,7 @@ class ModelRunner:
             *self.states.carried,
             *(carried for tables in self._block_tables for carried in tables.carried),
             *self.sampler.carried,
+            *self._images.carried,
         ]
         self._input_buffers = InputBuffers(
             rows,
@@ -125,8 +129,7 @@ class ModelRunner:
         self.drafts = Drafts(config, self._row_tables[0])
         """Asked for after each step, if decodes have more than one token."""
         self._network = self._create_network(draft)
-        transfer = config.kv_transfer
-        self._hands_over = transfer is not None and transfer.kv_role == "kv_producer"
+        self._hands_over = config.is_producer
         self.kv_caches: list[torch.Tensor] = []
         """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
         self.kv_pages = torch.empty(0)
@@ -285,9 +288,12 @@ class ModelRunner:
             if self._network is not None:
                 self._network.features.copy_blocks(copies)
 
+        self._images.run(step)
+
     def _add_request(self, new: NewRequestData) -> None:
         self.states.add_request(new)
         self._block_tables[0].add_request(new.row, new.block_ids)
+        self._images.add_request(new)
         self.sampler.add_request(new)
         self._prompt_logprobs.add_request(new)
 
@@ -307,19 +313,10 @@ class ModelRunner:
         self._decode_set.add_request(row)
 
     def _graph_key(self, order: BatchOrder) -> GraphKey | None:
-        if self._graphs is None:
+        if self._graphs is None or self._images.needed_by(order, self.states):
             return None
-        num_reqs = len(order.rows)
-        samples = self.sampler.only_draws(order.rows)
-        if order.num_decodes == num_reqs:
-            return self._graphs.dispatch(num_reqs, order.decode_query_len, samples)
-        if order.num_decode_tokens > order.num_decodes:
-            return None  # A recorded step with prompts chooses one token for each request.
-        if order.num_sampled < num_reqs or not self._attention.graph_ok(order):
-            return None
-        if self._prompt_logprobs.needed_by(order):
-            return None
-        return self._graphs.dispatch_prompts(num_reqs, int(order.query_lens.sum()), samples)
+        samples, eager = self.sampler.only_draws(order.rows), self._prompt_logprobs.needed_by
+        return self._graphs.key_of(order, samples, self._attention.graph_ok, eager)
 
     def _run_eagerly(
         self, order: BatchOrder, on_layer: OnLayer
@@ -368,16 +365,18 @@ class ModelRunner:
         by_group = self._input_buffers.by_group(batch)
         groups = group_inputs(self._groups, by_group, self._attention)
         network = self._network
+        positions, images = self._images.inputs(batch, self.states)
         taps = Taps(network.taps) if network is not None and network.taps else None
         hidden: torch.Tensor = self._model(
             ForwardInputs(
                 batch.input_ids,
-                batch.positions,
+                positions,
                 groups,
                 self.kv_caches if network is None else self.kv_caches[: network.first_layer],
                 self._attention,
                 on_layer,
                 taps,
+                images,
             )
         )
         if network is not None:

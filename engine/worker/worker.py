@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.distributed import ParallelGroup
 from engine.errors import CannotStartError
 from engine.models.drafts.factory import config_of_draft, create_draft
-from engine.models.factory import create_model
+from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.parallel import ParallelPlace
@@ -142,7 +142,10 @@ class Worker:
             if config.draft is not None:
                 draft = create_draft(config, self._place, self._device, model)
                 load_weights(draft, config_of_draft(config), lambda fraction: None)
-            self.runner = ModelRunner(config, model, self._connector, self._device, draft)
+            tower = create_tower(config, self._place, self._device)
+            if tower is not None:
+                load_weights(tower, config, lambda fraction: None, is_tower=True)
+            self.runner = ModelRunner(config, model, self._connector, self._device, draft, tower)
         self._closers.callback(self.runner.sampler.grammars.close)
         self.runner.sampler.grammars.prepare()
 

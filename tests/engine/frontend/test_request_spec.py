@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
+from engine.images.image_input import ImageSpan
 from engine.messages import EngineCoreRequest
 from engine.request_spec import (
     MAX_SPEC_BYTES,
@@ -37,6 +38,9 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     tuple[int, ...]: IDS,
     tuple[int, ...] | None: st.one_of(st.none(), IDS),
     tuple[tuple[int, ...], ...]: st.lists(IDS, max_size=3).map(tuple),
+    tuple[ImageSpan, ...]: st.lists(
+        st.builds(ImageSpan, TOKENS, TOKENS, TOKENS, st.binary(max_size=32)), max_size=3
+    ).map(tuple),
     tuple[str, ...]: st.lists(st.text(max_size=3), max_size=3).map(tuple),
 }
 

@@ -1,0 +1,25 @@
+"""Settings of an engine that takes images. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageConfig:
+    """Says what an engine does with images.
+
+    Attributes:
+        max_images: Of one prompt; 0: none are taken, and no tower is loaded.
+        has_encoder: The vision tower is here. Without, KV of prompts with images must come from a
+            peer.
+        encoder_budget: Tokens of images that one step encodes at most, and of the largest image
+            that is taken; 0: `max_num_batched_tokens`.
+        cache_tokens: Embeddings of so many tokens are kept for prompts under way and those that
+            come; 0: four times the budget.
+    """
+
+    max_images: int = 0
+    has_encoder: bool = False
+    encoder_budget: int = 0
+    cache_tokens: int = 0

@@ -1,0 +1,66 @@
+"""Images of a request: where they stand in its prompt, and what a vision tower is given of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+DIGEST_BYTES = 32
+
+
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One image in a prompt, as every node sees it that works on the request.
+
+    Attributes:
+        offset: The first of its tokens, counted from the prompt's beginning.
+        rows, columns: Of its tokens.
+        digest: SHA-256 of what the tower is given, so that equal digests mean equal KV.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+    digest: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        """Returns the first token behind it."""
+        return self.offset + self.rows * self.columns
+
+
+class ImagePixels(msgspec.Struct, frozen=True, array_like=True):
+    """Holds what a vision tower computes an image's embeddings from.
+
+    Attributes:
+        rows, columns: Of tokens.
+        patches: [patches, 3, patch_size, patch_size] uint8, resized and not yet normalised. The
+            patches of a token lie together, row by row; so do tokens.
+    """
+
+    digest: bytes
+    rows: int
+    columns: int
+    patches: bytes
+
+
+class EncoderWork(msgspec.Struct, frozen=True, array_like=True):
+    """Tells what a step does with images before its forward pass.
+
+    Attributes:
+        dropped: Digests whose embeddings are not needed any more. They go first.
+        encoded: Images whose embeddings are computed and kept.
+    """
+
+    dropped: tuple[bytes, ...] = ()
+    encoded: tuple[ImagePixels, ...] = ()
+
+
+def position_delta(images: Sequence[ImageSpan]) -> int:
+    """Returns what is added to the index of a token behind all `images` to get its position: an
+    image takes as many positions as its longer side has tokens."""
+    return sum(max(image.rows, image.columns) - image.num_tokens for image in images)

@@ -1,0 +1,48 @@
+"""The limits of one engine's vision encoder: what it computes in a step, what it keeps, and which
+requests it can never serve."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.request import Request
+
+
+class ImageLimits:
+    """Fixed by the configuration.
+
+    Attributes:
+        budget: Tokens of images that one step encodes at most.
+        capacity: Tokens of images whose embeddings are held at most.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        images, scheduler = config.images, config.scheduler
+        self._has_encoder = config.model.vision is not None and images.has_encoder
+        self._is_chunked = scheduler.enable_chunked_prefill
+        self.budget = images.encoder_budget or scheduler.max_num_batched_tokens
+        self.capacity = max(images.cache_tokens or 4 * self.budget, self.budget)
+
+    def refusal(self, request: Request) -> str:
+        """Returns why the request's images can never be computed; empty when they can."""
+        images = request.spec.images
+        if not images:
+            return ""
+        if not self._has_encoder:
+            return "" if request.kv_transfer_params is not None else NO_ENCODER
+        if not self._is_chunked:
+            return "images need chunked prefill; start the engine with --enable-chunked-prefill"
+        if any(image.digest not in request.pixels for image in images):
+            return "the pixels of an image of the prompt are missing; send the request again"
+        largest = max(image.num_tokens for image in images)
+        if largest > self.budget:
+            return (
+                f"an image of the prompt has {largest} tokens and the encoder computes at most "
+                f"{self.budget} in a step; send a smaller image or raise --encoder-budget"
+            )
+        return ""
+
+
+NO_ENCODER = (
+    "the prompt has images and this node has no vision encoder; a prefill node must compute it, or "
+    "start this node with --image-encoder"
+)
