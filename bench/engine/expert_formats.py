@@ -20,8 +20,8 @@ from tandem_kernels.experts.int4_experts import int4_expert_gemm
 from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
 from tandem_kernels.experts.mxfp4_tiles import NUMBER_WORDS, tiles_of
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
-from tandem_kernels.gemm.fp8_rows import GROUP
 from tandem_kernels.gemm.int4_packing import padded_inputs
+from tandem_kernels.reference.fp8 import GROUP
 
 _BF16_FLOPS_PER_US = 690e6
 """A large bf16 GEMM on an H200, as measured inside our steps."""

@@ -16,13 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 import xxhash
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 
 from engine.config import Dtype, LoadFormat, ModelConfig, QuantizationName
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
@@ -43,10 +36,6 @@ __all__ = [
     "resolve_model",
 ]
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
-_OTHER_FORMS = ["*/*.safetensors", "consolidated*.safetensors"]
-"""The same weights once more, as gpt-oss and Mistral publish them beside Hugging Face's form."""
 _DTYPES: dict[str, Dtype] = {
     "float32": "float32",
     "float16": "float16",
@@ -76,7 +65,9 @@ def resolve_model(
     folder = Path(name_or_path).expanduser()
     _refuse_gguf(name_or_path, folder)
     if not folder.is_dir():
-        folder = _download(name_or_path, folder, load_format, revision)
+        from engine.models.hub import download
+
+        folder = download(name_or_path, folder, load_format, revision, check=check_architecture)
     elif revision is not None:
         raise CheckpointError(
             folder,
@@ -102,7 +93,9 @@ def resolve_draft(name_or_path: str) -> Path:
     be. Raises `CheckpointError`."""
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        folder = _download(name_or_path, folder, "safetensors", is_head=True)
+        from engine.models.hub import download
+
+        folder = download(name_or_path, folder, "safetensors")
     return folder.resolve()
 
 
@@ -126,51 +119,6 @@ def _refuse_gguf(name: str, folder: Path) -> None:
             "is in the GGUF format, which is not supported",
             "name the original checkpoint with its safetensors files",
         )
-
-
-def _download(
-    name: str,
-    folder: Path,
-    load_format: LoadFormat,
-    revision: str | None = None,
-    *,
-    is_head: bool = False,
-) -> Path:
-    """Returns the folder of a checkpoint of the hub. `is_head`: it is no model of its own."""
-    if folder.exists():
-        raise CheckpointError(folder, "is a file", "name the folder that holds config.json")
-    if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(
-            folder, "does not exist", "check the path, or give a Hugging Face name like org/model"
-        )
-    patterns = _HUB_FILES if load_format == "safetensors" else _HUB_FILES[:-1]
-    try:
-        # Weights that nothing here can compute with are not worth hours of downloading.
-        if not is_head:
-            check_architecture(
-                snapshot_download(name, revision=revision, allow_patterns=["config.json"])
-            )
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_FORMS
-            )
-        )
-    except RevisionNotFoundError as error:
-        raise CheckpointError(
-            name, f"has no revision {revision} on the hub", "name a branch, a tag or a commit of it"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            name,
-            "is neither a local folder nor a model on the hub",
-            "check the spelling; a private or gated model needs HF_TOKEN",
-        ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            name,
-            f"is no local folder and cannot be downloaded ({type(error).__name__})",
-            "check the network and HF_TOKEN, or copy the checkpoint here and name its folder",
-        ) from error
 
 
 def load_model_config(

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from cli import download
-from engine.models import checkpoint
+from engine.models import hub
 
 
 def test_the_mark_is_made_when_all_is_there(
@@ -26,7 +26,7 @@ def test_the_mark_is_made_when_all_is_there(
         asked.append(revision)
         return str(demo_checkpoint)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     assert download.main(["org/model", "--revision", "v1", f"--mark={mark}"]) == 0
     assert mark.is_file() and set(asked) == {"v1"}
     assert capsys.readouterr().out == f"{demo_checkpoint}\n"
@@ -38,7 +38,7 @@ def test_no_mark_is_made_of_what_is_not_there(
     def fetch(name: str, **options: Any) -> str:
         raise LocalEntryNotFoundError(name)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     assert download.main(["org/model", f"--mark={tmp_path / 'mark'}"]) == 1
     assert "check the network and HF_TOKEN" in capsys.readouterr().err
     assert not (tmp_path / "mark").exists()

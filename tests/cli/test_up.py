@@ -140,7 +140,7 @@ def test_it_is_said_before_loading(
 def test_gguf_is_called_unsupported_and_not_downloaded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.models.checkpoint.snapshot_download", None)
+    monkeypatch.setattr("engine.models.hub.snapshot_download", None)
     with pytest.raises(CheckpointError, match="GGUF format, which is not supported"):
         resolve_model(name)
     (tmp_path / "weights.gguf").touch()

@@ -15,12 +15,16 @@ import sys
 sys.modules["triton"] = None
 import torch
 from tandem_kernels import ops
+import engine.executor.worker_proc
+assert "huggingface_hub" not in sys.modules
 out = ops.rms_norm(torch.randn(2, 8), torch.ones(8), 1e-5)
 assert out.isfinite().all()
 """
 
 
 def test_cpu_works_where_triton_is_missing() -> None:
+    """A worker does: what it needs on a GPU alone, and what few need at all, is imported when it is
+    needed."""
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True, timeout=110)
 
 

@@ -16,8 +16,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Fp8Scheme
 from tandem_kernels import ops
 from tandem_kernels.device import has_e4m3
-from tandem_kernels.gemm.fp8_rows import GROUP
-from tandem_kernels.reference.fp8 import quantise_fp8
+from tandem_kernels.reference.fp8 import GROUP, quantise_fp8
 
 _E4M3 = torch.float8_e4m3fn
 

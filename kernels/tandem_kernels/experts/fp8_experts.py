@@ -25,7 +25,8 @@ from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 from tandem_kernels.experts.fused_experts import sum_pairs
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
-from tandem_kernels.gemm.fp8_rows import GROUP, fp8_scale, to_fp8
+from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
+from tandem_kernels.reference.fp8 import GROUP
 
 FORMAT = "fp8"
 FIXED = ExpertTuning(rows=64, cols=64, depth=GROUP, num_warps=4, num_stages=3)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GROUP = 128
-"""Numbers of a row that share a scale."""
-
 
 @triton.jit
 def fp8_scale(largest: tl.tensor) -> tl.tensor:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 """The largest number of e4m3; a conversion of a larger one gives NaN in some releases of torch."""
+GROUP = 128
+"""Numbers of a row that share a scale, where a row has several."""
 BLOCK = 128
 """Outputs and inputs of a block of weights that share a scale."""
 

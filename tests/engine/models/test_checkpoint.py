@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import EngineConfig, ModelConfig
 from engine.layers.rotary import cos_sin_cache
-from engine.models import checkpoint
+from engine.models import hub
 from engine.models.checkpoint import (
     CheckpointError,
     check_tensor_parallel,
@@ -214,7 +214,7 @@ def test_hub_name_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> 
     def offline(name: str, revision: str | None, allow_patterns: list[str]) -> str:
         raise LocalEntryNotFoundError(f"{name} {allow_patterns}")
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
+    monkeypatch.setattr(hub, "snapshot_download", offline)
     with pytest.raises(CheckpointError) as caught:
         resolve_model("some-org/some-model")
     check_error(caught.value, Path("some-org/some-model"), "cannot be downloaded", "network")
@@ -250,7 +250,7 @@ def test_hub_name_is_downloaded(
         )
         return str(folder)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     assert resolve_model("some-org/some-model") == folder
     assert asked == [["config.json"], published[:5]]
     assert load_model_config(folder).served_model_name == "some-org/some-model"
@@ -264,7 +264,7 @@ def test_a_revision_that_there_is_not(
     def download(name: str, **options: Any) -> str:
         raise RevisionNotFoundError(f"{name} {options['revision']}", response=Mock(headers={}))
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     with pytest.raises(CheckpointError) as caught:
         resolve_model("some-org/some-model", revision="v9")
     check_error(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.__main__ import main as tandem
-from engine.models import checkpoint
+from engine.models import hub
 from engine.models.checkpoint import CheckpointError, load_model_config, resolve_model
 from engine.models.foreign import DIFFERENCES
 from engine.models.registry import MODELS
@@ -109,7 +109,7 @@ def test_nothing_is_downloaded_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
         asked.append(allow_patterns)
         return str(write(tmp_path, LLAMA4))
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     with pytest.raises(CheckpointError, match="Llama4ForConditionalGeneration"):
         resolve_model("some-org/some-model")
     assert asked == [["config.json"]]
