@@ -13,13 +13,15 @@ class ImageConfig:
         max_images: Of one prompt; 0: none are taken, and no tower is loaded.
         has_encoder: The vision tower is here. Without, KV of prompts with images must come from a
             peer.
-        encoder_budget: Tokens of images that one step encodes at most, and of the largest image
-            that is taken; 0: `max_num_batched_tokens`.
+        max_image_tokens: Larger images are made so small; 0: as the checkpoint says.
+        encoder_budget: Tokens of images that one step encodes at most, but for the largest image,
+            which it always may; 0: `max_num_batched_tokens`.
         cache_tokens: Embeddings of so many tokens are kept for prompts under way and those that
             come; 0: four times the budget.
     """
 
     max_images: int = 0
     has_encoder: bool = False
+    max_image_tokens: int = 0
     encoder_budget: int = 0
     cache_tokens: int = 0

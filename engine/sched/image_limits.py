@@ -12,14 +12,17 @@ class ImageLimits:
 
     Attributes:
         budget: Tokens of images that one step encodes at most.
+        largest: Tokens of one image at most.
         capacity: Tokens of images whose embeddings are held at most.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         images, scheduler = config.images, config.scheduler
+        self.largest = largest_image(config)
         self._has_encoder = config.model.vision is not None and images.has_encoder
         self._is_chunked = scheduler.enable_chunked_prefill
-        self.budget = images.encoder_budget or scheduler.max_num_batched_tokens
+        wanted = images.encoder_budget or scheduler.max_num_batched_tokens
+        self.budget = max(wanted, self.largest)
         self.capacity = max(images.cache_tokens or 4 * self.budget, self.budget)
 
     def refusal(self, request: Request) -> str:
@@ -36,10 +39,20 @@ class ImageLimits:
         largest = max(image.num_tokens for image in images)
         if largest > self.budget:
             return (
-                f"an image of the prompt has {largest} tokens and the encoder computes at most "
-                f"{self.budget} in a step; send a smaller image or raise --encoder-budget"
+                f"an image of the prompt has {largest} tokens and the encoder here computes at "
+                f"most {self.budget} in a step; send a smaller image, or give all nodes the same "
+                f"--max-image-tokens"
             )
         return ""
+
+
+def largest_image(config: EngineConfig) -> int:
+    """Returns the most tokens of one image; 0: the model sees none."""
+    vision = config.model.vision
+    if vision is None:
+        return 0
+    most = min(vision.pixels.max_tokens, config.model.max_model_len)
+    return min(most, config.images.max_image_tokens or most)
 
 
 NO_ENCODER = (

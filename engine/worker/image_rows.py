@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,10 +19,11 @@ from engine.batch.buffer_utils import HostBackedTensor, to_device
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig
-from engine.images.image_input import ImageSpan, position_delta
+from engine.images.image_input import ImagePixels, ImageSpan, position_delta
 from engine.images.positions import prompt_positions
 from engine.models.base import ImageInputs
 from engine.models.vision.tower import VisionTower
+from engine.sched.image_limits import ImageLimits
 from engine.sched.output import EncodingOutput, NewRequestData, SchedulerOutput
 
 
@@ -35,6 +38,9 @@ class TextRows:
 
     def run(self, step: SchedulerOutput) -> None:
         """Has nothing to do."""
+
+    def dummy_run(self) -> None:
+        """Takes no memory."""
 
     def add_request(self, new: NewRequestData) -> None:
         """Has nothing to note."""
@@ -51,9 +57,12 @@ class TextRows:
 class ImageRows:
     """Owned by the runner of a model that sees images; `tower` None: others encode."""
 
-    def __init__(self, num_rows: int, tower: VisionTower | None, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, tower: VisionTower | None, device: torch.device, limits: ImageLimits
+    ) -> None:
         self._tower = tower
         self._device = device
+        self._limits = limits
         self._deltas = HostBackedTensor(num_rows, np.int32, device)
         self._images: dict[int, tuple[ImageSpan, ...]] = {}  # [row]
         self._positions: dict[int, npt.NDArray[np.int64]] = {}  # [row] -> [3, end of its images]
@@ -78,6 +87,18 @@ class ImageRows:
         for image in step.images.encoded:
             assert self._tower is not None
             self._embeddings[image.digest] = self._tower.encode(image)
+
+    def dummy_run(self) -> None:
+        """Takes as much memory as images ever may: the largest is encoded, beside embeddings of as
+        many tokens as are held. Warms up."""
+        if self._tower is None:
+            return
+        columns = max(1, math.isqrt(self._limits.largest))
+        rows = max(1, self._limits.largest // columns)
+        count = rows * columns * self._tower.patches_of_token
+        patches = bytes(count * self._tower.spec.patch_bytes)
+        found = self._tower.encode(ImagePixels(b"", rows, columns, patches))
+        found.new_empty((len(found), self._limits.capacity, found.shape[2]))
 
     def add_request(self, new: NewRequestData) -> None:
         """Notes the images of a row's new owner."""
@@ -151,4 +172,4 @@ def create_image_rows(
     """Returns what the model's rows need."""
     if config.model.vision is None or config.images.max_images == 0:
         return TextRows()
-    return ImageRows(config.scheduler.max_num_seqs, tower, device)
+    return ImageRows(config.scheduler.max_num_seqs, tower, device, ImageLimits(config))

@@ -254,6 +254,7 @@ class ModelRunner:
         and block 1 where it has states.
         """
         model, most_rows = self._config.model, self.states.max_num_reqs
+        self._images.dummy_run()
         is_longer = self._attention.expands_contexts
         for step in largest_steps(num_tokens, most_rows, model, expands_contexts=is_longer):
             self._dummy_step(step)

@@ -51,6 +51,10 @@ class VisionTower(nn.Module):
         frequencies = inverse_frequencies(size // spec.num_heads // 2, _THETA)
         self.register_buffer("frequencies", frequencies.to(shard.device), persistent=False)
 
+    @property
+    def patches_of_token(self) -> int:
+        return self.spec.pixels.merge_size**2
+
     @torch.inference_mode()
     def encode(self, image: ImagePixels) -> Tensor:
         """Returns [1 + taps, tokens, H]: embeddings of the image's tokens, row by row, and what is

@@ -45,7 +45,7 @@ def prompts(kind: str) -> list[Prompt]:
 
 def engine_of(folder: Path, **changes: Any) -> OneEngine:
     budget = changes.pop("budget", 128)
-    images = {"max_images": 8, "has_encoder": True, **changes}
+    images = {"max_images": 8, "has_encoder": True, "max_image_tokens": 54, **changes}
     config = EngineConfig(
         engine_id="images",
         epoch=1,
