@@ -131,9 +131,12 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Tensor parallelism of one engine.
+    """The ranks of one engine.
 
     Attributes:
+        tensor_parallel_size: Ranks that share each layer.
+        enable_expert_parallel: Each of them has some experts as a whole, in place of a slice of
+            every one.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
             cluster.
         ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else the cluster that
@@ -142,9 +145,14 @@ class ParallelConfig:
     """
 
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     distributed_executor_backend: ExecutorBackend = "mp"
     ray_address: str | None = None
     ray_timeout_s: float = 600.0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,17 @@ class CheckpointWeight:
         return (own, *self.companions)
 
 
+def unread(weight: CheckpointWeight) -> CheckpointWeight:
+    """Returns the source of a parameter that other ranks have, with all that belongs to it: the
+    checkpoint must have it, and nothing of it is read."""
+    companions = tuple(replace(part, dim=None, start=0, count=0) for part in weight.companions)
+    target, stored = torch.empty(0, *weight.shape[1:]), weight.stored
+    return CheckpointWeight(
+        weight.name, target, weight.shape, 0, stored=stored, companions=companions,
+        beside=weight.beside,
+    )  # fmt: skip
+
+
 def nothing_of(name: str, shape: tuple[int, ...]) -> CheckpointWeight:
     """Returns the source of a parameter that other ranks have: it must be in the checkpoint, and
     nothing of it is read."""
@@ -147,18 +158,30 @@ class Shard:
         return self.tp.rank * count, count
 
     def part_of_units(self, total: int, unit: int) -> tuple[int, int]:
-        """Returns (start, count) of this rank's part, cut at multiples of `unit`: parts are equal,
-        or else as equal as whole units allow, the larger ones first.
+        """Returns (start, count) of this rank's part of every expert, cut at multiples of `unit`:
+        parts are equal, or else as equal as whole units allow, the larger ones first.
 
         Raises:
             ValueError: There is not a unit for each rank.
         """
-        size, rank = self.tp.size, self.tp.rank
-        if total % (size * unit) == 0 or unit == 1:
-            return self.part(total)
-        units = -(-total // unit)
-        if units < size:
-            raise ValueError(f"{total} in units of {unit} cannot be shared by {size} ranks")
-        each, more = divmod(units, size)
-        start = (rank * each + min(rank, more)) * unit
-        return start, min((each + (rank < more)) * unit, total - start)
+        ranks = self.place.expert_ranks
+        if total % ranks.size and unit == 1:
+            raise ValueError(f"{total} cannot be shared by {ranks.size} ranks")
+        return part_of(total, unit, ranks.rank, ranks.size)
+
+
+def part_of(total: int, unit: int, rank: int, size: int) -> tuple[int, int]:
+    """Returns (start, count) of a rank's part of `total`: parts are equal, or else as equal as
+    whole units allow, the larger ones first.
+
+    Raises:
+        ValueError: There is not a unit for each rank.
+    """
+    if total % (size * unit) == 0:
+        return rank * (total // size), total // size
+    units = -(-total // unit)
+    if units < size:
+        raise ValueError(f"{total} in units of {unit} cannot be shared by {size} ranks")
+    each, more = divmod(units, size)
+    start = (rank * each + min(rank, more)) * unit
+    return start, min((each + (rank < more)) * unit, total - start)

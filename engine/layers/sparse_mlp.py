@@ -1,12 +1,14 @@
 """The feed-forward block of a mixture of experts.
 
     x ─┬─ router ─ which experts, how much each ─┐
-       ├─ experts, split along their width ──────┴─(+)─ all-reduce ─▶ residual stream
+       ├─ this rank's experts ───────────────────┴─(+)─ all-reduce ─▶ residual stream
        └─ shared expert, if there is one ──────────┘
 
-Each rank has a slice of every expert, as of any feed-forward block, so tokens need not travel and
-one all-reduce completes the layer. In recorded steps of few tokens the shared expert runs beside
-the others, which leave the matrix units idle.
+Each rank has a slice of every expert, as of any feed-forward block, or some experts as a whole
+(expert parallelism). Where ranks have the same tokens, these need not travel, and one all-reduce
+completes the layer; else a `TokenExchange` brings them together and the sums back, and the shared
+expert computes a rank's own. In recorded steps of few tokens the shared expert runs beside the
+others, which leave the matrix units idle.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from torch import Tensor, nn
 from engine.layers.expert_methods.base import PROJECTIONS, ExpertLayer, ExpertPart, ExpertSizes
 from engine.layers.expert_methods.choice import expert_method
 from engine.layers.expert_methods.stacked import STACKED_NAMES, bias_weights
+from engine.layers.expert_share import ExpertShare
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
-from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
@@ -45,18 +48,27 @@ class RouterOptions:
 
 
 class Router(nn.Module):
-    """[T, H] -> (weights [T, k] float32, experts [T, k] int32). Whole on every rank, in float32
-    from the logits on.
+    """[T, H] -> (weights [T, k] float32, experts [T, k] int32, as this rank numbers its own). Whole
+    on every rank, in float32 from the logits on.
+
+    Args:
+        share: Of the experts; None: all are on this rank.
     """
 
     bias: nn.Parameter | None
     logit_bias: nn.Parameter | None
 
     def __init__(
-        self, hidden_size: int, num_experts: int, options: RouterOptions, shard: Shard
+        self,
+        hidden_size: int,
+        num_experts: int,
+        options: RouterOptions,
+        shard: Shard,
+        share: ExpertShare | None = None,
     ) -> None:
         super().__init__()
         self.options = options
+        self.own_numbers = None if share is None else share.own_numbers(shard.device)
         self.deterministic = shard.gemms.deterministic
         self.weight = shard.parameter(num_experts, hidden_size)
         self.bias, self.logit_bias = (
@@ -77,6 +89,7 @@ class Router(nn.Module):
             num_groups=options.num_groups,
             top_groups=options.top_groups,
             logit_bias=self.logit_bias,
+            own_numbers=self.own_numbers,
         )
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -102,7 +115,7 @@ PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts(ExpertLayer):
-    """This rank's units of every expert; which tensors they are is the method's matter.
+    """This rank's units of its experts; which tensors they are is the method's matter.
 
     Args:
         names: The checkpoint's names of gate, up and down.
@@ -114,7 +127,7 @@ class Experts(ExpertLayer):
 
     def __init__(
         self,
-        num_experts: int,
+        share: ExpertShare,
         hidden_size: int,
         intermediate_size: int,
         shard: Shard,
@@ -129,17 +142,16 @@ class Experts(ExpertLayer):
         modules = STACKED_NAMES if stacked else tuple(f"0.{name}" for name in names)
         self.method = expert_method(shard, shard.scheme(*modules))
         self.fixed_order = shard.gemms.deterministic
-        try:
-            start, width = shard.part_of_units(intermediate_size, self.method.unit)
-        except ValueError as error:
-            raise UnsupportedScheme(
-                f"{shard.prefix}: units of an expert stay together with their scales, and {error}: "
-                "choose a smaller tensor_parallel_size"
-            ) from error
-        self.sizes = ExpertSizes(num_experts, hidden_size, intermediate_size, start, width)
-        self.b13 = shard.parameter(num_experts, 2 * width) if biases else None
-        has_b2 = biases and shard.tp.rank == 0
-        self.b2 = shard.parameter(num_experts, hidden_size) if has_b2 else None
+        ranks, count = shard.place.expert_ranks, len(share.held)
+        start, width = 0, intermediate_size
+        if not ranks.are_whole:
+            start, width = _units_of(shard, intermediate_size, self.method.unit)
+        self.sizes = ExpertSizes(
+            hidden_size, intermediate_size, start, width, share.total, share.held
+        )
+        self.b13 = shard.parameter(count, 2 * width) if biases else None
+        has_b2 = biases and (ranks.are_whole or ranks.rank == 0)
+        self.b2 = shard.parameter(count, hidden_size) if has_b2 else None
         self.method.create(self, shard)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -151,10 +163,24 @@ class Experts(ExpertLayer):
             if self.b13 is not None:
                 yield from bias_weights(self, prefix)
             return
-        for index in range(self.sizes.count):
+        held = {expert: own for own, expert in enumerate(self.sizes.held)}
+        for expert in range(self.sizes.total):
+            own = held.get(expert, 0)
             for name, projection in zip(self.names, PROJECTIONS, strict=True):
-                part = ExpertPart(f"{prefix}.{index}.{name}", index, projection)
-                yield from self.method.checkpoint_weights(self, part)
+                part = ExpertPart(f"{prefix}.{expert}.{name}", own, projection)
+                weights = self.method.checkpoint_weights(self, part)
+                yield from weights if expert in held else map(unread, weights)
+
+
+def _units_of(shard: Shard, intermediate_size: int, unit: int) -> tuple[int, int]:
+    """Returns (start, count) of the units of every expert on this rank, for a method's `unit`."""
+    try:
+        return shard.part_of_units(intermediate_size, unit)
+    except ValueError as error:
+        raise UnsupportedScheme(
+            f"{shard.prefix}: units of an expert stay together with their scales, and {error}: "
+            "choose a smaller tensor_parallel_size, or --enable-expert-parallel"
+        ) from error
 
 
 class SharedExpert(nn.Module):
@@ -212,7 +238,7 @@ class SparseMLP(nn.Module):
         self.router = router
         self.experts = experts
         self.shared = shared
-        self.group = shard.tp
+        self.exchange = shard.place.token_exchange
         self.beside_rows = shard.gemms.beside_rows
         if self.beside_rows > 0 and shard.device.type == "cuda":
             side_stream(shard.device)
@@ -230,4 +256,4 @@ class SparseMLP(nn.Module):
             out = self.experts(x, *self.router(x, slot_mapping))
             if self.shared is not None:
                 self.shared.add_to(out, x)
-        stream.add(self.group.all_reduce(out))
+        stream.add(self.exchange.combine(out, len(x)))

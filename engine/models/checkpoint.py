@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from engine.config import Dtype, LoadFormat, ModelConfig, QuantizationName
+from engine.config import Dtype, LoadFormat, ModelConfig, ParallelConfig, QuantizationName
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
 from engine.models.errors import CheckpointError
 from engine.models.quantization.reader import read_quantization
@@ -30,7 +30,7 @@ from engine.models.wrappers import text_config
 __all__ = [
     "CheckpointError",
     "check_architecture",
-    "check_tensor_parallel",
+    "check_parallel",
     "load_model_config",
     "resolve_draft",
     "resolve_model",
@@ -215,9 +215,16 @@ def _name_of(folder: Path) -> str:
     return folder.name
 
 
-def check_tensor_parallel(model: ModelConfig, size: int) -> None:
-    """Raises `CheckpointError` when `size` ranks cannot share the model evenly."""
-    spec_of(model).check_parallel(model, size)
+def check_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raises `CheckpointError` when so many ranks cannot share the model."""
+    spec = spec_of(model)
+    if parallel.enable_expert_parallel and not spec.num_experts:
+        raise CheckpointError(
+            model.path,
+            "has no experts that ranks could share",
+            "start without --enable-expert-parallel",
+        )
+    spec.check_parallel(model, parallel)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ _STD = 0.02
 def fill_dummy(wanted: list[CheckpointWeight], report: Callable[[float], None]) -> None:
     """Fills in random weights that depend on names only: every rank cuts from the same tensors."""
     for index, weight in enumerate(wanted):
-        fill_weight(weight, weight.target, *(_dummy(part, weight) for part in weight.slices))
+        if weight.target.numel() > 0:
+            fill_weight(weight, weight.target, *(_dummy(part, weight) for part in weight.slices))
         report((index + 1) / len(wanted))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.layers.expert_share import ExpertShare
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import Experts, Router, RouterOptions, SharedExpert, SparseMLP
 from engine.models.specs.experts import ExpertNames, ExpertSpec
@@ -29,10 +30,11 @@ def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
         shared = SharedExpert(
             hidden_size, spec.shared_size, shard.at(names.shared), has_gate=spec.shared_gate
         )
+    share = ExpertShare.of(spec.count, shard.place.expert_ranks)
     return SparseMLP(
-        Router(hidden_size, spec.count, options, shard),
+        Router(hidden_size, spec.count, options, shard, share),
         Experts(
-            spec.count,
+            share,
             hidden_size,
             spec.intermediate_size,
             shard.at("experts"),

@@ -33,7 +33,7 @@ def create_model(
     """
     model, device = config.model, torch.device(device)
     spec = spec_of(model)
-    spec.check_parallel(model, place.tp.size)
+    spec.check_parallel(model, config.parallel)
     if config.decode_query_len > 1 and any(group.is_state for group in config.kv_layout.groups):
         raise CheckpointError(
             model.path,

@@ -36,7 +36,7 @@ from engine.config import (
     SchedulingPolicy,
 )
 from engine.models.checkpoint import (
-    check_tensor_parallel,
+    check_parallel,
     load_model_config,
     resolve_model,
 )
@@ -109,6 +109,11 @@ class EngineSettings(
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Workers that share each layer, one for each GPU."
+    )
+    enable_expert_parallel: bool = Field(
+        default=False,
+        description="Each worker has some experts of each layer as a whole, in place of a slice of "
+        "every expert.",
     )
     distributed_executor_backend: ExecutorBackend = Field(
         default="mp",
@@ -249,7 +254,7 @@ class EngineSettings(
             load_format=self.load_format,
             quantization=self.quantization,
         )
-        check_tensor_parallel(model, self.tensor_parallel_size)
+        check_parallel(model, self._parallel_config())
         return self._engine_config(model, kv_role)
 
     def _engine_config(self, model: ModelConfig, kv_role: KVRole | None) -> EngineConfig:

@@ -30,7 +30,7 @@ from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
 from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.parallel import ParallelPlace
+from engine.parallel import ExpertRanks, ParallelPlace
 from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.kv_cache import (
@@ -126,7 +126,9 @@ class Worker:
             fixed_order=self.config.device.deterministic,
         )
         self._closers.callback(tp.close)
-        self._place = ParallelPlace(range(self.config.model.num_layers), tp)
+        spread = self.config.parallel.enable_expert_parallel
+        experts = ExpertRanks(tp.rank, tp.size, are_whole=True) if spread else None
+        self._place = ParallelPlace(range(self.config.model.num_layers), tp, ep=experts)
 
     def load_model(self, report: Callable[[float], None]) -> None:
         """Loads the model; `report` hears fractions in 0..1, of `load_log.total_bytes`. Raises

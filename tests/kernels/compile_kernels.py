@@ -426,7 +426,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "weight", "out", "parts"),
         **named("*fp32", "pair_weights", "weights", "bias", "logit_bias", "logits"),
-        **named("*i32", "experts", "order", "counts"),
+        **named("*i32", "experts", "order", "counts", "own_numbers"),
         **named("fp32", "scaling", "limit", "alpha"),
         "slot_mapping": "*i64",
     }
@@ -443,6 +443,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "NUM_GROUPS": 4 if has_bias else 1,
                 "HAS_BIAS": has_bias,
                 "HAS_LOGIT_BIAS": not has_bias,
+                "COPIES": 3 if has_bias else 0,
                 "OVERLAP": capability >= 90,
             },
             {"num_warps": 1},

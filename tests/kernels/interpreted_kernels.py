@@ -212,6 +212,10 @@ def test_routers(name: str) -> None:
     check.route_tokens(ops.route_tokens.kernel, name, 24)
 
 
+def test_routers_of_ranks_with_some_experts() -> None:
+    check.route_to_own_experts(ops.route_tokens.kernel)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [

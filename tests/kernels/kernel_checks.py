@@ -552,6 +552,28 @@ def route_tokens(op: Op, name: str, num_experts: int, device: str = "cpu") -> No
         )
 
 
+def route_to_own_experts(op: Op, device: str = "cpu") -> None:
+    """Two ranks; the first has experts 0 to 2, the second the others and a copy of number 1, which
+    takes every second token. Token 4 is padding."""
+    logits = torch.randn(9, 6, device=device) * 3
+    slots = torch.arange(9, device=device)
+    slots[4] = -1
+    weights, chosen = op(logits, slots, None, 3)
+    first = torch.tensor([[0, 1, 2, -1, -1, -1], [0, -1, 2, -1, -1, -1]], dtype=torch.int32)
+    second = torch.tensor([[-1, -1, -1, 0, 1, 2], [-1, 3, -1, 0, 1, 2]], dtype=torch.int32)
+    found = []
+    for table in (first, second):
+        same, own = op(logits, slots, None, 3, own_numbers=table.to(device))
+        assert torch.equal(same, weights)
+        found.append(own)
+    assert all((own[4] == -1).all() for own in found)
+    for token in (0, 1, 2, 3, 5, 6, 7, 8):
+        for place in range(3):
+            expert, numbers = int(chosen[token, place]), [int(own[token, place]) for own in found]
+            copies = [int(table[token % 2, expert]) for table in (first, second)]
+            assert numbers == copies and sum(number >= 0 for number in numbers) == 1
+
+
 def fused_experts(
     op: Op,
     shape: tuple[int, int, int, int, int],

@@ -16,6 +16,10 @@ def test_routers(name: str, num_experts: int) -> None:
     check.route_tokens(ops.route_tokens, name, num_experts)
 
 
+def test_routers_of_ranks_with_some_experts() -> None:
+    check.route_to_own_experts(ops.route_tokens)
+
+
 def test_of_equal_scores_the_lowest_expert_is_chosen() -> None:
     logits = torch.zeros(1, 8)
     _, experts = ops.route_tokens(logits, torch.zeros(1, dtype=torch.int64), None, 3)

@@ -215,6 +215,10 @@ def test_routers(name: str, num_experts: int) -> None:
     check.route_tokens(ops.route_tokens, name, num_experts, "cuda")
 
 
+def test_routers_of_ranks_with_some_experts() -> None:
+    check.route_to_own_experts(ops.route_tokens, "cuda")
+
+
 @halves
 @pytest.mark.parametrize("num_tokens", [1, 4, 16, 33, 300])
 @pytest.mark.parametrize("sizes", [(8, 128, 2048, 768), (2, 8, 1024, 1792), (6, 60, 256, 200)])

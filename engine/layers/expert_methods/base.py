@@ -28,20 +28,31 @@ PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """The sizes of a layer's experts, and which units of each this rank has.
+    """The sizes of a layer's experts, and which of them, and which units of each, this rank has.
 
     Attributes:
-        count: Experts.
         hidden: Numbers of a token.
         whole: Units of one expert, on all ranks together.
-        start, width: This rank has units [start, start + width) of every expert.
+        start, width: This rank has units [start, start + width) of each of its experts.
+        total: Experts of the checkpoint.
+        held: Their numbers, by those that they have on this rank.
     """
 
-    count: int
     hidden: int
     whole: int
     start: int
     width: int
+    total: int
+    held: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Returns how many experts this rank has."""
+        return len(self.held)
+
+    @property
+    def are_all(self) -> bool:
+        return self.count == self.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ class ExpertPart:
     Attributes:
         prefix: The checkpoint's name without a suffix, like
             "model.layers.0.mlp.experts.3.up_proj".
-        expert: Its number.
+        expert: Its number on this rank.
     """
 
     prefix: str
@@ -65,7 +76,8 @@ class ExpertLayer(nn.Module):
     Attributes:
         sizes: Of the experts.
         fixed_order: A token gets the same bits whatever the others are.
-        b13, b2: Biases [E, 2 width], gate before up, and [E, H] on the first rank alone; or None.
+        b13, b2: Biases [E, 2 width], gate before up, and [E, H], if experts are slices on the first
+            rank alone; or None.
         gate: None: SiLU.
     """
 
@@ -121,7 +133,7 @@ class ExpertMethod(ABC):
         Args:
             x: [T, H].
             weights: [T, k] float32.
-            experts: [T, k] int32; -1: none.
+            experts: [T, k] int32, as this rank numbers its own; -1: none.
 
         Returns:
             [T, H].

@@ -53,8 +53,8 @@ class Mxfp4Experts(ExpertMethod):
     def stacked_weights(self, layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]:
         check_whole_blocks(layer, prefix)
         stored = StoredMxfp4(prefix, layer.sizes)
-        for expert in range(layer.sizes.count):
-            w13, w2 = layer.w13[expert], layer.w2[expert]
+        for own, expert in enumerate(layer.sizes.held):
+            w13, w2 = layer.w13[own], layer.w2[own]
             gate_up, down = stored.gate_up(expert), stored.down(expert)
             yield filled_weight(w13, gate_up, partial(_fill_turns, gate_up[1].name, w13))
             yield filled_weight(w2, down, partial(_fill, down[1].name, w2))

@@ -29,12 +29,12 @@ DUMMY_EXPONENT = 120.0
 def plain_weights(layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]:
     """Yields the sources of `w13` and `w2`, where the checkpoint has plain numbers."""
     sizes = layer.sizes
-    for expert in range(sizes.count):
-        w13, w2 = layer.w13[expert], layer.w2[expert]
+    for own, expert in enumerate(sizes.held):
+        w13, w2 = layer.w13[own], layer.w2[own]
         yield CheckpointWeight(
             f"{prefix}.gate_up_proj",
             w13,
-            (sizes.count, sizes.hidden, 2 * sizes.whole),
+            (sizes.total, sizes.hidden, 2 * sizes.whole),
             1,
             2 * sizes.start,
             count=2 * sizes.width,
@@ -44,7 +44,7 @@ def plain_weights(layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]
         yield CheckpointWeight(
             f"{prefix}.down_proj",
             w2,
-            (sizes.count, sizes.whole, sizes.hidden),
+            (sizes.total, sizes.whole, sizes.hidden),
             0,
             sizes.start,
             count=sizes.width,
@@ -58,8 +58,8 @@ def mxfp4_weights(layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]
     may begin inside a block."""
     sizes = layer.sizes
     stored = StoredMxfp4(prefix, sizes)
-    for expert in range(sizes.count):
-        w13, w2 = layer.w13[expert], layer.w2[expert]
+    for own, expert in enumerate(sizes.held):
+        w13, w2 = layer.w13[own], layer.w2[own]
 
         def fill_up(blocks: Tensor, scales: Tensor, to: Tensor = w13) -> None:
             fill_turns(to, dequantise_mxfp4(blocks, scales, to.dtype))
@@ -114,7 +114,7 @@ class StoredMxfp4:
     def _slices(
         self, name: str, outputs: int, inputs: int, expert: int, dim: int, start: int, count: int
     ) -> tuple[TensorSlice, TensorSlice]:
-        shape = self.sizes.count, outputs, inputs // BLOCK
+        shape = self.sizes.total, outputs, inputs // BLOCK
         blocks = TensorSlice(
             f"{self.prefix}.{name}_blocks", (*shape, BLOCK_BYTES), dim, start, count, BYTES,
             index=expert,
@@ -137,23 +137,27 @@ def check_whole_blocks(layer: ExpertLayer, prefix: str) -> None:
 
 
 def bias_weights(layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]:
-    """Yields the sources of the biases. Only the first rank has the second."""
-    sizes, b13 = layer.sizes, layer.b13
+    """Yields the sources of the biases. Of slices only the first rank has the second."""
+    sizes, b13, b2 = layer.sizes, layer.b13, layer.b2
     assert b13 is not None
-    yield CheckpointWeight(
-        f"{prefix}.gate_up_proj_bias",
-        b13,
-        (sizes.count, 2 * sizes.whole),
-        1,
-        2 * sizes.start,
-        count=2 * sizes.width,
-        fill=lambda stored: fill_turns(b13.t(), stored.t()),
-    )
-    name, shape = f"{prefix}.down_proj_bias", (sizes.count, sizes.hidden)
-    if layer.b2 is None:
-        yield nothing_of(name, shape)
-    else:
-        yield CheckpointWeight(name, layer.b2, shape)
+    first, second = f"{prefix}.gate_up_proj_bias", f"{prefix}.down_proj_bias"
+    for own, expert in enumerate(sizes.held):
+        yield CheckpointWeight(
+            first,
+            b13[own],
+            (sizes.total, 2 * sizes.whole),
+            0,
+            2 * sizes.start,
+            count=2 * sizes.width,
+            index=expert,
+            fill=lambda stored, to=b13[own]: fill_turns(to, stored),
+        )
+    shape = sizes.total, sizes.hidden
+    if b2 is None:
+        yield nothing_of(second, shape)
+        return
+    for own, expert in enumerate(sizes.held):
+        yield CheckpointWeight(second, b2[own], shape, index=expert)
 
 
 def fill_turns(target: Tensor, stored: Tensor) -> None:

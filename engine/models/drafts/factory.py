@@ -60,7 +60,7 @@ def create_draft(
             "draft with method mtp, medusa or ngram",
         )
     if draft.num_layers > 0:
-        spec_of(model).check_parallel(model, place.tp.size)
+        spec_of(model).check_parallel(model, config.parallel)
     if method == "draft_model":
         of_model = replace(place, layers=range(model.num_layers))
         return SecondModel(create_model(own, of_model, device), target)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
-from engine.config import KVLayers, ModelConfig
+from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.latent import LatentSpec
 
@@ -51,8 +51,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the size of a head."""
 
     @abstractmethod
-    def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
-        """Raises `CheckpointError` when `tp_size` ranks cannot share the model evenly."""
+    def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        """Raises `CheckpointError` when so many ranks cannot share the model."""
+
+    @property
+    def num_experts(self) -> int:
+        """Returns how many experts a layer has; 0: none."""
+        return 0
 
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         """Returns the groups of layers that cache alike; none: all layers keep keys and values of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from engine.config import KVLayers, ModelConfig
+from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
@@ -223,13 +223,28 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     def has_sinks(self) -> bool:
         return self.attention_sinks
 
-    def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
-        experts = self.experts
+    @property
+    def num_experts(self) -> int:
+        return 0 if self.experts is None else self.experts.count
+
+    def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        experts, tp_size = self.experts, parallel.tensor_parallel_size
+        spreads_experts = parallel.enable_expert_parallel
+        if spreads_experts and 0 < self.num_experts < parallel.num_ranks:
+            raise CheckpointError(
+                model.path,
+                f"has {self.num_experts} experts in a layer, which {parallel.num_ranks} ranks "
+                "cannot share as a whole",
+                "start fewer ranks, or without --enable-expert-parallel",
+            )
         has_dense = experts is None or len(experts.dense_layers) > 0
         for count, name in (
             (model.num_heads, "attention heads"),
             (self.intermediate_size if has_dense else 0, "feed-forward units"),
-            (0 if experts is None else experts.intermediate_size, "units in each expert"),
+            (
+                0 if experts is None or spreads_experts else experts.intermediate_size,
+                "units in each expert",
+            ),
             (0 if experts is None else experts.shared_size, "units in the shared expert"),
             (0 if self.linear is None else self.linear.key_heads, "key heads of linear attention"),
         ):

@@ -24,6 +24,7 @@ def route_tokens_kernel(
     slot_mapping: tl.tensor,
     bias: tl.tensor,
     logit_bias: tl.tensor,
+    own_numbers: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
     logits_stride: tl.tensor,
@@ -38,6 +39,7 @@ def route_tokens_kernel(
     TOP_GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LOGIT_BIAS: tl.constexpr,
+    COPIES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Routes one token in each program."""
@@ -86,6 +88,8 @@ def route_tokens_kernel(
         by = tl.where(lane == place, lowest, by)
     if RENORMALISE:
         share = share / (tl.sum(share, axis=0) + 1e-20)
+    if COPIES > 0:
+        chosen = tl.load(own_numbers + token % COPIES * NUM_EXPERTS + chosen, mask=k < TOP_K)
     if tl.load(slot_mapping + token) < 0:
         chosen = tl.full([K_LANES], -1, tl.int32)
         share = tl.zeros([K_LANES], tl.float32)
@@ -105,6 +109,7 @@ def route_tokens(
     num_groups: int = 1,
     top_groups: int = 1,
     logit_bias: Tensor | None = None,
+    own_numbers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.experts.route_tokens`."""
     num_tokens, num_experts = logits.shape
@@ -117,6 +122,7 @@ def route_tokens(
             slot_mapping,
             bias,
             logit_bias,
+            own_numbers,
             weights,
             experts,
             logits.stride(0),
@@ -131,6 +137,7 @@ def route_tokens(
             TOP_GROUPS=top_groups,
             HAS_BIAS=bias is not None,
             HAS_LOGIT_BIAS=logit_bias is not None,
+            COPIES=0 if own_numbers is None else len(own_numbers),
             OVERLAP=overlap,
             num_warps=1,
             **({"launch_pdl": True} if overlap else {}),

@@ -26,6 +26,7 @@ def route_tokens(
     num_groups: int = 1,
     top_groups: int = 1,
     logit_bias: Tensor | None = None,
+    own_numbers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token, and how much each counts.
 
@@ -40,9 +41,12 @@ def route_tokens(
         num_groups, top_groups: Only experts of the best `top_groups` of `num_groups` groups may be
             chosen. A group counts as much as its best expert, or with a bias as its best two.
         logit_bias: [E] float32 or None, added to the logits.
+        own_numbers: [C, E] int32 or None: what an expert is numbered here, -1 if it is elsewhere.
+            Token t looks in row t % C, so that copies of an expert share its tokens.
 
     Returns:
-        (weights [T, k] float32, experts [T, k] int32); -1 and 0.0 for padding.
+        (weights [T, k] float32, experts [T, k] int32); -1 and 0.0 for padding, and -1 for experts
+        that are elsewhere.
     """
     if logit_bias is not None:
         logits = logits + logit_bias
@@ -60,6 +64,9 @@ def route_tokens(
     if renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     padding = (slot_mapping < 0)[:, None]
+    if own_numbers is not None:
+        row = torch.arange(len(logits), device=logits.device) % len(own_numbers)
+        experts = own_numbers[row[:, None], experts]
     return (
         (weights * scaling).masked_fill(padding, 0.0),
         experts.int().masked_fill(padding, -1),

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.config import EngineConfig, KVLayers, ModelConfig
+from engine.config import EngineConfig, KVLayers, ModelConfig, ParallelConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
@@ -59,8 +59,8 @@ class GroupedSpec(ModelSpec, frozen=True, kw_only=True):
     def head_dim_of(cls, file: Any) -> NoReturn:
         raise NotImplementedError
 
-    def check_parallel(self, model: ModelConfig, tp_size: int) -> None:
-        assert NUM_HEADS % tp_size == 0
+    def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
+        assert NUM_HEADS % parallel.tensor_parallel_size == 0
 
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:
         return ()

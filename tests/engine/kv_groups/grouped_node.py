@@ -38,13 +38,16 @@ def engine_config(
     tp_size: int = 1,
     chunk: int = 48,
     kv_transfer: KVTransferConfig | None = None,
+    spreads_experts: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         engine_id=f"grouped-{secrets.token_hex(4)}",
         epoch=secrets.randbits(63),
         model=model,
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
-        parallel=ParallelConfig(tensor_parallel_size=tp_size),
+        parallel=ParallelConfig(
+            tensor_parallel_size=tp_size, enable_expert_parallel=spreads_experts
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=6, max_num_batched_tokens=chunk, async_scheduling=True
         ),

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig, ParallelConfig
 from engine.layers.rotary import cos_sin_cache
 from engine.models import hub
 from engine.models.checkpoint import (
     CheckpointError,
-    check_tensor_parallel,
+    check_parallel,
     load_model_config,
     resolve_model,
 )
@@ -433,7 +433,9 @@ def test_max_model_len_beyond_the_model(max_model_len: int, checkpoints: Path) -
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_that_can_share(size: int, checkpoints: Path) -> None:
-    check_tensor_parallel(load_model_config(checkpoints / "llama"), size)
+    check_parallel(
+        load_model_config(checkpoints / "llama"), ParallelConfig(tensor_parallel_size=size)
+    )
 
 
 @pytest.mark.parametrize(
@@ -442,7 +444,7 @@ def test_ranks_that_can_share(size: int, checkpoints: Path) -> None:
 def test_ranks_that_cannot_share(family: str, size: int, word: str, checkpoints: Path) -> None:
     model: ModelConfig = load_model_config(checkpoints / family)
     with pytest.raises(CheckpointError) as caught:
-        check_tensor_parallel(model, size)
+        check_parallel(model, ParallelConfig(tensor_parallel_size=size))
     check_error(caught.value, checkpoints / family, word, "tensor_parallel_size")
 
 

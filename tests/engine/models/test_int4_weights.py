@@ -26,7 +26,7 @@ from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.models.quantization.reader import read_quantization
-from engine.parallel import ParallelPlace
+from engine.parallel import ExpertRanks, ParallelPlace
 from engine.quantization import Int4Scheme
 from kv_transfer.config import KVTransferConfig
 from tandem_kernels import ops
@@ -67,10 +67,11 @@ def packed_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GemmPolicy, "choose", lambda *arguments: policy)
 
 
-def model_of(folder: Path, rank: int, size: int) -> nn.Module:
+def model_of(folder: Path, rank: int, size: int, *, spreads_experts: bool = False) -> nn.Module:
     config = EngineConfig(engine_id="load", epoch=1, model=load_model_config(folder))
     config = replace(config, model=replace(config.model, dtype="float32"))
-    place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size))
+    ranks = ExpertRanks(rank, size, are_whole=True) if spreads_experts else None
+    place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size), ep=ranks)
     model = create_model(config, place, "cpu")
     load_weights(model, config, lambda fraction: None)
     return model
@@ -147,8 +148,26 @@ def test_packed_experts_hold_what_the_numbers_mean(layout: str, make_pair: MakeP
         assert torch.equal(torch.cat(downs, dim=1), whole.w2[expert])
 
 
-def _experts(folder: Path, rank: int, size: int) -> Experts:
-    return next(m for m in model_of(folder, rank, size).modules() if isinstance(m, Experts))
+@pytest.mark.parametrize("layout", ["awq", "ct channels"])
+@pytest.mark.usefixtures("packed_on_cpu")
+def test_ranks_hold_whole_packed_experts(layout: str, make_pair: MakePair) -> None:
+    quantised, plain = make_pair("mixtral", layout)
+    whole, held = _experts(plain, 0, 1), list[int]()
+    for rank in (0, 1):
+        ours = _experts(quantised, rank, 2, spreads_experts=True)
+        for own, expert in enumerate(ours.sizes.held):
+            held.append(expert)
+            sizes = ours.sizes.hidden, ours.sizes.width
+            first = ops.int4_dequantise(ours.packed13[own], ours.groups13[own], sizes[0])
+            assert torch.equal(first, whole.w13[expert])
+            second = ops.int4_dequantise(ours.packed2[own], ours.groups2[own], sizes[1])
+            assert torch.equal(second, whole.w2[expert])
+    assert held == [0, 1, 2, 3]
+
+
+def _experts(folder: Path, rank: int, size: int, *, spreads_experts: bool = False) -> Experts:
+    model = model_of(folder, rank, size, spreads_experts=spreads_experts)
+    return next(m for m in model.modules() if isinstance(m, Experts))
 
 
 @pytest.mark.usefixtures("packed_on_cpu")

@@ -45,9 +45,10 @@ class Transformers:
 def test_two_nodes_equal_transformers(
     family: str, transports: str, tp_size: int, block_sizes: tuple[int, int], checkpoints: Path
 ) -> None:
-    """Prefill nodes may have more ranks and other blocks than decode nodes."""
+    """Prefill nodes may have more ranks, other blocks, and their experts on different ranks."""
     folder = checkpoints / family
-    check_two_nodes(folder, folder, transports, tp_size, block_sizes)
+    spreads = family == "deepseek_v3_yarn"
+    check_two_nodes(folder, folder, transports, tp_size, block_sizes, spreads_experts=spreads)
 
 
 def test_two_nodes_on_fp8_weights_equal_transformers_on_plain_ones(
@@ -60,7 +61,13 @@ def test_two_nodes_on_fp8_weights_equal_transformers_on_plain_ones(
 
 
 def check_two_nodes(
-    folder: Path, plain: Path, transports: str, tp_size: int, block_sizes: tuple[int, int]
+    folder: Path,
+    plain: Path,
+    transports: str,
+    tp_size: int,
+    block_sizes: tuple[int, int],
+    *,
+    spreads_experts: bool = False,
 ) -> None:
     """`plain` has the weights of `folder` as transformers reads them."""
     with ExitStack() as stack:
@@ -76,6 +83,7 @@ def check_two_nodes(
                 num_blocks=160,
                 tp_size=ranks,
                 kv_transfer=kv,
+                spreads_experts=spreads_experts and ranks > 1,
             )
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)

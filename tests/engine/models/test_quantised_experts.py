@@ -22,6 +22,7 @@ from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod
 from engine.layers.expert_methods.fp8 import Fp8Experts
 from engine.layers.expert_methods.mxfp4 import Mxfp4Experts
 from engine.layers.expert_methods.plain import PlainExperts
+from engine.layers.expert_share import ExpertShare
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import Experts
@@ -231,7 +232,8 @@ def layer_of(
         torch.device("cpu"),
         quantization=Quantization(method="test", rules=rules),
     )
-    layer = Experts(count, hidden, units, shard.at("experts"))
+    share = ExpertShare.of(count, place.expert_ranks)
+    layer = Experts(share, hidden, units, shard.at("experts"))
     generator = torch.Generator().manual_seed(3)
     stored: dict[str, Tensor] = {}
     for weight in layer.checkpoint_weights("experts"):
