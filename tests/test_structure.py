@@ -50,6 +50,7 @@ ENGINE_ORDER = [
         "request",
         "errors",
         "distributed",
+        "token_exchange",
         "parallel",
         "quantization",
         "kv_scales",
