@@ -38,13 +38,16 @@ def paged_attention(
     if metadata.fixed_order or metadata.decode_query_len > 1:
         tuning = fixed_tuning(q.shape[-1], q.dtype) if metadata.fixed_order else None
         together = replace(metadata, num_decodes=0)
-        prefill_attention(q, kv_cache, together, scale, out, tuning, *rare)
+        short = metadata.max_query_len == 1
+        prefill_attention(q, kv_cache, together, scale, out, tuning, *rare, overlaps=short)
         return out
     if num_decodes > 0:
         queries, attended = q[:num_decodes], out[:num_decodes]
         if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
             alone = _decodes_alone(metadata)
-            prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare)
+            prefill_attention(
+                queries, kv_cache, alone, scale, attended, None, *rare, overlaps=True
+            )
         else:
             decode_attention(queries, kv_cache, metadata, scale, attended, None, *rare)
     if num_decodes < metadata.seq_lens.shape[0]:

@@ -303,6 +303,8 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     kv_scales: KVScales | None = None,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Attends for the requests of `metadata` behind its decodes.
 
@@ -316,6 +318,8 @@ def prefill_attention(
         softcap: Bound of the scores; 0: none.
         sinks: [Hq] float32, or None.
         kv_scales: Of a cache of e4m3 numbers; None: it has those of `q`.
+        overlaps: The step is short, as one of decodes is: the kernel is launched before its
+            predecessor has drained, where the device can.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -328,7 +332,7 @@ def prefill_attention(
     most_tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req
     described = metadata.window is None and has_copy_engine(q.device)
     described = described and _can_describe(kv_cache, tuning.tile)
-    overlaps = metadata.max_query_len == 1 and supports_pdl(q.device)
+    overlaps = overlaps and supports_pdl(q.device)
     prefill_attention_kernel[(num_kv_heads, most_tiles)](
         q,
         kv_cache,
