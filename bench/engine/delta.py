@@ -27,7 +27,7 @@ from tandem_kernels import ops
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.delta_chunks import delta_chunks
 from tandem_kernels.linear_attention.delta_rule import delta_tokens
-from tandem_kernels.linear_attention.delta_tuning import DeltaTuning
+from tandem_kernels.linear_attention.delta_tuning import MOST_WARPS, DeltaTuning
 
 KEY_HEADS, VALUE_HEADS, DIM, KERNEL = 16, 32, 128, 4
 DECODES = (1, 16, 64, 256)
@@ -97,7 +97,19 @@ def parts_us(layer: Layer) -> dict[str, float]:
     }
 
 
-def tuned_us(layer: Layer, tuning: DeltaTuning) -> float:
+def candidates_of(layer: Layer) -> list[tuple[DeltaTuning, int]]:
+    """Returns tunings, and warps of the programs that solve chunks: those of decodes have none."""
+    is_decode = layer.metadata.num_decodes > 0
+    return [
+        (DeltaTuning(values, warps, stages), chunk_warps)
+        for values in (16, 32, 64)
+        for warps in ((1, 2, 4, 8) if is_decode else range(1, MOST_WARPS + 1))
+        for stages in ((1,) if is_decode else (1, 2))
+        for chunk_warps in ((0,) if is_decode else range(1, MOST_WARPS + 1))
+    ]
+
+
+def tuned_us(layer: Layer, tuning: DeltaTuning, chunk_warps: int) -> float:
     """Returns microseconds, or infinity where the tuning does not fit the device."""
     states = layer.states[0]
     out = torch.empty(len(layer.gates), *states.shape[1:3], device="cuda", dtype=torch.bfloat16)
@@ -106,7 +118,7 @@ def tuned_us(layer: Layer, tuning: DeltaTuning) -> float:
         if layer.metadata.num_decodes:
             delta_tokens(*given, out, len(states), tuning)  # type: ignore[arg-type]
         else:
-            delta_chunks(*given, out, tuning)  # type: ignore[arg-type]
+            delta_chunks(*given, out, tuning, chunk_warps)  # type: ignore[arg-type]
 
     try:
         return graph_us(layer.rule(run), 7)
@@ -153,18 +165,12 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time all candidates")
     given = parser.parse_args()
     bytes_per_us = copy_bytes_per_us()
-    candidates = [
-        DeltaTuning(values, warps, stages)
-        for values in (16, 32, 64, 128)
-        for warps in (2, 4, 8)
-        for stages in (1, 2, 3)
-    ]
     for name, layer in shapes(given.ranks).items():
         print(f"{name}: floor {floor_us(layer, bytes_per_us):.1f} us", flush=True)
         if given.tune:
-            times = {tuning: tuned_us(layer, tuning) for tuning in candidates}
-            for tuning, us in sorted(times.items(), key=lambda item: item[1])[:5]:
-                print(f"   {us:.1f} us {tuning}", flush=True)
+            times = {candidate: tuned_us(layer, *candidate) for candidate in candidates_of(layer)}
+            for (tuning, chunk_warps), us in sorted(times.items(), key=lambda item: item[1])[:5]:
+                print(f"   {us:.1f} us {tuning} {chunk_warps}", flush=True)
             continue
         parts = parts_us(layer)
         print("   " + ", ".join(f"{part} {us:.1f} us" for part, us in parts.items()), flush=True)

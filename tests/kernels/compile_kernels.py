@@ -706,8 +706,9 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     yield Case(delta_rule.delta_rule_kernel, "", types, {**shape, **part})
     chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
     solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
-    yield Case(delta_chunks.delta_chunk_kernel, "", types, {**chunk, **solve})
-    walk = delta_tuning.walk_tuning(torch.bfloat16)
+    warps = {"num_warps": delta_tuning.CHUNK_WARPS}
+    yield Case(delta_chunks.delta_chunk_kernel, "", types, {**chunk, **solve}, warps)
+    walk = delta_tuning.walk_tuning()
     yield Case(
         delta_chunks.delta_walk_kernel,
         "",

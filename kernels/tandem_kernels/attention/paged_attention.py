@@ -45,9 +45,7 @@ def paged_attention(
         queries, attended = q[:num_decodes], out[:num_decodes]
         if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
             alone = _decodes_alone(metadata)
-            prefill_attention(
-                queries, kv_cache, alone, scale, attended, None, *rare, overlaps=True
-            )
+            prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare, overlaps=True)
         else:
             decode_attention(queries, kv_cache, metadata, scale, attended, None, *rare)
     if num_decodes < metadata.seq_lens.shape[0]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tandem_kernels.attention.prefill_attention import request_of
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_length
-from tandem_kernels.linear_attention.delta_tuning import DeltaTuning, walk_tuning
+from tandem_kernels.linear_attention.delta_tuning import CHUNK_WARPS, DeltaTuning, walk_tuning
 
 CHUNK = 64
 PART = 16
@@ -242,7 +242,7 @@ def delta_chunks(
     metadata: StateMetadata,
     out: Tensor,
     tuning: DeltaTuning | None = None,
-    num_warps: int = 4,
+    num_warps: int = CHUNK_WARPS,
 ) -> None:
     """Computes the requests of `metadata` behind its decodes; arguments as those of
     `reference.delta_rule.gated_delta_rule`.
@@ -252,7 +252,7 @@ def delta_chunks(
         tuning: Of the walk; None: the choice for all shapes.
         num_warps: Of a program that solves a chunk's system.
     """
-    tuning = tuning or walk_tuning(mixed.dtype)
+    tuning = tuning or walk_tuning()
     _, num_values, key_dim, value_dim = states.shape
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     most = triton.cdiv(mixed.shape[0] - first_req, CHUNK) + num_reqs - first_req
