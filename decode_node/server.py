@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp
@@ -32,6 +33,7 @@ from decode_node.http.router_headers import prefill_nodes
 from decode_node.http.routes import Api, ApiState
 from decode_node.metrics import DecodeMetrics
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
+from decode_node.prefix_sharing import only_kept_answers, serve_answers
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.model_cards import ModelCards
@@ -39,6 +41,7 @@ from decode_node.serving.openai_serving import OpenAIServing
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.address import join_address
 from edge.http.guarded_protocol import guarded_protocol
+from edge.security.config import Role
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.security.server_tls import ServerTls
@@ -54,6 +57,7 @@ from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
 from engine.node.metrics import EngineCollector
+from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
 from engine.node.process import StopSignal, emit_ready, start_engine
 from engine.node.settings import SettingsError
 from engine.node.status import NodeStatus
@@ -121,6 +125,7 @@ class DecodeNode:
 
     async def run(self, stop: StopSignal) -> int:
         """Serves until told to stop or until the engine dies; returns the exit code."""
+        serve_answers(self._engine, self._status, self._proxy, self._ports.grpc)
         await self._ports.grpc.start(self._status)
         if self._ports.probes is not None:
             self._ports.probes.start(self._status, self._metrics.registry)
@@ -198,7 +203,7 @@ class NodePorts:
         credentials.check_listen(host)
         return cls(
             listen(host, settings.port),
-            NodeGrpcServer(host, settings.grpc_port, credentials),
+            NodeGrpcServer(host, settings.grpc_port, credentials, _callers(settings)),
             None if settings.metrics_port is None else ProbeServer(host, settings.metrics_port),
         )
 
@@ -206,6 +211,10 @@ class NodePorts:
         await self.grpc.stop()
         if self.probes is not None:
             await self.probes.stop()
+
+
+def _callers(settings: DecodeNodeSettings) -> Mapping[str, Collection[Role]]:
+    return PREFIX_CALLERS if settings.shares_prefixes else {}
 
 
 async def serve(settings: DecodeNodeSettings) -> int:
@@ -224,6 +233,7 @@ async def serve(settings: DecodeNodeSettings) -> int:
         parsers.tool_call_parser or "text",
         parsers.reasoning_parser or "text",
     )
+    config = only_kept_answers(config, tokenizer, parsers)
     engine = await start_engine(config, tokenizer, stop)
     if engine is None:
         return 0

@@ -34,6 +34,8 @@ class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=T
     kv_transfer_params: KVTransferParams | None = None
     choice_ids: tuple[str, ...] = ()
     pixels: tuple[ImagePixels, ...] = ()
+    prefix_peer: str = ""
+    """The host:port of a node that may hold a prefix of the prompt."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -72,6 +74,23 @@ class PrefillLocally(msgspec.Struct, tag="prefill_locally"):
     request_id: str
 
 
+class PrefixAnswer(msgspec.Struct, tag="prefix_answer"):
+    """Answers a `PrefixAsk`: the peer holds the first `num_blocks` for the transfer that
+    `kv_transfer_params` name. Without them there is nothing to pull."""
+
+    request_id: str
+    kv_transfer_params: KVTransferParams | None = None
+    num_blocks: int = 0
+
+
+class OfferPrefix(msgspec.Struct, tag="offer_prefix"):
+    """Asks for the blocks of these names, for a peer that will pull them. Is answered with the
+    `PrefixOffered` of this call."""
+
+    call_id: int
+    names: list[bytes]
+
+
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     pass
 
@@ -104,6 +123,8 @@ ToEngineCore = (
     | PromptComputed
     | RetryRemotePrefill
     | PrefillLocally
+    | PrefixAnswer
+    | OfferPrefix
     | ResetPrefixCache
     | StartProfile
     | StopProfile
@@ -173,12 +194,30 @@ class KVTransferResult(msgspec.Struct, array_like=True):
     is_called_off: bool = False
 
 
+class PrefixAsk(msgspec.Struct, array_like=True):
+    """Asks the node server to ask a peer which of these blocks it holds. Is answered with a
+    `PrefixAnswer`, always."""
+
+    request_id: str
+    peer: str
+    names: list[bytes]
+
+
 class EngineCoreOutputs(msgspec.Struct, tag="outputs", kw_only=True):
     outputs: list[EngineCoreOutput] = []
     kv_results: list[KVTransferResult] = []
+    prefix_asks: list[PrefixAsk] = []
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
     """The time in CLOCK_MONOTONIC seconds when the step's result was processed."""
+
+
+class PrefixOffered(msgspec.Struct, tag="prefix_offered"):
+    """Answers `OfferPrefix`: the first `num_blocks` are held under this transfer."""
+
+    call_id: int
+    transfer_id: str
+    num_blocks: int
 
 
 class PrefixCacheReset(msgspec.Struct, tag="prefix_cache_reset"):
@@ -222,6 +261,7 @@ FromEngineCore = (
     LoadProgress
     | EngineReady
     | EngineCoreOutputs
+    | PrefixOffered
     | PrefixCacheReset
     | ProfileAnswer
     | EngineDescription

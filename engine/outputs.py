@@ -320,6 +320,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     prompt_tokens_transferred: int = 0
     prompt_tokens_loaded: int = 0
     """Counts tokens from host memory, which are among the cached ones too."""
+    prompt_tokens_pulled: int = 0
+    """Counts tokens of prefixes that peers held, on a prefill node."""
     generation_tokens: int = 0
     num_steps: int = 0
     step_tokens: TokensPerStep = msgspec.field(default_factory=TokensPerStep)

@@ -82,6 +82,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "pixels",
+        "prefix_peer",
         "pulled",
         "request_id",
         "row",
@@ -110,6 +111,8 @@ class Request:
         self.num_preemptions = 0
         self.pixels = {image.digest: image for image in message.pixels}
         """Holds what the vision tower is given of the prompt's images, by digest."""
+        self.prefix_peer = message.prefix_peer
+        """Names who may hold a prefix that is not cached here, until it was asked."""
         self.pulled: PulledKV | None = None
         """The part of the KV that came from a peer, until it is computed anew."""
         self.draft_feature = b""

@@ -25,6 +25,9 @@ class KVTransferConfig:
         kv_role: `kv_producer` on prefill nodes, `kv_consumer` on decode nodes.
         shares_prefixes: Cached blocks move besides, by hash: a prefill node pulls those that it
             lacks, and serves its own; a decode node serves those of its answers.
+        pulls_always: Prefill: prefixes are pulled even where to compute them would be quicker.
+        offer_answers_s: Decode: how long an answer's blocks are offered after their last use, as
+            long as they are cached.
         hosts: Addresses of this host, one for each network interface that carries KV. Transfer
             processes share them out: a producer's listens on its own and is reached there, a
             consumer's connects from its own if there are several.
@@ -58,6 +61,8 @@ class KVTransferConfig:
 
     kv_role: KVRole
     shares_prefixes: bool = False
+    pulls_always: bool = False
+    offer_answers_s: float = 600.0
     hosts: tuple[str, ...] = ("127.0.0.1",)
     named_hosts: tuple[str, ...] = ()
     network_status: str = ""

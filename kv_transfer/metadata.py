@@ -24,12 +24,14 @@ from kv_transfer.layout import BlockIds, KVLayout
 
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as seen from the data plane. `endpoints[rank]` are host:port strings."""
+    """A node as seen from the data plane. `endpoints[rank]` are host:port strings. `is_decode`: it
+    is a decode node, whose certificate says so."""
 
     engine_id: str
     epoch: int
     layout: KVLayout
     endpoints: tuple[tuple[str, ...], ...] = ()
+    is_decode: bool = False
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

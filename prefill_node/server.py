@@ -24,12 +24,15 @@ from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import ProbeServer
 from engine.node.lifetime import NodeLifetime
 from engine.node.metrics import EngineCollector
+from engine.node.prefix_client import PrefixClient
+from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
+from engine.node.prefix_servicer import PrefixServicer
 from engine.node.process import StopSignal, emit_ready, start_engine
 from engine.node.status import NodeStatus
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
-from tandem_pb import node_pb2, prefill_pb2_grpc
+from tandem_pb import node_pb2, prefill_pb2_grpc, prefixes_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,8 @@ async def serve(settings: PrefillNodeSettings) -> int:
     `PortInUse`, `SecurityError`, `TracingError`."""
     stop = StopSignal()
     credentials = Credentials(settings.security_config())
-    server = NodeGrpcServer(settings.host, settings.port, credentials, CALLERS)
+    callers = CALLERS | (PREFIX_CALLERS if settings.shares_prefixes else {})
+    server = NodeGrpcServer(settings.host, settings.port, credentials, callers)
     probes = None
     if settings.metrics_port is not None:
         probes = ProbeServer(settings.host, settings.metrics_port)
@@ -88,6 +92,13 @@ async def _serve_engine(
     prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
         servicer, server.server
     )
+    client = PrefixClient(servicer.peer, credentials)
+    if settings.shares_prefixes:
+        status.serves_prefixes = True
+        prefixes_pb2_grpc.add_PrefixesServicer_to_server(  # type: ignore[no-untyped-call]
+            PrefixServicer(engine, status), server.server
+        )
+        engine.prefixes.ask = client.ask
     await server.start(status)
     facts: dict[str, object] = {
         "role": "prefill",
@@ -105,6 +116,7 @@ async def _serve_engine(
         return await lifetime.run(stop)
     finally:
         watching.cancel()
+        await client.close()
 
 
 async def _let_go_of_frozen(status: NodeStatus, servicer: PrefillServicer) -> None:

@@ -41,6 +41,7 @@ from engine.messages import EngineReady, KVTransferResult
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus
 from engine.outputs import SchedulerStats
+from engine.prefix_holder import checked_holder
 from engine.request_spec import UnknownSpecVersion, decode_spec
 from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
@@ -129,7 +130,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Handshake(
         self, request: prefill_pb2.HandshakeRequest, context: HandshakeContext
     ) -> prefill_pb2.HandshakeReply:
-        peer = self._peer()
+        peer = self.peer()
         try:
             peer.layout.check_compatible(peer_from_proto(request.decode).layout)
         except HandshakeMismatch as error:
@@ -275,6 +276,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         request = self._input_processor.process(
             f"{message.transfer_id}-{message.attempt}", spec, max_tokens=spec.sampling.max_tokens
         )
+        request.prefix_holder = checked_holder(message.prefix_holder)
         if not message.first_token_only:
             request.kv_transfer_params = KVTransferParams(
                 do_remote_decode=True,
@@ -283,7 +285,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             )
         return request
 
-    def _peer(self) -> KVPeer:
+    def peer(self) -> KVPeer:
+        """Returns this node as peers must know it."""
         peer = self._engine.ready.peer
         assert peer is not None, "a prefill node's engine exports KV"
         return peer

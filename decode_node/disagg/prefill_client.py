@@ -184,6 +184,7 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         prompt_token_ids=request.spec.prompt_token_ids,
         spec=encode_spec(request.spec),
         first_token_only=params.first_token_only,
+        prefix_holder=request.prefix_holder,
     )
 
 

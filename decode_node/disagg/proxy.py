@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,6 +91,8 @@ class DisaggProxy:
         self._default_prefill_nodes = tuple(default_prefill_nodes)
         self._local_prefill_threshold = local_prefill_threshold
         self._max_waiting_requests = max_waiting_requests
+        self.on_answer: Callable[[int], None] = lambda prefix_hash: None
+        """Hears of each answer that has ended, by the name that routers give to its prompt."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_engine: set[str] = set()
         self.open = OpenRequests()
@@ -168,6 +170,8 @@ class DisaggProxy:
                 claim.grow_to(len(choice.tokens), choice.index)
                 if output.finished:
                     claim.end_choice(choice.index)
+                    if output.finish_reason in ("stop", "length"):
+                        self.on_answer(request.spec.prefix_hash)
                     if prefill.path == "local" or choice.record.second_token_at:
                         self._prefix_index.add(choice.tokens[:-1], request.spec)
                 yield output

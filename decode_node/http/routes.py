@@ -37,6 +37,7 @@ from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
 from edge.http.exposition import scrape_response
 from engine.node.profile_servicer import ProfiledEngine
+from engine.prefix_holder import checked_holder
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Api:
             cache_salt=headers.get(names.CACHE_SALT, ""),
             trace=trace,
             prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),
+            prefix_holder=checked_holder(headers.get(names.PREFIX_HOLDER, "")),
         )
         body = await long_work.run(context.is_long, partial(parse_body, raw[:offset], kind))
         self.ignored.note(body.unknown_fields())

@@ -76,6 +76,8 @@ class RequestContext:
     trace: TraceContext | None = None
     prefix_hash: int = 0
     """The name that routers give to the prompt's beginning."""
+    prefix_holder: str = ""
+    """Names who may hold the prompt's KV, for a prefill node to fetch it."""
 
 
 class OpenAIServing:
@@ -316,6 +318,7 @@ class OpenAIServing:
         request = self._input_processor.request(name, spec)
         request.text = body.text_options
         request.arrival_time = context.received_at
+        request.prefix_holder = context.prefix_holder
         request.trace = context.trace.sibling() if context.trace is not None else None
         return request
 

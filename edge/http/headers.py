@@ -1,7 +1,7 @@
 """Names tandem's own HTTP headers, in lower case, and says who says each to whom.
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
-Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME, MODEL
+Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED
 A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE
 """
@@ -23,6 +23,9 @@ PREFILL_NODES = "x-prefiller-host-port"
 CACHE_SALT = "x-tandem-cache-salt"
 PREFIX = "x-tandem-prefix"
 """Hash of the prompt's longest prefix of whole blocks, in 16 hex digits."""
+PREFIX_HOLDER = "x-tandem-prefix-holder"
+"""Names who may hold more of the prompt's KV than the first prefill node: `prefill/host:port` or
+`decode/host:port`, where its gRPC services are."""
 JOURNAL = "x-tandem-journal"
 """Says in a request that a journal is wanted, in an answer the number of its first entry."""
 RESUME = "x-tandem-resume"
@@ -37,7 +40,7 @@ PREFILL_NODE = "x-tandem-prefill-node"
 PREFILL_WORK = "x-tandem-prefill-work"
 PREFILL_FAILED = "x-tandem-prefill-failed"
 
-FROM_ROUTERS = frozenset({PREFILL_NODES, CACHE_SALT, PREFIX, JOURNAL, RESUME, MODEL})
+FROM_ROUTERS = frozenset({PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL})
 
 
 def encode_name(name: str) -> str:

@@ -26,6 +26,8 @@ from edge.security.tls_files import TlsFiles
 
 Metadata = tuple[tuple[str, str], ...]
 
+_MAX_ROLES = 4096
+
 
 class CallerRefused(Exception):
     """Somebody who may not call. `is_known`: who it is was shown, but it is of the wrong kind."""
@@ -57,6 +59,7 @@ class Credentials:
         """Connections without TLS that were accepted where there is TLS, by port."""
         self.on_plaintext: Callable[[], None] = lambda: None
         """Called when there is one more."""
+        self._roles: dict[str, Role] = {}
         self.num_missing_tokens = 0
         """Calls that were let in without the token that there is."""
         self._token = ClusterToken(config.cluster_token_file) if config.cluster_token_file else None
@@ -95,7 +98,7 @@ class Credentials:
             return grpc.aio.insecure_channel(address, options=list(options))
         certificate, key, authorities = self._tls.pems()
         credentials = grpc.ssl_channel_credentials(authorities, key, certificate)
-        name = self.server_name(server)
+        name = self.server_name(self.role_at(address, server))
         if name is not None:
             options = [*options, ("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(address, credentials, options=list(options))
@@ -105,6 +108,16 @@ class Credentials:
         if self._tls is None or self._is_plain(address):
             return None
         return self._tls.client_context(h2=h2)
+
+    def note_role(self, address: str, role: Role) -> None:
+        """Remembers what serves at an address where callers expect something else."""
+        if len(self._roles) >= _MAX_ROLES:
+            self._roles.clear()
+        self._roles[address] = role
+
+    def role_at(self, address: str, expected: Role) -> Role:
+        """Returns what serves there, as far as is known."""
+        return self._roles.get(address, expected)
 
     def server_name(self, server: Role) -> str | None:
         """Returns the name that a server's certificate must have; None stands for the address

@@ -25,6 +25,7 @@ from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     PrefillLocally,
+    PrefixAnswer,
     PromptComputed,
     RetryRemotePrefill,
     SupplyFirstToken,
@@ -46,6 +47,7 @@ RequestMessage = (
     | PromptComputed
     | RetryRemotePrefill
     | PrefillLocally
+    | PrefixAnswer
 )
 
 
@@ -100,6 +102,8 @@ class EngineCore:
                 scheduler.prompt_computed(request_id)
             case RetryRemotePrefill(request_id, params):
                 self._add(scheduler.retry_remote(request_id, params))
+            case PrefixAnswer(request_id, params, num_blocks):
+                scheduler.remote.peers.answered(request_id, params, num_blocks)
             case PrefillLocally(request_id):
                 self._add(scheduler.prefill_locally(request_id))
 
@@ -113,6 +117,7 @@ class EngineCore:
             self._add(self.scheduler.update_from_connector(events))
         self._fill_batch_queue()
         results, self._results = self._results, EngineCoreOutputs()
+        results.prefix_asks = self.scheduler.remote.peers.take_asks()
         results.timestamp = time.monotonic()
         return results
 

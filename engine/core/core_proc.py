@@ -37,8 +37,10 @@ from engine.messages import (
     EngineReady,
     FromEngineCore,
     LoadProgress,
+    OfferPrefix,
     PeerChanged,
     PrefixCacheReset,
+    PrefixOffered,
     ResetPrefixCache,
     ShutdownEngine,
     StartProfile,
@@ -210,6 +212,9 @@ class EngineCoreProc:
                 return False
             case ResetPrefixCache():
                 self._send(PrefixCacheReset(core.scheduler.reset_prefix_cache()))
+            case OfferPrefix(call_id, names):
+                transfer_id, num_blocks = core.scheduler.remote.offers.offer(names)
+                self._send(PrefixOffered(call_id, transfer_id, num_blocks))
             case DescribeEngine():
                 self._send(EngineDescription(core.facts()))
             case StartProfile(call_id, options):
@@ -228,7 +233,8 @@ class EngineCoreProc:
             if stats != self._stats:
                 self._stats, self._stats_sent_at = stats, now
                 results.stats = stats
-        if results.outputs or results.kv_results or results.stats is not None:
+        has_news = results.outputs or results.kv_results or results.prefix_asks
+        if has_news or results.stats is not None:
             self._send(results)
         if core.is_idle and logger.isEnabledFor(logging.DEBUG):
             core.check_empty()

@@ -28,6 +28,7 @@ from engine.frontend.crash_reporter import FrontendFacts
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.prefix_calls import PrefixCalls
 from engine.frontend.profile_calls import ProfileCalls
 from engine.frontend.request_stream import (
     KVResults,
@@ -46,6 +47,7 @@ from engine.messages import (
     PeerChanged,
     PrefillLocally,
     PrefixCacheReset,
+    PrefixOffered,
     ProfileAnswer,
     PromptComputed,
     ResetPrefixCache,
@@ -90,6 +92,7 @@ class AsyncLLM:
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
         self.profiles = ProfileCalls(self._client.send)
+        self.prefixes = PrefixCalls(self._client.send)
         if self._client.crash is not None:
             self._client.crash.frontend = self._facts
 
@@ -334,6 +337,8 @@ class AsyncLLM:
                 self.ready.peer = message.peer
             case ProfileAnswer():
                 self.profiles.on_answer(message)
+            case PrefixOffered():
+                self.prefixes.on_offered(message)
             case PrefixCacheReset(ok):
                 answer = self._resets.pop(0)
                 if not answer.done():
@@ -344,6 +349,7 @@ class AsyncLLM:
             self.stats = outputs.stats
         for output in outputs.outputs:
             self._on_output(output)
+        self.prefixes.on_asks(outputs.prefix_asks)
         for result in outputs.kv_results:
             results = self._kv_results.get(result.request_id)
             if results is not None:
@@ -380,6 +386,7 @@ class AsyncLLM:
         self.dead_reason = reason
         self._dead.set()
         self.profiles.on_dead(reason)
+        self.prefixes.on_dead(reason)
         for state in self._states.values():
             state.queue.put_nowait(EngineDeadError(reason))
         for results in self._kv_results.values():

@@ -43,6 +43,8 @@ class GenerationRequest:
     arrival_time: float = field(default_factory=time.monotonic)
     """The CLOCK_MONOTONIC seconds at which the request arrived."""
     choice_ids: tuple[str, ...] = ()
+    prefix_holder: str = ""
+    """Names who may hold a prefix of the prompt (`engine.prefix_holder`); empty: nobody."""
 
     @classmethod
     def of_choices(cls, request_id: str, choices: Sequence[GenerationRequest]) -> GenerationRequest:
@@ -67,6 +69,7 @@ class GenerationRequest:
             arrival_time=self.arrival_time,
             kv_transfer_params=self.kv_transfer_params,
             choice_ids=self.choice_ids,
+            prefix_peer=self.prefix_holder,
         )
 
 

@@ -170,6 +170,7 @@ class EngineCollector(Collector):
             ("local_compute", stats.prompt_tokens_computed),
             ("local_cache_hit", stats.prompt_tokens_cached - stats.prompt_tokens_loaded),
             ("host_memory", stats.prompt_tokens_loaded),
+            ("peer_cache_hit", stats.prompt_tokens_pulled),
             ("external_kv_transfer", stats.prompt_tokens_transferred),
         ):
             tokens.add_metric((*self._labels, source), value)

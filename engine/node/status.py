@@ -91,6 +91,7 @@ class NodeStatus:
         self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
         self.profiles = engine.profiles
+        self.serves_prefixes = False
         self._engine = engine
         self._role = role
         self._stuck_after_s = stuck_after_s
@@ -158,6 +159,7 @@ class NodeStatus:
             model_name=config.model.served_model_name,
             model_aliases=config.model.served_aliases,
             fingerprint=fingerprint(config.kv_layout),
+            serves_prefixes=self.serves_prefixes,
             version=_VERSION,
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,

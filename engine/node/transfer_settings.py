@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -97,6 +97,21 @@ class TransferSettings(SecuritySettings):
         "prompt that needs them copies them back instead of computing them. Pinned if KV is on a "
         "GPU. 0: none.",
     )
+    kv_share_prefixes: Literal["off", "auto", "always"] = Field(
+        default="off",
+        description="auto: cached KV moves between nodes, by the hash of its blocks. A prefill "
+        "node fetches a prompt's prefix from the node that the router names, if by the rates it "
+        "has seen that is quicker than to compute it, and gives its own; a decode node gives the "
+        "KV of its answers, for the conversations' next turns. Half of --kv-staging-bytes is for "
+        "each direction. always: even where to compute would be quicker, to measure it.",
+    )
+    kv_offer_answers_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds for which a decode node offers the KV of an answer, with "
+        "--kv-share-prefixes and as long as its cache has it: at most half of its blocks, the "
+        "longest unused and the ends of conversations first to go.",
+    )
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="Seconds after which KV that nobody fetched is dropped."
     )
@@ -124,6 +139,9 @@ class TransferSettings(SecuritySettings):
         processes = self.kv_processes or processes_for_this_host(addresses, ranks)
         return KVTransferConfig(
             kv_role=kv_role,
+            shares_prefixes=self.shares_prefixes,
+            pulls_always=self.kv_share_prefixes == "always",
+            offer_answers_s=self.kv_offer_answers_s,
             hosts=hosts,
             named_hosts=wanted if any(map(is_named, wanted)) else (),
             network_status=str(self.kv_network_status),
@@ -145,18 +163,11 @@ class TransferSettings(SecuritySettings):
         """Checks that KV of this model can go to host memory and be found there again. Raises
         `SettingsError`."""
         size, layout = self.kv_host_memory_bytes, config.kv_layout
+        if config.kv_transfer is not None and self.shares_prefixes:
+            _check_names_blocks("--kv-share-prefixes", config)
         if not size or config.kv_transfer is None:
             return
-        if not config.cache.enable_prefix_caching:
-            raise SettingsError(
-                "--kv-host-memory-bytes keeps blocks that the prefix cache knows, which is off: "
-                "turn it on with --enable-prefix-caching (decode nodes begin without it)"
-            )
-        if len(layout.groups) > 1 or layout.groups[0].window is not None:
-            raise SettingsError(
-                "--kv-host-memory-bytes needs a model in which every token sees all before it; "
-                "this one has windows or states"
-            )
+        _check_names_blocks("--kv-host-memory-bytes", config)
         if size < layout.block_bytes:
             raise SettingsError(
                 f"--kv-host-memory-bytes {size} is less than one block of KV, which takes "
@@ -172,10 +183,10 @@ class TransferSettings(SecuritySettings):
 
     def _check_reachable(self, kv_role: KVRole, hosts: tuple[str, ...]) -> None:
         for host in hosts:
-            if kv_role == "kv_producer" and host in _EVERY_ADDRESS:
+            if self._sends(kv_role) and host in _EVERY_ADDRESS:
                 raise SettingsError(
-                    f"a prefill node that listens on {host} does not know by which address decode "
-                    f"nodes reach its KV; name one with --kv-host (or TANDEM_KV_HOST)"
+                    f"a node that listens on {host} does not know by which address others reach "
+                    f"its KV; name one with --kv-host (or TANDEM_KV_HOST)"
                 )
 
     def _checked_security(
@@ -183,13 +194,22 @@ class TransferSettings(SecuritySettings):
     ) -> SecurityConfig:
         config = self.security_config()
         config.check_plaintext("listening for other services", host)
-        if kv_role == "kv_producer":
+        if self._sends(kv_role):
             for one in hosts:
-                config.check_plaintext("listening for decode nodes", one)
+                config.check_plaintext("listening for nodes that fetch KV", one)
         return config
 
+    def _sends(self, kv_role: KVRole) -> bool:
+        return kv_role == "kv_producer" or self.shares_prefixes
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Returns whether cached KV moves between nodes."""
+        return self.kv_share_prefixes != "off"
+
     def _checked_staging_bytes(self, processes: int) -> int:
-        fewest = fewest_staging_bytes(processes, self.kv_chunk_bytes)
+        directions = 1 + self.shares_prefixes
+        fewest = directions * fewest_staging_bytes(processes, self.kv_chunk_bytes)
         if self.kv_staging_bytes < fewest:
             raise SettingsError(
                 f"{processes} transfer processes need at least {fewest} --kv-staging-bytes; give "
@@ -202,3 +222,18 @@ class TransferSettings(SecuritySettings):
         if self.kv_port and last > _MAX_PORT:
             raise SettingsError(f"--kv-port {self.kv_port} needs ports up to {last}")
         return self.kv_port
+
+
+def _check_names_blocks(flag: str, config: EngineConfig) -> None:
+    """Checks that blocks can be found by hash. Raises `SettingsError`."""
+    groups = config.kv_layout.groups
+    if not config.cache.enable_prefix_caching:
+        raise SettingsError(
+            f"{flag} is for blocks that the prefix cache knows, which is off: "
+            "turn it on with --enable-prefix-caching (decode nodes begin without it)"
+        )
+    if len(groups) > 1 or groups[0].window is not None:
+        raise SettingsError(
+            f"{flag} needs a model in which every token sees all before it; "
+            "this one has windows or states"
+        )

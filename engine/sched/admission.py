@@ -4,7 +4,7 @@ blocks.
     ready      KV and first token came from a peer: blocks are there, only a row is missing
     choices    of a prompt that is computed: a row and a block or two are missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
-               a prefix in host memory: likewise, and it is ready when that is loaded
+               a prefix outside of the cache: likewise, and it is ready when that is here
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
 Blocks for the whole prompt are taken at once, so only decoding rows ever ask for more. That keeps
@@ -57,7 +57,9 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._pulls = remote.pulls
-        self._host = remote.host
+        self._remote = remote
+        self._outside = remote.host.ready
+        """Requests whose prefix came from outside of the cache."""
         self._forks = forks
         self._counters = counters
         self._blocked_at: tuple[str, int, int] | None = None
@@ -81,14 +83,14 @@ class Admission:
 
     def _admit_loaded(self, budget: int) -> int:
         """Returns what is left of the budget."""
-        host = self._host
-        while host.ready and budget > 0 and self._running.table.num_free > 0:
-            request = host.ready.peek()
+        ready = self._outside
+        while ready and budget > 0 and self._running.table.num_free > 0:
+            request = ready.peek()
             left = request.num_tokens - request.num_computed_tokens
             count = min(left, self._limits.max_chunk)
             if count > budget and self._must_stay_whole(count):
                 return budget
-            host.ready.pop()
+            ready.pop()
             row = self._enter(request)
             self._kv_cache.confirm(request, request.num_computed_tokens)
             budget -= self._running.add_chunk(row, min(count, budget))
@@ -121,7 +123,7 @@ class Admission:
                 if not self._admit_pull(pull):
                     return
                 continue
-            found = self._cached_prefix(request) if self._host.is_on else None
+            found = self._cached_prefix(request) if self._remote.has_prefix_sources else None
             if found is not None and self._admit_load(request, *found):
                 continue
             computed = self._admit_local(request, budget, found)
@@ -156,10 +158,10 @@ class Admission:
         return self._running.add_chunk(row, min(count, budget))
 
     def _admit_load(self, request: Request, cached: BlockTables, num_cached: int) -> bool:
-        """Returns whether the request left the queue, to come back with KV from host memory."""
-        if self._host.num_with_blocks >= self._config.max_num_seqs:
+        """Returns whether the request left the queue, to come back with KV from elsewhere."""
+        if self._remote.num_with_blocks >= self._config.max_num_seqs:
             return False
-        num_loadable = self._host.num_loadable(request, num_cached)
+        source, num_loadable = self._remote.find_prefix(request, num_cached)
         # A first token may come from a peer meanwhile.
         most = self._limits.max_len(request) - 1
         need = max(request.num_tokens, min(request.num_tokens + 1, most))
@@ -167,8 +169,8 @@ class Admission:
             return False
         self._waiting.pop()
         self._kv_cache.allocate_slots(request, need, cached)
-        self._note_first_scheduling(request, num_cached + num_loadable)
-        self._host.start(request, num_cached, num_loadable)
+        self._note_first_scheduling(request, num_cached + num_loadable * source.is_certain)
+        source.start(request, num_cached, num_loadable)
         return True
 
     def _cached_prefix(self, request: Request) -> tuple[BlockTables, int]:

@@ -38,6 +38,8 @@ class _Load:
 class HostKV:
     """Without a `tier` it never has anything to do."""
 
+    is_certain = True
+
     def __init__(
         self,
         tier: HostTier | None,

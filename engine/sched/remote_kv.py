@@ -1,5 +1,6 @@
 """The scheduler's side of the connector: KV that comes in (`Pulls`) and goes out (`Exports`), and
-KV that waits in host memory (`HostKV`).
+prefixes from outside of the cache: from host memory (`HostKV`) or from peers (`PeerKV`), to whom
+this node offers its own (`PrefixOffers`).
 
 A transfer ends with one report of the connector: finished_recving or finished_sending, failed or
 aborted. Only then are blocks free that their request left behind (`HeldBlocks`).
@@ -7,14 +8,20 @@ aborted. Only then are blocks free that their request left behind (`HeldBlocks`)
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from engine.config import EngineConfig
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
 from engine.request import Request
 from engine.sched.block_tiers import BlockTiers
+from engine.sched.counters import PrefillRate
 from engine.sched.exports import Exports, is_exported
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.host_kv import HostKV
+from engine.sched.peer_kv import PeerKV
+from engine.sched.prefix_offers import OfferedAnswers, PrefixOffers
+from engine.sched.pull_rates import PullRates
 from engine.sched.pulls import Pulls
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
@@ -22,6 +29,19 @@ from kv_transfer.base import ChunkLike, KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, TransferStats
 
 _CALLED_OFF = "the peer called the transfer off"
+
+
+class PrefixSource(Protocol):
+    """Brings the KV of a prompt's beginning, if not from the cache. A request that waits
+    for it has all its blocks, and comes back in `RemoteKV.ready`.
+
+    `is_certain`: what it starts for comes, as far as is known.
+    """
+
+    is_certain: bool
+
+    def num_loadable(self, request: Request, num_cached_tokens: int) -> int: ...
+    def start(self, request: Request, num_cached_tokens: int, num_tokens: int) -> None: ...
 
 
 class RemoteKV:
@@ -34,6 +54,7 @@ class RemoteKV:
         fence: StepFence,
         waiting: RequestQueue,
         config: EngineConfig,
+        prefill_rate: PrefillRate,
     ) -> None:
         policy, draft_hash = config.scheduler.policy, config.draft_hash
         self._connector = connector
@@ -43,11 +64,40 @@ class RemoteKV:
         self.exports = Exports(self._connector, fence, self.held)
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy, draft_hash)
         self.host = HostKV(connector.host_tier, kv_cache, fence, waiting, policy)
+        transfer = config.kv_transfer
+        is_shared = transfer is not None and transfer.shares_prefixes
+        pulls_prefixes, answers = False, None
+        if transfer is not None and is_shared:
+            pulls_prefixes = transfer.kv_role == "kv_producer"
+            answers = None if pulls_prefixes else OfferedAnswers.of(transfer, kv_cache.num_blocks)
+        is_always = transfer is not None and transfer.pulls_always
+        rates = PullRates(prefill_rate, pulls_always=is_always)
+        self.peers = PeerKV(
+            connector, kv_cache, self.held, self.host.ready, rates, is_on=pulls_prefixes
+        )
+        self.offers = PrefixOffers(connector, kv_cache, fence, self.held, answers, is_on=is_shared)
         self.tiers = BlockTiers(kv_cache.block_pool, connector.host_tier)
 
     def refusal(self, request: Request) -> str:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""
         return self._connector.refusal(request)
+
+    @property
+    def has_prefix_sources(self) -> bool:
+        """Returns whether prefixes may come from outside of the cache."""
+        return self.host.is_on or self.peers.is_on
+
+    @property
+    def num_with_blocks(self) -> int:
+        """Returns the requests whose prefix comes from outside, which have blocks and no row."""
+        return self.host.num_with_blocks + self.peers.num_loading
+
+    def find_prefix(self, request: Request, num_cached_tokens: int) -> tuple[PrefixSource, int]:
+        """Returns who has most of what the cache lacks, and how many tokens that may be. What is on
+        this host is better than twice as much elsewhere, which may not come."""
+        own = self.host.num_loadable(request, num_cached_tokens)
+        others = self.peers.num_loadable(request, num_cached_tokens)
+        return (self.peers, others) if others > 2 * own else (self.host, own)
 
     def add_request(self, request: Request) -> None:
         """Comes before the request is queued."""
@@ -60,6 +110,9 @@ class RemoteKV:
     def request_ended(self, request: Request, *, is_abort: bool) -> None:
         """Takes the request's blocks: free now, or when no transfer touches them."""
         self.host.request_ended(request)
+        self.peers.request_ended(request)
+        if (answers := self.offers.answers) is not None and not is_abort:
+            answers.add(self._kv_cache.block_names(request, request.num_tokens - 1))
         pull = self.pulls.get(request)
         if pull is not None:
             self.pulls.request_ended(pull)
@@ -74,6 +127,7 @@ class RemoteKV:
         """Looks after what goes on beside steps."""
         self.pulls.check_stopping()
         self.host.store_offered()
+        self.peers.check_asked()
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
         """Takes the chunks of exports."""
@@ -88,9 +142,14 @@ class RemoteKV:
             *output.released,
         ):  # fmt: skip
             self.held.release(transfer_id)
+        for transfer_id in (*output.failed, *output.aborted, *output.released):
+            self.offers.ended(transfer_id)
         for transfer_id in output.finished_recving:
+            self.peers.received(transfer_id)
             results.append(self.pulls.received(transfer_id, _stats(output, transfer_id)))
         kept = output.num_tokens_kept
+        for transfer_id in (*output.failed, *output.aborted):
+            self.peers.failed(transfer_id, kept.get(transfer_id, 0))
         for transfer_id, why in output.failed.items():
             results.append(self.pulls.failed(transfer_id, *why, kept.get(transfer_id, 0)))
             results.append(self.exports.failed(transfer_id, *why))
@@ -104,11 +163,22 @@ class RemoteKV:
 
     @property
     def counters(self) -> dict[str, float]:
-        return self._connector.counters
+        more: dict[str, float] = {}
+        if self.peers.is_on:
+            more = self.peers.counters.by_name()
+        if self.offers.is_on:
+            more["prefix_offered_tokens"] = float(self.offers.num_offered_tokens)
+        return {**self._connector.counters, **more}
+
+    def forget_cached(self) -> None:
+        """Forgets what was cached outside of the cache, or offered."""
+        self.host.forget_all()
+        if self.offers.answers is not None:
+            self.offers.answers.clear()
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        parts = self.pulls, self.exports, self.held, self.host
+        parts = self.pulls, self.exports, self.held, self.host, self.peers, self.offers
         return [left for part in parts for left in part.leftovers()]
 
 

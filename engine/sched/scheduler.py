@@ -73,7 +73,9 @@ class Scheduler:
         self._fence = StepFence(self._kv_cache)
         self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog())
         self._waiting = RequestQueue(policy)
-        self._remote = RemoteKV(connector, self._kv_cache, self._fence, self._waiting, config)
+        self.remote = self._remote = RemoteKV(
+            connector, self._kv_cache, self._fence, self._waiting, config, self._steps.prefill_rate
+        )
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
         self._running = RunningRows(
             self._limits,
@@ -183,9 +185,7 @@ class Scheduler:
         return EngineCoreOutputs()
 
     def prompt_computed(self, request_id: str) -> None:
-        """Records that the peer of a later attempt has computed the prompt; its first token is
-        known already.
-        """
+        """Records that a later attempt's peer has computed the prompt; its first token is known."""
         request = self._requests.get(request_id)
         if request is not None:
             self._remote.pulls.prompt_computed(request)
@@ -209,7 +209,7 @@ class Scheduler:
         """Forgets all cached KV. False: requests or transfers hold blocks; nothing changed."""
         if not self._kv_cache.reset_prefix_cache():
             return False
-        self._remote.host.forget_all()
+        self._remote.forget_cached()
         return True
 
     def has_unfinished_requests(self) -> bool:
@@ -248,8 +248,7 @@ class Scheduler:
         now = time.monotonic()
         for row_of_chunk, num_computed_tokens in self._steps.retire(step, output, now):
             self._running.confirm_chunk(row_of_chunk, num_computed_tokens)
-        table = self._running.table
-        rows = table.rows
+        rows = (table := self._running.table).rows
         results = [
             EngineCoreOutput(name, [], prompt_logprobs=found.logprobs)
             for found in output.prompt_logprobs

@@ -56,7 +56,9 @@ class SchedulerView:
         return SchedulerStats(
             num_running=table.num_live,
             num_waiting=len(self._waiting) + len(self._forks.ready),
-            num_waiting_for_remote_kvs=remote.pulls.num_started + remote.host.num_loading,
+            num_waiting_for_remote_kvs=remote.pulls.num_started
+            + remote.host.num_loading
+            + remote.peers.num_loading,
             num_waiting_tokens=self._waiting.num_tokens + self._running.num_prompt_tokens_left,
             num_free_blocks=self._kv_cache.num_free_blocks,
             num_total_blocks=self._kv_cache.num_blocks,
@@ -64,6 +66,7 @@ class SchedulerView:
             num_delayed_frees=len(remote.held),
             prompt_tokens_cached=counters.prefix_cache_hits,
             prompt_tokens_loaded=remote.host.num_loaded_tokens,
+            prompt_tokens_pulled=remote.peers.counters.pulled_tokens,
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
             kv_transfer=remote.counters,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from edge.security.config import Role
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.joint_tasks import all_or_none
@@ -91,7 +92,7 @@ class KVReceiver:
         self._cache = cache
         self._emit_event = emit
         self._on_change = on_change
-        credentials = Credentials(config.security)
+        credentials = self._credentials = Credentials(config.security)
         self._peers = PeerClient(me, config.stall_timeout_s, credentials)
         self._client = new_pull_client(config, credentials, source)
         self._transports = consumer_transports(config, cache)
@@ -112,6 +113,7 @@ class KVReceiver:
 
     def receive(self, meta: RecvMeta) -> None:
         transfer = RecvTransfer(meta)
+        self._note_role(meta.peer)
         with suppress(LateMessage):
             self._transfers.open(meta.transfer_id, meta.attempt, transfer)
             transfer.task = asyncio.create_task(self._run(transfer))
@@ -141,11 +143,16 @@ class KVReceiver:
             transfer.prompt_is_computed()
 
     def release(self, meta: ReleaseMeta) -> None:
+        self._note_role(meta.peer)
         for rank in meta.peer.endpoints:
             for address in rank:
                 task = asyncio.create_task(self._peers.release(address, meta))
                 self._releases.add(task)
                 task.add_done_callback(self._releases.discard)
+
+    def _note_role(self, peer: KVPeer) -> None:
+        for address in (one for rank in peer.endpoints for one in rank if peer.is_decode):
+            self._credentials.note_role(address, Role.DECODE)
 
     async def run(self) -> None:
         """Keeps house until cancelled."""

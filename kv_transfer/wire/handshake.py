@@ -40,8 +40,9 @@ def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
     )
 
 
-def peer_from_proto(message: pb.KVPeer) -> KVPeer:
+def peer_from_proto(message: pb.KVPeer, *, is_decode: bool = False) -> KVPeer:
     return KVPeer(
+        is_decode=is_decode,
         engine_id=message.engine_id,
         epoch=message.epoch,
         layout=_layout_from_proto(message.layout),

@@ -8,13 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from edge.security.config import Role
+from kv_transfer.config import KVTransferConfig
 
-CALLERS = frozenset({Role.DECODE})
-"""Roles that may shake hands with us and take KV."""
+
+def pull_callers(config: KVTransferConfig) -> frozenset[Role]:
+    """Returns the roles that may shake hands with us and take KV."""
+    callers = {Role.DECODE} if config.kv_role == "kv_producer" else set[Role]()
+    return frozenset(callers | ({Role.PREFILL} if config.shares_prefixes else set()))
 
 
 class PullServer(ABC):
-    """Listens on one address, for decode nodes alone."""
+    """Listens on one address, for nodes of some roles alone."""
 
     @abstractmethod
     async def listen(self, host: str, port: int) -> int:

@@ -23,7 +23,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, prefill: _Optional[_Union[_kv_transfer_pb2.KVPeer, _Mapping]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "first_token_only", "spec")
+    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "first_token_only", "spec", "prefix_holder")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class PrefillRequest(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ONLY_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HOLDER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     transfer_id: str
     attempt: int
@@ -38,7 +39,8 @@ class PrefillRequest(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     first_token_only: bool
     spec: bytes
-    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ...) -> None: ...
+    prefix_holder: str
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ..., prefix_holder: _Optional[str] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("accepted", "first_token", "done", "failed", "prompt_logprobs", "load")

@@ -50,7 +50,7 @@ class NodeRegistry:
     clock: Clock = time.monotonic
     version: int = 0
     on_prefixes: PrefixListener | None = None
-    """Hears of prompts that prefill nodes say they have computed."""
+    """Hears of prompts that nodes say they have the KV of."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
     _counts: Counter[NodeRole] = field(default_factory=Counter)
 

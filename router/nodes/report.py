@@ -62,6 +62,7 @@ class NodeReport:
     model_aliases: tuple[str, ...] = ()
     fingerprint: str = ""
     recent_prefixes: tuple[int, ...] = ()
+    serves_prefixes: bool = False
     version: str = ""
     num_receiving: int = 0
     num_held: int = 0
@@ -86,6 +87,7 @@ class NodeReport:
             model_name=load.model_name[:_MAX_NAME],
             model_aliases=tuple(name[:_MAX_NAME] for name in load.model_aliases[:_MAX_ALIASES]),
             fingerprint=load.fingerprint[:_MAX_NAME],
+            serves_prefixes=load.serves_prefixes,
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=load.version[:_MAX_VERSION],
             num_receiving=load.num_receiving,

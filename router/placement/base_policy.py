@@ -37,6 +37,7 @@ class RankedPrefills:
     num_new_tokens: int = 0
     queue_s: float = 0.0
     ttft_s: float = 0.0
+    prefix_holder: Node | None = None
 
 
 class BasePolicy(ABC):
@@ -80,6 +81,7 @@ class BasePolicy(ABC):
             num_kv_tokens=num_kv_tokens,
             queue_s=ranked.queue_s,
             ttft_s=ranked.ttft_s,
+            prefix_holder=ranked.prefix_holder,
         )
         self.placed(request, placement)
         return placement

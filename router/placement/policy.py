@@ -41,6 +41,7 @@ class Placement:
         num_kv_tokens: Tokens whose KV the decode node will probably hold at the end.
         queue_s: Estimated seconds until the prompt is begun; 0 when nobody knows.
         ttft_s: Estimated seconds to the first token; likewise.
+        prefix_holder: Who probably has more of the prompt's KV than the first prefill node.
     """
 
     decode: Node
@@ -50,6 +51,7 @@ class Placement:
     num_kv_tokens: int = 0
     queue_s: float = 0.0
     ttft_s: float = 0.0
+    prefix_holder: Node | None = None
 
     def hold_decode(self) -> AbstractContextManager[None]:
         """Counts the request as work of the decode node while this is open."""

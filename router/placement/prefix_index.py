@@ -56,6 +56,17 @@ class PrefixMatch:
                 return count
         return 0
 
+    def holders(self, count: int) -> Iterator[tuple[Node, int]]:
+        """Yields nodes and how many leading blocks they have, the longest matches first: those of
+        at least `count` blocks."""
+        for length, bits in reversed(self.levels):
+            if length < count:
+                return
+            while bits:
+                lowest = bits & -bits
+                yield self._by_bit[lowest], length
+                bits ^= lowest
+
     def best(self, count: int, rng: random.Random) -> list[Node]:
         """Returns at most `count` nodes of the longest match; none when there is no match. Which of
         many is left to chance: everybody's opening is on every node."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.models.per_model import PerModel
 from router.nodes.address import NodeRole
@@ -26,6 +26,7 @@ from router.placement.node_pool import NodeGroup
 from router.placement.policy import Placement, PrefillChoice
 from router.placement.prefill_candidates import prefill_candidates
 from router.placement.prefill_outcome import PrefillOutcome
+from router.placement.prefix_holder import find_holder
 from router.placement.prefix_index import PrefixIndex, PrefixMatch
 from router.placement.service_time import ServiceTimeFit
 from router.placement.spill import MARGINS, SpillRule
@@ -51,10 +52,12 @@ class TandemParameters:
 
 @dataclass(frozen=True, slots=True)
 class ModelKnowledge:
-    """Holds what was learned about one model: how long its prompts take, where they are cached."""
+    """Holds what was learned about one model: how long its prompts take, which prefill nodes have
+    them cached, and which decode nodes with the answers behind them."""
 
     fit: ServiceTimeFit
     index: PrefixIndex
+    answers: PrefixIndex
     estimator: TtftEstimator
 
 
@@ -99,7 +102,12 @@ class TandemPolicy(BasePolicy):
         choice = PrefillChoice.LEAST_LOADED
         if home in costs:
             choice = self._stay_or_spill(request, ranked, costs, new, known.fit.mean_s)
-        return self._result(request, ranked, choice, new[ranked[0]], decode, known.estimator)
+        found = self._result(request, ranked, choice, new[ranked[0]], decode, known.estimator)
+        if not found.nodes:
+            return found
+        matches = match, known.answers.match(request.prefix_blocks)
+        own = match.num_blocks(ranked[0])
+        return replace(found, prefix_holder=find_holder(own, ranked[0], matches, self.registry))
 
     def _stay_or_spill(
         self,
@@ -166,7 +174,9 @@ class TandemPolicy(BasePolicy):
         self.knowledge(node).index.learn(node, request.prefix_blocks, capacity)
 
     def _note_prefixes(self, node: Node, ends: tuple[int, ...]) -> None:
-        self.knowledge(node).index.note(node, ends)
+        known = self.knowledge(node)
+        is_prefill = node.address.role is NodeRole.PREFILL
+        (known.index if is_prefill else known.answers).note(node, ends)
 
     def _learn_model(self, model: str) -> ModelKnowledge:
         share = self._share_index(len(self._knowledge) + 1)
@@ -176,7 +186,7 @@ class TandemPolicy(BasePolicy):
             base_weight=self._parameters.base_weight,
             queue_weight=self._parameters.queue_weight,
         )
-        return ModelKnowledge(fit, PrefixIndex(share), estimator)
+        return ModelKnowledge(fit, PrefixIndex(share), PrefixIndex(share), estimator)
 
     def _share_index(self, num_models: int) -> int:
         """Gives all models equal parts of the index, so that none evicts another's blocks."""
@@ -188,16 +198,19 @@ class TandemPolicy(BasePolicy):
     def forget_prefixes(self) -> None:
         """Forgets what nodes have cached: their caches were reset."""
         for known in self._knowledge:
-            known.index.retain(set())
+            known.index.retain(())
+            known.answers.retain(())
 
     def _forget_lost_nodes(self) -> None:
         if self._indexed_generation != self.pool.generation:
             self._indexed_generation = self.pool.generation
             prefills = set(self.registry.nodes(NodeRole.PREFILL))
+            decodes = set(self.registry.nodes(NodeRole.DECODE))
             self._knowledge.retain({node.model for node in prefills})
             self._share_index(len(self._knowledge))
             for known in self._knowledge:
                 known.index.retain(prefills)
+                known.answers.retain(decodes)
 
 
 def num_new_tokens(request: RequestInfo, match: PrefixMatch, node: Node) -> int:

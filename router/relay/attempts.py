@@ -197,6 +197,9 @@ class Attempts:
             headers[names.PREFILL_NODES] = ",".join(
                 node.address.target for node in placement.prefills
             )
+        if (holder := placement.prefix_holder) is not None:
+            role, address = holder.address.role, holder.address.status_target
+            headers[names.PREFIX_HOLDER] = f"{role}/{address}"
         if self.node_api_key:
             headers["authorization"] = f"Bearer {self.node_api_key}"
         return headers

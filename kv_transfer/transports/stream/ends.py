@@ -11,16 +11,16 @@ from kv_transfer.transports.stream.grpcio.pull_server import GrpcPullServer
 from kv_transfer.transports.stream.h2.pull_client import H2PullClient
 from kv_transfer.transports.stream.h2.pull_server import H2PullServer
 from kv_transfer.wire.pull_client import PullClient
-from kv_transfer.wire.pull_server import PullServer
+from kv_transfer.wire.pull_server import PullServer, pull_callers
 from kv_transfer.wire.rpc_method import RpcMethod
 
 
 def new_pull_server(
     config: KVTransferConfig, methods: Mapping[str, RpcMethod], credentials: Credentials
 ) -> PullServer:
-    """Returns a server of `methods`, by path, for decode nodes."""
+    """Returns a server of `methods`, by path, for those who may pull from this node."""
     kind = H2PullServer if config.pull_transport == "h2" else GrpcPullServer
-    return kind(methods, credentials)
+    return kind(methods, credentials, pull_callers(config))
 
 
 def new_pull_client(

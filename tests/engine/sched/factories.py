@@ -9,6 +9,7 @@ from engine.messages import EngineCoreRequest
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout, Plane, attention_group
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from tests.engine.tiny_model import tiny_model
@@ -45,6 +46,7 @@ def make_config(
     enable_prefix_caching: bool = True,
     decode_query_len: int = 1,
     kv_layers: tuple[KVLayers, ...] = (),
+    kv_transfer: KVTransferConfig | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
     """Makes a config; `scheduler` holds fields of `SchedulerConfig`."""
@@ -65,6 +67,7 @@ def make_config(
         cache=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
         scheduler=SchedulerConfig(**limits),
         decode_query_len=decode_query_len,
+        kv_transfer=kv_transfer,
     )
 
 
@@ -78,6 +81,7 @@ def make_request(
     kv: KVTransferParams | None = None,
     num_choices: int = 1,
     seed: int = 0,
+    prefix_peer: str = "",
     **sampling: Any,
 ) -> Request:
     """Makes a request. `sampling`: fields of `SamplingParams`; end-of-sequence does not end it
@@ -99,6 +103,7 @@ def make_request(
             arrival_time=arrival_time,
             kv_transfer_params=kv,
             choice_ids=tuple(choice_ids),
+            prefix_peer=prefix_peer,
         )
     )
 

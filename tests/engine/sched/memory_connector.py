@@ -57,6 +57,8 @@ class ExportJob:
     sent: int = 0
     is_staged: bool = False
     stopping: bool = False
+    rows: list[list[tuple[int, int] | None]] = field(default_factory=list)
+    """Holds the rows of blocks that existed before, as they were then."""
 
 
 class MemoryConnector(KVConnectorScheduler):
@@ -99,7 +101,11 @@ class MemoryConnector(KVConnectorScheduler):
         self, request: RequestLike, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         params = _params(request)
-        prompt = self.prompts[request.request_id]
+        if params.do_remote_decode and block_ids:
+            rows = [list(self.memory.slots[block]) for block in block_ids[0]]
+            self.exports[params.transfer_id] = ExportJob([], block_ids, rows=rows)
+            return
+        prompt = self.prompts[request.request_id][: request.num_prompt_tokens]
         if params.do_remote_decode:
             assert params.transfer_id not in self.exports
             self.exports[params.transfer_id] = ExportJob(prompt)
@@ -228,6 +234,11 @@ class MemoryConnector(KVConnectorScheduler):
         if job.stopping and self._rng.random() < 0.5:
             self._end(transfer_id)
             self._events.aborted.append(transfer_id)
+            return
+        if job.rows:
+            assert [self.memory.slots[block] for block in job.block_ids[0]] == job.rows
+            job.is_staged = True
+            self._events.finished_sending.append(transfer_id)
             return
         ready = max([job.num_cached, *(n for step, n in job.chunks if step <= self.done_step)])
         if ready > 0:

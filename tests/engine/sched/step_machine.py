@@ -9,17 +9,24 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, KVTransferResult
+from engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    KVTransferResult,
+    PrefixAsk,
+)
 from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
 from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
 from engine.sched.row import RowPhase
 from engine.sched.scheduler import Scheduler
+from tests.engine.sched.factories import remote_prefill
 from tests.engine.sched.fake_worker import (
     FakeWorker,
     PagedMemory,
@@ -75,6 +82,9 @@ class StepMachine:
         )
         self.connector = MemoryConnector(self.memory, self.rng, self.host)
         self.scheduler = Scheduler(config, num_blocks, self.connector)
+        self.peer_blocks: Callable[[PrefixAsk], int] = lambda ask: 0
+        """How many of the blocks that a peer is asked for it says to have."""
+        self.num_asked = 0
         self.clients: dict[str, Client] = {}
         self.ended: list[str] = []
         """Requests in the order in which they ended."""
@@ -146,6 +156,16 @@ class StepMachine:
         if events is not None:
             self.take(self.scheduler.update_from_connector(events))
 
+    def answer_asks(self) -> None:
+        """Plays the node server and the peers that it asks."""
+        peers = self.scheduler.remote.peers
+        for ask in peers.take_asks():
+            self.num_asked += 1
+            count = self.peer_blocks(ask)
+            params = remote_prefill(f"prefix-{self.num_asked}") if count else None
+            peers.answered(ask.request_id, params, count)
+        self.check_blocks()
+
     def make_room(self) -> None:
         """Lets the oldest results arrive, until another step may go out."""
         while self.num_out >= self.depth:
@@ -175,6 +195,7 @@ class StepMachine:
             if not self.scheduler.has_unfinished_requests():
                 break
             self.step()
+            self.answer_asks()
             for transfer_id in self.connector.transfer_ids():
                 self.connector.advance(transfer_id)
             if self.host is not None:

@@ -16,6 +16,7 @@ from engine.messages import EngineCoreOutputs
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request, RequestStatus
 from engine.sched.output import SchedulerOutput
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.sched.factories import (
     make_config,
@@ -27,6 +28,7 @@ from tests.engine.sched.step_machine import StepMachine
 
 _NUM_REQUESTS = 40
 _MAX_MOVES = 6000
+SHARING = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)
 KINDS = [["local"], ["local", "pull"], ["export", "local"], ["choices", "pull", "local"]]
 
 
@@ -54,6 +56,10 @@ class Traffic:
             (1, self._abort),
             (1, self._change_mind),
         ]
+        self.asks_peers = machine.scheduler.remote.peers.is_on
+        if self.asks_peers:
+            self.moves.append((3, machine.answer_asks))
+            machine.peer_blocks = lambda ask: self.rng.randint(0, len(ask.names))
 
     def run(self) -> None:
         weights = [weight for weight, _ in self.moves]
@@ -74,6 +80,7 @@ class Traffic:
                 break
             self._first_token()
             self._answer_failures()
+            self.machine.answer_asks()
             self._transfer(may_fail=False)
             self.machine.step()
         assert not self._has_requests(), self.machine.scheduler.check_empty()
@@ -122,6 +129,7 @@ class Traffic:
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(["", "", "tenant"]),
             max_tokens=max_tokens,
+            prefix_peer=rng.choice(["", "peer:1"]) if self.asks_peers else "",
             ignore_eos=rng.random() < 0.5,
             **more,
         )
@@ -236,6 +244,7 @@ def _random_traffic(
         long_prefill_token_threshold=rng.choice([0, 5]),
         enable_prefix_caching=rng.random() < 0.8,
         max_model_len=64,
+        kv_transfer=SHARING if seed % 2 else None,
     )
     num_blocks = rng.choice([13, 16, 24])
     num_slots = rng.choice([0, 3, 12]) if config.cache.enable_prefix_caching else 0

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from edge.security.call_guard import CallGuard
+from edge.security.config import Role
 from edge.security.credentials import Credentials
 from kv_transfer.wire.channels import SERVER_OPTIONS
 from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.pull_server import CALLERS, PullServer
+from kv_transfer.wire.pull_server import PullServer
 from kv_transfer.wire.rpc_method import SERVICE, RpcMethod, ServerCall
 
 
 class GrpcPullServer(PullServer):
     """grpcio's."""
 
-    def __init__(self, methods: Mapping[str, RpcMethod], credentials: Credentials) -> None:
+    def __init__(
+        self,
+        methods: Mapping[str, RpcMethod],
+        credentials: Credentials,
+        callers: Collection[Role],
+    ) -> None:
         self._credentials = credentials
         self._server = grpc.aio.server(
-            options=SERVER_OPTIONS, interceptors=[CallGuard(credentials, {SERVICE: CALLERS})]
+            options=SERVER_OPTIONS, interceptors=[CallGuard(credentials, {SERVICE: callers})]
         )
         handlers = {path.rpartition("/")[2]: _handler(method) for path, method in methods.items()}
         self._server.add_generic_rpc_handlers(

@@ -29,7 +29,7 @@ async def dial(address: str, credentials: Credentials, source: str = "") -> Conn
     except (OSError, ValueError, PlaintextRefused) as error:
         raise PeerLost(f"{address}: {error}") from error
     tls = credentials.client_context(address, h2=True)
-    name = credentials.server_name(Role.PREFILL) or host
+    name = credentials.server_name(credentials.role_at(address, Role.PREFILL)) or host
     for family, kind, protocol, _, target in infos:
         sock = socket.socket(family, kind, protocol)
         try:

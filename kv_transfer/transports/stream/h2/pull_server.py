@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
+from edge.security.config import Role
 from edge.security.credentials import Credentials
 from kv_transfer.transports.stream.h2.server import H2Server
-from kv_transfer.wire.pull_server import CALLERS, PullServer
+from kv_transfer.wire.pull_server import PullServer
 from kv_transfer.wire.rpc_method import RpcMethod
 
 
 class H2PullServer(PullServer):
     """Ours: hands memory to the kernel without a copy, with several threads."""
 
-    def __init__(self, methods: Mapping[str, RpcMethod], credentials: Credentials) -> None:
+    def __init__(
+        self,
+        methods: Mapping[str, RpcMethod],
+        credentials: Credentials,
+        callers: Collection[Role],
+    ) -> None:
         self._credentials = credentials
         self._server = H2Server(
             methods,
-            partial(credentials.check_caller, CALLERS),
+            partial(credentials.check_caller, callers),
             credentials.server_tls("kv", h2=True),
         )
 

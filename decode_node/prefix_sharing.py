@@ -1,0 +1,53 @@
+"""A decode node gives the KV of its answers to prefill nodes, for the next turns of conversations.
+
+1. `only_kept_answers`   at the start: not where a model's answers stand in no later prompt
+2. `serve_answers`       `Prefixes` is served, and load reports name the prompts whose answers end
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from decode_node.disagg.proxy import DisaggProxy
+from decode_node.parsers.output_parsers import OutputParsers
+from decode_node.serving.kept_answers import keeps_answers
+from engine.config import EngineConfig
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.tokenizer import Tokenizer
+from engine.node.grpc_server import NodeGrpcServer
+from engine.node.prefix_servicer import PrefixServicer
+from engine.node.status import NodeStatus
+from tandem_pb import prefixes_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+def only_kept_answers(
+    config: EngineConfig, tokenizer: Tokenizer, parsers: OutputParsers
+) -> EngineConfig:
+    """Returns the configuration, without sharing where that would be of no use."""
+    transfer = config.kv_transfer
+    if transfer is None or not transfer.shares_prefixes:
+        return config
+    if keeps_answers(tokenizer, reasons=parsers.reasoning_format is not None):
+        return config
+    logger.warning(
+        "answers are not offered to prefill nodes (--kv-share-prefixes): the chat template leaves "
+        "the reasoning of earlier turns away, so no later prompt begins with an answer's tokens"
+    )
+    return replace(config, kv_transfer=replace(transfer, shares_prefixes=False))
+
+
+def serve_answers(
+    engine: AsyncLLM, status: NodeStatus, proxy: DisaggProxy, server: NodeGrpcServer
+) -> None:
+    """Serves prefixes, if the engine offers any. Comes before the server starts."""
+    transfer = engine.config.kv_transfer
+    if transfer is None or not transfer.shares_prefixes:
+        return
+    status.serves_prefixes = True
+    proxy.on_answer = status.note_prefix
+    prefixes_pb2_grpc.add_PrefixesServicer_to_server(  # type: ignore[no-untyped-call]
+        PrefixServicer(engine, status), server.server
+    )

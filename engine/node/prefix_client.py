@@ -1,0 +1,107 @@
+"""A prefill node's side of the `Prefixes` service: asks a peer what it holds of a prompt.
+
+1. `ask`      one short call. Whatever goes wrong, nothing is pulled: the prompt is computed
+2. avoided    a peer that could not be reached, for a while: no prompt waits for it
+3. `close`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import grpc
+
+from edge.security.config import PlaintextRefused, Role
+from edge.security.credentials import Credentials
+from edge.security.renewed_channel import RenewedChannel
+from engine.frontend.prefix_calls import PeerAnswer
+from engine.messages import PrefixAsk
+from engine.prefix_holder import PrefixHolder
+from kv_transfer.errors import HandshakeMismatch, PeerLost
+from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
+from kv_transfer.wire.handshake import check_endpoints, peer_from_proto, peer_to_proto
+from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 1.0
+_AVOID_S = 5.0
+_MAX_PEERS = 256
+_OPTIONS = (
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+class PrefixClient:
+    """Talks to all peers. `us` tells what peers learn of this node."""
+
+    def __init__(self, us: Callable[[], KVPeer], credentials: Credentials) -> None:
+        self._us = us
+        self._credentials = credentials
+        self._channels: OrderedDict[PrefixHolder, RenewedChannel] = OrderedDict()
+        self._avoid_until: dict[PrefixHolder, float] = {}
+
+    async def ask(self, ask: PrefixAsk) -> PeerAnswer:
+        """Returns what to pull; nothing if the peer has nothing, is not there or does not fit."""
+        holder = PrefixHolder.parse(ask.peer)
+        if holder is None or time.monotonic() < self._avoid_until.get(holder, 0.0):
+            return None, 0
+        try:
+            return await self._offer(holder, ask.names)
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+        except (HandshakeMismatch, PeerLost, PlaintextRefused, ValueError) as error:
+            why = str(error)
+        self._avoid_until[holder] = time.monotonic() + _AVOID_S
+        logger.warning("%s gives no prefixes for %g s: %s", ask.peer, _AVOID_S, why)
+        return None, 0
+
+    async def close(self) -> None:
+        channels, self._channels = self._channels, OrderedDict()
+        await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+    async def _offer(self, holder: PrefixHolder, names: list[bytes]) -> PeerAnswer:
+        channel = await (await self._channel(holder)).get()
+        us = self._us()
+        stub = prefixes_pb2_grpc.PrefixesStub(channel)  # type: ignore[no-untyped-call]
+        reply: prefixes_pb2.OfferReply = await stub.Offer(
+            prefixes_pb2.OfferRequest(asker=peer_to_proto(us), names=names),
+            timeout=_TIMEOUT_S,
+            metadata=self._credentials.metadata(),
+        )
+        num_blocks = min(reply.num_blocks, len(names))
+        if not num_blocks:
+            return None, 0
+        peer = peer_from_proto(reply.holder, is_decode=holder.is_decode)
+        us.layout.check_compatible(peer.layout)
+        check_endpoints(peer)
+        if peer.engine_id == us.engine_id or not is_transfer_id(reply.transfer_id):
+            raise ValueError("it is this node itself, or no node of ours")
+        if peer.layout.draft_hash != us.layout.draft_hash:
+            raise ValueError("it has another drafter, whose KV of the prefix would be missing")
+        params = KVTransferParams(do_remote_prefill=True, transfer_id=reply.transfer_id, peer=peer)
+        return params, num_blocks
+
+    async def _channel(self, holder: PrefixHolder) -> RenewedChannel:
+        known = self._channels.get(holder)
+        if known is None:
+            role = Role.DECODE if holder.is_decode else Role.PREFILL
+            address = holder.address
+            known = self._channels[holder] = RenewedChannel(
+                lambda: self._credentials.channel(address, role, _OPTIONS),
+                address,
+                self._credentials,
+            )
+            if len(self._channels) > _MAX_PEERS:
+                oldest, channel = self._channels.popitem(last=False)
+                self._avoid_until.pop(oldest, None)
+                await channel.close()
+        self._channels.move_to_end(holder)
+        return known

@@ -1,0 +1,26 @@
+"""Names a node that may hold a prompt's prefix: `prefill/host:port` or `decode/host:port`."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_HOLDER = re.compile(r"(prefill|decode)/((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5})")
+
+
+class PrefixHolder(NamedTuple):
+    """Is a node's place: `address` is where its gRPC services are, as host:port."""
+
+    is_decode: bool
+    address: str
+
+    @classmethod
+    def parse(cls, text: str) -> PrefixHolder | None:
+        """Returns None for what names nobody."""
+        found = _HOLDER.fullmatch(text)
+        return cls(found[1] == "decode", found[2]) if found else None
+
+
+def checked_holder(text: str) -> str:
+    """Returns `text`, or nothing if it names nobody: a prompt can be computed without."""
+    return text if PrefixHolder.parse(text) is not None else ""

@@ -1,0 +1,48 @@
+"""Finds who may give a prefill node the part of a prompt's KV that it lacks.
+
+prefill    a node that has a longer prefix
+decode     one that gave the conversation's last answer: it has the prompt of that turn, and the
+           answer behind it, which routers never see. So it is named for as long a match, too
+
+A few are looked at: everybody's opening is on every node. A wrong guess costs one short call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from router.nodes.address import NodeRole
+from router.nodes.node import Node, NodeState
+from router.nodes.registry import NodeRegistry
+from router.placement.prefix_index import PrefixMatch
+
+_MAX_LOOKED_AT = 16
+
+
+def find_holder(
+    own: int, target: Node, matches: Sequence[PrefixMatch], registry: NodeRegistry
+) -> Node | None:
+    """Returns the best to ask for what `target` lacks, which has `own` blocks of the prompt; None:
+    nobody is known."""
+    if target.report is None or not target.report.serves_prefixes:
+        return None
+    best: Node | None = None
+    best_rank = (own, False)
+    for match in matches:
+        for node, length in islice(match.holders(max(1, own)), _MAX_LOOKED_AT):
+            rank = (length, node.address.role is NodeRole.DECODE)
+            if rank > best_rank and _can_give(node, target, registry):
+                best, best_rank = node, rank
+    return best
+
+
+def _can_give(node: Node, target: Node, registry: NodeRegistry) -> bool:
+    report = node.report
+    return (
+        node is not target
+        and report is not None
+        and report.serves_prefixes
+        and node.fingerprint == target.fingerprint
+        and registry.state(node) is NodeState.READY
+    )

@@ -1,0 +1,298 @@
+"""Prefixes that peers hold: when they are asked, what is pulled, and what is held for peers."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.request import RequestStatus
+from engine.sched import peer_kv, prefix_offers
+from engine.sched.counters import PrefillRate
+from engine.sched.prefix_offers import OfferedAnswers
+from engine.sched.pull_rates import PullRates
+from kv_transfer.config import KVRole, KVTransferConfig
+from tests.engine.sched.factories import BLOCK_SIZE, make_config, make_request, remote_decode
+from tests.engine.sched.step_machine import Client, StepMachine
+
+PROMPT = list(range(1, 22))
+NUM_FULL = 20 // BLOCK_SIZE
+
+
+def machine_of(role: KVRole = "kv_producer", num_blocks: int = 64, **settings: int) -> StepMachine:
+    transfer = KVTransferConfig(kv_role=role, shares_prefixes=True)
+    return StepMachine(make_config(kv_transfer=transfer, **settings), num_blocks)
+
+
+def add(machine: StepMachine, name: str = "r", **more: object) -> Client:
+    settings = {"prefix_peer": "peer:1", "max_tokens": 3, **more}
+    return machine.add(make_request(name, PROMPT, **settings))
+
+
+def begin_to_ask(machine: StepMachine) -> Client:
+    client = add(machine)
+    machine.schedule()
+    assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    return client
+
+
+def computed(machine: StepMachine) -> int:
+    return machine.scheduler.stats().prompt_tokens_computed
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, NUM_FULL])
+def test_what_a_peer_holds_is_pulled_and_the_rest_computed(num_blocks: int) -> None:
+    machine = machine_of()
+    machine.peer_blocks = lambda ask: num_blocks
+    client = add(machine)
+    machine.finish()
+    assert computed(machine) == len(PROMPT) - num_blocks * BLOCK_SIZE
+    assert client.num_cached_tokens == num_blocks * BLOCK_SIZE
+    counters = machine.scheduler.stats().kv_transfer
+    assert counters["prefix_pulled_tokens"] == num_blocks * BLOCK_SIZE
+    machine.check_all_done()
+
+
+def test_a_pulled_prefix_is_exported_and_cached() -> None:
+    machine = machine_of()
+    machine.peer_blocks = lambda ask: NUM_FULL
+    add(machine, kv=remote_decode("t"), max_tokens=1)
+    machine.finish()
+    before = computed(machine)
+    add(machine, "again")
+    machine.finish()
+    assert computed(machine) - before == 1, "the cache has it now: nobody is asked"
+    assert machine.num_asked == 1
+    machine.check_all_done()
+
+
+def test_only_what_the_cache_lacks_is_pulled() -> None:
+    machine = machine_of()
+    machine.peer_blocks = lambda ask: len(ask.names)
+    machine.add(make_request("beginning", PROMPT[:9], max_tokens=1))
+    machine.finish()
+    add(machine)
+    machine.finish()
+    counters = machine.scheduler.stats().kv_transfer
+    assert counters["prefix_pulled_tokens"] == 20 - 8
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("how", ["nothing", "less than is cached", "no answer"])
+def test_without_a_peers_help_the_prompt_is_computed(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = machine_of()
+    machine.add(make_request("beginning", PROMPT[:9], max_tokens=1))
+    machine.finish()
+    before = computed(machine)
+    begin_to_ask(machine)
+    if how == "no answer":
+        (ask,) = machine.scheduler.remote.peers.take_asks()
+        monkeypatch.setattr(peer_kv, "ASK_LIMIT_S", 0.0)
+        machine.schedule()
+        machine.scheduler.remote.peers.answered(ask.request_id, None, 0)
+    else:
+        machine.peer_blocks = lambda ask: 0 if how == "nothing" else 2
+    machine.finish()
+    assert computed(machine) - before == len(PROMPT) - 8
+    assert machine.scheduler.stats().kv_transfer["prefix_misses"] == 1
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("tells_part", [False, True])
+def test_a_pull_that_fails_keeps_what_came(tells_part: bool) -> None:
+    machine = machine_of()
+    machine.peer_blocks = lambda ask: NUM_FULL
+    client = begin_to_ask(machine)
+    machine.answer_asks()
+    (transfer_id,) = machine.connector.transfer_ids()
+    machine.connector.pulls[transfer_id].position = 0
+    machine.connector.advance(transfer_id)
+    kept = machine.connector.pulls[transfer_id].position // BLOCK_SIZE * BLOCK_SIZE
+    machine.connector.fail(transfer_id, tells_part=tells_part)
+    machine.poll_connector()
+    machine.finish()
+    assert client.tokens == client.expected
+    assert computed(machine) == len(PROMPT) - (kept if tells_part else 0)
+    assert machine.scheduler.stats().kv_transfer["prefix_pull_failures"] == 1
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("moment", ["asked", "pulling"])
+def test_an_aborted_request_leaves_nothing(moment: str) -> None:
+    """Writers may go on after the abort, into blocks that nobody else has."""
+    machine = machine_of()
+    machine.peer_blocks = lambda ask: NUM_FULL
+    begin_to_ask(machine)
+    if moment == "pulling":
+        machine.answer_asks()
+        machine.connector.advance(machine.connector.transfer_ids()[0])
+    machine.abort("r")
+    machine.check_blocks()
+    machine.answer_asks()
+    machine.finish()
+    machine.check_all_done()
+
+
+def test_others_run_while_a_prefix_is_on_its_way() -> None:
+    machine = machine_of()
+    waiting = begin_to_ask(machine)
+    other = machine.add(make_request("other", [7, 8], max_tokens=4))
+    for _ in range(8):
+        machine.step()
+    machine.settle()
+    assert other.finish_reason and not waiting.tokens
+    machine.finish()
+    machine.check_all_done()
+
+
+def test_nobody_is_asked_where_prefixes_are_not_shared() -> None:
+    machine = StepMachine(make_config(), 64)
+    add(machine)
+    machine.finish()
+    assert machine.num_asked == 0 and computed(machine) == len(PROMPT)
+    assert machine.scheduler.remote.offers.offer([b"x"]) == ("", 0)
+
+
+# What beats computing -------------------------------------------------------------------------
+
+
+def test_measured_rates_decide() -> None:
+    own = PrefillRate()
+    rates = PullRates(own)
+    rates.pulled("slow:1", 100, 10.0)
+    assert rates.is_quicker("slow:1", 500), "how quickly we compute is not known"
+    own.add_step(1000, 1.0)
+    assert not rates.is_quicker("slow:1", 500)
+    assert rates.is_quicker("new:1", 500)
+    rates.pulled("quick:1", 100_000, 10.0)
+    assert rates.is_quicker("quick:1", 500)
+    rates.asked("quick:1", 0.5)
+    assert not rates.is_quicker("quick:1", 500), "to ask takes as long as to compute"
+    assert rates.is_quicker("quick:1", 5000)
+
+
+def test_a_slow_peer_gets_another_chance() -> None:
+    own = PrefillRate()
+    own.add_step(1000, 1.0)
+    rates = PullRates(own)
+    rates.pulled("slow:1", 100, 10.0)
+    decisions = [rates.is_quicker("slow:1", 500) for _ in range(64)]
+    assert sum(decisions) == 2
+
+
+def test_a_slow_peer_is_not_asked() -> None:
+    machine = machine_of()
+    machine.add(make_request("first", [60] * 9, max_tokens=1))
+    machine.finish()
+    machine.scheduler.remote.peers._rates.pulled("peer:1", 1, 1e6)
+    add(machine)
+    machine.finish()
+    assert machine.num_asked == 0
+    assert machine.scheduler.stats().kv_transfer["prefix_cheaper_to_compute"] == 1
+    machine.check_all_done()
+
+
+# What is held for peers -----------------------------------------------------------------------
+
+
+def names_of(machine: StepMachine, prompt: list[int], salt: str = "") -> list[bytes]:
+    request = make_request("names", prompt, cache_salt=salt)
+    return machine.scheduler._kv_cache.block_names(request, len(prompt))
+
+
+def test_cached_blocks_are_offered_and_kept_until_they_are_taken() -> None:
+    machine = machine_of(num_blocks=48)
+    add(machine, prefix_peer="", max_tokens=1)
+    machine.finish()
+    offers = machine.scheduler.remote.offers
+    transfer_id, count = offers.offer(names_of(machine, [*PROMPT[:16], 60, 60, 60, 60]))
+    assert count == 4, "the last one has other tokens"
+    machine.check_blocks()
+    assert not machine.scheduler.reset_prefix_cache()
+    machine.connector.finish(transfer_id)
+    machine.poll_connector()
+    machine.check_all_done()
+
+
+def test_another_tenants_blocks_are_not_offered() -> None:
+    machine = machine_of()
+    add(machine, prefix_peer="", cache_salt="a", max_tokens=1)
+    machine.finish()
+    offers = machine.scheduler.remote.offers
+    for salt in ("", "b"):
+        assert offers.offer(names_of(machine, PROMPT, salt)) == ("", 0)
+    assert offers.offer(names_of(machine, PROMPT, "a"))[1] == NUM_FULL
+
+
+def test_few_blocks_are_held_at_a_time() -> None:
+    machine = machine_of(num_blocks=24)
+    add(machine, prefix_peer="", max_tokens=1)
+    machine.finish()
+    offers = machine.scheduler.remote.offers
+    assert offers.offer(names_of(machine, PROMPT))[1] == 3
+    assert offers.offer(names_of(machine, PROMPT)) == ("", 0)
+    for transfer_id in machine.connector.transfer_ids():
+        machine.connector.finish(transfer_id)
+    machine.poll_connector()
+    assert offers.offer(names_of(machine, PROMPT))[1] == 3
+
+
+@pytest.mark.parametrize("how", ["failed", "aborted"])
+def test_an_offer_that_nobody_takes_ends(how: str) -> None:
+    machine = machine_of()
+    add(machine, prefix_peer="", max_tokens=1)
+    machine.finish()
+    transfer_id, _ = machine.scheduler.remote.offers.offer(names_of(machine, PROMPT))
+    if how == "failed":
+        machine.connector.fail(transfer_id)
+    else:
+        machine.connector._end(transfer_id)
+        machine.connector._events.aborted.append(transfer_id)
+    machine.poll_connector()
+    machine.check_all_done()
+
+
+def test_decode_offers_answers_that_have_ended() -> None:
+    machine = machine_of("kv_consumer")
+    client = add(machine, max_tokens=6)
+    offers = machine.scheduler.remote.offers
+    conversation = [*PROMPT, *client.expected]
+    machine.step()
+    machine.settle()
+    assert offers.offer(names_of(machine, conversation)) == ("", 0)
+    machine.finish()
+    assert machine.num_asked == 0, "decode nodes pull no prefixes"
+    _, count = offers.offer(names_of(machine, conversation))
+    assert count == (len(conversation) - 1) // BLOCK_SIZE
+    for transfer_id in machine.connector.transfer_ids():
+        machine.connector.finish(transfer_id)
+    machine.poll_connector()
+    assert machine.scheduler.reset_prefix_cache()
+    assert not offers.answers
+    machine.check_all_done()
+
+
+def test_decode_offers_nothing_of_an_aborted_answer() -> None:
+    machine = machine_of("kv_consumer")
+    add(machine, max_tokens=30)
+    machine.step()
+    machine.settle()
+    machine.abort("r")
+    machine.finish()
+    assert machine.scheduler.remote.offers.offer(names_of(machine, PROMPT)) == ("", 0)
+
+
+def test_offered_answers_have_a_cap_and_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(prefix_offers.time, "monotonic", lambda: now)
+    answers = OfferedAnswers(4, 10.0)
+    answers.add([b"a", b"b", b"c"])
+    answers.add([b"a", b"x", b"y"])
+    assert b"c" not in answers and b"b" in answers, "tails go first"
+    assert len(answers) == 4
+    now += 9.0
+    answers.add([b"a"])
+    now += 2.0
+    assert b"a" in answers and b"x" not in answers
+    answers.add([b"z"])
+    assert len(answers) == 2
