@@ -35,7 +35,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=T
     choice_ids: tuple[str, ...] = ()
     pixels: tuple[ImagePixels, ...] = ()
     prefix_peer: str = ""
-    """The host:port of a node that may hold a prefix of the prompt."""
+    """Names who may hold a prefix of the prompt (`engine.prefix_holder`)."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

@@ -1,4 +1,4 @@
-"""Who is named to a prefill node for the part of a prompt that it lacks."""
+"""Routers name to a prefill node who has the part of a prompt that it lacks."""
 
 from __future__ import annotations
 
