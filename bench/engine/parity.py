@@ -1,310 +1,305 @@
 #!/usr/bin/env python3
 """Counts tokens that differ with and without drafts, on the CPU in deterministic mode.
 
-Rounds of requests with every kind of sampling (greedy, filters, penalties, log probabilities,
-allowed tokens, bad words, several answers to one prompt, answers that another node began) run on an
-engine without drafts and on engines with each drafter and 2, 4 and 8 tokens a step. Those have few
-blocks, so that requests are preempted, and steps of few tokens, so that prompts come in chunks.
+Rounds of requests with every kind of sampling (greedy, filters, penalties, log probabilities of
+output and prompt, allowed tokens, bad words, grammars, several answers to one prompt) run on an
+engine without drafts, and with each drafter and 2, 4 and 8 tokens a step, or as many as pay:
+
+    one node          with few blocks, so that requests are preempted
+    killed            the node dies in the middle: what clients have goes on at another one, whose
+                      steps have other sizes, twice
+    P/D               a prefill engine computes prompts; a decode engine, which has few blocks too,
+                      pulls their KV over the wire
+    P/D, killed       both
+
 Tokens, ends and log probabilities must be equal to the last bit. Weights are random: heads are
 nearly always wrong, planted drafts right four times in five, n-grams in between.
 
     python -m bench.engine.parity                     # 10^6 tokens
-    python -m bench.engine.parity --tokens 20000
+    python -m bench.engine.parity --tokens 20000 --methods ngram eagle3
 
-Grammars, P/D and nodes that die are in the tests. The exit status is 1 if anything differs.
+The exit status is 1 if anything differs. Results: bench/results/parity.json, after each drafter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.config import (
-    CacheConfig,
-    DeviceConfig,
-    DrafterName,
-    EngineConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
+from bench.engine.parity_engines import (
+    Engine,
+    Node,
+    Pair,
+    PlantedAnswers,
+    base_config,
+    decode_engine,
+    decoding_config,
+    prefill_engine,
+    speculative_config,
+    write_models,
 )
-from engine.core.core import EngineCore
-from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.models.checkpoint import load_model_config
-from engine.models.draft_checkpoint import read_draft
-from engine.outputs import TokenLogprobs
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
-from tandem_kernels.batch.batch_tables import RowTables
+from bench.engine.parity_requests import PER_ROUND, Answers, names_of, requests_of, resumed
+from bench.record import write_result
+from engine.messages import EngineCoreRequest
 
-_VOCAB, _MAX_LEN, _PER_ROUND = 211, 160, 16
-_LAYER = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": _VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": _MAX_LEN,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-    "eos_token_id": 3,
-}
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "target": {**_LAYER, "num_hidden_layers": 3},
-    "draft_model": {**_LAYER, "num_hidden_layers": 1},
-    "eagle": {**_LAYER, "num_hidden_layers": 1},
-    "eagle3": {
-        **_LAYER,
-        "num_hidden_layers": 1,
-        "draft_vocab_size": _VOCAB,
-        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-    },
-    "medusa": {"hidden_size": 48, "vocab_size": _VOCAB, "num_heads": 7},
-}
-_KINDS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_p": 0.9, "bad_words": ((5,), (6, 6), (7, 8))},
-    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 3},
-    {"min_tokens": 10, "min_p": 0.02, "logit_bias": {5: 1.5}, "stop_token_ids": (8, 9, 10)},
-    {"temperature": 0.7, "allowed_token_ids": (5, 6, 7), "ignore_eos": True, "logprobs": 1},
-    {"temperature": 1.0, "top_k": 3, "ignore_eos": True},
-    {"temperature": 0.3, "logprobs": 5, "prompt_logprobs": 1, "presence_penalty": 1.5},
-]
+_UNKNOWN = ("none", "planted")
+"""Drafters that no setting names."""
+METHODS = (*_UNKNOWN, "ngram", "eagle", "eagle3", "medusa", "mtp", "draft_model")
+_WITH_LAYERS = ("eagle", "eagle3", "mtp", "draft_model")
+_NUM_DEATHS = 2
 
-Answer = tuple[list[int], str, list[TokenLogprobs]]
-
-
-@dataclass
-class Answers:
-    """Collects what requests get, by name."""
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    ends: dict[str, str] = field(default_factory=dict)
-    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-
-    def __call__(self, outputs: list[EngineCoreOutput]) -> None:
-        for output in outputs:
-            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            self.logprobs.setdefault(output.request_id, []).extend(output.logprobs or [])
-            if output.finish_reason:
-                self.ends[output.request_id] = output.finish_reason
-
-    def of(self, name: str) -> Answer:
-        return self.tokens.get(name, []), self.ends.get(name, ""), self.logprobs.get(name, [])
-
-
-class Engine:
-    """An engine in this process."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.executor = PlantingExecutor(config)
-        self.core = EngineCore(config, self.executor, lambda stage, fraction, total=0: None)
-
-    def run(self, requests: list[EngineCoreRequest]) -> Answers:
-        """Returns what requests get that all come at once."""
-        for request in requests:
-            self.core.handle(request)
-        found = Answers()
-        found(self.core.step().outputs)
-        while not self.core.is_idle:
-            found(self.core.step().outputs)
-        return found
-
-
-class PlantedAnswers:
-    """Proposes what a run without drafts gave, wrong one time in five."""
-
-    def __init__(self) -> None:
-        self.known: list[list[int]] = []
-        self._rng = random.Random(0)
-
-    def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
-        found = torch.full((len(idx_mapping), rows.max_drafts), -1, dtype=torch.int64)
-        for index, row in enumerate(idx_mapping.tolist()):
-            length = int(rows.total_len[row])
-            tokens = rows.token_ids[row, :length].tolist()
-            answer = next((one for one in self.known if one[:length] == tokens), [])
-            drafts = answer[length : length + rows.max_drafts]
-            told = [t if self._rng.random() < 0.8 else t ^ 1 for t in drafts]
-            found[index, : len(told)] = torch.tensor(told, dtype=torch.int64)
-        return found
+Counts = dict[str, int]
+Found = dict[str, Any]
 
 
 @dataclass
 class Drafting:
-    """One engine with drafts, and what was counted of it."""
+    """A node with drafts, the tokens of a step that it may compute of a row, and what was counted
+    of it by way: `one node` or `killed`, or the same through P/D."""
 
     name: str
-    engine: Engine
+    node: Node
     planted: PlantedAnswers | None
-    num_tokens: int = 0
+    num_tokens: Counts = field(default_factory=dict)
     num_differing: int = 0
 
-
-def base_config(folder: Path) -> EngineConfig:
-    return EngineConfig(
-        engine_id="parity",
-        epoch=1,
-        model=load_model_config(folder / "target", load_format="dummy", dtype="float32"),
-        cache=CacheConfig(block_size=8, num_blocks=400),
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96),
-        device=DeviceConfig(deterministic=True),
-    )
-
-
-def drafting_engine(folder: Path, method: str, query_len: int) -> Drafting:
-    """Starts an engine with few blocks whose rows compute `query_len` tokens a step."""
-    config = base_config(folder)
-    blocks = -(-(_MAX_LEN + query_len) // 8)
-    config = replace(config, cache=replace(config.cache, num_blocks=2 * blocks))
-    planted = PlantedAnswers() if method == "planted" else None
-    if planted is None:
-        name: DrafterName = method  # type: ignore[assignment]
-        draft = None
-        if method != "ngram":
-            draft = read_draft(name, str(folder / method), config.model)
-        speculative = SpeculativeConfig(
-            method=name,
-            num_speculative_tokens=query_len - 1,
-            prompt_lookup_max=3,
-            prompt_lookup_min=1,
-            draft=draft,
-        )
-        config = replace(config, speculative=speculative)
-    config = replace(config, decode_query_len=query_len)
-    engine = Engine(config)
-    if planted is not None:
-        engine.executor.plant(planted)
-    return Drafting(f"{method}, {query_len} a step", engine, planted)
+    def facts(self) -> dict[str, object]:
+        stats = self.node.core.stats()
+        drafts = stats.drafts
+        return {
+            "tokens": self.num_tokens,
+            "differing": self.num_differing,
+            "accepted of drafts": f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens}",
+            "preemptions": stats.num_preemptions,
+            "prompt tokens from another node": stats.prompt_tokens_transferred,
+        }
 
 
-class PlantingExecutor(UniprocExecutor):
-    def plant(self, drafter: PlantedAnswers) -> None:
-        self._worker.runner.drafts.drafter = drafter
+def run(node: Node, requests: list[EngineCoreRequest], found: Answers) -> None:
+    """Runs requests that all come at once."""
+    for request in requests:
+        node.submit(request)
+    found.take(node.step())
+    while not node.is_idle:
+        found.take(node.step())
+    node.core.check_empty()
 
 
-def requests_of(seed: int) -> list[EngineCoreRequest]:
-    """Returns the requests of a round, whose prompts repeat themselves and partly begin alike."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(5, _VOCAB) for _ in range(16)]
-    made = []
-    for index in range(_PER_ROUND):
-        part = [rng.randrange(5, _VOCAB) for _ in range(rng.choice([1, 3, 7]))]
-        prompt = (shared if rng.random() < 0.5 else []) + part * rng.choice([2, 3])
-        kind = _KINDS[(seed + index) % len(_KINDS)]
-        sampling = SamplingParams(
-            seed=rng.randrange(2**64), max_tokens=rng.choice([1, 40, 80, 110]), **kind
-        )
-        spec, name = RequestSpec(prompt, sampling), f"{seed}-{index}"
-        choices: tuple[str, ...] = ()
-        if index % 8 == 3 and "prompt_logprobs" not in kind:
-            spec = replace_seeds(spec, rng)
-            choices = tuple(f"{name}.{i}" for i in range(3))
-        elif index % 8 == 5 and sampling.max_tokens > 1:
-            spec = spec.resumed_after([rng.randrange(5, _VOCAB)] * 3)
-        made.append(
-            EngineCoreRequest(request_id=name, spec=spec, eos_token_ids=(3,), choice_ids=choices)
-        )
-    return made
+def run_until_death(
+    node: Node, requests: list[EngineCoreRequest], found: Answers, num_steps: int
+) -> None:
+    """Runs requests for some steps, and then throws away what the node still gives."""
+    for request in requests:
+        node.submit(request)
+    for _ in range(num_steps):
+        found.take(node.step())
+    names = [name for request in requests for name in names_of(request)]
+    node.abort([name for name in names if name not in found.ends])
+    while not node.is_idle:
+        node.step()
+    node.core.check_empty()
 
 
-def replace_seeds(spec: RequestSpec, rng: random.Random) -> RequestSpec:
-    """Returns a copy that asks for two more answers."""
-    others = [spec.with_sampling(seed=rng.randrange(2**64)) for _ in range(2)]
-    return spec.with_siblings(others)
+class Expected:
+    """Answers of an engine without drafts, by round; each is computed once."""
+
+    def __init__(self, folder: Path, per_round: int) -> None:
+        self._engine = Engine(base_config(folder))
+        self._per_round = per_round
+        self._known: dict[int, Answers] = {}
+
+    def of(self, seed: int) -> Answers:
+        if seed not in self._known:
+            self._known[seed] = Answers()
+            run(self._engine, requests_of(seed, self._per_round), self._known[seed])
+        return self._known[seed]
+
+    def close(self) -> None:
+        self._engine.close()
 
 
-def run_round(plain: Engine, drafting: list[Drafting], seed: int) -> None:
-    """Runs a round on all engines and counts."""
-    requests = requests_of(seed)
-    expected = plain.run(requests_of(seed))
-    prompts = {
-        name: list(request.spec.prompt_token_ids)
-        for request in requests
-        for name in request.choice_ids or (request.request_id,)
-    }
-    for one in drafting:
-        if one.planted is not None:
-            one.planted.known = [
-                prompt + expected.tokens.get(name, []) for name, prompt in prompts.items()
-            ]
-        found = one.engine.run(requests_of(seed))
-        for name in prompts:
+def run_round(
+    way: str, nodes: list[Drafting], expected: Answers, seed: int, per_round: int
+) -> None:
+    """Runs a round on each node and counts. One that dies leaves what it began to the next."""
+    for index, one in enumerate(nodes):
+        requests, found = requests_of(seed, per_round), Answers()
+        names = [name for request in requests for name in names_of(request)]
+        known = [
+            [*request.spec.prompt_token_ids, *expected.tokens.get(name, [])]
+            for request in requests
+            for name in names_of(request)
+        ]
+        for each in nodes:
+            if each.planted is not None:
+                each.planted.learn(known)
+        rng, node = random.Random(seed + index), one.node
+        if "killed" in way:
+            for death in range(_NUM_DEATHS):
+                run_until_death(node, requests, found, rng.randrange(1, 60))
+                requests = resumed(requests, found)
+                node = nodes[(index + death + 1) % len(nodes)].node
+        run(node, requests, found)
+        for name in names:
             wanted, got = expected.of(name), found.of(name)
-            one.num_tokens += len(wanted[0])
+            one.num_tokens[way] = one.num_tokens.get(way, 0) + len(wanted[0])
             if wanted != got:
                 pairs = zip(wanted[0], got[0], strict=False)
                 differing = sum(a != b for a, b in pairs) + abs(len(wanted[0]) - len(got[0]))
                 one.num_differing += max(1, differing)
-                print(f"{one.name}: {name} differs: {wanted[:2]} {got[:2]}", file=sys.stderr)
+                print(f"{one.name}: {name} {way} differs: {wanted} {got}", file=sys.stderr)
 
 
-def measure(
-    num_tokens: int, seconds: float, methods: list[str], query_lens: list[int]
-) -> dict[str, Any]:
-    """Runs rounds until so many tokens were compared, of all drafters together, or time is up."""
-    started = time.perf_counter()
+def sizes_of(method: str, query_lens: list[int]) -> list[tuple[int, bool]]:
+    """Returns the pairs (most tokens a step, whether there are as many as pay) of a drafter. Only
+    one that the scheduler knows of has a number of drafts that pays."""
+    if method == "none":
+        return [(1, False)]
+    pays = [(max(query_lens), True)] if method not in _UNKNOWN else []
+    return [(query_len, False) for query_len in query_lens] + pays
+
+
+def nodes_of(
+    folder: Path, method: str, query_lens: list[int], prefill: Engine | None
+) -> list[Drafting]:
+    """Starts a node for each size of steps; with `prefill`, pairs that share it."""
+    made = []
+    for query_len, is_adaptive in sizes_of(method, query_lens):
+        speculative = None
+        if method not in _UNKNOWN:
+            speculative = speculative_config(folder, method, query_len - 1)
+            speculative = replace(speculative, adaptive=is_adaptive)
+        config = decoding_config(folder, speculative, query_len)
+        engine = Engine(config) if prefill is None else decode_engine(config)
+        planted = PlantedAnswers() if method == "planted" else None
+        if planted is not None:
+            engine.executor.plant(planted)
+        name = f"{method}, {f'up to {query_len}' if is_adaptive else query_len} a step"
+        if prefill is None:
+            made.append(Drafting(name, engine, planted))
+        else:
+            made.append(Drafting(f"{name}, P/D", Pair(prefill, engine), planted))
+    return made
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Says when a drafter has been tried enough. `until`: a time of `time.monotonic`."""
+
+    num_tokens: int
+    until: float = float("inf")
+    num_rounds: float = float("inf")
+    per_round: int = PER_ROUND
+    first_round: int = 0
+
+
+def measure_method(method: str, query_lens: list[int], limits: Limits) -> Found:
+    """Runs rounds on one node and through P/D until there are enough."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for kind, config in _CONFIGS.items():
-            (folder / kind).mkdir()
-            (folder / kind / "config.json").write_text(json.dumps(config))
-        plain = Engine(base_config(folder))
-        drafting = [drafting_engine(folder, m, q) for m in methods for q in query_lens]
-        seed = 0
-        while (
-            sum(one.num_tokens for one in drafting) < num_tokens
-            and time.perf_counter() - started < seconds
-        ):
-            run_round(plain, drafting, seed)
-            seed += 1
-            if sys.stderr.isatty():
-                compared = sum(one.num_tokens for one in drafting)
-                print(f"\r{compared} tokens", end="", file=sys.stderr)
-        found = {"rounds": seed, "seconds": round(time.perf_counter() - started)} | {
-            one.name: facts(one) for one in drafting
-        }
-        for engine in (plain, *(one.engine for one in drafting)):
-            engine.executor.shutdown()
+        write_models(folder)
+        of_prefill = speculative_config(folder, method, 1) if method in _WITH_LAYERS else None
+        prefill = prefill_engine(folder, of_prefill)
+        expected = Expected(folder, limits.per_round)
+        alone = nodes_of(folder, method, query_lens, None)
+        wired = nodes_of(folder, method, query_lens, prefill)
+        found = _rounds(method, alone, wired, expected, limits)
+        for one in (*alone, *wired):
+            one.node.close()
+        expected.close()
+        prefill.close()
     return found
 
 
-def facts(one: Drafting) -> dict[str, object]:
-    stats = one.engine.core.stats()
-    drafts = stats.drafts
+def _rounds(
+    method: str, alone: list[Drafting], wired: list[Drafting], expected: Expected, limits: Limits
+) -> Found:
+    every, started = [*alone, *wired], time.monotonic()
+    ways = cycle([("one node", alone), ("P/D", wired), ("killed", alone), ("P/D, killed", wired)])
+    seed, count = limits.first_round, 0
+    while (
+        count < limits.num_tokens
+        and seed < limits.first_round + limits.num_rounds
+        and time.monotonic() < limits.until
+    ):
+        way, nodes = next(ways)
+        run_round(way, nodes, expected.of(seed), seed, limits.per_round)
+        seed += 1
+        count = sum(sum(one.num_tokens.values()) for one in every)
+        print(f"{method}: {count} tokens", file=sys.stderr, flush=True)
     return {
-        "tokens": one.num_tokens,
-        "differing": one.num_differing,
-        "accepted of drafts": f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens}",
-        "preemptions": stats.num_preemptions,
+        "tokens": count,
+        "differing": sum(one.num_differing for one in every),
+        "rounds": seed - limits.first_round,
+        "seconds": round(time.monotonic() - started),
+        "engines": {one.name: one.facts() for one in every},
     }
+
+
+def measure(
+    methods: Sequence[str],
+    query_lens: list[int],
+    limits: Limits,
+    num_processes: int,
+    report: Callable[[Found], None],
+) -> Found:
+    """Measures drafters, each with its share of `limits`, so many at a time. `report` hears after
+    each of them what is known so far."""
+    found: Found = {"tokens": 0, "differing": 0}
+    share = replace(limits, num_tokens=-(-limits.num_tokens // len(methods)))
+    tasks = [
+        (method, query_lens, share, len(methods) - index, num_processes)
+        for index, method in enumerate(methods)
+    ]
+    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
+        for method, one in pool.imap_unordered(_measured, tasks):
+            found[method] = one
+            for key in ("tokens", "differing"):
+                found[key] += one[key]
+            report(found)
+    return found
+
+
+def _measured(task: tuple[str, list[int], Limits, int, int]) -> tuple[str, Found]:
+    """Measures one of several that are left, with its part of the time that is left."""
+    method, query_lens, limits, num_left, num_processes = task
+    now = time.monotonic()
+    part = min(1.0, num_processes / num_left)
+    until = now + (limits.until - now) * part
+    return method, measure_method(method, query_lens, replace(limits, until=until))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    every = ["ngram", "planted", "eagle", "eagle3", "medusa", "draft_model"]
-    parser.add_argument("--methods", nargs="+", choices=every, default=every)
+    parser.add_argument("--processes", type=int, default=2, help="drafters at a time")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--query-lens", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--first-round", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = measure(args.tokens, args.seconds, args.methods, args.query_lens)
+    limits = Limits(args.tokens, time.monotonic() + args.seconds, first_round=args.first_round)
+
+    def report(found: Found) -> None:
+        write_result("parity", found)
+
+    found = measure(args.methods, args.query_lens, limits, args.processes, report)
     print(json.dumps(found, indent=1))
-    differing = sum(one["differing"] for one in found.values() if isinstance(one, dict))
-    print(f"{differing} tokens differ")
-    sys.exit(differing > 0)
+    print(f"{found['differing']} of {found['tokens']} tokens differ")
+    sys.exit(bool(found["differing"]))
 
 
 if __name__ == "__main__":
