@@ -50,7 +50,14 @@ from bench.engine.parity_engines import (
     speculative_config,
     write_models,
 )
-from bench.engine.parity_requests import PER_ROUND, Answers, names_of, requests_of, resumed
+from bench.engine.parity_requests import (
+    MAX_TOKENS,
+    PER_ROUND,
+    Answers,
+    names_of,
+    requests_of,
+    resumed,
+)
 from bench.record import write_result
 from engine.messages import EngineCoreRequest
 
@@ -62,6 +69,18 @@ _NUM_DEATHS = 2
 
 Counts = dict[str, int]
 Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Says when a drafter has been tried enough. `until`: a time of `time.monotonic`."""
+
+    num_tokens: int
+    until: float = float("inf")
+    num_rounds: float = float("inf")
+    per_round: int = PER_ROUND
+    max_tokens: int = MAX_TOKENS
+    first_round: int = 0
 
 
 @dataclass
@@ -115,15 +134,19 @@ def run_until_death(
 class Expected:
     """Answers of an engine without drafts, by round; each is computed once."""
 
-    def __init__(self, folder: Path, per_round: int) -> None:
+    def __init__(self, folder: Path, limits: Limits) -> None:
         self._engine = Engine(base_config(folder))
-        self._per_round = per_round
+        self._limits = limits
         self._known: dict[int, Answers] = {}
 
     def of(self, seed: int) -> Answers:
         if seed not in self._known:
             self._known[seed] = Answers()
-            run(self._engine, requests_of(seed, self._per_round), self._known[seed])
+            run(
+                self._engine,
+                requests_of(seed, self._limits.per_round, self._limits.max_tokens),
+                self._known[seed],
+            )
         return self._known[seed]
 
     def close(self) -> None:
@@ -131,11 +154,11 @@ class Expected:
 
 
 def run_round(
-    way: str, nodes: list[Drafting], expected: Answers, seed: int, per_round: int
+    way: str, nodes: list[Drafting], expected: Answers, seed: int, limits: Limits
 ) -> None:
     """Runs a round on each node and counts. One that dies leaves what it began to the next."""
     for index, one in enumerate(nodes):
-        requests, found = requests_of(seed, per_round), Answers()
+        requests, found = requests_of(seed, limits.per_round, limits.max_tokens), Answers()
         names = [name for request in requests for name in names_of(request)]
         known = [
             [*request.spec.prompt_token_ids, *expected.tokens.get(name, [])]
@@ -148,7 +171,7 @@ def run_round(
         rng, node = random.Random(seed + index), one.node
         if "killed" in way:
             for death in range(_NUM_DEATHS):
-                run_until_death(node, requests, found, rng.randrange(1, 60))
+                run_until_death(node, requests, found, rng.randrange(1, 40))
                 requests = resumed(requests, found)
                 node = nodes[(index + death + 1) % len(nodes)].node
         run(node, requests, found)
@@ -194,17 +217,6 @@ def nodes_of(
     return made
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Says when a drafter has been tried enough. `until`: a time of `time.monotonic`."""
-
-    num_tokens: int
-    until: float = float("inf")
-    num_rounds: float = float("inf")
-    per_round: int = PER_ROUND
-    first_round: int = 0
-
-
 def measure_method(method: str, query_lens: list[int], limits: Limits) -> Found:
     """Runs rounds on one node and through P/D until there are enough."""
     torch.set_num_threads(1)
@@ -213,7 +225,7 @@ def measure_method(method: str, query_lens: list[int], limits: Limits) -> Found:
         write_models(folder)
         of_prefill = speculative_config(folder, method, 1) if method in _WITH_LAYERS else None
         prefill = prefill_engine(folder, of_prefill)
-        expected = Expected(folder, limits.per_round)
+        expected = Expected(folder, limits)
         alone = nodes_of(folder, method, query_lens, None)
         wired = nodes_of(folder, method, query_lens, prefill)
         found = _rounds(method, alone, wired, expected, limits)
@@ -236,7 +248,7 @@ def _rounds(
         and time.monotonic() < limits.until
     ):
         way, nodes = next(ways)
-        run_round(way, nodes, expected.of(seed), seed, limits.per_round)
+        run_round(way, nodes, expected.of(seed), seed, limits)
         seed += 1
         count = sum(sum(one.num_tokens.values()) for one in every)
         print(f"{method}: {count} tokens", file=sys.stderr, flush=True)

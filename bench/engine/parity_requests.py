@@ -15,7 +15,7 @@ from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 
 VOCAB, MAX_LEN, EOS = 300, 160, 0
-PER_ROUND = 48
+PER_ROUND, MAX_TOKENS = 48, 110
 _GRAMMARS = (
     LLMatcher.grammar_from_json_schema(
         {
@@ -82,7 +82,9 @@ def names_of(request: EngineCoreRequest) -> tuple[str, ...]:
     return request.choice_ids or (request.request_id,)
 
 
-def requests_of(seed: int, count: int = PER_ROUND) -> list[EngineCoreRequest]:
+def requests_of(
+    seed: int, count: int = PER_ROUND, max_tokens: int = MAX_TOKENS
+) -> list[EngineCoreRequest]:
     """Returns the requests of a round, whose prompts repeat themselves and partly begin alike."""
     rng = random.Random(seed)
     shared = [rng.randrange(5, VOCAB) for _ in range(16)]
@@ -92,7 +94,9 @@ def requests_of(seed: int, count: int = PER_ROUND) -> list[EngineCoreRequest]:
         prompt = (shared if rng.random() < 0.5 else []) + part * rng.choice([2, 3])
         kind = _KINDS[(seed + index) % len(_KINDS)]
         sampling = SamplingParams(
-            seed=rng.randrange(2**64), max_tokens=rng.choice([1, 40, 80, 110]), **kind
+            seed=rng.randrange(2**64),
+            max_tokens=rng.choice([1, *(max_tokens * part // 3 for part in (1, 2, 3))]),
+            **kind,
         )
         spec, name = RequestSpec(prompt, sampling), f"{seed}-{index}"
         choices: tuple[str, ...] = ()
