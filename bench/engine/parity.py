@@ -208,7 +208,7 @@ def nodes_of(
         engine = Engine(config) if prefill is None else decode_engine(config)
         planted = PlantedAnswers() if method == "planted" else None
         if planted is not None:
-            engine.executor.plant(planted)
+            engine.plant(planted)
         name = f"{method}, {f'up to {query_len}' if is_adaptive else query_len} a step"
         if prefill is None:
             made.append(Drafting(name, engine, planted))

@@ -38,13 +38,14 @@ from engine.messages import (
 )
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
+from engine.worker.drafter import Drafter
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tandem_kernels.batch.batch_tables import RowTables
 
 _BLOCK_SIZE, _ROWS = 8, 32
 _FEW_BLOCKS = 130
-"""Of the tokens of a round's requests that run at once, some do not fit, so some are preempted."""
+"""A round's requests need more of them when they run at once, so some are preempted."""
 _LAYER = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB,
@@ -95,8 +96,8 @@ class Node(Protocol):
 class Engine:
     """One engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.executor = PlantingExecutor(config)
+    def __init__(self, config: EngineConfig, executor: UniprocExecutor | None = None) -> None:
+        self.executor = executor or UniprocExecutor(config)
         self._core = EngineCore(config, self.executor, lambda stage, fraction, total=0: None)
 
     @property
@@ -111,6 +112,10 @@ class Engine:
     def event_fds(self) -> list[Any]:
         fds = [*self.executor.poll_sources, self.core.connector.fileno()]
         return [fd for fd in fds if fd != -1]
+
+    def plant(self, drafter: Drafter) -> None:
+        """Replaces who drafts, from the next step on."""
+        self.executor._worker.runner.drafts.drafter = drafter
 
     def submit(self, request: EngineCoreRequest) -> None:
         self.core.handle(request)
@@ -248,11 +253,6 @@ class PlantedAnswers:
         return found
 
 
-class PlantingExecutor(UniprocExecutor):
-    def plant(self, drafter: PlantedAnswers) -> None:
-        self._worker.runner.drafts.drafter = drafter
-
-
 def write_models(folder: Path) -> None:
     """Writes what the engines read: config files, and the tokenizer that grammars need."""
     for kind, config in _CONFIGS.items():
@@ -305,19 +305,22 @@ def decoding_config(
 
 
 def prefill_engine(folder: Path, speculative: SpeculativeConfig | None) -> Engine:
-    return Engine(_with_transfers(replace(base_config(folder), speculative=speculative), True))
+    config = replace(base_config(folder), speculative=speculative)
+    return Engine(with_transfers(config, is_producer=True))
 
 
 def decode_engine(config: EngineConfig) -> Engine:
-    return Engine(_with_transfers(config, False))
+    return Engine(with_transfers(config, is_producer=False))
 
 
-def _with_transfers(config: EngineConfig, is_producer: bool) -> EngineConfig:
+def with_transfers(config: EngineConfig, *, is_producer: bool) -> EngineConfig:
+    """Returns the engine of a prefill or a decode node, with a name of its own."""
     return replace(
         config,
+        engine_id=f"{config.engine_id}-{secrets.token_hex(4)}",
         kv_transfer=KVTransferConfig(
             kv_role="kv_producer" if is_producer else "kv_consumer",
             num_streams=1,
-            staging_bytes=32 << 20,
+            staging_bytes=256 << 20,
         ),
     )

@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""Measures what drafts save and cost: tokens per second with drafts of known quality, and the time
-of looking n-grams up.
+"""Measures what drafts save and cost: tokens per second with drafts of known quality, the time of
+looking n-grams up, and an answer that copies its prompt.
 
 Planted drafts: the answers of all requests are known from a run before; each draft is right with
 the chosen probability. Tokens per second of a batch, all requests decoding, beside those of an
-engine without drafts. The share that was in fact accepted is told, too: where logits nearly tie,
-an answer may go another way than in the run before, and what is planted is wrong from there on.
+engine without drafts. Each step drafts as many as pay, or always all with `--fixed`. The share that
+was in fact accepted is told, too: where logits nearly tie, an answer may go another way than in the
+run before, and what is planted is wrong from there on. Prompts are cached after the first run.
 Lookup: 256 rows of 8k tokens, the last of which came before.
+Copying: one stream through a prefill and a decode engine on one GPU; see `copying`.
 
     python -m bench.engine.speculative                    # Llama 3.1 8B's shape on one GPU
     python -m bench.engine.speculative --device cpu       # a tiny model
-    python -m bench.engine.speculative --only-lookup
+    python -m bench.engine.speculative --only lookup copying
 
 Goals with 3 drafts, against none: acceptance 0.8: 2.5 times the tokens per second at 1 row, 2.2 at
-16, 1.7 at 64, 0.98 at 256; acceptance 0: 0.97. Lookup: 20 us.
-Results: bench/results/speculative.json.
+16, 1.7 at 64, 0.98 at 256; acceptance 0: 0.97. Lookup: 20 us. Copying: 2 times.
+Results: bench/results/speculative.json, unless a part is left out.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
+from bench.engine.copying import Copying, measure_copying
 from bench.engine.kernel_timing import graph_us
 from bench.engine.offline import SHAPES, shape_config
 from bench.record import write_result
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.request_spec import RequestSpec
@@ -53,8 +56,11 @@ class Plan:
     num_rounds: int
 
 
-PLANS = {"cuda": Plan((1, 16, 64, 256), 1024, 256, 3), "cpu": Plan((1, 8), 16, 40, 1)}
+PLANS = {"cuda": Plan((1, 16, 64, 256), 1024, 224, 2), "cpu": Plan((1, 8), 16, 40, 1)}
+COPYING = {"cuda": Copying(2000, 512, 3), "cpu": Copying(60, 40, 1)}
+PARTS = ("lookup", "planted", "copying")
 ACCEPTANCES = (0.8, 0.0)
+Rows = list[dict[str, float]]
 
 
 class PlantedDrafter:
@@ -134,13 +140,11 @@ def measure_plain(config: EngineConfig, plan: Plan) -> dict[int, float]:
         }
 
 
-def measure_planted(
-    config: EngineConfig, plan: Plan, plain: dict[int, float]
-) -> list[dict[str, float]]:
+def measure_planted(config: EngineConfig, plan: Plan, plain: dict[int, float]) -> Rows:
     """Compares each batch and quality of drafts with `plain`."""
     executor = DraftingExecutor(config)
     device = config.device.device
-    found: list[dict[str, float]] = []
+    found: Rows = []
     with offline_engine(config, executor) as engine:
         for batch in plan.batches:
             nothing = torch.zeros((batch, 1), dtype=torch.int64)
@@ -149,19 +153,20 @@ def measure_planted(
             for acceptance in ACCEPTANCES:
                 lies = torch.rand(answers.shape) >= acceptance
                 executor.plant(PlantedDrafter(answers.to(device), lies.to(device)))
+                watched(engine, batch, plan)
                 before = engine.core.stats().drafts
                 speeds = [
                     watched(engine, batch, plan)[0].tokens_per_s for _ in range(plan.num_rounds)
                 ]
                 after = engine.core.stats().drafts
-                first = after.num_accepted_per_pos[0] - sum(before.num_accepted_per_pos[:1])
+                first = sum(after.num_accepted_per_pos[:1]) - sum(before.num_accepted_per_pos[:1])
+                num_drafts = after.num_drafts - before.num_drafts
                 found.append(
                     {
                         "rows": batch,
                         "planted": acceptance,
-                        "first draft accepted": round(
-                            first / (after.num_drafts - before.num_drafts), 3
-                        ),
+                        "first draft accepted": round(first / max(num_drafts, 1), 3),
+                        "rows with drafts": num_drafts,
                         "tokens_per_s": round(statistics.median(speeds), 1),
                         "plain_tokens_per_s": round(plain[batch], 1),
                         "ratio": round(statistics.median(speeds) / plain[batch], 3),
@@ -188,28 +193,75 @@ def measure_lookup(num_drafts: int) -> float:
     )
 
 
+def drafts_of(num_drafts: int, *, adaptive: bool) -> SpeculativeConfig:
+    """Returns the setting of drafts by n-grams, which planted ones replace."""
+    shortest, longest = _LOOKUP_LENGTHS
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_max=longest,
+        prompt_lookup_min=shortest,
+        adaptive=adaptive,
+    )
+
+
+def measure_all_planted(config: EngineConfig, plan: Plan, speculative: SpeculativeConfig) -> Rows:
+    """Measures an engine without drafts, and then one with planted ones."""
+    config = replace(config, cache=replace(config.cache, enable_prefix_caching=True))
+    plain = measure_plain(config, plan)
+    length = speculative.num_speculative_tokens + 1
+    drafting = replace(config, speculative=speculative, decode_query_len=length)
+    return measure_planted(drafting, plan, plain)
+
+
+def copying_config(shape: str, device: str) -> EngineConfig:
+    """Returns an engine for one stream, so small that three fit on a GPU."""
+    on_gpu = device == "cuda"
+    config = shape_config(
+        shape,
+        device=device,
+        max_model_len=4096 if on_gpu else 256,
+        max_num_seqs=4,
+        max_num_batched_tokens=4096 if on_gpu else 256,
+        capture_sizes=(1,),
+    )
+    return replace(config, cache=replace(config.cache, num_blocks=64))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--drafts", type=int, default=3)
-    parser.add_argument("--only-lookup", action="store_true")
+    parser.add_argument("--fixed", action="store_true", help="all drafts in each step")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
-    on_gpu = args.device == "cuda"
-    figures: dict[str, object] = {"drafts": args.drafts}
-    if on_gpu:
+    on_gpu, started = args.device == "cuda", time.perf_counter()
+    shape = args.shape or ("llama-3.1-8b" if on_gpu else "tiny")
+    plan, adaptive = PLANS[args.device], not args.fixed
+    figures: dict[str, object] = {"shape": shape, "drafts": args.drafts, "adaptive": adaptive}
+    if on_gpu and "lookup" in args.only:
         figures["lookup of 256 rows of 8192 tokens, us"] = round(measure_lookup(args.drafts), 2)
-    if not args.only_lookup:
-        shape = args.shape or ("llama-3.1-8b" if on_gpu else "tiny")
-        limits = {} if on_gpu else {"max_model_len": 128, "max_num_seqs": 8}
-        config = shape_config(shape, device=args.device, **limits)
-        plan = PLANS[args.device]
-        plain = measure_plain(config, plan)
-        drafting = replace(config, decode_query_len=args.drafts + 1)
-        figures |= {"shape": shape, "planted": measure_planted(drafting, plan, plain)}
+        _tell(started, figures)
+    if "copying" in args.only:
+        drafts = drafts_of(args.drafts, adaptive=False)
+        figures["copying through P/D"] = measure_copying(
+            copying_config(shape, args.device), drafts, COPYING[args.device]
+        )
+        _tell(started, figures)
+    if "planted" in args.only:
+        limits = {"capture_sizes": plan.batches} if on_gpu else {"max_model_len": 128}
+        config = shape_config(shape, device=args.device, **limits)  # type: ignore[arg-type]
+        drafts = drafts_of(args.drafts, adaptive=adaptive)
+        figures["planted"] = measure_all_planted(config, plan, drafts)
+    figures["seconds"] = round(time.perf_counter() - started)
     print(json.dumps(figures, indent=1))
-    if on_gpu and not args.only_lookup:
+    if on_gpu and set(args.only) == set(PARTS):
         print(write_result("speculative", figures))
+
+
+def _tell(started: float, figures: dict[str, object]) -> None:
+    print(f"{time.perf_counter() - started:.0f} s: {json.dumps(figures)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from bench.engine import speculative
-from bench.engine.speculative import PlantedDrafter, Watch, lookup_tables
-from engine.messages import EngineCoreOutput
+from bench.engine.copying import CopyingExecutor
+from bench.engine.parity import run
+from bench.engine.parity_engines import Engine, decoding_config, write_models
+from bench.engine.parity_requests import Answers
+from bench.engine.speculative import PlantedDrafter, Watch, drafts_of, lookup_tables
+from engine.messages import EngineCoreOutput, EngineCoreRequest
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 
@@ -37,3 +45,18 @@ def test_the_rows_that_are_looked_up_have_a_match() -> None:
     rows = lookup_tables(3, 64, 3, "cpu")
     found = ops.lookup_ngrams(torch.arange(3, dtype=torch.int32), rows, 2, 4)
     assert torch.equal(found, rows.token_ids[:, 36:39].long())
+
+
+def test_a_model_made_to_copy_repeats_its_prompt(tmp_path: Path) -> None:
+    """Drafts by n-grams then are always right."""
+    write_models(tmp_path)
+    config = decoding_config(tmp_path, drafts_of(3, adaptive=False), 4)
+    engine = Engine(config, CopyingExecutor(config))
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    request = EngineCoreRequest(request_id="copy", spec=RequestSpec([*range(40, 60), 40], sampling))
+    found = Answers()
+    run(engine, [request], found)
+    assert found.tokens["copy"] == list(range(41, 57))
+    # One token comes with the prompt; three drafts are right in each step but the last.
+    assert engine.core.stats().drafts.num_accepted_tokens >= 3 + 3 + 3 + 2
+    engine.close()

@@ -87,6 +87,25 @@ async def test_a_snapshot_has_nodes_figures_tenants_and_requests(cluster: Cluste
     assert "somebody" not in json.dumps(told)
 
 
+async def test_a_snapshot_says_which_drafts_of_a_node_were_right(cluster: Cluster) -> None:
+    """It says so by position in a step; a node without drafts says nothing."""
+    plain, drafting = await cluster.decode(), await cluster.decode()
+    router = await cluster.router(plain, drafting)
+
+    async def accepted() -> dict[str, list[float]]:
+        return {node["node"]: node["accepted"] for node in (await snapshot(router))["nodes"]}
+
+    assert await accepted() == {plain.target: [], drafting.target: []}
+    router.services.sources.sample()
+    drafting.status.load.num_accepted_per_pos.extend([80, 50, 8])
+    await drafting.status.change(num_drafts=100)
+    nodes = router.services.registry.all_nodes()
+    node = next(node for node in nodes if str(node.address) == drafting.target)
+    await eventually(lambda: node.report is not None and node.report.totals.num_drafts == 100)
+    router.services.sources.sample()
+    assert await accepted() == {plain.target: [], drafting.target: [0.8, 0.5, 0.08]}
+
+
 async def test_a_timeline_has_what_nodes_tell_of_the_way(cluster: Cluster) -> None:
     times = AnswerTimes(
         prompt=34, cached=8, tokens=3, path="remote", queue=0.01, prefill=0.02, first=0.03,
