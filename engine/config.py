@@ -14,6 +14,7 @@ import msgspec
 from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
 from engine.kv_scales import KVScaleTable
+from engine.lora import LoRAConfig
 from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import (
@@ -299,6 +300,7 @@ class EngineConfig:
         decode_query_len: Tokens that a decoding row computes in one step: its last one, and
             drafts of those behind it.
         speculative: Who drafts them; None: nobody.
+        lora: Room for adapters; None: there are none.
     """
 
     engine_id: str
@@ -311,6 +313,7 @@ class EngineConfig:
     kv_transfer: KVTransferConfig | None = None
     decode_query_len: int = 1
     speculative: SpeculativeConfig | None = None
+    lora: LoRAConfig | None = None
     inspection: InspectionConfig = field(default_factory=InspectionConfig)
     images: ImageConfig = field(default_factory=ImageConfig)
 

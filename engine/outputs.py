@@ -236,6 +236,14 @@ class WorkStats(msgspec.Struct, array_like=True):
     kinds: dict[str, KindRates] = {}
 
 
+class LoRAStats(msgspec.Struct, array_like=True):
+    """Tells which adapters have requests, and which are in host memory, all by digest."""
+
+    running: list[str] = []
+    waiting: list[str] = []
+    loaded: list[str] = []
+
+
 class GrammarStats(msgspec.Struct, array_like=True):
     """Counts what grammars have cost the first worker so far.
 
@@ -339,3 +347,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     residency: ResidencyStats | None = None
     work: WorkStats | None = None
+    lora: LoRAStats | None = None

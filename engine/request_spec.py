@@ -21,6 +21,7 @@ others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,19 @@ class UnknownSpecVersion(InvalidRequest):
     """The peer runs another release, which means something else by the same names."""
 
 
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Names an adapter of the model.
+
+    Attributes:
+        name: What the client asked for, which messages and metrics repeat.
+        digest: What the adapter is: SHA-256 of its files, in hexadecimal. Everything that depends
+            on the adapter goes by it; two names may have one digest.
+    """
+
+    name: str
+    digest: str
+
+
 class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A request as every node that works on it sees it.
 
@@ -60,6 +74,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         images: Those of the prompt, in order. Their pixels travel beside the spec.
         sibling_seeds: Seeds of further answers to the same prompt, which are chosen like the first
             in everything else. With them, prompt and first tokens are computed once for all.
+        adapter: Whose weights are added to the model's; None: the model answers as it is.
     """
 
     prompt_token_ids: list[int] = msgspec.field(default_factory=list, name="1")
@@ -70,6 +85,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     prefix_hash: int = msgspec.field(default=0, name="6")
     sibling_seeds: tuple[int, ...] = msgspec.field(default=(), name="7")
     images: tuple[ImageSpan, ...] = msgspec.field(default=(), name="8")
+    adapter: AdapterRef | None = msgspec.field(default=None, name="9")
 
     @property
     def num_own_prompt_tokens(self) -> int:
@@ -149,6 +165,11 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         )
         self._check_images()
         check(
+            self.adapter is None or _DIGEST.fullmatch(self.adapter.digest) is not None,
+            "model",
+            "names an adapter without a digest of 64 hexadecimal digits",
+        )
+        check(
             len(self.cache_salt) <= MAX_SALT_LENGTH,
             "cache_salt",
             f"must have at most {MAX_SALT_LENGTH} characters, with the tenant's",
@@ -169,6 +190,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             end = image.end
 
 
+_DIGEST = re.compile("[0-9a-f]{64}")
 _SAMPLING = 2
 """Number of the field `sampling`."""
 _encode = msgspec.msgpack.Encoder().encode

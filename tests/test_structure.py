@@ -41,6 +41,7 @@ ENGINE_ORDER = [
         "config",
         "crash_facts",
         "life_places",
+        "lora",
         "profiles",
         "step_work",
         "sampling_params",

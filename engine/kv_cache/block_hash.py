@@ -1,9 +1,9 @@
 """The name of a full block: a hash of everything that its KV depends on.
 
 Chained: each hash covers the one before it, so two blocks have equal hashes exactly when their
-tokens and all tokens before them are equal. The chain starts from the extra keys (tenant salt),
-so tenants with different salts never share a block. All tokens of all images are one id: a block
-that has some is hashed with the images' digests.
+tokens and all tokens before them are equal. The chain starts from the extra keys (tenant salt,
+adapter), so tenants with different salts never share a block, nor do an adapter and the model. All
+tokens of all images are one id: a block that has some is hashed with the images' digests.
 
 SHA-256 and not a faster hash: whoever could craft two prompts with equal hashes could be served
 another tenant's KV, and beside packing the tokens the difference is small
@@ -30,7 +30,10 @@ def root_hash(spec: RequestSpec) -> BlockHash:
     The extra keys are here and nowhere else: everything of a request, besides its tokens, that its
     KV depends on or that must keep it apart.
     """
-    return hashlib.sha256(b"tandem/kv-block/1\0" + spec.cache_salt.encode()).digest()
+    kind = b"tandem/kv-block/1"
+    if spec.adapter is not None:
+        kind += b"+" + bytes.fromhex(spec.adapter.digest)
+    return hashlib.sha256(kind + b"\0" + spec.cache_salt.encode()).digest()
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:

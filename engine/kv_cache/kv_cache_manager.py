@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import TypeAlias
 
+from engine.config import EngineConfig
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.block_pool import BlockPool
@@ -72,6 +73,12 @@ class KVCacheManager:
         self.confirms_blocks = enable_caching or any(group.window is not None for group in groups)
         """`confirm` has something to do whenever a request has filled a block."""
         self.least_block_size = min(group.block_size for group in groups)
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_blocks: int) -> KVCacheManager:
+        """Returns the manager of an engine's cache of `num_blocks`."""
+        cache, sample = config.cache, config.inspection.kv_cache_metrics_sample
+        return cls(num_blocks, config.kv_layout.groups, cache.enable_prefix_caching, sample)
 
     @property
     def num_groups(self) -> int:

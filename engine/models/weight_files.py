@@ -166,6 +166,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 path, f"is cut off or no safetensors file ({size} bytes)", _DOWNLOAD_AGAIN
             )
         header = file.read(length)
+    return parse_header(path, header, size)
+
+
+def parse_header(path: Path, header: bytes, size: int) -> dict[str, StoredTensor]:
+    """Returns the tensors that the JSON of a file of `size` bytes names.
+
+    Raises:
+        CheckpointError: The header is broken, or the file is cut off.
+    """
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
@@ -174,7 +183,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         }
     except msgspec.DecodeError as error:
         raise CheckpointError(path, f"has a broken header ({error})", _DOWNLOAD_AGAIN) from error
-    data = 8 + length
+    data = 8 + len(header)
     tensors = {
         name: StoredTensor(
             name, path, entry.dtype, tuple(entry.shape), data + entry.data_offsets[0],

@@ -21,6 +21,7 @@ from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.group_manager import BlockTables
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
+from engine.sched.adapters import AdapterTable
 from engine.sched.counters import SchedulerCounters
 from engine.sched.exports import is_exported
 from engine.sched.forks import Forks
@@ -49,6 +50,7 @@ class Admission:
         running: RunningRows,
         remote: RemoteKV,
         forks: Forks,
+        adapters: AdapterTable,
         counters: SchedulerCounters,
     ) -> None:
         self._config = config
@@ -61,6 +63,7 @@ class Admission:
         self._outside = remote.host.ready
         """Requests whose prefix came from outside of the cache."""
         self._forks = forks
+        self._adapters = adapters
         self._counters = counters
         self._blocked_at: tuple[str, int, int] | None = None
         """The last attempt: (request that did not fit, free blocks, headroom)."""
@@ -70,6 +73,7 @@ class Admission:
         left = self._admit_choices(self._admit_loaded(self._admit_ready(budget)))
         if left is not None:
             self._admit_waiting(left)
+            self._adapters.put_back()
 
     def _admit_ready(self, budget: int) -> int:
         """Returns what is left of the budget."""
@@ -118,6 +122,8 @@ class Admission:
             request = self._waiting.peek()
             if self._is_still_blocked(request):
                 return
+            if self._adapters.set_aside():
+                continue
             pull = self._pulls.get(request)
             if pull is not None:
                 if not self._admit_pull(pull):

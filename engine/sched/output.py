@@ -43,6 +43,13 @@ class PulledDrafts(msgspec.Struct, array_like=True):
     feature: bytes
 
 
+class LoRASlot(msgspec.Struct, frozen=True, array_like=True):
+    """Tells which slot a request's adapter is in: workers fill it, unless it is there already."""
+
+    index: int
+    digest: str
+
+
 class NewRequestData(msgspec.Struct, array_like=True):
     """A request enters a row.
 
@@ -61,6 +68,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
             logits.
         pulled: KV that came from a peer, if a drafter must know; None: nothing to know.
         images: Those of the prompt.
+        lora: Where the request's adapter is; None: it has none.
     """
 
     row: int
@@ -75,6 +83,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     sibling_seeds: tuple[int, ...] = ()
     pulled: PulledDrafts | None = None
     images: tuple[ImageSpan, ...] = ()
+    lora: LoRASlot | None = None
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):

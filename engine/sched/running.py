@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
+from engine.sched.adapters import AdapterTable
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
 from engine.sched.draft_length import DraftLength
@@ -55,6 +56,7 @@ class RunningRows:
         waiting: RequestQueue,
         remote: RemoteKV,
         forks: Forks,
+        adapters: AdapterTable,
         counters: SchedulerCounters,
     ) -> None:
         self._kv_cache = kv_cache
@@ -63,6 +65,7 @@ class RunningRows:
         self._pulls = remote.pulls
         self._host = remote.host
         self._forks = forks
+        self._adapters = adapters
         self._counters = counters
         self.images = ImageEncoding(limits.images)
         self.table = RowTable(limits.num_rows)
@@ -113,6 +116,7 @@ class RunningRows:
                 sibling_seeds=() if request.knows_first_token else request.spec.sibling_seeds,
                 pulled=self._pulled_drafts(request),
                 images=request.spec.images,
+                lora=self._adapters.slot_of(request),
             )
         )
         for group, ids in enumerate(of_other_groups, start=1):

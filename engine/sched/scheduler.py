@@ -32,6 +32,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.outputs import ModelRunnerOutput, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.request import Request, RequestStatus
+from engine.sched.adapters import AdapterTable
 from engine.sched.admission import Admission
 from engine.sched.counters import SchedulerCounters
 from engine.sched.forks import Forks
@@ -64,12 +65,7 @@ class Scheduler:
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._limits = RequestLimits(config, num_blocks)
         self._counters = SchedulerCounters()
-        self._kv_cache = KVCacheManager(
-            num_blocks,
-            config.kv_layout.groups,
-            config.cache.enable_prefix_caching,
-            config.inspection.kv_cache_metrics_sample,
-        )
+        self._kv_cache = KVCacheManager.of(config, num_blocks)
         self._fence = StepFence(self._kv_cache)
         self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog())
         self._waiting = RequestQueue(policy)
@@ -77,6 +73,8 @@ class Scheduler:
             connector, self._kv_cache, self._fence, self._waiting, config, self._steps.prefill_rate
         )
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
+        self._requests: dict[str, Request] = {}
+        self.adapters = AdapterTable(config.lora, self._requests, self._waiting)
         self._running = RunningRows(
             self._limits,
             config,
@@ -85,6 +83,7 @@ class Scheduler:
             self._waiting,
             self._remote,
             self._forks,
+            self.adapters,
             self._counters,
         )
         self._admission = Admission(
@@ -95,9 +94,9 @@ class Scheduler:
             self._running,
             self._remote,
             self._forks,
+            self.adapters,
             self._counters,
         )
-        self._requests: dict[str, Request] = {}
         self._unreported: set[str] = set()
         """Requests whose first output is still to come."""
         self._num_arrived = 0
@@ -110,6 +109,7 @@ class Scheduler:
             self._forks,
             self._fence,
             self._steps,
+            self.adapters,
             self._counters,
         )
 
@@ -126,7 +126,8 @@ class Scheduler:
         for name in (request.request_id, *names):
             if name in self._requests:
                 raise ValueError(f"request {name!r} exists already")
-        refusal = self._limits.refusal(request) or self._remote.refusal(request)
+        parts = self._limits, self._remote, self.adapters
+        refusal = next(filter(None, (part.refusal(request) for part in parts)), "")
         if refusal:
             request.status = RequestStatus.FINISHED_ERROR
             ends = [EngineCoreOutput(name, [], "error", error=refusal) for name in names]
@@ -140,18 +141,19 @@ class Scheduler:
         self._waiting.add(request)
         return EngineCoreOutputs()
 
-    def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
-        """Aborts requests; unknown ids are left alone, as those ended meanwhile. KV that an ended
-        request still exports to a peer is called off. A prompt's request goes with its choices.
-        """
+    def abort_requests(self, request_ids: Iterable[str], error: str = "") -> EngineCoreOutputs:
+        """Aborts requests, or ends them with an error; unknown ids are left alone, as those ended
+        meanwhile. KV that an ended request still exports to a peer is called off. A prompt's
+        request goes with its choices."""
         outputs = EngineCoreOutputs()
+        status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_ABORTED
         for request_id in [name for one in request_ids for name in self._forks.listeners(one)]:
             request = self._requests.get(request_id)
             if request is None:
                 self._remote.exports.abort_of(request_id)
                 continue
-            output = EngineCoreOutput(request_id, [])
-            self._finish(request, RequestStatus.FINISHED_ABORTED, output=output)
+            output = EngineCoreOutput(request_id, [], error=error)
+            self._finish(request, status, output=output)
             outputs.outputs.append(output)
         return outputs
 
@@ -185,15 +187,13 @@ class Scheduler:
         return EngineCoreOutputs()
 
     def prompt_computed(self, request_id: str) -> None:
-        """Records that a later attempt's peer has computed the prompt; its first token is known."""
+        """Records that a later attempt's peer has computed the prompt; token one is known."""
         request = self._requests.get(request_id)
         if request is not None:
             self._remote.pulls.prompt_computed(request)
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> EngineCoreOutputs:
-        """Starts a new attempt, maybe with another peer. Ignored when the request computes its
-        prompt here.
-        """
+        """Starts a new attempt, maybe with another peer, unless the prompt is computed here."""
         request = self._requests.get(request_id)
         result = self._remote.pulls.retry(request, params) if request is not None else None
         return EngineCoreOutputs(kv_results=[result] if result is not None else [])
@@ -218,8 +218,7 @@ class Scheduler:
     # One step ---------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """Returns the next step; None when there is nothing that could run now. Pulls of KV may
-        have been started all the same."""
+        """Returns the next step; None: nothing could run now, though pulls may have started."""
         running = self._running
         self._remote.begin_step()
         step_id = running.step_id + 1
@@ -378,6 +377,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.leave(self._running.table.of(request))
         self._waiting.remove(request)
+        self.adapters.request_ended(request.request_id)
         request.status = status
         is_abort = status is RequestStatus.FINISHED_ABORTED
         self._remote.request_ended(request, is_abort=is_abort)

@@ -12,6 +12,7 @@ from engine.crash_facts import EngineFacts, RequestFacts, hash_id
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.outputs import SchedulerStats
 from engine.request import Request
+from engine.sched.adapters import AdapterTable
 from engine.sched.counters import SchedulerCounters
 from engine.sched.forks import Forks
 from engine.sched.in_flight import StepsInFlight
@@ -38,6 +39,7 @@ class SchedulerView:
         forks: Forks,
         fence: StepFence,
         steps: StepsInFlight,
+        adapters: AdapterTable,
         counters: SchedulerCounters,
     ) -> None:
         self._requests = requests
@@ -48,6 +50,7 @@ class SchedulerView:
         self._forks = forks
         self._fence = fence
         self._steps = steps
+        self._adapters = adapters
         self._counters = counters
 
     def stats(self) -> SchedulerStats:
@@ -70,6 +73,7 @@ class SchedulerView:
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
             kv_transfer=remote.counters,
+            lora=self._adapters.stats(),
             residency=self._kv_cache.residency(),
             work=self._steps.meter.stats() if self._steps.meter is not None else None,
             **counters.by_name(),

@@ -52,12 +52,13 @@ class GraphKey(NamedTuple):
     """Names the work of one graph: a step of `num_reqs` requests with `num_tokens` tokens in all.
     `decode_query_len`: all of them decode, with so many tokens each; 0: prompts, each of which
     ends. `samples`: also their next tokens and the advance of their rows; without, it ends with
-    their logits."""
+    their logits. `adapters`: some of the requests may have one."""
 
     num_reqs: int
     num_tokens: int
     samples: bool
     decode_query_len: int = 0
+    adapters: bool = False
 
     @classmethod
     def of_decodes(cls, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey:
@@ -75,7 +76,8 @@ class GraphKey(NamedTuple):
 
     def describe(self) -> str:
         what = "decodes of" if self.decodes else f"{self.num_tokens} tokens of prompts of"
-        return f"a step with {what} {self.num_reqs} requests"
+        adapters = " with adapters" if self.adapters else ""
+        return f"a step with {what} {self.num_reqs} requests{adapters}"
 
     @property
     def how_to_leave_out(self) -> str:
@@ -155,6 +157,7 @@ class CudaGraphManager:
         prompts: Steps with prompts, smallest first.
         decode_query_lens: Tokens of each decode; decodes of other lengths have no graphs.
         shorter: More lengths, and the requests of their batches.
+        adapters: The values of `GraphKey.adapters` that there are.
     """
 
     def __init__(
@@ -164,7 +167,9 @@ class CudaGraphManager:
         prompts: list[GraphKey] | None = None,
         decode_query_lens: tuple[int, ...] = (1,),
         shorter: dict[int, tuple[int, ...]] | None = None,
+        adapters: Sequence[bool] = (False,),
     ) -> None:
+        self._adapters = adapters
         self._shorter = {length: list(sizes) for length, sizes in (shorter or {}).items()}
         self.capture_sizes = sorted(set(capture_sizes))
         self._prompts = prompts or []
@@ -176,12 +181,13 @@ class CudaGraphManager:
     def keys(self) -> list[GraphKey]:
         """Returns all graphs, in the order in which they are recorded."""
         of_decodes = dict.fromkeys(self._decode_query_lens, self.capture_sizes)
-        return self._prompts[::-1] + [
+        keys = self._prompts[::-1] + [
             GraphKey.of_decodes(size, query_len, samples)
             for query_len, sizes in {**of_decodes, **self._shorter}.items()
             for size in reversed(sizes)
             for samples in (True, False)
         ]
+        return [key._replace(adapters=adapters) for adapters in self._adapters for key in keys]
 
     @property
     def most_reqs(self) -> int:

@@ -7,10 +7,9 @@ may want of their sampling. Prompts of one token run as decodes do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from engine.sched.output import NewRequestData, SchedulerOutput
@@ -36,13 +35,14 @@ class DummyStep(NamedTuple):
     num_cached: int = 0
     sibling_seeds: tuple[int, ...] = ()
 
-    def messages(
-        self, groups: Sequence[KVGroup], of_states: int, decode_query_len: int, budget: int
-    ) -> list[SchedulerOutput]:
+    def messages(self, config: EngineConfig, num_blocks: int) -> list[SchedulerOutput]:
         """Returns the step's message, that of a step with drafts behind it, if decodes have more
-        than one token, of which `budget` are computed at once, and the one that ends its requests.
-        All blocks are block 0, and those of states `of_states`.
+        than one token, and the one that ends its requests. All blocks are block 0, and those of
+        states block 1, if the cache has one.
         """
+        groups = config.kv_layout.groups
+        # Attention must not read a state: as keys and values its bytes may be no numbers at all.
+        of_states = min(1, num_blocks - 1)
         whole = [self.num_cached + length for length in self.lengths]
         step = SchedulerOutput(
             step_id=0,
@@ -60,8 +60,8 @@ class DummyStep(NamedTuple):
         )
         rows = list(range(len(whole)))
         decoding: list[SchedulerOutput] = []
-        if decode_query_len > 1:
-            most = budget // decode_query_len
+        if (query_len := config.decode_query_len) > 1:
+            most = config.scheduler.max_num_batched_tokens // query_len
             decoding = [SchedulerOutput(step_id=0, decode_add=rows[:most])]
         return [step, *decoding, SchedulerOutput(step_id=0, finished_rows=rows)]
 
@@ -118,8 +118,10 @@ def behind_contexts(num_tokens: int, max_num_reqs: int, max_model_len: int) -> D
     return DummyStep([length] * count, SamplingParams(), max_model_len - length)
 
 
-def warm_up_steps(max_num_reqs: int, longest: int, max_model_len: int) -> list[DummyStep]:
-    """Returns the steps to run. One prompt, and one step, may have `longest` tokens."""
+def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
+    """Returns the steps to run before anybody waits for one."""
+    max_num_reqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
+    longest = min(max_model_len, config.scheduler.max_num_batched_tokens)
     plain, unfiltered = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
     steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
     many = min(_MANY_TOKENS, longest)

@@ -43,8 +43,9 @@ from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import Sampler, SamplerOutput
 from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
+from engine.worker.adapters import Adapters, NoAdapters
 from engine.worker.async_output import AsyncOutput, ResultCopier
-from engine.worker.attention_of_model import attention_of, group_inputs
+from engine.worker.attention_of_model import attention_of, group_inputs, prepare_attention
 from engine.worker.cudagraph_utils import (
     PROMPT_TOKENS,
     CudaGraphManager,
@@ -67,6 +68,10 @@ from tandem_kernels import ops
 class ModelRunner:
     """Owns the rows of one rank. `kv_caches` are set once, before the first step."""
 
+    kv_caches: list[torch.Tensor]
+    """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
+    kv_pages: torch.Tensor
+    """All of them by block, as `engine.worker.kv_cache.KVCache` has them."""
     _query_len: int
     """Tokens of each decode in the next step: fewer than there may be, if the scheduler says so."""
     _graph_token_ids: torch.Tensor
@@ -82,6 +87,7 @@ class ModelRunner:
         device: torch.device,
         draft: DraftNetwork | None = None,
         tower: VisionTower | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         limits, max_model_len = config.scheduler, config.model.max_model_len
         rows = limits.max_num_seqs
@@ -105,6 +111,7 @@ class ModelRunner:
             token_ids=self.states.token_ids.tensor,
             grammars=create_grammars(config, device),
         )
+        self.adapters: Adapters = adapters or NoAdapters()
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = [self.states.row_tables(tables) for tables in self._block_tables]
         self._carried: list[CarriedTensor] = [
@@ -112,6 +119,7 @@ class ModelRunner:
             *(carried for tables in self._block_tables for carried in tables.carried),
             *self.sampler.carried,
             *self._images.carried,
+            *self.adapters.carried,
         ]
         self._input_buffers = InputBuffers(
             rows,
@@ -130,10 +138,6 @@ class ModelRunner:
         """Asked for after each step, if decodes have more than one token."""
         self._network = self._create_network(draft)
         self._hands_over = config.is_producer
-        self.kv_caches: list[torch.Tensor] = []
-        """One a layer, as `engine.worker.kv_cache.layer_views` has them."""
-        self.kv_pages = torch.empty(0)
-        """All of them by block, as `engine.worker.kv_cache.KVCache` has them."""
 
     def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
         if draft is None:
@@ -181,7 +185,8 @@ class ModelRunner:
             return AsyncOutput(step.step_id, rows, epochs, None, [], self._result_copier)
 
         on_layer = self._connector.pre_forward(step)
-        key = self._graph_key(order)
+        self.adapters.begin(rows=order.rows)
+        key = self.adapters.of_step(self._graph_key(order))
         sampled: SamplerOutput | None
         of_prompts: list[PromptLogprobsTensors] = []
         if key is None:
@@ -221,7 +226,8 @@ class ModelRunner:
         width = self._decode_query_len
         sizes = capture_sizes(self._config, self.states.max_num_reqs)
         shorter = shorter_sizes(self._config, self.states.max_num_reqs)
-        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter)
+        kinds = self.adapters.kinds
+        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter, kinds)
         shape = graphs.most_reqs, width
         self._graph_token_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
         shape = graphs.most_places, self._config.model.vocab_size
@@ -235,14 +241,9 @@ class ModelRunner:
 
     def warm_up(self, report: Callable[[float], None]) -> None:
         """Runs steps of many shapes, so that no kernel is compiled while somebody waits."""
-        limits = self._config.scheduler
-        max_model_len = self._config.model.max_model_len
-        longest = min(max_model_len, limits.max_num_batched_tokens)
-        steps = warm_up_steps(limits.max_num_seqs, longest, max_model_len)
-        num_heads = self._config.model.num_heads // self._config.parallel.tensor_parallel_size
         attended = self.kv_caches[self._groups[0].layers[0]]
-        dtype = getattr(torch, self._config.model.dtype)
-        self._attention.prepare(num_heads, attended, dtype, longest)
+        prepare_attention(self._attention, self._config, attended)
+        steps = warm_up_steps(self._config)
         for index, step in enumerate(steps):
             report(index / len(steps))
             self._dummy_step(step)
@@ -260,11 +261,9 @@ class ModelRunner:
             self._dummy_step(step)
 
     def _dummy_step(self, dummy: DummyStep) -> None:
-        # Attention must not read a state: as keys and values its bytes may be no numbers at all.
-        of_states = min(1, self.kv_pages.shape[1] - 1)
-        budget = self._config.scheduler.max_num_batched_tokens
-        for step in dummy.messages(self._groups, of_states, self._decode_query_len, budget):
-            self.execute_model(step).get_output()
+        for _ in self.adapters.each_kind():
+            for step in dummy.messages(self._config, num_blocks=self.kv_pages.shape[1]):
+                self.execute_model(step).get_output()
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for row in step.finished_rows:
@@ -296,6 +295,7 @@ class ModelRunner:
         self._block_tables[0].add_request(new.row, new.block_ids)
         self._images.add_request(new)
         self.sampler.add_request(new)
+        self.adapters.add_request(new)
         self._prompt_logprobs.add_request(new)
 
     def _remove_request(self, row: int) -> None:
@@ -304,6 +304,7 @@ class ModelRunner:
             tables.remove_request(row)
         self._decode_set.remove_request(row)
         self.sampler.remove_request(row)
+        self.adapters.remove_request(row)
         self._prompt_logprobs.remove_request(row)
 
     def _start_decoding(self, row: int) -> None:
@@ -349,7 +350,8 @@ class ModelRunner:
         """Runs what a graph holds, of decodes or of prompts, for nobody: rows are -1, lengths 0."""
         batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
-        hidden = self._forward(batch, _no_layer)
+        self.adapters.has_any = key.adapters
+        hidden = self._forward(batch, lambda layer: None)  # Graphs hold no call to the host.
         if not key.decodes:
             hidden = hidden.index_select(0, batch.logits_indices.clamp(min=0))
         logits = self._model.compute_logits(hidden)
@@ -363,6 +365,7 @@ class ModelRunner:
         self._graph_token_ids[: key.num_reqs, : key.width].copy_(token_ids)
 
     def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
+        self.adapters.apply_to(batch)
         by_group = self._input_buffers.by_group(batch)
         groups = group_inputs(self._groups, by_group, self._attention)
         network = self._network
@@ -412,7 +415,3 @@ class ModelRunner:
         forced = self.sampler.grammars.take_forced()
         self.drafts.propose(order, rows, sampled.token_ids, forced, num_drafts)
         return sampled
-
-
-def _no_layer(layer: int) -> None:
-    """Graphs hold no call to the host."""

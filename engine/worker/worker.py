@@ -32,6 +32,7 @@ from engine.models.loader import load_weights
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.parallel import ExpertRanks, ParallelPlace
 from engine.sched.output import SchedulerOutput
+from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
 from engine.worker.kv_cache import (
     KVCache,
@@ -137,6 +138,7 @@ class Worker:
         config = self.config
         with naming_out_of_memory("loading the model", cure_of_loading(config), self._device):
             model = create_model(config, self._place, self._device)
+            adapters = create_adapters(config, model, self._device)
             log = self.load_log = LoadLog(report)
             skipped = load_weights(model, config, log.report, log.start)
             log.finish(skipped, tells_skipped=self.rank == 0)
@@ -147,7 +149,9 @@ class Worker:
             tower = create_tower(config, self._place, self._device)
             if tower is not None:
                 load_weights(tower, config, lambda fraction: None, is_tower=True)
-            self.runner = ModelRunner(config, model, self._connector, self._device, draft, tower)
+            self.runner = ModelRunner(
+                config, model, self._connector, self._device, draft, tower, adapters
+            )
         self._closers.callback(self.runner.sampler.grammars.close)
         self.runner.sampler.grammars.prepare()
 
@@ -238,6 +242,15 @@ class Worker:
             raise device_memory_error("computing a step", cure, self._device) from error
         finally:
             self.host_s += time.perf_counter() - grammars.waited_s - started
+
+    def load_adapter(self, digest: str, path: str) -> None:
+        """Reads an adapter into host memory. May run beside steps, in another thread. Raises
+        `AdapterError`."""
+        self.runner.adapters.load(digest, path)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forgets an adapter. It comes in order with the steps."""
+        self.runner.adapters.drop(digest)
 
     @property
     def device_name(self) -> str:

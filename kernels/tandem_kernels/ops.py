@@ -24,6 +24,7 @@ from tandem_kernels.reference import (
     gemm,
     int4,
     latent,
+    lora,
     ngrams,
     quantised_experts,
     ragged,
@@ -94,6 +95,9 @@ prepare_inputs = Op(batch.prepare_inputs, "batch.batch_prep")
 post_update = Op(batch.post_update, "batch.batch_prep")
 write_drafts = Op(batch.write_drafts, "batch.batch_prep")
 lookup_ngrams = Op(ngrams.lookup_ngrams, "batch.ngrams")
+lora_slots_of_tokens = Op(lora.lora_slots_of_tokens, "lora.lora_slots")
+lora_shrink = Op(lora.lora_shrink, "lora.lora_shrink")
+lora_expand = Op(lora.lora_expand, "lora.lora_expand")
 apply_staged_writes = Op(batch.apply_staged_writes, "batch.staged_writes")
 copy_blocks = Op(batch.copy_blocks, "batch.block_copies")
 add_sparse = Op(sampling.add_sparse, "sampler.penalties")

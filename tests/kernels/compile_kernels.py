@@ -61,6 +61,7 @@ from tandem_kernels.linear_attention import (
     delta_tuning,
     gated_rms_norm,
 )
+from tandem_kernels.lora import lora_expand, lora_shrink, lora_slots
 from tandem_kernels.sampler import filter_floor, logprobs, penalties, sampling, token_masks
 
 NO_SCALES = {"k_scale": None, "v_scale": None}
@@ -829,6 +830,37 @@ def sampling_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def lora_cases(capability: int) -> Iterator[Case]:
+    ints = named("*i32", "row_slots", "idx_mapping", "query_start_loc", "token_slots")
+    types = {**ints, "out": "*i32"}
+    yield Case(lora_slots.lora_slots_kernel, "", types, {"BLOCK": 256}, {"num_warps": 1})
+    overlap = capability >= 90
+    pointers = {**ints, **named("*bf16", "x", "a", "b")}
+    for rows in (16, 64):
+        common = {"PRECISION": "tf32", "ROWS": rows, "OVERLAP": overlap and rows == 16}
+        yield Case(
+            lora_shrink.lora_shrink_kernel,
+            f"{rows}",
+            {**pointers, "out": "*fp32"},
+            {**common, "COLS": 64, "DEPTH": 128},
+            {"num_warps": 4, "num_stages": 3},
+        )
+        for rank, parts in ((16, 3), (256, 1)) if rows == 64 else ((8, 2),):
+            yield Case(
+                lora_expand.lora_expand_kernel,
+                f"{rows} rank={rank} parts={parts}",
+                {**pointers, "shrunk": "*fp32", "out": "*bf16"},
+                {
+                    **common,
+                    "COLS": 64 if rows == 16 else 128,
+                    "DEPTH": max(16, min(64, rank)),
+                    "RANK": rank,
+                    "PARTS": parts,
+                },
+                {"num_warps": 4, "num_stages": 2},
+            )
+
+
 def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
@@ -846,6 +878,7 @@ def compile_all(capability: int) -> None:
         ragged_cases,
         linear_attention_cases,
         batch_cases,
+        lora_cases,
         sampling_cases,
     ]
     for case in itertools.chain.from_iterable(make(capability) for make in cases):

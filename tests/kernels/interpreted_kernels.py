@@ -16,6 +16,7 @@ import fp8_linear_checks
 import int4_checks as int4
 import kernel_checks as check
 import kernel_oracle as oracle
+import lora_checks
 import numpy as np
 import pytest
 import torch
@@ -395,3 +396,14 @@ def test_delta_rule(dtype: torch.dtype) -> None:
 def test_gates_of_linear_attention() -> None:
     delta_checks.gated_rms_norm(ops.gated_rms_norm.kernel, 3, 5, 24, torch.float16, "cpu")
     delta_checks.sigmoid_and_mul(ops.sigmoid_and_mul.kernel, 3, 1100, torch.float16, "cpu")
+
+
+def test_adapters() -> None:
+    lora_checks.slots_of_tokens(ops.lora_slots_of_tokens.kernel)
+    columns = ops.lora_shrink.kernel, ops.lora_expand.kernel
+    for num_tokens, inner, counts, rank in (
+        (5, 1040, (72, 16, 16), 8),
+        (70, 96, (48, 48), 16),
+        (3, 64, (40,), 32),
+    ):
+        lora_checks.shrink_and_expand(*columns, num_tokens, inner, counts, rank, torch.float32)

@@ -16,6 +16,7 @@ from engine.messages import EngineCoreRequest
 from engine.request_spec import (
     MAX_SPEC_BYTES,
     SPEC_VERSION,
+    AdapterRef,
     RequestSpec,
     UnknownSpecVersion,
     decode_spec,
@@ -51,6 +52,7 @@ def any_values(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
 
 
 VALUES[SamplingParams] = st.builds(SamplingParams, **any_values(SamplingParams))
+VALUES[AdapterRef | None] = st.one_of(st.none(), st.builds(AdapterRef, **any_values(AdapterRef)))
 SPECS = st.builds(RequestSpec, **any_values(RequestSpec))
 
 

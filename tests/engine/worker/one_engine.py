@@ -13,6 +13,7 @@ from engine.outputs import ModelRunnerOutput, TokenLogprobs
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from engine.sched.adapters import LoadAdapter
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
@@ -67,12 +68,28 @@ class OneEngine:
     def step(self) -> bool:
         """Runs a step and returns whether there was anything to do."""
         step = self.scheduler.schedule()
+        moved = self._move_adapters()
         if step is not None:
             self._in_flight.append((step, self.worker.execute_model(step)))
         if self._in_flight and (step is None or len(self._in_flight) >= self._depth):
             self._note(self.scheduler.update_from_output(*self._in_flight.popleft()))
             return True
-        return step is not None
+        return step is not None or moved
+
+    def _move_adapters(self) -> bool:
+        """Does what the scheduler asks of host memory, and returns whether it asked for
+        anything."""
+        adapters = self.scheduler.adapters
+        if not adapters.commands:
+            return False
+        for command in adapters.commands:
+            if isinstance(command, LoadAdapter):
+                self.worker.load_adapter(command.digest, command.path)
+                adapters.loaded(command.digest, "")
+            else:
+                self.worker.drop_adapter(command.digest)
+        adapters.commands.clear()
+        return True
 
     def finish(self) -> None:
         for _ in range(MAX_STEPS):

@@ -117,6 +117,14 @@ class TwoRanks(Worker):
         assert other.result() == output
         return output
 
+    def load_adapter(self, digest: str, path: str) -> None:
+        self._other.load_adapter(digest, path)
+        super().load_adapter(digest, path)
+
+    def drop_adapter(self, digest: str) -> None:
+        self._other.drop_adapter(digest)
+        super().drop_adapter(digest)
+
     def shutdown(self) -> None:
         self._other.shutdown()
         super().shutdown()

@@ -1,0 +1,37 @@
+"""Room for adapters (LoRA), as an engine is configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAModule:
+    """An adapter that the engine has from its start.
+
+    Attributes:
+        name: What clients ask for.
+        path: Its folder.
+        digest: Of its files; see `engine.models.adapter_files`.
+    """
+
+    name: str
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Says how many adapters the engine holds where.
+
+    Attributes:
+        max_loras: Adapters of one batch at most: each has a slot in device memory.
+        max_lora_rank: Slots are of this rank.
+        max_cpu_loras: Adapters in host memory at most, from which slots are filled.
+        modules: Adapters that there are from the start.
+    """
+
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 1
+    modules: tuple[LoRAModule, ...] = ()

@@ -1,0 +1,84 @@
+"""LoRA in plain torch: what adapters add to the outputs of a linear layer.
+
+Each token of a step has the adapter of one slot, or none (-1). A layer may be several projections
+of one input: each has its own A and B, which lie behind each other.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem_kernels.reference.gemm import invariant_gemm
+
+NO_SLOT = -1
+
+
+def lora_slots_of_tokens(
+    row_slots: Tensor, idx_mapping: Tensor, query_start_loc: Tensor, out: Tensor
+) -> None:
+    """Writes the slot of each token of a step; -1 behind the last one.
+
+    Args:
+        row_slots: [rows] int32.
+        idx_mapping: [R] int32, request of the step -> row; -1: padding.
+        query_start_loc: [R + 1] int32.
+        out: [T] int32.
+    """
+    slots = torch.where(idx_mapping < 0, NO_SLOT, row_slots[idx_mapping.clamp(min=0).long()])
+    counts = query_start_loc.diff().long()
+    found = slots.int().repeat_interleave(counts)
+    out.fill_(NO_SLOT)
+    out[: len(found)] = found[: len(out)]
+
+
+def lora_shrink(x: Tensor, a: Tensor, token_slots: Tensor, *, fixed_order: bool = False) -> Tensor:
+    """Multiplies each token by A of its slot: [T, K] -> [1, T, P * r] float32.
+
+    Args:
+        a: [slots, P * r, K].
+        token_slots: [T] int32; of tokens without a slot nothing is defined.
+        fixed_order: A token's bits do not depend on the others.
+
+    The result is the sum over its first dimension: kernels cut K in pieces.
+    """
+    out = x.new_zeros((1, x.shape[0], a.shape[1]), dtype=torch.float32)
+    for slot in set(token_slots.tolist()):
+        if slot != NO_SLOT:
+            of_slot = token_slots == slot
+            out[0, of_slot] = _product(x[of_slot].float(), a[slot].float(), fixed_order)
+    return out
+
+
+def lora_expand(
+    shrunk: Tensor,
+    b: Tensor,
+    token_slots: Tensor,
+    ends: tuple[int, ...],
+    out: Tensor,
+    *,
+    fixed_order: bool = False,
+) -> None:
+    """Adds to `out` [T, N] in place what adapters make of `shrunk`, as `lora_shrink` returns it.
+
+    Args:
+        b: [slots, N, r].
+        ends: Where the outputs of each of the P projections end; the last is N.
+    """
+    rank = b.shape[2]
+    whole = shrunk.sum(0)
+    for slot in set(token_slots.tolist()):
+        if slot == NO_SLOT:
+            continue
+        of_slot = token_slots == slot
+        start = 0
+        for part, end in enumerate(ends):
+            h = whole[of_slot, part * rank : (part + 1) * rank].to(b.dtype)
+            delta = _product(h.float(), b[slot, start:end].float(), fixed_order)
+            out[of_slot, start:end] = (out[of_slot, start:end].float() + delta).to(out.dtype)
+            start = end
+
+
+def _product(x: Tensor, weight: Tensor, fixed_order: bool) -> Tensor:
+    return invariant_gemm(x, weight) if fixed_order else F.linear(x, weight)
