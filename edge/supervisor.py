@@ -1,16 +1,13 @@
 """Tells whoever started a service how far it is: one JSON object a line on standard output.
 
 Where nobody can be told (a full disk, a closed pipe) the service runs all the same. What was not
-written is tried again with the next line, and let go of at the end.
+written is tried again with the next line, and let go of at the end (`edge.program`).
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
-import os
-import sys
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +17,3 @@ def tell_supervisor(event: str, **facts: object) -> None:
         print(json.dumps({"event": event, **facts}), flush=True)
     except OSError as error:
         logger.warning("%r cannot be written to standard output: %s", event, error)
-        atexit.register(_let_go)
-
-
-def _let_go() -> None:
-    """Lets go of what is left: Python itself would end with an error if it could not write it."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,6 @@
 """Starting the processes of a node, and ending with them.
 
-A child is the `main()` of a module in a Python of its own (`host.child_main`): it inherits no state
+A child is the `main()` of a module in a Python of its own (`edge.program`): it inherits no state
 of its parent, no thread and no lock, and nothing is pickled. Its configuration is one JSON message
 on standard input.
 
@@ -86,7 +86,7 @@ class ChildProcess:
         the *thread* that started it ends.
         """
         process = subprocess.Popen(
-            [sys.executable, "-m", "host.child_main", module],
+            [sys.executable, "-m", "edge.program", module],
             stdin=subprocess.PIPE,
             env=environment_with(env or {}),
             process_group=0,

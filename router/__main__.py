@@ -2,68 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-import uvloop
-from pydantic import ValidationError
-
-from edge.logs.setup import setup_logging, tell_failure
-from edge.security.config import SecurityError
-from edge.tracing.errors import TracingError
-from router.config import RouterSettings
-from router.edge.api_keys import ApiKeys
-from router.errors import ConfigurationError
-from router.garbage import settle
-from router.nodes.address import NodeRole, parse_node_list
-from router.server import RouterServer, bind, https_files
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    try:
-        settings = RouterSettings(_cli_parse_args=arguments)
-        setup_logging(settings.log_style(), "router")
-        if settings.check:
-            return print_checked(settings)
-        check_plaintext(settings)
-        listener = bind(settings.host, settings.port)
-        admin_listener = None
-        if settings.admin_port is not None:
-            admin_listener = bind(settings.admin_host, settings.admin_port)
-        server = RouterServer(settings, listener, admin_listener=admin_listener)
-    except ValidationError as error:
-        for problem in error.errors():
-            print(f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", file=sys.stderr)
-        return 2
-    except (ConfigurationError, SecurityError, TracingError) as error:
-        tell_failure("error", error)
-        return 2
-    except OSError as error:
-        tell_failure("error", error)
-        return 1
-    settle()
-    uvloop.run(server.run_until_drained())
-    return 0
-
-
-def print_checked(settings: RouterSettings) -> int:
-    """Prints what `--check` shows, with secrets masked; returns the exit code. Raises
-    `ConfigurationError`, `SecurityError`."""
-    check_plaintext(settings)
-    https_files(settings)
-    ApiKeys(file=settings.api_key_file)
-    print(settings.model_dump_json(indent=2))
-    return 0
-
-
-def check_plaintext(settings: RouterSettings) -> None:
-    """Raises `PlaintextRefused` if a node would be talked to for others to hear, and
-    `ConfigurationError`."""
-    security = settings.security_config()
-    for role, text in ((NodeRole.PREFILL, settings.prefill), (NodeRole.DECODE, settings.decode)):
-        for entry in parse_node_list(role, text):
-            security.check_plaintext(f"the connection to a {role} node", entry.host)
-
+from edge.program import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("router.main")

@@ -87,6 +87,7 @@ ROUTER_ORDER = [
     {"edge", "make_discovery", "make_scaling"},
     {"app"},
     {"server", "garbage"},
+    {"main"},
     {"__main__"},
 ]
 
@@ -100,6 +101,7 @@ DECODE_NODE_ORDER = [
     {"http"},
     {"app", "prefix_sharing"},
     {"server"},
+    {"main"},
     {"__main__"},
 ]
 
@@ -137,7 +139,7 @@ PLANNER_ORDER = [
     {"__main__"},
 ]
 
-EDGE_ORDER = [{"address", "supervisor"}, {"security", "tracing"}, {"logs"}, {"http"}]
+EDGE_ORDER = [{"address", "program", "supervisor"}, {"security", "tracing"}, {"logs"}, {"http"}]
 
 TORCH_FREE = [
     "edge",
@@ -384,9 +386,12 @@ def test_torch_free_modules_name_no_torch_anywhere_below_them() -> None:
             assert hit is None, f"{module} reaches torch through {hit}"
 
 
-@pytest.mark.parametrize("service", ["router", "prefill_node", "decode_node", "cli", "planner"])
-def test_services_start_without_torch(service: str) -> None:
-    code = f"import sys, {service}.__main__; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "program",
+    ["router.main", "prefill_node.main", "decode_node.main", "cli.__main__", "planner.__main__"],
+)
+def test_services_start_without_torch(program: str) -> None:
+    code = f"import sys, {program}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -38,7 +38,7 @@ def module_of(pid: int) -> str:
     except OSError:
         return ""
     words = words[words.index("-m") + 1 :] if "-m" in words[:-1] else [""]
-    return words[1] if words[0] == "host.child_main" else words[0]
+    return words[1] if words[0] == "edge.program" else words[0]
 
 
 def transfer_processes(root: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The engine core's process: `python -m host.child_main engine.core.core_proc`.
+"""The engine core's process: `python -m edge.program engine.core.core_proc`.
 
     1. reads its configuration, connects to the node server
     2. starts workers and connector ──▶ LoadProgress, then EngineReady

@@ -1,4 +1,4 @@
-"""The transfer process: `python -m host.child_main kv_transfer.control.process`, with its
+"""The transfer process: `python -m edge.program kv_transfer.control.process`, with its
 configuration on standard input.
 
     1. malloc is told to keep its memory; then everything else is imported

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from decode_node.__main__ import main as decode_node_main
 from decode_node.config import DecodeNodeSettings
+from decode_node.main import main as decode_node_main
 from decode_node.server import create_parsers
 from engine.node.settings import SettingsError
 from tests.decode_node.chat_clients import (

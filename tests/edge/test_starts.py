@@ -32,7 +32,8 @@ def full_disk() -> Iterator[Any]:
 def test_a_service_that_cannot_tell_its_supervisor_goes_on_and_ends_well(full_disk: Any) -> None:
     code = (
         "from edge.supervisor import tell_supervisor\n"
-        "tell_supervisor('progress'); tell_supervisor('ready')"
+        "from edge.program import leave\n"
+        "tell_supervisor('progress'); tell_supervisor('ready'); leave(0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -80,7 +81,7 @@ def test_a_trace_file_in_a_missing_folder_is_named_before_anything_is_loaded(
         args += ["--model", str(demo_checkpoint)]
         monkeypatch.setattr(f"{service}.server.start_engine", None)
     monkeypatch.setattr(sys, "argv", [service, *args])
-    assert importlib.import_module(f"{service}.__main__").main() in (1, 2)
+    assert importlib.import_module(f"{service}.main").main() in (1, 2)
     said = capsys.readouterr().err
     assert str(file) in said and "--trace-file" in said
     assert "Traceback" not in said

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import decode_node.__main__
-import prefill_node.__main__
-import router.__main__
+import decode_node.main
+import prefill_node.main
+import router.main
 from tests.helm.helm_engine import Manifest, Rendered
 from tests.helm.scenarios import pods, rendered
 
@@ -32,9 +32,9 @@ name = "one"
 keys = ["sha256:{hashlib.sha256(SECRET.encode()).hexdigest()}"]
 """
 PROGRAMS = {
-    "prefill": prefill_node.__main__.main,
-    "decode": decode_node.__main__.main,
-    "router": router.__main__.main,
+    "prefill": prefill_node.main.main,
+    "decode": decode_node.main.main,
+    "router": router.main.main,
 }
 PREFIXES = {"router": "TANDEM_ROUTER_", "prefill": "TANDEM_", "decode": "TANDEM_"}
 

@@ -181,7 +181,7 @@ def project_ranges() -> dict[str, SpecifierSet]:
 
 def test_the_router_image_has_all_that_the_router_imports_and_no_torch() -> None:
     code = (
-        "import sys, cli.__main__, router.__main__\n"
+        "import sys, cli.__main__, router.main\n"
         "from importlib.metadata import packages_distributions\n"
         "known = packages_distributions()\n"
         "tops = {name.partition('.')[0] for name in sys.modules}\n"

@@ -211,8 +211,7 @@ def test_the_routers_lock_installs_by_hash_and_runs_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     code = (
-        "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "import router.__main__; print('torch' in sys.modules)"
+        "import sys; sys.path[:0] = sys.argv[1:]\nimport router.main; print('torch' in sys.modules)"
     )
     installed = tmp_path / f"tandem-{project()['version']}.dist-info"
     installed.mkdir()

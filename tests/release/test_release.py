@@ -189,7 +189,7 @@ def test_the_wheel_installs_and_its_command_runs(
     # The libraries are those of this environment; every package of ours is the wheel's.
     libraries = str(Path(grpc.__file__).parents[1])
     code = (
-        "import prefill_node.__main__, decode_node.__main__, router.__main__, tandem_kernels\n"
+        "import prefill_node.main, decode_node.main, router.main, tandem_kernels\n"
         "import sys; from cli.demo import __file__ as demo; print(demo, tandem_kernels.__file__)"
     )
     files = output(python, "-c", code, PYTHONPATH=libraries).split()

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from router.__main__ import main
 from router.config import RouterSettings
+from router.main import main
 from tests.router.cluster import TIMEOUT_S, Cluster
 from tests.router.fakes import event, open_stream
 from tests.router.processes import ready_line, router_process
@@ -105,7 +105,7 @@ def test_a_wrong_setting_is_named_and_nothing_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("router.__main__.setup_logging", lambda style, process: None)
+    monkeypatch.setattr("router.main.setup_logging", lambda style, process: None)
     assert main(["--port", "0", *args]) == code
     said = capsys.readouterr()
     assert said.out == ""

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "of_a_child.py").write_text(source)
     return subprocess.run(
-        [sys.executable, "-m", "host.child_main", "of_a_child"],
+        [sys.executable, "-m", "edge.program", "of_a_child"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

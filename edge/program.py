@@ -1,11 +1,12 @@
-"""Runs a child: `python -m host.child_main MODULE` imports MODULE and calls its `main()`.
+"""Runs programs of ours: `run("router.main")` imports that module and calls its `main()`, and so
+does `python -m edge.program MODULE`, as which children are started.
 
-1. imports, while Python looks for no garbage: there is none yet, and looking through a growing
-   heap again and again is a quarter of the time that torch takes
-2. freezes what was imported, so that no collection walks it while the child serves
-3. main(): returns None or an exit code, or raises SystemExit, as programs do
-4. ends as soon as standard output and error are written. Taking modules and libraries apart
-   takes longer than the rest of a child's end, and the kernel gives everything back anyway
+    1. imports, while Python looks for no garbage: there is none yet, and looking through a growing
+       heap again and again is a quarter of the time that torch takes
+    2. freezes what was imported, so that no collection walks it while the program serves
+    3. main(): returns None or an exit code, or raises SystemExit
+    4. ends as soon as standard output and error are written. Taking modules and libraries apart
+       takes longer than the rest of a program's end, and the kernel gives everything back anyway
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import sys
 from typing import NoReturn
 
 
-def main(module_name: str) -> NoReturn:
+def run(module_name: str) -> NoReturn:
+    """Ends this process with what the module's `main()` says."""
     code: object = 1
     try:
         gc.disable()
@@ -52,4 +54,4 @@ def leave(code: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run(sys.argv[1])
