@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""Measures what adapters cost: decode steps and first tokens with and without, in turns.
+
+Two engines run side by side on one device, one that knows nothing of adapters and one with eight of
+rank 16. Decode: the time of a step of 1, 16 and 64 requests, of the first engine, of the second
+without adapters, with one and with eight in the batch. First token: of a prompt that is alone.
+
+    python -m bench.engine.lora                      # Llama 3.1 8B's shape on one GPU
+    python -m bench.engine.lora --device cpu         # a tiny model
+    python -m bench.engine.lora --quantization fp8   # of a model with weights in FP8
+
+Weights and prompts are random. Goals: at 16 requests with 8 adapters 1.10 of the first engine, and
+without adapters 1.01. Results: bench/results/lora.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from bench.engine.offline import QUANTIZATIONS, SHAPES, config_json, shape_config
+from bench.record import write_result
+from engine.config import EngineConfig
+from engine.executor.uniproc_executor import UniprocExecutor
+from engine.lora import LoRAConfig, LoRAModule
+from engine.messages import EngineCoreRequest
+from engine.models.adapter_files import read_adapter
+from engine.request_spec import AdapterRef
+from engine.speed.offline_engine import OfflineEngine, offline_engine
+
+_KV_BYTES = 12 << 30
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Says what is measured on a device. `context`: prompt tokens of requests that decode."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    context: int
+    num_steps: int
+    num_rounds: int
+
+
+PLANS = {
+    "cuda": Plan((1, 16, 64), (128, 2048), 1024, 128, 3),
+    "cpu": Plan((1, 16), (64,), 32, 8, 2),
+}
+
+
+def write_adapters(
+    folder: Path, shape: str, count: int, rank: int, scale: float = 0.01
+) -> tuple[LoRAModule, ...]:
+    """Writes random adapters for all linear layers of a dense shape."""
+    config = config_json(shape)
+    hidden, inner = int(str(config["hidden_size"])), int(str(config["intermediate_size"]))
+    heads, kv_heads = (int(str(config[f"num_{name}_heads"])) for name in ("attention", "key_value"))
+    head_dim = int(str(config.get("head_dim", hidden // heads)))
+    sizes = {
+        "self_attn.q_proj": (heads * head_dim, hidden),
+        "self_attn.k_proj": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj": (kv_heads * head_dim, hidden),
+        "self_attn.o_proj": (hidden, heads * head_dim),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    modules = []
+    for index in range(count):
+        torch.manual_seed(index)
+        tensors = {}
+        for layer in range(int(str(config["num_hidden_layers"]))):
+            for name, (outputs, inputs) in sizes.items():
+                prefix = f"base_model.model.model.layers.{layer}.{name}"
+                a, b = torch.randn(rank, inputs), torch.randn(outputs, rank)
+                tensors[f"{prefix}.lora_A.weight"] = (scale * a).bfloat16()
+                tensors[f"{prefix}.lora_B.weight"] = (scale * b).bfloat16()
+        path = folder / f"adapter-{index}"
+        path.mkdir()
+        save_file(tensors, path / "adapter_model.safetensors")
+        text = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank})
+        (path / "adapter_config.json").write_text(text)
+        digest = read_adapter(path, rank).digest
+        modules.append(LoRAModule(name=path.name, path=str(path), digest=digest))
+        print(f"wrote adapter {index + 1} of {count}", flush=True)
+    return tuple(modules)
+
+
+def requests_of(
+    engine: OfflineEngine,
+    count: int,
+    refs: Sequence[AdapterRef],
+    length: int,
+    max_tokens: int,
+) -> list[EngineCoreRequest]:
+    """Makes requests that take turns with the adapters; none: all are of the model itself."""
+    made = [engine.request(length, max_tokens) for _ in range(count)]
+    for index, request in enumerate(made):
+        ref = refs[index % len(refs)] if refs else None
+        request.spec = msgspec.structs.replace(request.spec, adapter=ref)
+    return made
+
+
+def decode_ms(engine: OfflineEngine, batch: int, refs: Sequence[AdapterRef], plan: Plan) -> float:
+    """Returns the median time of a decode step of `batch` requests."""
+    max_tokens = plan.num_steps + 1 + -(-batch * plan.context // 8192)
+    steps = engine.run(requests_of(engine, batch, refs, plan.context, max_tokens))
+    first = next(i for i, step in enumerate(steps) if step.num_tokens >= batch)
+    measured = steps[first : first + plan.num_steps + 1]
+    return statistics.median(
+        1e3 * (b.at - a.at) * batch / b.num_tokens for a, b in pairwise(measured)
+    )
+
+
+def first_token_ms(engine: OfflineEngine, length: int, refs: Sequence[AdapterRef]) -> float:
+    """Returns the median time to the first token of a prompt that is alone."""
+    times = []
+    for _ in range(6):
+        requests = requests_of(engine, 1, refs[:1], length, 1)
+        started = time.perf_counter()
+        times.append(1e3 * (engine.run(requests)[0].at - started))
+    return statistics.median(times[1:])
+
+
+def measure(
+    plain: OfflineEngine, adapted: OfflineEngine, refs: Sequence[AdapterRef], plan: Plan
+) -> dict[str, object]:
+    """Takes the engines in turns, so that a machine that changes pace does not matter."""
+    cases = {
+        "base": (plain, refs[:0]),
+        "none": (adapted, refs[:0]),
+        "1 adapter": (adapted, refs[:1]),
+        f"{len(refs)} adapters": (adapted, refs),
+    }
+    for engine, some in cases.values():  # Slots are filled, and kernels have run.
+        engine.run(requests_of(engine, max(1, len(some)), some, plan.context, _WARM_UP_TOKENS))
+    found: dict[str, object] = {}
+    for batch in plan.batches:
+        times = [
+            {name: decode_ms(engine, batch, some, plan) for name, (engine, some) in cases.items()}
+            for _ in range(plan.num_rounds)
+        ]
+        found[f"decode {batch}"] = _compared(times)
+        print(f"decode {batch}: {found[f'decode {batch}']}", flush=True)
+    for length in plan.prompts:
+        times = [
+            {name: first_token_ms(engine, length, some) for name, (engine, some) in cases.items()}
+            for _ in range(plan.num_rounds)
+        ]
+        found[f"first token of {length}"] = _compared(times)
+        print(f"first token of {length}: {found[f'first token of {length}']}", flush=True)
+    return found
+
+
+def _compared(rounds: list[dict[str, float]]) -> dict[str, object]:
+    """Returns the median time of each case, and the median of its ratio to the first engine."""
+    return {
+        name: {
+            "ms": round(statistics.median(times[name] for times in rounds), 3),
+            "ratio": round(statistics.median(times[name] / times["base"] for times in rounds), 4),
+        }
+        for name in rounds[0]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--quantization", choices=sorted(QUANTIZATIONS), default="")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=8)
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    shape = args.shape or ("llama-3.1-8b" if on_gpu else "tiny")
+    plan = PLANS[args.device]
+    limits = {} if on_gpu else {"max_model_len": 512}
+    config = shape_config(
+        shape,
+        device=args.device,
+        max_num_seqs=max(plan.batches),
+        capture_sizes=plan.batches,
+        quantization=args.quantization,
+        **limits,
+    )
+    if on_gpu:
+        config = replace(config, cache=replace(config.cache, kv_cache_memory_bytes=_KV_BYTES))
+    with tempfile.TemporaryDirectory() as name:
+        modules = write_adapters(Path(name), shape, args.adapters, args.rank)
+        lora = LoRAConfig(
+            max_loras=args.adapters,
+            max_lora_rank=args.rank,
+            max_cpu_loras=args.adapters,
+            modules=modules,
+        )
+        refs = [AdapterRef(module.name, module.digest) for module in modules]
+        with _engine(config) as plain, _engine(_beside(config, lora)) as adapted:
+            figures = measure(plain, adapted, refs, plan)
+    about = {"shape": shape, "rank": args.rank, "quantization": args.quantization or "none"}
+    name = f"lora-{args.quantization}" if args.quantization else "lora"
+    print(write_result(name if on_gpu else f"{name}_cpu", {**about, **figures}))
+
+
+def _beside(config: EngineConfig, lora: LoRAConfig) -> EngineConfig:
+    return replace(config, engine_id=f"{config.engine_id}-lora", lora=lora)
+
+
+def _engine(config: EngineConfig) -> AbstractContextManager[OfflineEngine]:
+    executor = None if config.device.device == "cuda" else UniprocExecutor(config)
+    return offline_engine(config, executor)
+
+
+if __name__ == "__main__":
+    main()
