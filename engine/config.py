@@ -17,15 +17,15 @@ from engine.kv_scales import KVScaleTable
 from engine.lora import LoRAConfig
 from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.group_sizes import in_fp8, share_page_size
 from kv_transfer.layout import (
     STATE_SPAN,
     KVGroup,
     KVLayout,
     Plane,
     attention_group,
-    in_fp8,
-    share_page_size,
 )
+from kv_transfer.stages import stage_starts
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
@@ -132,12 +132,13 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """The ranks of one engine.
+    """The ranks of one engine, numbered stage by stage.
 
     Attributes:
         tensor_parallel_size: Ranks that share each layer.
         enable_expert_parallel: Each of them has some experts as a whole, in place of a slice of
             every one.
+        pipeline_parallel_size: Stages, each of which has a range of the layers.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
             cluster.
         ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else the cluster that
@@ -147,13 +148,20 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
     distributed_executor_backend: ExecutorBackend = "mp"
     ray_address: str | None = None
     ray_timeout_s: float = 600.0
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def answering_rank(self) -> int:
+        """Returns the rank whose results are read: the first one of the last stage, which
+        samples."""
+        return self.num_ranks - self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +369,7 @@ class EngineConfig:
         return KVLayout(
             groups=share_page_size(groups, tp_size),
             tp_size=tp_size,
+            stage_starts=stage_starts(model.num_layers, self.parallel.pipeline_parallel_size),
             model_hash=model.model_hash,
             num_draft_layers=0 if draft is None else draft.num_layers,
             draft_hash=self.draft_hash,

@@ -48,6 +48,8 @@ class ParallelGroup:
         timeout_s: A rank that others wait for longer than this counts as dead.
         fixed_order: Ranks' numbers are added in the order of ranks. Of more than two, libraries
             choose the order by how many numbers there are, and by where among them one is.
+        store: Where the ranks of this group meet, if the engine has several groups; then
+            `rendezvous` is only where that was.
 
     Raises:
         ConnectionError: The ranks did not meet within `timeout_s`.
@@ -62,6 +64,7 @@ class ParallelGroup:
         timeout_s: float = _TIMEOUT_S,
         address: str = "",
         fixed_order: bool = False,
+        store: Store | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -70,7 +73,7 @@ class ParallelGroup:
         if size > 1:
             kind = torch.device(device).type
             timeout = timedelta(seconds=timeout_s)
-            self._collectives = _connect(kind, rank, size, rendezvous, timeout, address)
+            self._collectives = _connect(kind, rank, size, rendezvous, timeout, address, store)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over ranks. `x` may be overwritten."""
@@ -154,23 +157,40 @@ class _GlooPair(_Backend):
 
 
 def _connect(
-    kind: str, rank: int, size: int, rendezvous: str, timeout: timedelta, address: str
+    kind: str,
+    rank: int,
+    size: int,
+    rendezvous: str,
+    timeout: timedelta,
+    address: str,
+    store: Store | None,
 ) -> Collectives:
-    host, _, port = rendezvous.rpartition(":")
-    try:
-        store = _meet(rank, size, host, int(port), timeout)
-    except (RuntimeError, OSError) as error:
-        raise ConnectionError(
-            f"rank {rank} of {size} found no tensor-parallel group at {rendezvous}: {error}; "
-            "check that all workers started and that the port is free"
-        ) from error
+    host = host_of(rendezvous)
+    if store is None:
+        store = meet(rank, size, rendezvous, timeout)
     if kind == "cuda":
-        return _Backend(_nccl(store, rank, size, timeout), store, size)
-    gloo = _gloo(store, rank, size, address or host, timeout)
+        return _Backend(connect_nccl(store, rank, size, timeout), store, size)
+    gloo = connect_gloo(store, rank, size, address or host, timeout)
     return _GlooPair(gloo, store, rank) if size == 2 else _Backend(gloo, store, size)
 
 
-def _meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> TCPStore:
+def host_of(rendezvous: str) -> str:
+    return rendezvous.rpartition(":")[0]
+
+
+def meet(rank: int, size: int, rendezvous: str, timeout: timedelta) -> TCPStore:
+    """Returns a store in which `size` ranks meet. Raises `ConnectionError`."""
+    host, port = host_of(rendezvous), int(rendezvous.rpartition(":")[2])
+    try:
+        return _open_store(rank, size, host, port, timeout)
+    except (RuntimeError, OSError) as error:
+        raise ConnectionError(
+            f"rank {rank} of {size} found no parallel group at {rendezvous}: {error}; "
+            "check that all workers started and that the port is free"
+        ) from error
+
+
+def _open_store(rank: int, size: int, host: str, port: int, timeout: timedelta) -> TCPStore:
     """Opens the store on a socket that we bind: by itself it would listen on every interface."""
     if rank > 0:
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
@@ -189,7 +209,7 @@ def _meet(rank: int, size: int, host: str, port: int, timeout: timedelta) -> TCP
         )
 
 
-def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+def connect_gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
     """Builds Gloo on one interface. `_Options` is the only way to name the interface; torch's type
     stubs do not list it.
     """
@@ -200,7 +220,8 @@ def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> 
     return backend(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Builds NCCL on the current device."""
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

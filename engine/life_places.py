@@ -16,12 +16,12 @@ def worker_place(rank: int) -> int:
 
 def first_transfer_place(config: EngineConfig) -> int:
     """Returns the place of transfer process 0."""
-    return 1 + config.parallel.tensor_parallel_size
+    return 1 + config.parallel.num_ranks
 
 
 def num_places(config: EngineConfig) -> int:
     """Returns how many processes the engine has at most."""
-    ranks = config.parallel.tensor_parallel_size
+    ranks = config.parallel.num_ranks
     processes = config.kv_transfer.num_processes if config.kv_transfer is not None else 0
     return 1 + ranks + ranks * processes
 
@@ -29,5 +29,5 @@ def num_places(config: EngineConfig) -> int:
 def names_of_step_makers(config: EngineConfig) -> dict[int, str]:
     """Returns those without which no step ends, by place. Transfer processes are not among them:
     the core watches these and starts them again."""
-    ranks = range(config.parallel.tensor_parallel_size)
+    ranks = range(config.parallel.num_ranks)
     return {CORE_PLACE: "the engine core", **{worker_place(r): f"worker {r}" for r in ranks}}

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
-from engine.distributed import ParallelGroup
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from engine.config import EngineConfig
+from engine.distributed import ParallelGroup, host_of, meet
+from engine.stage_link import StageLink
 from engine.token_exchange import Replicated, TokenExchange
+from kv_transfer.stages import layers_of_stage
+
+_CONNECT_TIMEOUT = timedelta(seconds=120)
 
 
 def _alone() -> ParallelGroup:
@@ -40,7 +49,7 @@ class ParallelPlace:
 
     layers: range
     tp: ParallelGroup = field(default_factory=_alone)
-    pp: ParallelGroup = field(default_factory=_alone)
+    pp: StageLink = field(default_factory=StageLink)
     ep: ExpertRanks | None = None
     dp: ParallelGroup = field(default_factory=_alone)
     exchange: TokenExchange | None = None
@@ -53,3 +62,41 @@ class ParallelPlace:
     @property
     def expert_ranks(self) -> ExpertRanks:
         return self.ep or ExpertRanks(self.tp.rank, self.tp.size)
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for group in (self.pp, self.tp):
+            group.close()
+
+
+def take_place(
+    config: EngineConfig, rank: int, device: torch.device, rendezvous: str, address: str
+) -> ParallelPlace:
+    """Meets the other ranks at `rendezvous` and returns the place of `rank`. Ranks are numbered
+    stage by stage. `address`: of this host, as in `rendezvous` unless given.
+
+    Raises:
+        ConnectionError: Another rank is missing.
+    """
+    parallel = config.parallel
+    size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    stage, tp_rank = divmod(rank, size)
+    stores: dict[str, PrefixStore | None] = {"tp": None, "pp": None}
+    if num_stages > 1:
+        store = meet(rank, parallel.num_ranks, rendezvous, _CONNECT_TIMEOUT)
+        stores = {"tp": PrefixStore(f"tp{stage}", store), "pp": PrefixStore(f"pp{tp_rank}", store)}
+    tp = ParallelGroup(
+        tp_rank,
+        size,
+        device,
+        rendezvous,
+        address=address,
+        fixed_order=config.device.deterministic,
+        store=stores["tp"],
+    )
+    pp = StageLink(stage, num_stages, device, stores["pp"], address or host_of(rendezvous))
+    layers = layers_of_stage(config.model.num_layers, stage, num_stages)
+    experts = (
+        ExpertRanks(tp_rank, size, are_whole=True) if parallel.enable_expert_parallel else None
+    )
+    return ParallelPlace(layers, tp, pp, ep=experts)

@@ -242,6 +242,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The last so many layers are those of a drafter."""
     draft_hash: str = ""
     """Is equal for nodes whose drafters keep the same KV; empty: there is none that keeps any."""
+    stage_starts: tuple[int, ...] = ()
+    """The first layer of each pipeline stage; empty: every rank has all layers. Ranks are numbered
+    stage by stage."""
 
     @property
     def page_bytes(self) -> int:
@@ -250,8 +253,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def num_slots(self) -> int:
-        """Pages that a block has: as many as the largest group has layers."""
-        return max(len(group.layers) for group in self.groups)
+        """Pages that a block has on a rank with most: as many as the largest group has layers."""
+        stages = range(self.num_stages)
+        return max(len(self.layers_on(stage, group)) for stage in stages for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
@@ -261,7 +265,33 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def num_layers(self) -> int:
         """Returns how many layers the model has."""
-        return 1 + max(group.layers[-1] for group in self.groups)
+        return 1 + max(group.layers[-1] for group in self.groups if group.layers)
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_starts))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.tp_size
+
+    def layers_on(self, stage: int, group: KVGroup) -> tuple[int, ...]:
+        """Returns the layers of a group that a stage has, counted from the stage's first."""
+        if not self.stage_starts:
+            return group.layers
+        start, *more = *self.stage_starts[stage:], self.num_layers
+        return tuple(layer - start for layer in group.layers if start <= layer < more[0])
+
+    def of_rank(self, rank: int) -> KVLayout:
+        """Returns the layout of what one rank has, as if the layers of its stage were a model."""
+        if not self.stage_starts:
+            return self
+        stage = rank // self.tp_size
+        groups = tuple(
+            msgspec.structs.replace(group, layers=self.layers_on(stage, group))
+            for group in self.groups
+        )
+        return msgspec.structs.replace(self, groups=groups, stage_starts=())
 
     @property
     def num_model_layers(self) -> int:
@@ -281,12 +311,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def page(self, group: int, rank: int) -> PageShape:
         """Returns a page of a group as `rank` stores it."""
-        return self.groups[group].page_of_rank(rank, self.tp_size)
+        return self.groups[group].page_of_rank(rank % self.tp_size, self.tp_size)
 
     def share(self, rank: int, puller: int, puller_tp_size: int) -> tuple[PageShape, ...]:
         """Returns what a block of our `rank` looks like on its way to rank `puller` of a node with
         `puller_tp_size` ranks, by group: only with the heads that it takes from this rank."""
-        return _share(self, rank, puller, puller_tp_size)
+        return _share(self, rank % self.tp_size, puller, puller_tp_size)
 
     def num_pullers(self, rank: int, puller_tp_size: int) -> tuple[int, ...]:
         """Returns how many ranks of a node with `puller_tp_size` ranks take anything from our
@@ -352,30 +382,6 @@ def attention_group(
         dtype=dtype,
         window=window,
     )
-
-
-def in_fp8(group: KVGroup, scales: str) -> KVGroup:
-    """Returns the group with numbers of one byte, where it keeps rows of tokens; states stay."""
-    if group.is_state:
-        return group
-    size = DTYPE_BYTES[group.dtype]
-    planes = tuple(
-        msgspec.structs.replace(plane, row_bytes=plane.row_bytes // size) for plane in group.planes
-    )
-    return msgspec.structs.replace(group, planes=planes, dtype=FP8, scales=scales)
-
-
-def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, ...]:
-    """Returns the groups with block sizes at which they share pages best: a group that needs less
-    than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
-    pages is unused. A state is of one size, often larger than others are to begin with."""
-    page_bytes = max(group.bytes_needed(tp_size) for group in groups)
-    grown = []
-    for group in groups:
-        factor = 1 if group.is_state else page_bytes // group.bytes_needed(tp_size)
-        block_size = group.block_size << (factor.bit_length() - 1)
-        grown.append(msgspec.structs.replace(group, block_size=block_size))
-    return tuple(grown)
 
 
 def _check_equal(field: str, ours: object, theirs: object) -> None:

@@ -6,7 +6,7 @@
 
 The batch queue holds the steps that workers have and that are not updated yet. Its size is the
 number of steps in flight: with 1 the scheduler waits for each result, with 2 it decides step N+1
-while the workers compute step N.
+while the workers compute step N. Pipeline stages compute a step each, and one more is on its way.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ RequestMessage = (
 )
 
 
+def steps_in_flight(config: EngineConfig) -> int:
+    """Returns how many steps workers have at most."""
+    num_stages = config.parallel.pipeline_parallel_size
+    if num_stages > 1:
+        return num_stages + 1
+    return 2 if config.scheduler.async_scheduling else 1
+
+
 class EngineCore:
     """Connects the scheduler and the executor. Nothing here waits: every method returns at once."""
 
@@ -82,7 +90,7 @@ class EngineCore:
         self.device_name = caches.device_name
         self._executor = executor
         self._batch_queue: deque[SchedulerOutput] = deque()
-        self._batch_queue_size = 2 if config.scheduler.async_scheduling else 1
+        self._batch_queue_size = steps_in_flight(config)
         self._results = EngineCoreOutputs()
         """Outputs of what happened since the last step."""
 

@@ -48,7 +48,7 @@ class ProfileSession:
     ) -> None:
         self._config = config
         self._limits = config.inspection
-        self._num_ranks = config.parallel.tensor_parallel_size
+        self._num_ranks = config.parallel.num_ranks
         self._executor = executor
         self._answer = answer
         self._state = _State.IDLE

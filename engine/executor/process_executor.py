@@ -1,4 +1,4 @@
-"""Workers that are processes of their own, one for each tensor-parallel rank.
+"""Workers that are processes of their own, one for each rank.
 
     executor                                       worker processes
     1. queues, reply socket, processes  ─────────▶ device, model, profiling run
@@ -6,7 +6,7 @@
     3. InitializeKVCache ─── queue ──────────────▶ allocate
     4. handles         ◀──────────── WorkerReady
     5. ExecuteStep ───────── queue ──────────────▶ all ranks compute
-    6. collect         ◀──────────── StepDone      rank 0
+    6. collect         ◀──────────── StepDone      the first rank that samples
 
 A worker that dies, reports an error or does not finish a step in time ends the engine: the other
 ranks wait for it in a collective operation and cannot go on without it.
@@ -91,7 +91,7 @@ class ProcessExecutor(Executor):
         self._context = context
         self._step_timeout_s = step_timeout_s
         self._signs = signs
-        self._num_ranks = config.parallel.tensor_parallel_size
+        self._num_ranks = config.parallel.num_ranks
         self._failed: dict[int, str] = {}
         """Rank to its last words."""
         self._exceptions: dict[str, list[ExceptionFacts]] = {}

@@ -99,7 +99,7 @@ class RayCluster:
         ]
 
     def _reserve_bundles(self, report: ReportProgress) -> PlacementGroup:
-        num_ranks = self._config.tensor_parallel_size
+        num_ranks = self._config.num_ranks
         here = {self._resource: 1.0, f"node:{self.address}": _ON_THIS_HOST}
         bundles = [here] + [{self._resource: 1.0}] * (num_ranks - 1)
         group = placement_group(bundles, strategy="PACK", name=self._name)
@@ -114,7 +114,7 @@ class RayCluster:
 
     def _report_hosts(self, report: ReportProgress) -> None:
         """Logs the hosts whenever they have changed."""
-        num_ranks, total = self._config.tensor_parallel_size, self._total()
+        num_ranks, total = self._config.num_ranks, self._total()
         if total != self._logged_total:
             self._logged_total = total
             logger.info(
@@ -133,7 +133,7 @@ class RayCluster:
         )
         free = float(ray.available_resources().get(self._resource, 0.0))
         return (
-            f"{self._config.tensor_parallel_size} workers need one {self._resource} each, the "
+            f"{self._config.num_ranks} workers need one {self._resource} each, the "
             f"first of them on {self.address}, and after {self._config.ray_timeout_s:g} s the Ray "
             f"cluster has {self._total():g}, {free:g} of them free: {hosts}; start Ray on the "
             f"other hosts with `ray start --address`, or end what holds them"

@@ -21,7 +21,7 @@ class UniprocExecutor(Executor):
     """Steps are started inside `execute_model`; on the CPU they end there, too."""
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.parallel.tensor_parallel_size != 1:
+        if config.parallel.num_ranks != 1:
             raise ValueError("one process has one rank; use MultiprocExecutor")
         self._worker = Worker(config, rank=0, rendezvous="")
         self._profile_replies: list[ProfileReply] = []

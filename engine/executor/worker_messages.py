@@ -99,8 +99,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
-    """Comes from rank 0 only, as all ranks sample the same tokens. `host_s` and `grammar_stats`:
-    see `Executor`; None: no grammar has come yet.
+    """Comes from one rank (`ParallelConfig.answering_rank`), as all that sample do so alike.
+    `host_s` and `grammar_stats`: see `Executor`; None: no grammar has come yet.
     """
 
     output: ModelRunnerOutput

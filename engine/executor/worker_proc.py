@@ -5,7 +5,7 @@
     3. InitializeKVCache ──▶ WorkerReady
        (on a GPU kernels are compiled and CUDA graphs recorded in between)
     4. ExecuteStep, again and again: each is started before the tokens of the one before are
-       awaited, which another thread does; rank 0 answers each with StepDone
+       awaited, which another thread does; the first rank that samples answers each with StepDone
     5. StopWorker, or the end of the process that started us, and the kernel ends us with it
 
 Whatever goes wrong is reported as WorkerFailed; then the process ends with exit code 1. A worker
@@ -62,6 +62,7 @@ class WorkerProc:
 
     def __init__(self, config: WorkerProcConfig) -> None:
         self._rank = config.rank
+        self._answers = config.rank == config.engine.parallel.answering_rank
         self._parent_pid = os.getppid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replies = _connect_replies(self._context, config)
@@ -135,7 +136,7 @@ class WorkerProc:
     def _finish_step(self, output: AsyncOutput) -> None:
         """Sends a step's result; runs in the results' thread."""
         result = output.get_output()
-        if self._rank == 0:
+        if self._answers:
             stats = self._worker.grammar_stats
             self._reply(StepDone(result, self._worker.host_s, stats if stats.has_any else None))
 

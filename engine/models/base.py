@@ -91,7 +91,8 @@ class CausalLM(nn.Module):
 
     @abstractmethod
     def forward(self, step: ForwardInputs) -> Tensor:
-        """Computes [T] token ids -> hidden states [T, H], after the last norm."""
+        """Computes [T] token ids -> hidden states [T, H], after the last norm. A stage of a
+        pipeline computes its layers of what the one before sends, and sends it on."""
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """Returns what the first layer reads of [T] token ids, [T, H]: drafters begin with it."""
@@ -110,6 +111,11 @@ class CausalLM(nn.Module):
         """Returns whether a checkpoint may have all experts of a layer in one tensor; see
         `engine.models.stacked_experts`."""
         return False
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Returns beginnings of names of tensors that other stages of the pipeline read."""
+        return frozenset()
 
     @property
     def unused_weights(self) -> frozenset[str]:

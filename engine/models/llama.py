@@ -31,23 +31,33 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         model = config.model
         self.spec = spec
-        self.embed_tokens = VocabParallelEmbedding(
-            model.vocab_size, spec.hidden_size, shard.at("model.embed_tokens")
-        )
+        self.link = shard.place.pp
+        shared = None
+        if self.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(
+                model.vocab_size, spec.hidden_size, shard.at("model.embed_tokens")
+            )
+            shared = self.embed_tokens.weight if spec.tie_word_embeddings else None
         self.layer_indices = shard.place.layers
         self.num_layers = model.num_layers
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, spec, shard.at(f"model.layers.{index}"), index)
             for index in self.layer_indices
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
-        shared = self.embed_tokens.weight if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), shared)
+        if self.link.is_last:
+            self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
+            self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), shared)
         self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
+        self.like = torch.empty(0, spec.hidden_size, dtype=shard.dtype, device=shard.device)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Returns whether this stage reads the embedding, with tokens or as a tied head."""
+        return self.link.is_first or (self.link.is_last and self.spec.tie_word_embeddings)
 
     def forward(self, step: ForwardInputs) -> Tensor:
         inputs = self.kinds.inputs(step)
-        stream = ResidualStream(self.embedded(step.input_ids))
+        stream = ResidualStream(self.first_values(step))
         places = step.images.places if step.images is not None else None
         of_images: Tensor | tuple[()] = ()
         if step.images is not None and places is not None:
@@ -61,7 +71,17 @@ class LlamaForCausalLM(CausalLM):
             if places is not None and index + 1 < len(of_images):
                 stream.add_to_rows(places, of_images[index + 1])
             step.on_layer(index)
-        return stream.normed(self.norm)
+        if self.link.is_last:
+            return stream.normed(self.norm)
+        hidden = stream.value()
+        self.link.send(hidden)
+        return hidden
+
+    def first_values(self, step: ForwardInputs) -> Tensor:
+        """Returns what the first layer of this stage reads, [T, H]."""
+        if self.link.is_first:
+            return self.embedded(step.input_ids)
+        return self.link.receive(len(step.input_ids), self.like)
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)
@@ -80,10 +100,13 @@ class LlamaForCausalLM(CausalLM):
         return logits
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
-        yield from self.embed_tokens.checkpoint_weights("model.embed_tokens")
+        if self.has_embedding:
+            yield from self.embed_tokens.checkpoint_weights("model.embed_tokens")
         for index, layer in zip(self.layer_indices, self.layers, strict=True):
             assert isinstance(layer, LlamaDecoderLayer)
             yield from layer.checkpoint_weights(f"model.layers.{index}")
+        if not self.link.is_last:
+            return
         yield from self.norm.checkpoint_weights("model.norm")
         if not self.spec.tie_word_embeddings:
             yield from self.lm_head.checkpoint_weights("lm_head")
@@ -92,6 +115,16 @@ class LlamaForCausalLM(CausalLM):
     def may_have_stacked_experts(self) -> bool:
         experts = self.spec.experts
         return experts is not None and experts.names.may_be_stacked
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        layers = set(range(self.num_layers)) - set(self.layer_indices)
+        names = {f"model.layers.{index}." for index in layers}
+        if not self.has_embedding:
+            names.add("model.embed_tokens.")
+        if not self.link.is_last:
+            names |= {"model.norm.", "lm_head."}
+        return frozenset(names)
 
     @property
     def unused_weights(self) -> frozenset[str]:

@@ -58,6 +58,8 @@ class Loadable(Protocol):
     @property
     def may_have_stacked_experts(self) -> bool: ...
     @property
+    def elsewhere(self) -> frozenset[str]: ...
+    @property
     def unused_weights(self) -> frozenset[str]: ...
 
 
@@ -90,10 +92,21 @@ def load_weights(
                 files.take_tower()
             if model.may_have_stacked_experts:
                 files.tensors = unstacked(files.tensors)
+            _leave_to_others(files, wanted, tuple(model.elsewhere))
             skipped = _check(files, wanted, model.unused_weights)
             _load(files, wanted, report, on_total)
     report(1.0)
     return skipped
+
+
+def _leave_to_others(
+    files: WeightFiles, wanted: list[CheckpointWeight], elsewhere: tuple[str, ...]
+) -> None:
+    """Drops what other stages of a pipeline read and this one does not."""
+    ours = {part.name for weight in wanted for part in weight.slices}
+    for name in [name for name in files.tensors if name.startswith(elsewhere)]:
+        if name not in ours:
+            del files.tensors[name]
 
 
 def _check(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -97,6 +98,8 @@ class AsyncOutput:
         self._epochs = epochs
         self._waits = copier.waits
         self._failures = {} if sampled is None else sampled.failures
+        self.on_result: Callable[[ModelRunnerOutput], None] | None = None
+        """Hears of the result before whoever asks for it."""
         self._found: StepTensors | None = None
         if sampled is not None or prompt_logprobs:
             self._found = StepTensors(
@@ -116,6 +119,12 @@ class AsyncOutput:
 
     def get_output(self) -> ModelRunnerOutput:
         """Raises `RuntimeError` when the device failed."""
+        result = self._result()
+        if self.on_result is not None:
+            self.on_result(result)
+        return result
+
+    def _result(self) -> ModelRunnerOutput:
         output = ModelRunnerOutput(self._step_id, self._rows, self._epochs, [])
         if self._found is None:
             return output

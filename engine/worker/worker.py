@@ -1,7 +1,7 @@
 """One rank of the engine: a device, its shard of the model, its share of the KV cache.
 
     1. `Worker(config, rank, rendezvous)` does nothing yet
-    2. `init_device`            threads, device, tensor-parallel group
+    2. `init_device`            threads, device, groups of ranks
     3. `load_model`             weights of this rank
     4. `determine_num_blocks`   a profiling run says how large the cache may be
     5. `initialize_kv_cache`    with the least of all ranks' answers
@@ -11,7 +11,8 @@
                                 before its result is read
     8. `shutdown`
 
-All ranks run the same code on the same messages and sample the same tokens.
+All ranks run the same code on the same messages and sample the same tokens; of several pipeline
+stages only the last one samples, and steps are not recorded as graphs.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from contextlib import ExitStack, closing
 import torch
 
 from engine.config import EngineConfig
-from engine.distributed import ParallelGroup
 from engine.errors import CannotStartError
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
 from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.parallel import ExpertRanks, ParallelPlace
+from engine.parallel import ParallelPlace, take_place
 from engine.sched.output import SchedulerOutput
 from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
@@ -53,6 +53,7 @@ from engine.worker.out_of_memory import (
     device_memory_error,
     naming_out_of_memory,
 )
+from engine.worker.stage_runner import create_runner
 from kv_transfer.base import KVCacheHandle
 from tandem_kernels.compile_guard import CompileGuard
 from tandem_kernels.device import enable_pdl
@@ -98,6 +99,7 @@ class Worker:
         self._rendezvous = rendezvous
         self._address = address
         self._gpu = config.device.first_gpu + rank if gpu is None else gpu
+        self._layout = config.kv_layout.of_rank(rank)
         self._last_step_id: int | None = None
         self._connector = create_kv_connector(config, rank)
         self._closers = ExitStack()
@@ -118,18 +120,10 @@ class Worker:
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank, self._gpu)
         enable_pdl(self.config.device.allows("pdl"))
-        tp = ParallelGroup(
-            self.rank,
-            self.config.parallel.tensor_parallel_size,
-            self._device,
-            self._rendezvous,
-            address=self._address,
-            fixed_order=self.config.device.deterministic,
+        self._place = take_place(
+            self.config, self.rank, self._device, self._rendezvous, self._address
         )
-        self._closers.callback(tp.close)
-        spread = self.config.parallel.enable_expert_parallel
-        experts = ExpertRanks(tp.rank, tp.size, are_whole=True) if spread else None
-        self._place = ParallelPlace(range(self.config.model.num_layers), tp, ep=experts)
+        self._closers.callback(self._place.close)
 
     def load_model(self, report: Callable[[float], None]) -> None:
         """Loads the model; `report` hears fractions in 0..1, of `load_log.total_bytes`. Raises
@@ -149,11 +143,20 @@ class Worker:
             tower = create_tower(config, self._place, self._device)
             if tower is not None:
                 load_weights(tower, config, lambda fraction: None, is_tower=True)
-            self.runner = ModelRunner(
-                config, model, self._connector, self._device, draft, tower, adapters
+            self.runner = create_runner(
+                self._place.pp,
+                self._layout,
+                config,
+                model,
+                self._connector,
+                self._device,
+                draft,
+                tower,
+                adapters,
             )
         self._closers.callback(self.runner.sampler.grammars.close)
-        self.runner.sampler.grammars.prepare()
+        if self._place.pp.is_last:
+            self.runner.sampler.grammars.prepare()
 
     def determine_num_blocks(self) -> int:
         """Returns the number of blocks that this rank has room for.
@@ -184,11 +187,11 @@ class Worker:
         name = f"tandem-{config.engine_id}-kv-{self.rank}"
         cure = cure_of_full_cache(config)
         with naming_out_of_memory("allocating the KV cache", cure, self._device):
-            kv_cache = KVCache(config.kv_layout, num_blocks, self._device, name)
+            kv_cache = KVCache(self._layout, num_blocks, self._device, name)
         logger.info("KV cache: %s", describe_capacity(config, num_blocks))
         self._closers.callback(kv_cache.close)
         self.runner.use_cache(kv_cache)
-        return self._connector.register_kv_cache(config.kv_layout, kv_cache.memory)
+        return self._connector.register_kv_cache(self._layout, kv_cache.memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
         """Captures the graphs; `report` hears what is done and fractions in 0..1. On the CPU there
@@ -206,7 +209,7 @@ class Worker:
         full = cure_of_full_cache(self.config)
         with naming_out_of_memory("running steps beside the KV cache", full, self._device):
             self.runner.warm_up(lambda fraction: report("compiling kernels", fraction))
-        if not self.config.device.enforce_eager:
+        if not self.config.device.enforce_eager and self._place.pp.num_stages == 1:
             # Graphs hold collectives: they must end before the group does.
             self._closers.callback(self.runner.drop_graphs)
             doing = "recording CUDA graphs"
@@ -271,7 +274,7 @@ class Worker:
         """Returns this rank's bytes for the cache on the CPU: a node's ranks share one host."""
         memory = MemoryProfiler(self._device)
         free = memory.available() - memory.peak_growth(self._profile_run)
-        ranks = self.config.parallel.tensor_parallel_size
+        ranks = self.config.parallel.num_ranks
         return int(max(0, free) * _CPU_SHARE_OF_FREE_MEMORY / ranks)
 
     def _memory_budget(self) -> MemoryBudget:
@@ -292,7 +295,7 @@ class Worker:
 
     def _profile_run(self) -> None:
         """Runs the largest step there can be, over a cache of one block."""
-        with closing(KVCache(self.config.kv_layout, 1, self._device)) as profile_cache:
+        with closing(KVCache(self._layout, 1, self._device)) as profile_cache:
             self.runner.use_cache(profile_cache)
             self.runner.dummy_run(self.config.scheduler.max_num_batched_tokens)
 

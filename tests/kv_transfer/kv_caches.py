@@ -12,6 +12,7 @@ import torch
 
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
+from kv_transfer.group_sizes import share_page_size
 from kv_transfer.layout import (
     DTYPE_BYTES,
     STATE_SPAN,
@@ -21,7 +22,6 @@ from kv_transfer.layout import (
     KVLayout,
     Plane,
     attention_group,
-    share_page_size,
 )
 
 UNTOUCHED = 0xA5

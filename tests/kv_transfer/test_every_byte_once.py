@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from kv_caches import Blocks, RankCache
 
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.group_sizes import share_page_size
 from kv_transfer.layout import (
     STATE_SPAN,
     BlockIds,
     KVGroup,
     KVLayout,
     Plane,
-    share_page_size,
 )
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_stream import HostCopyStream, Numbers

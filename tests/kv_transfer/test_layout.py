@@ -16,7 +16,8 @@ from kv_caches import (
 )
 
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.layout import HeadRange, KVGroup, KVLayout, Plane, share_page_size
+from kv_transfer.group_sizes import share_page_size
+from kv_transfer.layout import HeadRange, KVGroup, KVLayout, Plane
 from kv_transfer.metadata import KVPeer, RecvMeta, SendMeta
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 

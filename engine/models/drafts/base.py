@@ -57,6 +57,11 @@ class DraftNetwork(nn.Module):
         return False
 
     @property
+    def elsewhere(self) -> frozenset[str]:
+        """Returns nothing: every rank that drafts has all of the drafter."""
+        return frozenset()
+
+    @property
     def unused_weights(self) -> frozenset[str]:
         """Returns names of tensors that a checkpoint may have and this does not read, as
         `CausalLM.unused_weights` does."""

@@ -142,6 +142,11 @@ class VisionTower(nn.Module):
         return False
 
     @property
+    def elsewhere(self) -> frozenset[str]:
+        """Returns nothing: a rank with a tower has all of it."""
+        return frozenset()
+
+    @property
     def unused_weights(self) -> frozenset[str]:
         return frozenset()
 

@@ -37,7 +37,8 @@ from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.worker.kv_cache import blocks_that_fit, describe_capacity
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.layout import Plane, in_fp8
+from kv_transfer.group_sizes import in_fp8
+from kv_transfer.layout import Plane
 from prefill_node.config import PrefillNodeSettings
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 

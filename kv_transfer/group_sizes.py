@@ -1,0 +1,33 @@
+"""Groups of KV in other sizes: of quantised numbers, or with blocks that share pages well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kv_transfer.layout import DTYPE_BYTES, FP8, KVGroup
+
+
+def in_fp8(group: KVGroup, scales: str) -> KVGroup:
+    """Returns the group with numbers of one byte, where it keeps rows of tokens; states stay."""
+    if group.is_state:
+        return group
+    size = DTYPE_BYTES[group.dtype]
+    planes = tuple(
+        msgspec.structs.replace(plane, row_bytes=plane.row_bytes // size) for plane in group.planes
+    )
+    return msgspec.structs.replace(group, planes=planes, dtype=FP8, scales=scales)
+
+
+def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, ...]:
+    """Returns the groups with block sizes at which they share pages best: a group that needs less
+    than the largest gets 2, 4, ... times its block size, as long as that fits. What is left of its
+    pages is unused. A state is of one size, often larger than others are to begin with."""
+    page_bytes = max(group.bytes_needed(tp_size) for group in groups)
+    grown = []
+    for group in groups:
+        factor = 1 if group.is_state else page_bytes // group.bytes_needed(tp_size)
+        block_size = group.block_size << (factor.bit_length() - 1)
+        grown.append(msgspec.structs.replace(group, block_size=block_size))
+    return tuple(grown)

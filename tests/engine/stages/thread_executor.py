@@ -1,0 +1,157 @@
+"""All ranks of an engine as threads of this process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
+from engine.outputs import GrammarStats, ModelRunnerOutput
+from engine.sched.output import SchedulerOutput
+from engine.worker.worker import Worker
+from tests.engine.models.conftest import free_ports
+
+T = TypeVar("T")
+_TIMEOUT_S = 60.0
+
+
+class RankThread:
+    """Calls, one after the other, what it is given; keeps the first error."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.error: Exception | None = None
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def start(self, call: Callable[[], T]) -> queue.SimpleQueue[T | None]:
+        """Returns where the result will come; None: it failed."""
+        found: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            result = None
+            try:
+                result = call()
+            finally:
+                found.put(result)
+
+        self._calls.put(run)
+        return found
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (call := self._calls.get()) is not None:
+                try:
+                    call()
+                except Exception as error:
+                    self.error = self.error or error
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join(_TIMEOUT_S)
+        assert not self._thread.is_alive(), "a rank hangs"
+
+
+class ThreadExecutor(Executor):
+    """`max_in_flight`: the most steps that were on their way at once."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        parallel = config.parallel
+        rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
+        self._ranks = [
+            RankThread(Worker(config, rank, rendezvous)) for rank in range(parallel.world_size)
+        ]
+        self._answering = parallel.answering_rank
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._results: queue.SimpleQueue[ModelRunnerOutput] = queue.SimpleQueue()
+        self._num_in_flight = 0
+        self.max_in_flight = 0
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [rank.worker for rank in self._ranks]
+
+    def _on_all(self, call: Callable[[Worker], T]) -> list[T]:
+        started = [rank.start(lambda worker=rank.worker: call(worker)) for rank in self._ranks]  # type: ignore[misc]
+        found = [one.get(timeout=_TIMEOUT_S) for one in started]
+        self._check()
+        return found
+
+    def _check(self) -> None:
+        for rank in self._ranks:
+            if rank.error is not None:
+                raise EngineDeadError(f"{type(rank.error).__name__}: {rank.error}") from rank.error
+
+    def initialize(self, report: ReportProgress) -> KVCaches:
+        self._on_all(lambda worker: worker.init_device())
+        self._on_all(lambda worker: worker.load_model(lambda fraction: None))
+        num_blocks = min(self._on_all(lambda worker: worker.determine_num_blocks()))
+        handles = self._on_all(lambda worker: worker.initialize_kv_cache(num_blocks))
+        self._on_all(lambda worker: worker.capture_model(lambda stage, fraction: None))
+        return KVCaches(num_blocks, handles)
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        self._num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self._num_in_flight)
+        for index, rank in enumerate(self._ranks):
+            rank.start(lambda index=index, worker=rank.worker: self._run(index, worker, step))  # type: ignore[misc]
+
+    def _run(self, index: int, worker: Worker, step: SchedulerOutput) -> None:
+        result = worker.execute_model(step)
+        if index == self._answering:
+            self._results.put(result)
+            os.eventfd_write(self._event_fd, 1)
+
+    def collect(self) -> list[ModelRunnerOutput]:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event_fd)
+        self._check()
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._results.get_nowait())
+        self._num_in_flight -= len(found)
+        return found
+
+    def profile(self, command: BeginProfile | EndProfile) -> None:
+        raise NotImplementedError
+
+    def take_profile_replies(self) -> list[ProfileReply]:
+        return []
+
+    @property
+    def poll_sources(self) -> list[PollSource]:
+        return [self._event_fd]
+
+    @property
+    def deadline(self) -> float | None:
+        return time.monotonic() + _TIMEOUT_S if self._num_in_flight else None
+
+    @property
+    def host_s(self) -> float:
+        return self._ranks[self._answering].worker.host_s
+
+    @property
+    def grammar_stats(self) -> GrammarStats:
+        return GrammarStats()
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [os.getpid()]
+
+    def shutdown(self) -> None:
+        for rank in self._ranks:
+            rank.start(rank.worker.shutdown)
+            rank.close()
+        os.close(self._event_fd)
