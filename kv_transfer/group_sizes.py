@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kv_transfer.layout import DTYPE_BYTES, FP8, KVGroup
+from kv_transfer.layout import FP8, KVGroup
 
 
 def in_fp8(group: KVGroup, scales: str) -> KVGroup:
     """Returns the group with numbers of one byte, where it keeps rows of tokens; states stay."""
     if group.is_state:
         return group
-    size = DTYPE_BYTES[group.dtype]
+    size = group.number_bytes
     planes = tuple(
         msgspec.structs.replace(plane, row_bytes=plane.row_bytes // size) for plane in group.planes
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import zip_longest
 
 LayerTime = tuple[float, float]
 """A pair (ready, saved) in CLOCK_MONOTONIC seconds, 0.0 for what has not happened. To a puller that
 copies blocks itself they are saved when it is told of them."""
+
+_NOTHING: LayerTime = (0.0, 0.0)
 
 
 class LayerTimes:
@@ -28,9 +31,11 @@ class LayerTimes:
 
 
 def later(a: tuple[LayerTime, ...], b: tuple[LayerTime, ...]) -> tuple[LayerTime, ...]:
-    """Returns two processes' views of the same layers, as one."""
-    if not a or not b:
-        return a or b
-    return tuple(
-        (max(one[0], other[0]), max(one[1], other[1])) for one, other in zip(a, b, strict=True)
-    )
+    """Returns two processes' views of a model's layers, as one. Either may know fewer of them."""
+    pairs = zip_longest(a, b, fillvalue=_NOTHING)
+    return tuple((max(one[0], other[0]), max(one[1], other[1])) for one, other in pairs)
+
+
+def behind_others(times: tuple[LayerTime, ...], num_others: int) -> tuple[LayerTime, ...]:
+    """Returns times of layers that are numbered behind `num_others` of other stages."""
+    return (_NOTHING,) * num_others + times if times else ()

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeAlias
 
 import msgspec
@@ -185,6 +186,10 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return self.block_size == STATE_SPAN
 
     @property
+    def number_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
     def rows_per_block(self) -> int:
         return 1 if self.is_state else self.block_size
 
@@ -284,14 +289,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def of_rank(self, rank: int) -> KVLayout:
         """Returns the layout of what one rank has, as if the layers of its stage were a model."""
-        if not self.stage_starts:
-            return self
-        stage = rank // self.tp_size
-        groups = tuple(
-            msgspec.structs.replace(group, layers=self.layers_on(stage, group))
-            for group in self.groups
-        )
-        return msgspec.structs.replace(self, groups=groups, stage_starts=())
+        return _of_stage(self, rank // self.tp_size) if self.stage_starts else self
+
+    def first_layer_on(self, rank: int) -> int:
+        """Returns the number of the first layer that a rank has."""
+        return self.stage_starts[rank // self.tp_size] if self.stage_starts else 0
 
     @property
     def num_model_layers(self) -> int:
@@ -341,6 +343,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             name = f"groups[{index}]"
             _check_equal(f"{name}.layers", *(one._model_layers(index) for one in (self, peer)))
             _check_group(name, ours, theirs)
+        starts = peer.stage_starts
+        if starts and (starts[0] or not _rise((*starts, peer.num_layers))):
+            raise HandshakeMismatch("stage_starts", self.stage_starts, starts)
         if not self.can_be_split(peer.tp_size):
             raise HandshakeMismatch("tp_size", self.tp_size, peer.tp_size)
 
@@ -369,6 +374,15 @@ def _share(holder: KVLayout, rank: int, puller: int, puller_tp_size: int) -> tup
     )
 
 
+@lru_cache(maxsize=1024)
+def _of_stage(layout: KVLayout, stage: int) -> KVLayout:
+    groups = tuple(
+        msgspec.structs.replace(group, layers=layout.layers_on(stage, group))
+        for group in layout.groups
+    )
+    return msgspec.structs.replace(layout, groups=groups, stage_starts=())
+
+
 def attention_group(
     *, layers: Sequence[int], heads: int, head_dim: int, dtype: str, block_size: int,
     window: int | None = None,
@@ -382,6 +396,10 @@ def attention_group(
         dtype=dtype,
         window=window,
     )
+
+
+def _rise(numbers: Sequence[int]) -> bool:
+    return all(first < second for first, second in pairwise(numbers))
 
 
 def _check_equal(field: str, ours: object, theirs: object) -> None:

@@ -22,6 +22,7 @@ from engine.models.base import CausalLM, ForwardInputs
 from engine.models.layer_kinds import LayerKinds
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
+from engine.models.stage_weights import has_embedding, weights_of_others
 
 
 class LlamaForCausalLM(CausalLM):
@@ -31,7 +32,8 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         model = config.model
         self.spec = spec
-        self.link = shard.place.pp
+        self.place, self.link = shard.place, shard.place.pp
+        self.has_embedding = has_embedding(self.link, is_tied=spec.tie_word_embeddings)
         shared = None
         if self.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(
@@ -49,11 +51,6 @@ class LlamaForCausalLM(CausalLM):
             self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), shared)
         self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
         self.like = torch.empty(0, spec.hidden_size, dtype=shard.dtype, device=shard.device)
-
-    @property
-    def has_embedding(self) -> bool:
-        """Returns whether this stage reads the embedding, with tokens or as a tied head."""
-        return self.link.is_first or (self.link.is_last and self.spec.tie_word_embeddings)
 
     def forward(self, step: ForwardInputs) -> Tensor:
         inputs = self.kinds.inputs(step)
@@ -118,13 +115,8 @@ class LlamaForCausalLM(CausalLM):
 
     @property
     def elsewhere(self) -> frozenset[str]:
-        layers = set(range(self.num_layers)) - set(self.layer_indices)
-        names = {f"model.layers.{index}." for index in layers}
-        if not self.has_embedding:
-            names.add("model.embed_tokens.")
-        if not self.link.is_last:
-            names |= {"model.norm.", "lm_head."}
-        return frozenset(names)
+        is_tied = self.spec.tie_word_embeddings
+        return weights_of_others(self.place, self.num_layers, is_tied=is_tied)
 
     @property
     def unused_weights(self) -> frozenset[str]:

@@ -45,11 +45,12 @@ def plan_streams(
     holds what we need. Other processes of the rank may cut theirs or not, as they like."""
     planned = []
     for peer_rank, addresses in enumerate(meta.peer.endpoints):
-        share = meta.peer.layout.share(peer_rank, rank, ours.tp_size)
+        layout = meta.peer.layout.of_rank(peer_rank)
+        share = layout.share(peer_rank, rank, ours.tp_size)
         if not any(page.num_bytes for page in share):
             continue
         source = PullSource(rank, ours.tp_size, peer_rank, share)
-        num_streams = _num_streams(meta, config, source, len(addresses))
+        num_streams = _num_streams(meta, config, layout, source, len(addresses))
         # Stream i belongs to process i % ours and is asked of process i % theirs. Streams that
         # agree in both are one, unless so few are wanted that some processes would have none.
         num_pairs = lcm(len(addresses), config.num_processes)
@@ -62,10 +63,14 @@ def plan_streams(
 
 
 def _num_streams(
-    meta: RecvMeta, config: KVTransferConfig, source: PullSource, sender_processes: int
+    meta: RecvMeta,
+    config: KVTransferConfig,
+    theirs: KVLayout,
+    source: PullSource,
+    sender_processes: int,
 ) -> int:
     chunk_bytes = config.chunk_bytes
-    grid = ChunkGrid.of(meta.peer.layout, chunk_bytes, meta.first_token, meta.num_tokens)
+    grid = ChunkGrid.of(theirs, chunk_bytes, meta.first_token, meta.num_tokens)
     num_bytes = sum(
         group.num_layers * (group.num_blocks - group.first_block) * page.num_bytes
         for group, page in zip(grid.groups, source.share, strict=True)

@@ -37,6 +37,7 @@ from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.control.control_channel import connect_events, listen_for_commands
 from kv_transfer.control.own_host import own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
+from kv_transfer.layer_times import behind_others
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.host_pool import HostPool
 from kv_transfer.metadata import (
@@ -99,14 +100,15 @@ class TransferProcess:
         self._credentials = Credentials(config.transfer.security)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
+        self._layout = config.layout.of_rank(config.rank)
         self._events = connect_events(self._context, config)
         self._changed = asyncio.Event()
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._cache = KVCacheView(
             config.handle,
-            config.layout,
+            self._layout,
             inbox_bytes=config.transfer.process_staging_bytes if config.transfer.receives else 0,
-            message_bytes=HEADER.size + max(config.transfer.chunk_bytes, config.layout.page_bytes),
+            message_bytes=HEADER.size + max(config.transfer.chunk_bytes, self._layout.page_bytes),
         )
         self._cache.copies.on_error = self._stop
         self._me = KVPeer(engine_id=config.engine_id, epoch=config.epoch, layout=config.layout)
@@ -173,7 +175,7 @@ class TransferProcess:
         if config.transfer.sends:
             self._sender = KVSender(
                 config.transfer,
-                config.layout,
+                self._layout,
                 config.rank,
                 config.index,
                 self._cache,
@@ -204,7 +206,7 @@ class TransferProcess:
         return server
 
     def _watch_steps(self, sender: KVSender) -> StepWatch:
-        handle, num_layers = self._config.handle, self._config.layout.num_layers
+        handle, num_layers = self._config.handle, self._layout.num_layers
         marks = LayerMarks.attach(handle.pid, handle.marks_fd, num_layers)
         return StepWatch(marks, num_layers, handle.cuda is not None, sender.progress)
 
@@ -272,6 +274,11 @@ class TransferProcess:
                 receiver.abort(command)
 
     def _emit(self, event: ProcessEvent) -> None:
+        num_others = self._config.layout.first_layer_on(self._config.rank)
+        if num_others and isinstance(event, TransferEvent):
+            layers = behind_others(event.stats.layers, num_others)
+            stats = msgspec.structs.replace(event.stats, layers=layers)
+            event = msgspec.structs.replace(event, stats=stats)
         if self._config.link is not None and isinstance(event, TransferEvent):
             event = msgspec.structs.replace(event, sent_at=time.monotonic())
         self._events.send(self._encoder.encode(event))

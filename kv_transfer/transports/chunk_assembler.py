@@ -32,11 +32,9 @@ class ChunkAssembler(ABC):
     def __init__(self, job: FetchJob, cache: KVCacheView) -> None:
         self.job = job
         self._cache = cache
-        self._theirs = job.meta.peer.layout
-        self._targets = [
-            GroupTarget(job.meta, group, share, cache)
-            for group, share in enumerate(job.source.share)
-        ]
+        self._theirs = job.layout
+        num_groups = len(job.source.share)
+        self._targets = [GroupTarget(job, group, cache) for group in range(num_groups)]
         self._share_code = shape_code(*job.source.share)
         self._chunk_bytes = 0
         self._grid: ChunkGrid | None = None

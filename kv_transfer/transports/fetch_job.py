@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.layout import PageShape
+from kv_transfer.layout import KVLayout, PageShape
 from kv_transfer.metadata import RecvMeta
 
 
@@ -31,3 +31,15 @@ class FetchJob:
     source: PullSource
     stream: int
     num_streams: int
+
+    @property
+    def layout(self) -> KVLayout:
+        """Returns the layout of what the peer's rank has: of its stage's layers, if the peer is
+        a pipeline of several."""
+        return self.meta.peer.layout.of_rank(self.source.peer_rank)
+
+    def first_layer(self, group: int) -> int:
+        """Returns which layer of a group, within it, is the first that the peer's rank has."""
+        layout = self.meta.peer.layout
+        start = layout.first_layer_on(self.source.peer_rank)
+        return sum(layer < start for layer in layout.groups[group].layers)

@@ -7,12 +7,11 @@ ours are copied together, in one call for all layers; the rest token run by toke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.layout import PageShape
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import (
     CachePlaces,
@@ -24,7 +23,7 @@ from kv_transfer.memory.cache_view import (
 )
 from kv_transfer.memory.copy_stream import Copier, Numbers
 from kv_transfer.memory.page_copy import PageCopy, page_copy
-from kv_transfer.metadata import RecvMeta
+from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code
 
 
@@ -47,11 +46,11 @@ class NamedBlocks:
 
 
 class GroupTarget:
-    """One group of one transfer. `share` is what a block has on its way, see `KVLayout.share`."""
+    """One group of one stream. `share` is what a block has on its way, see `KVLayout.share`."""
 
-    def __init__(self, meta: RecvMeta, group: int, share: PageShape, cache: KVCacheView) -> None:
-        theirs = meta.peer.layout.groups[group]
-        self.share = share
+    def __init__(self, job: FetchJob, group: int, cache: KVCacheView) -> None:
+        meta, theirs = job.meta, job.layout.groups[group]
+        self.share = share = job.source.share[group]
         self.shape_code = shape_code(share)
         self._group = group
         self._cache = cache
@@ -62,15 +61,18 @@ class GroupTarget:
         self._block_array = np.array(self._block_ids, np.int64)
         self._num_layers = cache.layout.num_shared_layers(group, meta.peer.layout)
         """Layers behind these are a drafter's that we do not have: they are dropped."""
+        self._first_layer = job.first_layer(group)
+        """Of ours: the peer's rank counts its layers from there."""
 
     def views(self, header: ChunkHeader, views: BlockViews) -> list[memoryview] | None:
         """Returns the blocks of ours that the payload fills exactly; None: it has to be copied."""
         size = self._source_size
         start, stop = header.first_block, header.first_block + header.num_blocks
         is_wanted = self._rows.start <= start * size and stop * size <= self._rows.stop
-        if not is_wanted or self.share != self._page or header.layer >= self._num_layers:
+        layer = self._first_layer + header.layer
+        if not is_wanted or self.share != self._page or layer >= self._num_layers:
             return None
-        return views.of(self._group, header.layer, self._block_ids[start:stop])
+        return views.of(self._group, layer, self._block_ids[start:stop])
 
     def copy_payload(self, header: ChunkHeader, payload: ByteArray) -> None:
         """Issues copies of what was asked for. `payload` may go when this returns."""
@@ -91,6 +93,7 @@ class GroupTarget:
 
     def _copy(self, blocks: NamedBlocks, copy: PageCopy, copier: Copier, from_host: bool) -> None:
         """`blocks.places` are addresses."""
+        blocks = replace(blocks, layers=self._first_layer + blocks.layers)
         is_ours = blocks.layers < self._num_layers
         if not is_ours.all():
             blocks = blocks.where(is_ours)

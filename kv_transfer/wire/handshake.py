@@ -57,6 +57,7 @@ def _layout_to_proto(layout: KVLayout) -> pb.KVLayout:
         tp_size=layout.tp_size,
         num_draft_layers=layout.num_draft_layers,
         draft_hash=layout.draft_hash,
+        stage_starts=layout.stage_starts,
         groups=[
             pb.KVGroup(
                 layers=group.layers,
@@ -78,6 +79,7 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
         tp_size=message.tp_size,
         num_draft_layers=message.num_draft_layers,
         draft_hash=message.draft_hash,
+        stage_starts=tuple(message.stage_starts),
         groups=tuple(
             KVGroup(
                 layers=tuple(group.layers),
@@ -97,9 +99,9 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
 
 def check_endpoints(peer: KVPeer) -> None:
     """Checks that a holder said what pullers need. Raises `PeerLost` if it is not all there."""
-    if len(peer.endpoints) != peer.layout.tp_size:
+    if len(peer.endpoints) != peer.layout.num_ranks:
         raise PeerLost(
-            f"engine {peer.engine_id[:_MAX_NAME]} has {peer.layout.tp_size} ranks and names "
+            f"engine {peer.engine_id[:_MAX_NAME]} has {peer.layout.num_ranks} ranks and names "
             f"transfer processes of {len(peer.endpoints)}"
         )
     for addresses in peer.endpoints:

@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KVLayout(_message.Message):
-    __slots__ = ("protocol_version", "model_hash", "tp_size", "groups", "num_draft_layers", "draft_hash")
+    __slots__ = ("protocol_version", "model_hash", "tp_size", "groups", "num_draft_layers", "draft_hash", "stage_starts")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_HASH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_STARTS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_hash: str
     tp_size: int
     groups: _containers.RepeatedCompositeFieldContainer[KVGroup]
     num_draft_layers: int
     draft_hash: str
-    def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., num_draft_layers: _Optional[int] = ..., draft_hash: _Optional[str] = ...) -> None: ...
+    stage_starts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., model_hash: _Optional[str] = ..., tp_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KVGroup, _Mapping]]] = ..., num_draft_layers: _Optional[int] = ..., draft_hash: _Optional[str] = ..., stage_starts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KVGroup(_message.Message):
     __slots__ = ("layers", "planes", "block_size", "dtype", "window", "scales")

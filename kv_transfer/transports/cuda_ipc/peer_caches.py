@@ -81,11 +81,11 @@ class PeerCaches:
             self._close_orphan(mapped)
 
     def _map(self, name: _Name, peer: KVPeer, handle: KVCacheHandle) -> None:
-        if handle.rank >= peer.layout.tp_size:
-            raise ValueError(f"rank {handle.rank} of {peer.layout.tp_size} ranks cannot be")
+        if not 0 <= handle.rank < peer.layout.num_ranks:
+            raise ValueError(f"rank {handle.rank} of {peer.layout.num_ranks} ranks cannot be")
         owner = os.pidfd_open(handle.pid)
         try:
-            cache = CacheMap(handle, peer.layout, self._device)
+            cache = CacheMap(handle, peer.layout.of_rank(handle.rank), self._device)
         except BaseException:
             os.close(owner)
             raise

@@ -78,14 +78,14 @@ class NixlConsumer(ConsumerTransport):
         engine = job.meta.peer.engine_id
         if self._queue is None or not self._is_worth_it(job):
             return None
-        if advert is None or not 0 <= advert.rank < job.meta.peer.layout.tp_size:
+        if advert is None or not 0 <= advert.rank < job.meta.peer.layout.num_ranks:
             logger.warning("%s described its cache wrongly", engine)
             return None
         name = (engine, job.meta.peer.epoch, advert.rank, advert.agent)
         peer = self._peer(self._queue, name, advert)
         if not self._is_ready(self._queue, peer, engine):
             return None
-        layout = job.meta.peer.layout
+        layout = job.meta.peer.layout.of_rank(advert.rank)
         places = CachePlaces(advert.rank, advert.num_blocks, layout, advert.address)
         return NamesAssembler(job, self._cache, self.id, RemoteBlocks(places, peer))
 
@@ -104,7 +104,7 @@ class NixlConsumer(ConsumerTransport):
 
     def _is_worth_it(self, job: FetchJob) -> bool:
         """Returns whether the pieces that a stream of this job would read are large."""
-        theirs = job.meta.peer.layout
+        theirs = job.layout
         pairs = zip(job.source.share, self._cache.pages, strict=True)
         for group, (share, ours) in enumerate(pairs):
             if share.num_bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
-from tests.engine.kv_groups.grouped_node import GroupedNode, run_until
+from kv_transfer.config import KVRole, KVTransferConfig
+from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until
 from tests.engine.stages.thread_executor import ThreadExecutor
 from tests.engine.tiny_model import tiny_model
 
@@ -25,17 +26,21 @@ BEHIND_A_PREFIX = {"behind": [*PROMPTS["r3"][:48], 5, 6, 7]}
 
 
 def stage_config(
-    stages: int, tp_size: int = 1, num_blocks: int = 200, chunk: int = 24, **model: Any
+    stages: int,
+    tp_size: int = 1,
+    num_blocks: int = 200,
+    role: KVRole | None = None,
+    block_size: int = 8,
+    **model: Any,
 ) -> EngineConfig:
     return EngineConfig(
         engine_id=f"stages-{secrets.token_hex(4)}",
         epoch=secrets.randbits(63),
         model=tiny_model(num_layers=NUM_LAYERS, **model),
-        cache=CacheConfig(block_size=8, num_blocks=num_blocks),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
         parallel=ParallelConfig(tensor_parallel_size=tp_size, pipeline_parallel_size=stages),
-        scheduler=SchedulerConfig(
-            max_num_seqs=6, max_num_batched_tokens=chunk, async_scheduling=True
-        ),
+        scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24, async_scheduling=True),
+        kv_transfer=KVTransferConfig(kv_role=role, num_streams=2) if role else None,
     )
 
 
@@ -50,6 +55,20 @@ def running(config: EngineConfig) -> Iterator[GroupedNode]:
         node.check_empty()
     finally:
         node.shutdown()
+
+
+class Expected:
+    """Knows the greedy answers of one stage."""
+
+    def __init__(self, node: GroupedNode) -> None:
+        self._node = node
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        name = str(hash(tuple(prompt)))
+        if name not in self._node.tokens:
+            self._node.add(name, prompt, count)
+            run_until([self._node], lambda: name in self._node.ended)
+        return self._node.tokens[name]
 
 
 def answers(node: GroupedNode, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -92,3 +111,22 @@ def test_a_tied_head_is_read_by_the_last_stage() -> None:
         with running(stage_config(stages, tie_word_embeddings=True)) as node:
             found.append(answers(node, PROMPTS))
     assert found[0] == found[1]
+
+
+def test_stages_hand_their_layers_over() -> None:
+    """Two stages of one and of two ranks, to one and to two ranks with other blocks; the second
+    time prompts are cached."""
+    prompts = {name: prompt for name, prompt in PROMPTS.items() if len(prompt) <= 64}
+    with ExitStack() as nodes:
+
+        def start(*sizes: int, **options: Any) -> GroupedNode:
+            return nodes.enter_context(running(stage_config(*sizes, **options)))
+
+        oracle = Expected(start(1))
+        prefills = [start(2, ranks, role="kv_producer") for ranks in (1, 2)]
+        one, two = (start(1, ranks, role="kv_consumer", block_size=16) for ranks in (1, 2))
+        pairs = [(prefills[0], one), (prefills[1], one), (prefills[0], two)]
+        for index, (prefill, decode) in enumerate(pairs):
+            named = {f"{name}-{index}": prompt for name, prompt in prompts.items()}
+            hand_over(prefill, decode, named, oracle)
+        assert prefills[0].core.stats().prefix_cache_hits > 0
