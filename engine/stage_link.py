@@ -106,13 +106,14 @@ class StageLink:
             )
         return found
 
-    def send(self, x: Tensor) -> None:
-        """Sends [T, H] to the next stage. The caller writes to its memory no more. Raises
-        `RuntimeError` when that stage is gone."""
+    def send(self, x: Tensor) -> Tensor:
+        """Sends [T, H] to the next stage and returns it. Nobody may write to its memory any more.
+        Raises `RuntimeError` when that stage is gone."""
         if isinstance(self._activations, _Direct):
             self._activations.send(x)
         else:
             self._post(x, self.stage + 1)
+        return x
 
     def give_back(self, token_ids: list[int]) -> None:
         """Tells all other stages what a step has sampled, from the last one; -1: nothing."""

@@ -22,7 +22,7 @@ from engine.models.base import CausalLM, ForwardInputs
 from engine.models.layer_kinds import LayerKinds
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
-from engine.models.stage_weights import has_embedding, weights_of_others
+from engine.models.stage_weights import has_embedding, weights_of_nobody, weights_of_others
 
 
 class LlamaForCausalLM(CausalLM):
@@ -54,7 +54,11 @@ class LlamaForCausalLM(CausalLM):
 
     def forward(self, step: ForwardInputs) -> Tensor:
         inputs = self.kinds.inputs(step)
-        stream = ResidualStream(self.first_values(step))
+        stream = ResidualStream(
+            self.embedded(step.input_ids)
+            if self.link.is_first
+            else self.link.receive(len(step.input_ids), self.like)
+        )
         places = step.images.places if step.images is not None else None
         of_images: Tensor | tuple[()] = ()
         if step.images is not None and places is not None:
@@ -70,15 +74,7 @@ class LlamaForCausalLM(CausalLM):
             step.on_layer(index)
         if self.link.is_last:
             return stream.normed(self.norm)
-        hidden = stream.value()
-        self.link.send(hidden)
-        return hidden
-
-    def first_values(self, step: ForwardInputs) -> Tensor:
-        """Returns what the first layer of this stage reads, [T, H]."""
-        if self.link.is_first:
-            return self.embedded(step.input_ids)
-        return self.link.receive(len(step.input_ids), self.like)
+        return self.link.send(stream.value())
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(input_ids)
@@ -120,9 +116,4 @@ class LlamaForCausalLM(CausalLM):
 
     @property
     def unused_weights(self) -> frozenset[str]:
-        """Returns the names of a tied head, which may be stored beside the embedding, and of layers
-        behind the last."""
-        last = self.num_layers
-        extra = set(self.spec.other_weights)
-        extra |= {f"model.layers.{last + i}." for i in range(self.spec.num_extra_layers)}
-        return frozenset(extra | ({"lm_head.weight"} if self.spec.tie_word_embeddings else set()))
+        return weights_of_nobody(self.spec, self.num_layers)

@@ -1,7 +1,8 @@
-"""Which weights a stage of a pipeline reads besides those of its layers."""
+"""Which weights a stage of a pipeline reads besides those of its layers, and which it does not."""
 
 from __future__ import annotations
 
+from engine.models.specs.dense import DenseSpec
 from engine.parallel import ParallelPlace
 from engine.stage_link import StageLink
 
@@ -19,3 +20,11 @@ def weights_of_others(place: ParallelPlace, num_layers: int, *, is_tied: bool) -
     if not place.pp.is_last:
         names |= {"model.norm.", "lm_head."}
     return frozenset(names)
+
+
+def weights_of_nobody(spec: DenseSpec, num_layers: int) -> frozenset[str]:
+    """Returns names, and beginnings of names, of tensors that no stage reads: a tied head, which
+    may be stored beside the embedding, and layers behind the last."""
+    names = set(spec.other_weights)
+    names |= {f"model.layers.{num_layers + i}." for i in range(spec.num_extra_layers)}
+    return frozenset(names | ({"lm_head.weight"} if spec.tie_word_embeddings else set()))
