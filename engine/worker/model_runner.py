@@ -62,7 +62,6 @@ from engine.worker.image_rows import create_image_rows
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer
 from engine.worker.network_drafter import NetworkDrafter
-from kv_transfer.layout import KVLayout
 from tandem_kernels import ops
 
 
@@ -86,7 +85,6 @@ class ModelRunner:
         model: CausalLM,
         connector: KVConnector,
         device: torch.device,
-        layout: KVLayout,
         draft: DraftNetwork | None = None,
         tower: VisionTower | None = None,
         adapters: Adapters | None = None,
@@ -98,7 +96,7 @@ class ModelRunner:
         self._connector, self._device = connector, device
         self.states = RowStates(rows, max_model_len, device)
         self._decode_query_len = self._query_len = config.decode_query_len
-        self._groups = layout.groups
+        self._groups = config.kv_layout.groups
         self._block_tables = [
             BlockTables(rows, max_model_len, group.block_size, device, config.decode_query_len - 1)
             for group in self._groups

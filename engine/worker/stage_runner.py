@@ -29,15 +29,25 @@ from engine.stage_link import StageLink
 from engine.worker.async_output import AsyncOutput
 from engine.worker.kv_connector import OnLayer
 from engine.worker.model_runner import ModelRunner
+from kv_transfer.layout import KVLayout
 from tandem_kernels import ops
 
 
-class EarlyStageRunner(ModelRunner):
+class StageRunner(ModelRunner):
+    """One of several stages. `layout`: of this rank's cache; the rest is what `ModelRunner`
+    takes."""
+
+    def __init__(self, link: StageLink, layout: KVLayout, *args: Any) -> None:
+        super().__init__(*args)
+        self._link = link
+        self._groups = layout.groups
+
+
+class EarlyStageRunner(StageRunner):
     """Any stage but the last one."""
 
-    def __init__(self, link: StageLink, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._link = link
+    def __init__(self, link: StageLink, layout: KVLayout, *args: Any) -> None:
+        super().__init__(link, layout, *args)
         self._unknown: deque[tuple[Int32Array, list[int]]] = deque()
         """(rows, their epochs) of each step that has sampled and whose tokens have not come."""
 
@@ -81,12 +91,8 @@ class EarlyStageRunner(ModelRunner):
             tables.remove_request(row)
 
 
-class LastStageRunner(ModelRunner):
+class LastStageRunner(StageRunner):
     """The stage that samples, behind others, which hear of tokens as soon as the host does."""
-
-    def __init__(self, link: StageLink, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._link = link
 
     def execute_model(self, step: SchedulerOutput) -> AsyncOutput:
         output = super().execute_model(step)
@@ -99,10 +105,10 @@ class LastStageRunner(ModelRunner):
             self._link.give_back(tokens)
 
 
-def create_runner(link: StageLink, *args: Any, **options: Any) -> ModelRunner:
-    """Returns the runner of a stage, or of all layers where there is one stage; the rest is what
-    `ModelRunner` takes."""
+def create_runner(link: StageLink, layout: KVLayout, *args: Any) -> ModelRunner:
+    """Returns the runner of a stage, or of all layers where there is one stage; takes what
+    `StageRunner` does."""
     if link.num_stages == 1:
-        return ModelRunner(*args, **options)
+        return ModelRunner(*args)
     kind = LastStageRunner if link.is_last else EarlyStageRunner
-    return kind(link, *args, **options)
+    return kind(link, layout, *args)

@@ -299,13 +299,7 @@ def make_runner(checkpoint: Path) -> Iterator[Callable[..., ModelRunner]]:
             config = replace(config, device=replace(config.device, **device))
             model = create_model(config, place_alone(config.model), cpu)
             load_weights(model, config, lambda fraction: None)
-            runner = ModelRunner(
-                config,
-                model,
-                connector or KVConnector(NoConnectorWorker(0)),
-                cpu,
-                config.kv_layout,
-            )
+            runner = ModelRunner(config, model, connector or KVConnector(NoConnectorWorker(0)), cpu)
             kv_cache = closers.enter_context(closing(KVCache(config.kv_layout, NUM_BLOCKS, cpu)))
             runner.kv_caches, runner.kv_pages = kv_cache.layers, kv_cache.pages
             return runner
