@@ -230,10 +230,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         experts, tp_size = self.experts, parallel.tensor_parallel_size
         spreads_experts = parallel.enable_expert_parallel
-        if spreads_experts and 0 < self.num_experts < parallel.num_ranks:
+        num_sharing = parallel.num_ranks // parallel.pipeline_parallel_size
+        if spreads_experts and 0 < self.num_experts < num_sharing:
             raise CheckpointError(
                 model.path,
-                f"has {self.num_experts} experts in a layer, which {parallel.num_ranks} ranks "
+                f"has {self.num_experts} experts in a layer, which {num_sharing} ranks "
                 "cannot share as a whole",
                 "start fewer ranks, or without --enable-expert-parallel",
             )
