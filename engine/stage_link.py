@@ -1,4 +1,4 @@
-"""What moves between the stages of a pipeline: activations forward, sampled tokens back.
+"""Moves activations from stage to stage of a pipeline, and sampled tokens back.
 
     stage 0 ──[T, H]──▶ stage 1 ──[T, H]──▶ ... ──▶ last stage
        ▲                   ▲                           │

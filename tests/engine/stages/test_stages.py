@@ -46,7 +46,7 @@ def stage_config(
 
 @contextmanager
 def running(config: EngineConfig) -> Iterator[GroupedNode]:
-    kind = ThreadExecutor if config.parallel.world_size > 1 else UniprocExecutor
+    kind = ThreadExecutor if config.parallel.num_ranks > 1 else UniprocExecutor
     executor = kind(config)
     core = EngineCore(config, executor, lambda *_: None)
     node = GroupedNode(config, core, executor, None)

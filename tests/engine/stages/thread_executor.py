@@ -70,7 +70,7 @@ class ThreadExecutor(Executor):
         parallel = config.parallel
         rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
         self._ranks = [
-            RankThread(Worker(config, rank, rendezvous)) for rank in range(parallel.world_size)
+            RankThread(Worker(config, rank, rendezvous)) for rank in range(parallel.num_ranks)
         ]
         self._answering = parallel.answering_rank
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
