@@ -1,4 +1,4 @@
-"""Groups of KV in other sizes: of quantised numbers, or with blocks that share pages well."""
+"""Gives groups of KV other sizes: of quantised numbers, or with blocks that share pages well."""
 
 from __future__ import annotations
 

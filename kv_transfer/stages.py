@@ -1,4 +1,4 @@
-"""Which layers a stage of a pipeline has."""
+"""Divides the layers of a model among the stages of a pipeline."""
 
 from __future__ import annotations
 

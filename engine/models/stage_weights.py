@@ -1,4 +1,4 @@
-"""Which weights a stage of a pipeline reads besides those of its layers, and which it does not."""
+"""Tells which weights a stage of a pipeline reads besides those of its layers."""
 
 from __future__ import annotations
 

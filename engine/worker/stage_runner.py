@@ -49,7 +49,7 @@ class EarlyStageRunner(StageRunner):
     def __init__(self, link: StageLink, layout: KVLayout, *args: Any) -> None:
         super().__init__(link, layout, *args)
         self._unknown: deque[tuple[Int32Array, list[int]]] = deque()
-        """Holds (rows, their epochs) of each step that has sampled and whose tokens have not come."""
+        """Holds (rows, their epochs) of each step whose tokens have not come."""
 
     def _run_eagerly(
         self, order: BatchOrder, on_layer: OnLayer
