@@ -62,7 +62,7 @@ class GroupTarget:
         self._num_layers = cache.layout.num_shared_layers(group, meta.peer.layout)
         """Layers behind these are a drafter's that we do not have: they are dropped."""
         self._first_layer = job.first_layer(group)
-        """Of ours: the peer's rank counts its layers from there."""
+        """Says where the peer's rank begins to count layers of ours."""
 
     def views(self, header: ChunkHeader, views: BlockViews) -> list[memoryview] | None:
         """Returns the blocks of ours that the payload fills exactly; None: it has to be copied."""
