@@ -64,7 +64,7 @@ class RankThread:
 
 
 class ThreadExecutor(Executor):
-    """`max_in_flight`: the most steps that were on their way at once."""
+    """Runs ranks side by side; `max_in_flight` counts steps that were on their way at once."""
 
     def __init__(self, config: EngineConfig) -> None:
         parallel = config.parallel
