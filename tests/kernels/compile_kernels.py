@@ -703,8 +703,10 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
         constants = {**taps, "TILE": tile, "OVERLAP": tile == 1 and capability >= 90}
         kept = {**types, "states": "*bf16"}
         yield Case(causal_conv.causal_conv_kernel, f"{tile}", kept, constants)
-    part = {"VALUES": delta_tuning.decode_tuning().values, **overlap}
-    yield Case(delta_rule.delta_rule_kernel, "", types, {**shape, **part})
+    for count in (1, 256):
+        decode = delta_tuning.decode_tuning(count)
+        part, warps = {"VALUES": decode.values, **overlap}, {"num_warps": decode.num_warps}
+        yield Case(delta_rule.delta_rule_kernel, f"{count}", types, {**shape, **part}, warps)
     chunk = {**shape, "CHUNK": delta_chunks.CHUNK, "PRECISION": "tf32"}
     solve = {"PART": delta_chunks.PART, "BLOCK_VALUE": 128, "SOLVER": "tf32x3"}
     warps = {"num_warps": delta_tuning.CHUNK_WARPS}

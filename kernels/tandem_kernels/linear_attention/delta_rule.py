@@ -16,7 +16,7 @@ from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.linear_attention.delta_chunks import delta_chunks
 from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_length
-from tandem_kernels.linear_attention.delta_tuning import DeltaTuning, decode_tuning
+from tandem_kernels.linear_attention.delta_tuning import FIXED, DeltaTuning, decode_tuning
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def gated_delta_rule(
     given = mixed, gates, a_log, dt_bias, states, metadata
     one_by_one = num_reqs if fixed_order else num_decodes
     if one_by_one > 0:
-        delta_tokens(*given, out, one_by_one)
+        delta_tokens(*given, out, one_by_one, FIXED if fixed_order else None)
     if one_by_one < num_reqs:
         delta_chunks(*given, out)
     return out
@@ -125,9 +125,9 @@ def delta_tokens(
 
     Args:
         out: [T, Hv, V]; rows of these requests are written.
-        tuning: None: the choice for all shapes.
+        tuning: None: the choice for so many requests.
     """
-    tuning = tuning or decode_tuning()
+    tuning = tuning or decode_tuning(num_reqs)
     _, num_values, key_dim, value_dim = states.shape
     num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
     overlap = uses_pdl(mixed.device, len(mixed))
