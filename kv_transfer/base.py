@@ -15,6 +15,7 @@ Worker half (one for each rank, in the worker process)
     1. `register_kv_cache`: once, after allocation; the handle lets transfer processes map them.
     2. `start_load_kv`: before the forward pass of a step.
     3. `save_kv_layer`: after each layer of a step that computes KV for a peer.
+    4. `wait_for_layer_load`: before each layer of a step that reads KV which is being loaded.
 
 vLLM polls its workers for finished transfers. Here transfer processes report to the scheduler
 half directly (`kv_transfer.metadata` says why), so the worker half has no `get_finished`.
@@ -30,7 +31,13 @@ import msgspec
 
 from kv_transfer.host_tier import HostTier
 from kv_transfer.layout import BlockIds, KVLayout
-from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, KVPeer, KVTransferParams
+from kv_transfer.metadata import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVPeer,
+    KVTransferParams,
+    LoadTicket,
+)
 
 
 class CudaCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +60,8 @@ class KVCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
         pid, fd: On CPU: the memory file `fd` of process `pid`. -1: none.
         cuda: On a GPU.
         marks_fd: Producer: memory file of process `pid` with the layers done (`layer_marks`).
+        load_marks_fd: With a host tier: memory file of process `pid` with the layers that are
+            loaded (`load_marks`). -1: steps never wait for layers.
     """
 
     rank: int
@@ -61,6 +70,7 @@ class KVCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     cuda: CudaCacheHandle | None = None
     marks_fd: int = -1
+    load_marks_fd: int = -1
 
 
 class RequestLike(Protocol):
@@ -201,6 +211,11 @@ class KVConnectorWorker(ABC):
     def save_kv_layer(self, layer: int) -> None:
         """The KV of `layer` is computed for all tokens of the step; on a GPU: everything that
         computes it is launched."""
+
+    def wait_for_layer_load(self, ticket: LoadTicket, layer: int) -> None:
+        """The step is about to read `layer`, whose KV comes from the host tier: on CPU this waits
+        for it, on a GPU the stream does. A layer behind the last is never waited for."""
+        raise NotImplementedError("this worker has no host tier")
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -43,6 +43,10 @@ class KVTransferConfig:
         staging_bytes: Host memory for KV on its way, of each rank. Its transfer processes have
             equal parts, as they have equal parts of every prompt.
         host_tier_bytes: Host memory of each rank for KV blocks that left the cache. 0: none.
+        host_tier_path: Folder of a memory file system for it, which then outlives the node. Empty:
+            it is memory of the transfer processes.
+        disk_tier_bytes: Space of each rank for blocks that the host tier had to forget. 0: none.
+        disk_tier_path: Folder for them.
         lease_s: Staged KV is dropped when nobody pulls it for this long.
         stall_timeout_s: A pull that makes no progress for this long fails.
         frozen_after_s: A transfer process that gives no sign of life for this long is killed and
@@ -73,6 +77,9 @@ class KVTransferConfig:
     chunk_bytes: int = 2 << 20
     staging_bytes: int = 512 << 20
     host_tier_bytes: int = 0
+    host_tier_path: str = ""
+    disk_tier_bytes: int = 0
+    disk_tier_path: str = ""
     lease_s: float = 30.0
     stall_timeout_s: float = 5.0
     frozen_after_s: float = 3.0
@@ -106,6 +113,10 @@ class KVTransferConfig:
     def num_host_slots(self, block_bytes: int) -> int:
         """Returns the blocks of so many bytes that the host tier of a rank holds."""
         return self.host_tier_bytes // block_bytes
+
+    def num_disk_blocks(self, block_bytes: int) -> int:
+        """Returns the blocks of so many bytes that the disk tier of a rank holds."""
+        return self.disk_tier_bytes // block_bytes
 
     @property
     def process_staging_bytes(self) -> int:

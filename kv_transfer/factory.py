@@ -47,7 +47,7 @@ def create_worker_connector(
     if config.kv_role == "kv_consumer":
         from kv_transfer.consumer.worker import ConsumerConnectorWorker
 
-        return ConsumerConnectorWorker(rank)
+        return ConsumerConnectorWorker(config, rank)
     from kv_transfer.producer.worker import GrpcConnectorWorker
 
     return GrpcConnectorWorker(config, engine_id, rank)

@@ -1,54 +1,97 @@
-"""Which blocks lie in host memory, by hash: the half beside the scheduler.
+"""Which blocks lie in host memory and on disk, by hash: the half beside the scheduler.
 
-A slot is the same on every rank and in every transfer process.
+A slot of host memory is the same on every rank and in every transfer process.
 
-    free ── store ──▶ STORING ── all processes ──▶ STORED ◀── load: pinned until the job is done
-      ▲                  │ one says no                │
-      └──────────────────┴──── displaced, damaged ────┘
+    free ── store, fetch ──▶ FILLING ── all processes ──▶ STORED ◀── load: pinned until it is done
+      ▲                         │ one says no               │  ╲
+      └─────────────────────────┴─── displaced, damaged ────┘   spill ──▶ on disk ──▶ fetch
 
-Stored blocks are displaced in the order of their last use. A lookup uses blocks from the last to
-the first: a prefix is of use without its tail, but never the other way round. A transfer process
-that dies takes its share of every block along, so then all are forgotten.
+Stored blocks are displaced in the order of their last use; those that will be next are written to
+disk beforehand. A lookup uses blocks from the last to the first: a prefix is of use without its
+tail, but never the other way round.
+
+Nothing is found and nothing begins while a process has not said what it holds (`TierContents`): at
+the start, and when one has died. A block counts that every process has. So what outlives a
+process, or the whole engine, is found again.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 
-from kv_transfer.metadata import HostTierEvent, LoadMeta, StoreMeta
+from kv_transfer.disk_index import DiskIndex
+from kv_transfer.metadata import (
+    FetchMeta,
+    ForgetMeta,
+    HostTierEvent,
+    LoadBegun,
+    LoadMeta,
+    LoadTicket,
+    SpillMeta,
+    StoreMeta,
+    TierCommand,
+    TierContents,
+    TierEvent,
+    TierJob,
+    TierOff,
+)
+from kv_transfer.slot_table import SlotTable
 from kv_transfer.tier import Tier
+from kv_transfer.tier_task import TierTask
 
-Send = Callable[[int, StoreMeta | LoadMeta], bool]
+Send = Callable[[int, TierCommand], bool]
 """Tells a transfer process, by number; False: it is down, and will not answer."""
 
+_MOST_SPILLED = 16
+"""Blocks that one job writes to disk; there is one such job at a time."""
+_SHARE_AHEAD = 8
+"""One block in so many is on disk before it is displaced."""
 
-@dataclass(slots=True)
-class _Job:
-    names: list[bytes]
-    slots: list[int]
-    is_load: bool
-    unanswered: set[int]
-    damaged: set[int] = field(default_factory=set)
-    is_lost: bool = False
+logger = logging.getLogger(__name__)
 
 
 class HostTier:
-    """`num_slots` blocks. Calls return at once; `take_finished` says what has become of jobs."""
+    """`num_slots` blocks, and `num_files` behind them. Calls return at once; `take_finished` says
+    what has become of jobs."""
 
-    def __init__(self, num_slots: int, num_processes: int, send: Send) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_processes: int,
+        send: Send,
+        num_files: int = 0,
+        let_go: Callable[[LoadTicket], None] | None = None,
+        num_places: int = 0,
+    ) -> None:
+        """`let_go`, `num_places`: so many loads can be followed layer by layer (`load_marks`)."""
+        self._num_slots = num_slots
         self._num_processes = num_processes
         self._send = send
-        self._free = list(reversed(range(num_slots)))
-        self._stored: OrderedDict[bytes, int] = OrderedDict()
-        """Slot by hash; displaced from the front."""
-        self._storing: set[bytes] = set()
-        self._pins: Counter[int] = Counter()
-        self._jobs: dict[int, _Job] = {}
+        self._slots = SlotTable(num_slots)
+        self._filling: set[bytes] = set()
+        self._spilling: set[bytes] = set()
+        self._disk = DiskIndex(num_files, self._remove_files)
+        self._has_disk = num_files > 0
+        self._jobs: dict[int, TierTask] = {}
         self._next_job = 0
         self._finished: dict[int, bool] = {}
+        self._begun: list[int] = []
+        self._failed: dict[int, LoadTicket] = {}
+        """Loads that failed, and that a step may still wait for."""
+        self._places = list(range(num_places))
+        self._let_go = let_go
+        self._unheard = set(range(num_processes))
+        """Processes that have not said what they hold."""
+        self._contents: dict[int, TierContents] = {}
+        """Is what they said, until all have."""
+        self._is_first = True
+        self._off: dict[Tier, str] = {}
         self._totals = Counter[str]()
+
+    # What is here -----------------------------------------------------------------------------
 
     @property
     def num_jobs(self) -> int:
@@ -56,69 +99,155 @@ class HostTier:
 
     @property
     def counters(self) -> dict[str, float]:
-        names = ("stored", "loaded", "displaced", "damaged", "lost")
+        names = ("stored", "loaded", "damaged", "lost", "spilled", "fetched")
         totals = {f"host_tier_{name}_blocks": float(self._totals[name]) for name in names}
-        return {**totals, "host_tier_blocks": float(len(self._stored))}
+        return {
+            **totals,
+            "host_tier_blocks": float(len(self._slots.stored)),
+            "host_tier_displaced_blocks": float(self._slots.num_displaced),
+            "host_tier_residency_seconds": self._slots.residency_s,
+            "disk_tier_blocks": float(len(self._disk)),
+            "disk_tier_evicted_blocks": float(self._disk.num_evicted),
+            "disk_tier_residency_seconds": self._disk.residency_s,
+            "disk_tier_damaged_files": float(self._totals["damaged_files"]),
+        }
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._unheard and not self._contents and Tier.HOST not in self._off
 
     def __contains__(self, name: bytes) -> bool:
         """Returns whether it is stored, or about to be."""
-        return name in self._stored or name in self._storing
+        return name in self._slots.stored or name in self._filling
 
     def tier_of(self, name: bytes) -> Tier | None:
         """Returns where the block lies; None: it is not here, or not yet."""
-        return Tier.HOST if name in self._stored else None
+        if not self.is_ready:
+            return None
+        if name in self._slots.stored:
+            return Tier.HOST
+        return Tier.DISK if name in self._disk else None
 
     def num_found(self, names: Sequence[bytes], start: int) -> int:
-        """Returns how many blocks from `names[start]` on are stored without a gap. All of `names`
-        count as used."""
-        stored = self._stored
+        """Returns how many blocks from `names[start]` on can be loaded without a gap. All of
+        `names` count as used."""
+        if not self.is_ready:
+            return 0
+        stored, disk = self._slots.stored, self._disk
         for name in reversed(names):
             if name in stored:
-                stored.move_to_end(name)
-        count = 0
+                self._slots.use(name)
+            elif name in disk:
+                disk.use(name)
+        count = num_stored = num_fetched = 0
         for name in names[start:]:
-            if name not in stored:
+            if name in stored:
+                num_stored += 1
+            elif name in disk and name not in self._filling:
+                num_fetched += 1
+            else:
                 break
             count += 1
-        return count
+        # Slots of the prefix itself cannot take what is fetched for it.
+        if num_fetched == 0 or num_fetched <= self._slots.num_to_take - num_stored:
+            return count
+        return next((i for i, name in enumerate(names[start:]) if name not in stored), count)
+
+    # Jobs -------------------------------------------------------------------------------------
 
     def store(self, named: Sequence[tuple[bytes, int]]) -> tuple[int, int] | None:
         """Begins to store the first of these (hash, block id), none of which is here. Returns the
         job, and how many of them it is; None when all slots are in use now."""
         slots: list[int] = []
-        while len(slots) < len(named) and (slot := self._take_slot()) is not None:
+        while (
+            self.is_ready and len(slots) < len(named) and (slot := self._slots.take()) is not None
+        ):
             slots.append(slot)
         if not slots:
             return None
-        taken = named[: len(slots)]
-        names = [name for name, _ in taken]
-        self._storing.update(names)
-        job = self._begin(_Job(names, slots, False, set(range(self._num_processes))))
-        self._tell(job, StoreMeta(job, [block for _, block in taken], slots))
-        return job, len(taken)
+        names = [name for name, _ in named[: len(slots)]]
+        blocks = [block for _, block in named[: len(slots)]]
+        self._filling.update(names)
+        job = self._new_job()
+        self._begin(StoreMeta(job, blocks, slots, names), names)
+        return job, len(slots)
 
     def load(self, names: Sequence[bytes], blocks: list[int]) -> int:
-        """Begins to copy blocks with these hashes, which are all stored, to `blocks`. Returns the
-        job."""
-        slots = [self._stored[name] for name in names]
-        self._pins.update(slots)
-        job = self._begin(_Job(list(names), slots, True, set(range(self._num_processes))))
-        self._tell(job, LoadMeta(job, blocks, slots))
+        """Begins to copy blocks with these hashes, as many as `num_found` has said, to `blocks`;
+        those on disk are read to slots first. Returns the job."""
+        job = self._new_job()
+        stored = self._slots.stored
+        self._slots.pin(stored[name] for name in names if name in stored)
+        fetched = [name for name in names if name not in stored]
+        fresh: dict[bytes, int] = {}
+        for name in fetched:
+            slot = self._slots.take()
+            assert slot is not None, "num_found has counted the slots"
+            fresh[name] = slot
+        self._slots.pin(fresh.values())
+        slots = [fresh[name] if name in fresh else stored[name] for name in names]
+        load = LoadMeta(job, blocks, slots)
+        if not fetched:
+            self._begin_load(load, list(names))
+            return job
+        self._filling.update(fetched)
+        self._begin(FetchMeta(job, fetched, list(fresh.values())), list(names), load)
         return job
 
-    def apply(self, event: HostTierEvent) -> None:
+    def ticket(self, job: int) -> LoadTicket | None:
+        """Returns what a step waits with for the layers of a load; None: it cannot."""
+        command = self._jobs[job].command if job in self._jobs else None
+        return command.ticket if isinstance(command, LoadMeta) else None
+
+    def let_go(self, job: int) -> None:
+        """Lets a step go on that may wait for a load which has failed. Nobody may use its result
+        any more."""
+        ticket = self._failed.pop(job, None)
+        if ticket is not None:
+            self._places.append(ticket.place)
+            if self._let_go is not None:
+                self._let_go(ticket)
+
+    def take_finished(self) -> dict[int, bool]:
+        """Returns jobs of which nothing is on its way any more, and whether all went well."""
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def take_begun(self) -> list[int]:
+        """Returns loads whose first layers are in the blocks, of all processes."""
+        begun, self._begun = self._begun, []
+        return [job for job in begun if job in self._jobs]
+
+    # What processes say -----------------------------------------------------------------------
+
+    def apply(self, event: TierEvent) -> None:
+        match event:
+            case TierContents():
+                self._hear(event)
+            case TierOff(_, tier, reason):
+                self._turn_off(tier, reason)
+            case LoadBegun(number, process):
+                job = self._jobs.get(number)
+                if job is not None and process in job.unbegun:
+                    job.unbegun.discard(process)
+                    if not job.unbegun:
+                        self._begun.append(number)
+            case HostTierEvent():
+                self._answered(event)
+
+    def _answered(self, event: HostTierEvent) -> None:
         job = self._jobs.get(event.job)
         if job is None or event.process not in job.unanswered:
             return
         job.unanswered.discard(event.process)
-        job.damaged.update(slot for slot in event.damaged if slot in job.slots)
+        job.damaged.update(slot for slot in event.damaged if slot in job.command.slots)
         if not job.unanswered:
             self._conclude(event.job)
 
     def process_is_gone(self, process: int) -> None:
-        """Forgets everything, since part of it went with the process."""
-        self._totals["lost"] += len(self._stored)
-        self.forget_all()
+        """Finds nothing until it is back and has said what is left."""
+        self._unheard.add(process)
+        self._contents.pop(process, None)
         for number, job in list(self._jobs.items()):
             job.is_lost = True
             job.unanswered.discard(process)
@@ -127,71 +256,154 @@ class HostTier:
 
     def forget_all(self) -> None:
         """Forgets what is stored; jobs go on."""
-        for name in list(self._stored):
-            self._forget(name)
+        for name in list(self._slots.stored):
+            self._slots.forget(name)
+        self._disk.clear()
+        for process in range(self._num_processes):
+            self._send(process, ForgetMeta(None))
 
-    def take_finished(self) -> dict[int, bool]:
-        """Returns jobs of which nothing is on its way any more, and whether all went well."""
-        finished, self._finished = self._finished, {}
-        return finished
+    def _hear(self, contents: TierContents) -> None:
+        self._contents[contents.process] = contents
+        self._totals["damaged_files"] += contents.damaged_files
+        for tier, reason in contents.off.items():
+            self._turn_off(tier, reason)
+        self._unheard.discard(contents.process)
+        self._reconcile()
 
-    def _begin(self, job: _Job) -> int:
+    def _reconcile(self) -> None:
+        """Keeps what every process holds, once all have spoken and no job is on its way."""
+        if self._unheard or self._jobs or not self._contents:
+            return
+        told, self._contents = list(self._contents.values()), {}
+        if self._is_first:
+            self._is_first = False
+            self._slots.fill(told[0].slots)
+            self._disk.add(told[0].files)
+        for name, slot in list(self._slots.stored.items()):
+            if any(contents.slots.get(slot) != name for contents in told):
+                self._slots.forget(name)
+                self._totals["lost"] += 1
+        if self._has_disk:
+            self._disk.keep_common([contents.files for contents in told])
+
+    def _turn_off(self, tier: Tier, reason: str) -> None:
+        if tier in self._off:
+            return
+        self._off[tier] = reason
+        logger.warning("KV in the %s tier is off, and serving goes on: %s", tier, reason)
+        self._disk.clear()
+        self._has_disk = False
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _new_job(self) -> int:
         self._next_job += 1
-        self._jobs[self._next_job] = job
         return self._next_job
 
-    def _tell(self, number: int, command: StoreMeta | LoadMeta) -> None:
-        job = self._jobs[number]
+    def _begin_load(self, load: LoadMeta, names: list[bytes]) -> None:
+        if self._places:
+            ticket = LoadTicket(self._places.pop(), load.job)
+            load = LoadMeta(load.job, load.blocks, load.slots, ticket)
+        self._begin(load, names)
+
+    def _begin(self, command: TierJob, names: list[bytes], load: LoadMeta | None = None) -> None:
+        everybody = set(range(self._num_processes))
+        job = TierTask(command, names, everybody, load=load)
+        if isinstance(command, LoadMeta) and command.ticket is not None:
+            job.unbegun = set(everybody)
+        self._jobs[command.job] = job
         for process in range(self._num_processes):
             if not self._send(process, command):
                 job.is_lost = True
                 job.unanswered.discard(process)
         if not job.unanswered:
-            self._conclude(number)
+            self._conclude(command.job)
 
     def _conclude(self, number: int) -> None:
         job = self._jobs.pop(number)
-        self._totals["damaged"] += len(job.damaged)
-        (self._loaded if job.is_load else self._was_stored)(job)
-        self._finished[number] = not job.is_lost and not job.damaged
+        is_right = job.is_right
+        match job.command:
+            case StoreMeta(slots=slots):
+                self._totals["damaged"] += len(job.damaged)
+                self._filled(job, job.names, slots, "stored")
+            case FetchMeta(names=names, slots=slots):
+                self._totals["damaged_files"] += len(job.damaged)
+                self._filled(job, names, slots, "fetched")
+                self._disk.drop(n for n, s in zip(names, slots, strict=True) if s in job.damaged)
+                if is_right and job.load is not None:
+                    self._begin_load(job.load, job.names)
+                    return
+                self._unpin(job, job.load.slots if job.load is not None else [])
+            case SpillMeta():
+                self._spilled(job, is_right)
+                return
+            case LoadMeta(slots=slots, ticket=ticket):
+                self._totals["damaged"] += len(job.damaged)
+                self._totals["loaded"] += len(slots) if is_right else 0
+                if ticket is not None and is_right:
+                    self._places.append(ticket.place)
+                elif ticket is not None:
+                    self._failed[number] = ticket
+                self._unpin(job, slots)
+        self._finished[number] = is_right
+        self._reconcile()
+        self._spill_ahead()
 
-    def _was_stored(self, job: _Job) -> None:
-        for name, slot in zip(job.names, job.slots, strict=True):
-            self._storing.discard(name)
+    def _filled(self, job: TierTask, names: list[bytes], slots: list[int], how: str) -> None:
+        for name, slot in zip(names, slots, strict=True):
+            self._filling.discard(name)
             if job.is_lost or slot in job.damaged:
-                self._free.append(slot)
+                self._slots.give_back(slot)
             else:
-                self._stored[name] = slot
-                self._totals["stored"] += 1
+                self._slots.put(name, slot)
+                self._totals[how] += 1
 
-    def _loaded(self, job: _Job) -> None:
-        for name, slot in zip(job.names, job.slots, strict=True):
-            self._pins[slot] -= 1
-            if self._pins[slot] == 0:
-                del self._pins[slot]
-            if self._stored.get(name) != slot:
-                self._free_if_unused(slot)
-            elif slot in job.damaged:
-                self._forget(name)
-            else:
-                self._totals["loaded"] += 1
+    def _unpin(self, job: TierTask, slots: list[int]) -> None:
+        for name, slot in zip(job.names, slots, strict=True):
+            self._slots.unpin(name, slot, is_damaged=slot in job.damaged)
 
-    def _take_slot(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        for name, slot in self._stored.items():
-            if slot not in self._pins:
-                del self._stored[name]
-                self._totals["displaced"] += 1
-                return slot
-        return None
+    # Disk -------------------------------------------------------------------------------------
 
-    def _forget(self, name: bytes) -> None:
-        self._free_if_unused(self._stored.pop(name))
+    def _spill_ahead(self) -> None:
+        """Begins to write blocks to disk that would be displaced soon."""
+        ahead = max(1, self._num_slots // _SHARE_AHEAD)
+        if (
+            not self._has_disk
+            or self._spilling
+            or self._slots.num_free >= ahead
+            or not self.is_ready
+        ):
+            return
+        due = [
+            (name, slot)
+            for name, slot in islice(self._slots.stored.items(), ahead)
+            if name not in self._disk and slot not in self._slots.pins
+        ][:_MOST_SPILLED]
+        if due:
+            names, slots = [name for name, _ in due], [slot for _, slot in due]
+            self._spilling.update(names)
+            self._slots.pin(slots)
+            self._begin(SpillMeta(self._new_job(), slots), names)
 
-    def _free_if_unused(self, slot: int) -> None:
-        if slot not in self._pins:
-            self._free.append(slot)
+    def _spilled(self, job: TierTask, is_right: bool) -> None:
+        self._spilling.difference_update(job.names)
+        whole = job.whole
+        job.damaged.clear()
+        self._unpin(job, job.command.slots)
+        if self._has_disk:
+            self._totals["spilled"] += len(whole)
+            self._disk.add(whole)
+        self._reconcile()
+        if is_right:
+            self._spill_ahead()
+
+    def _remove_files(self, names: list[bytes]) -> None:
+        for process in range(self._num_processes):
+            self._send(process, ForgetMeta(names))
 
     def leftovers(self) -> list[str]:
-        return [f"job {number} of the host tier" for number in self._jobs]
+        return [
+            f"job {number} of the host tier"
+            for number, job in self._jobs.items()
+            if not isinstance(job.command, SpillMeta)
+        ]

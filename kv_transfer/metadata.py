@@ -21,6 +21,7 @@ import msgspec
 
 from kv_transfer.layer_times import LayerTime
 from kv_transfer.layout import BlockIds, KVLayout
+from kv_transfer.tier import Tier
 
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,25 +129,75 @@ class ReleaseMeta(msgspec.Struct, frozen=True, tag="release", array_like=True):
 
 
 class StoreMeta(msgspec.Struct, frozen=True, tag="store", array_like=True):
-    """Either side: copy `blocks[i]` to slot `slots[i]` of the host tier. Answered by a
-    HostTierEvent."""
+    """Either side: copy `blocks[i]` to slot `slots[i]` of the host tier, which then holds the block
+    of hash `names[i]`. Answered by a HostTierEvent."""
 
     job: int
     blocks: list[int]
     slots: list[int]
+    names: list[bytes]
+
+
+class LoadTicket(msgspec.Struct, frozen=True, array_like=True):
+    """Names a load whose layers can be waited for, as `kv_transfer.memory.load_marks` says."""
+
+    place: int
+    number: int
 
 
 class LoadMeta(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """Either side: copy slot `slots[i]` of the host tier to `blocks[i]`. Answered by a
-    HostTierEvent."""
+    """Either side: copy slot `slots[i]` of the host tier to `blocks[i]`, layer by layer. Answered
+    by a HostTierEvent.
+
+    `ticket`: mark each layer that is there, and say `LoadBegun` with the first. None: nobody waits
+    for layers.
+    """
 
     job: int
     blocks: list[int]
     slots: list[int]
+    ticket: LoadTicket | None = None
 
+
+class SpillMeta(msgspec.Struct, frozen=True, tag="spill", array_like=True):
+    """Either side: write what `slots` of the host tier hold to the disk tier. Answered by a
+    HostTierEvent."""
+
+    job: int
+    slots: list[int]
+
+
+class FetchMeta(msgspec.Struct, frozen=True, tag="fetch", array_like=True):
+    """Either side: read the block of hash `names[i]` from the disk tier to slot `slots[i]` of the
+    host tier. Answered by a HostTierEvent."""
+
+    job: int
+    names: list[bytes]
+    slots: list[int]
+
+
+class ForgetMeta(msgspec.Struct, frozen=True, tag="forget", array_like=True):
+    """Either side: remove these blocks from the disk tier; None: everything, from the host tier
+    too. Not answered."""
+
+    names: list[bytes] | None
+
+
+TierJob = StoreMeta | LoadMeta | SpillMeta | FetchMeta
+TierCommand = TierJob | ForgetMeta
 
 TransferCommand = (
-    SendMeta | ExportMeta | RecvMeta | ComputedMeta | AbortMeta | ReleaseMeta | StoreMeta | LoadMeta
+    SendMeta
+    | ExportMeta
+    | RecvMeta
+    | ComputedMeta
+    | AbortMeta
+    | ReleaseMeta
+    | StoreMeta
+    | LoadMeta
+    | SpillMeta
+    | FetchMeta
+    | ForgetMeta
 )
 
 
@@ -266,7 +317,7 @@ class HostTierEvent(msgspec.Struct, frozen=True, tag="host_tier", array_like=Tru
 
     Attributes:
         process: As in `TransferEvent`.
-        damaged: Slots whose checksums are wrong: what was loaded from them is not to be used.
+        damaged: Slots of which nothing is to be used: checksums are wrong, or it failed.
     """
 
     job: int
@@ -274,7 +325,41 @@ class HostTierEvent(msgspec.Struct, frozen=True, tag="host_tier", array_like=Tru
     damaged: list[int] = []
 
 
-ProcessEvent = TransferEvent | HostTierEvent
+class LoadBegun(msgspec.Struct, frozen=True, tag="load_begun", array_like=True):
+    """A transfer process has loaded and marked the first of its layers."""
+
+    job: int
+    process: int
+
+
+class TierContents(msgspec.Struct, frozen=True, tag="tier_contents", array_like=True):
+    """A transfer process has started, and this is what its share of the tiers holds.
+
+    Attributes:
+        slots: Of the host tier: the hash of each block that outlived the process's former life.
+        files: Of the disk tier: hashes, those used longest ago first.
+        damaged_files: Files of the disk tier that were not what they should be.
+        off: Why a tier is off, by its name.
+    """
+
+    process: int
+    generation: int
+    slots: dict[int, bytes] = {}
+    files: list[bytes] = []
+    damaged_files: int = 0
+    off: dict[Tier, str] = {}
+
+
+class TierOff(msgspec.Struct, frozen=True, tag="tier_off", array_like=True):
+    """A tier of a transfer process takes nothing any more, because of `reason`."""
+
+    process: int
+    tier: Tier
+    reason: str
+
+
+TierEvent = HostTierEvent | LoadBegun | TierContents | TierOff
+ProcessEvent = TransferEvent | HostTierEvent | LoadBegun | TierContents | TierOff
 ProcessMessage = ProcessEvent | ProcessReport
 
 
@@ -282,9 +367,11 @@ class KVConnectorMetadata(msgspec.Struct, frozen=True, array_like=True):
     """Rides on `SchedulerOutput.kv` to the workers.
 
     `save_kv`: this step computes KV that a peer waits for, so report layers as they finish.
+    `load`: this step reads KV that is being loaded, so wait for each layer.
     """
 
     save_kv: bool = False
+    load: LoadTicket | None = None
 
 
 class KVConnectorOutput(msgspec.Struct, kw_only=True):
@@ -299,6 +386,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     released: producer's staged memory is free everywhere.
     stats: for each finished transfer, summed bytes and streams, earliest and latest byte.
     host_jobs: of the host tier, by job that is done everywhere: whether all of it is right.
+    host_begun: loads of the host tier whose first layers are there.
     """
 
     finished_sending: list[str] = []
@@ -309,3 +397,4 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     released: list[str] = []
     stats: dict[str, TransferStats] = {}
     host_jobs: dict[int, bool] = {}
+    host_begun: list[int] = []

@@ -112,6 +112,22 @@ class TransferSettings(SecuritySettings):
         "--kv-share-prefixes and as long as its cache has it: at most half of its blocks, the "
         "longest unused and the ends of conversations first to go.",
     )
+    kv_host_memory_path: Path | None = Field(
+        default=None,
+        description="Folder of a memory file system (a mounted tmpfs) for --kv-host-memory-bytes. "
+        "KV there is found again when the node was killed and starts anew. Each node needs one of "
+        "its own. Default: none; it is lost with the node.",
+    )
+    kv_disk_path: Path | None = Field(
+        default=None,
+        description="Folder on a local disk for KV blocks that host memory had to forget. What is "
+        "there after a crash is used if its checksums are right. Each node needs one of its own.",
+    )
+    kv_disk_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Space of each worker for KV blocks below --kv-disk-path. 0: none.",
+    )
     kv_lease_s: float = Field(
         default=30.0, gt=0, description="Seconds after which KV that nobody fetched is dropped."
     )
@@ -153,6 +169,9 @@ class TransferSettings(SecuritySettings):
             chunk_bytes=self.kv_chunk_bytes,
             staging_bytes=self._checked_staging_bytes(processes),
             host_tier_bytes=self.kv_host_memory_bytes,
+            host_tier_path=str(self.kv_host_memory_path or ""),
+            disk_tier_bytes=self.kv_disk_bytes,
+            disk_tier_path=str(self.kv_disk_path or ""),
             lease_s=self.kv_lease_s,
             stall_timeout_s=self.kv_stall_timeout_s,
             frozen_after_s=frozen_after_s,
@@ -165,12 +184,26 @@ class TransferSettings(SecuritySettings):
         size, layout = self.kv_host_memory_bytes, config.kv_layout
         if config.kv_transfer is not None and self.shares_prefixes:
             _check_names_blocks("--kv-share-prefixes", config)
+        if bool(self.kv_disk_bytes) != (self.kv_disk_path is not None):
+            raise SettingsError(
+                "--kv-disk-path and --kv-disk-bytes belong together: the folder, and how much of it"
+            )
+        if not size and (self.kv_disk_bytes or self.kv_host_memory_path is not None):
+            raise SettingsError(
+                "--kv-disk-path and --kv-host-memory-path need --kv-host-memory-bytes: all KV that "
+                "leaves the cache goes through host memory"
+            )
         if not size or config.kv_transfer is None:
             return
         _check_names_blocks("--kv-host-memory-bytes", config)
         if size < layout.block_bytes:
             raise SettingsError(
                 f"--kv-host-memory-bytes {size} is less than one block of KV, which takes "
+                f"{layout.block_bytes} bytes"
+            )
+        if 0 < self.kv_disk_bytes < layout.block_bytes:
+            raise SettingsError(
+                f"--kv-disk-bytes {self.kv_disk_bytes} is less than one block of KV, which takes "
                 f"{layout.block_bytes} bytes"
             )
 

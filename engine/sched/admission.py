@@ -4,7 +4,9 @@ blocks.
     ready      KV and first token came from a peer: blocks are there, only a row is missing
     choices    of a prompt that is computed: a row and a block or two are missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
-               a prefix outside of the cache: likewise, and it is ready when that is here
+               a prefix outside of the cache: likewise, and it is ready when that is here; if
+                        nobody else has anything to compute, it computes while layers come from
+                        host memory
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
 Blocks for the whole prompt are taken at once, so only decoding rows ever ask for more. That keeps
@@ -74,6 +76,8 @@ class Admission:
         if left is not None:
             self._admit_waiting(left)
             self._adapters.put_back()
+        if not self._running.table.num_live:
+            self._admit_early()
 
     def _admit_ready(self, budget: int) -> int:
         """Returns what is left of the budget."""
@@ -99,6 +103,14 @@ class Admission:
             self._kv_cache.confirm(request, request.num_computed_tokens)
             budget -= self._running.add_chunk(row, min(count, budget))
         return budget
+
+    def _admit_early(self) -> None:
+        """Lets a request compute whose layers are still being loaded. The step may have to wait for
+        them, so it is only for a time in which there is nothing else to do."""
+        request = self._remote.host.start_early()
+        if request is not None:
+            most = min(self._limits.max_chunk, self._config.max_num_batched_tokens)
+            self._running.add_chunk(self._enter(request), most)
 
     def _admit_choices(self, budget: int) -> int | None:
         """Returns what is left of the budget; None while a choice waits for blocks, which nobody

@@ -3,8 +3,9 @@ needs them that the cache has forgotten.
 
 A block                                       A request
     offered    it is full and certain             waiting ──▶ LOADING ──▶ READY ──▶ a row
-    storing    held while it is copied               ▲           │           │
-    stored     the cache may forget it               └── damaged ┴─ reclaim ─┘
+    storing    held while it is copied               ▲         │ │           │        ▲
+    stored     the cache may forget it               └─ damaged┴─┼─ reclaim ─┘        │
+                                                                 └── EARLY (`EarlyLoads`)
 
 A request that loads has all blocks that it needs, as one whose KV comes from a peer. One that ends
 meanwhile leaves its blocks behind until nobody writes them any more.
@@ -20,6 +21,7 @@ from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
+from engine.sched.early_loads import EarlyLoads
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 from kv_transfer.host_tier import HostTier
@@ -33,6 +35,8 @@ class _Load:
     request: Request
     job: int
     num_tokens: int
+    has_begun: bool = False
+    is_early: bool = False
 
 
 class HostKV:
@@ -43,12 +47,14 @@ class HostKV:
     def __init__(
         self,
         tier: HostTier | None,
+        early: EarlyLoads,
         kv_cache: KVCacheManager,
         fence: StepFence,
         waiting: RequestQueue,
         policy: SchedulingPolicy,
     ) -> None:
         self._tier = tier
+        self._early = early
         self._kv_cache = kv_cache
         self._fence = fence
         self._waiting = waiting
@@ -130,6 +136,24 @@ class HostKV:
         load = _Load(request, self._tier.load(names, blocks), num_tokens)
         self._loads[request.request_id] = self._of_job[load.job] = load
 
+    def loads_begun(self, jobs: list[int]) -> None:
+        """Records that the first layers of these loads are there."""
+        for job in jobs:
+            if (load := self._of_job.get(job)) is not None:
+                load.has_begun = True
+
+    def start_early(self) -> Request | None:
+        """Returns a request that can compute while the rest of its layers come: it needs a row, and
+        the next step for itself. None: there is none."""
+        for load in self._loads.values():
+            ticket = self._tier.ticket(load.job) if self._tier and load.has_begun else None
+            if ticket is not None:
+                load.is_early = True
+                del self._loads[load.request.request_id]
+                self._early.begin(load.request, load.job, ticket)
+                return load.request
+        return None
+
     def reclaim(self) -> bool:
         """Gives up the blocks of the newest request that is ready, because running requests cannot
         go on otherwise. Returns False when there is none."""
@@ -159,9 +183,15 @@ class HostKV:
                 self._fence.release(self._held.pop(job))
             elif job in self._of_job:
                 self._load_done(self._of_job.pop(job), is_right)
+            if not is_right and self._tier is not None:
+                self._tier.let_go(job)
         self.store_offered()
 
     def _load_done(self, load: _Load, is_right: bool) -> None:
+        if load.is_early:
+            self.num_loaded_tokens += load.num_tokens if is_right else 0
+            self._early.load_done(load.request, load.job, is_right=is_right)
+            return
         del self._loads[load.request.request_id]
         if is_right:
             self.num_loaded_tokens += load.num_tokens

@@ -16,6 +16,7 @@ from engine.messages import KVTransferResult
 from engine.request import Request
 from engine.sched.block_tiers import BlockTiers
 from engine.sched.counters import PrefillRate
+from engine.sched.early_loads import EarlyLoads
 from engine.sched.exports import Exports, is_exported
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.host_kv import HostKV
@@ -63,7 +64,8 @@ class RemoteKV:
         self.held = HeldBlocks(fence)
         self.exports = Exports(self._connector, fence, self.held)
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy, draft_hash)
-        self.host = HostKV(connector.host_tier, kv_cache, fence, waiting, policy)
+        self.early = EarlyLoads(connector)
+        self.host = HostKV(connector.host_tier, self.early, kv_cache, fence, waiting, policy)
         transfer = config.kv_transfer
         is_shared = transfer is not None and transfer.shares_prefixes
         pulls_prefixes, answers = False, None
@@ -131,10 +133,11 @@ class RemoteKV:
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
         """Takes the chunks of exports."""
-        return self._connector.build_connector_meta(step_id, chunks)
+        return self.early.build_meta(step_id, chunks)
 
     def update(self, output: KVConnectorOutput) -> list[KVTransferResult]:
         """Results in the order: arrived, failed, released."""
+        self.host.loads_begun(output.host_begun)
         self.host.jobs_done(output.host_jobs)
         results: list[KVTransferResult | None] = []
         for transfer_id in (
@@ -178,7 +181,15 @@ class RemoteKV:
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        parts = self.pulls, self.exports, self.held, self.host, self.peers, self.offers
+        parts = (
+            self.pulls,
+            self.exports,
+            self.held,
+            self.host,
+            self.early,
+            self.peers,
+            self.offers,
+        )
         return [left for part in parts for left in part.leftovers()]
 
 

@@ -64,6 +64,8 @@ class RunningRows:
         self._waiting = waiting
         self._pulls = remote.pulls
         self._host = remote.host
+        self._early = remote.early
+        self._early.preempt = lambda request: self.preempt(self.table.of(request))
         self._forks = forks
         self._adapters = adapters
         self._counters = counters
@@ -134,6 +136,7 @@ class RunningRows:
 
     def leave(self, row: Row) -> None:
         """Takes the row back; its blocks stay the request's."""
+        self._early.left(row.request)
         if row.phase is RowPhase.PREFILL:
             self._prefilling.remove(row)
         elif row.phase is RowPhase.DECODE:
@@ -294,6 +297,7 @@ class RunningRows:
     def confirm_chunk(self, row: Row, num_computed_tokens: int) -> None:
         """Records that the chunk's step is done and its KV exists."""
         if not row.is_gone:
+            self._early.settle(row.request)
             self._kv_cache.confirm(row.request, num_computed_tokens)
 
     def publish(self, row: Row) -> None:

@@ -17,8 +17,14 @@ from engine.sched.output import SchedulerOutput
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.factory import create_worker_connector
 from kv_transfer.layout import KVLayout
+from kv_transfer.metadata import LoadTicket
 
 OnLayer = Callable[[int], None]
+
+
+def waits_for_layers(step: SchedulerOutput) -> bool:
+    """Returns whether the step's forward pass must stop at layers, as a recorded one cannot."""
+    return step.kv is not None and step.kv.load is not None
 
 
 def _ignore_layer(layer: int) -> None:
@@ -40,7 +46,20 @@ class KVConnector:
         if step.kv is None:
             return _ignore_layer
         self._worker.start_load_kv(step.step_id, step.kv)
-        return self._worker.save_kv_layer
+        if step.kv.load is None:
+            return self._worker.save_kv_layer
+        return self._waits(step.kv.load)
+
+    def _waits(self, ticket: LoadTicket) -> OnLayer:
+        """Waits for the first layer's KV. Returns what waits for the next one after each layer."""
+        worker = self._worker
+        worker.wait_for_layer_load(ticket, 0)
+
+        def on_layer(layer: int) -> None:
+            worker.save_kv_layer(layer)
+            worker.wait_for_layer_load(ticket, layer + 1)
+
+        return on_layer
 
     def no_forward(self, step: SchedulerOutput) -> None:
         if step.kv is not None:

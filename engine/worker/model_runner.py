@@ -60,7 +60,7 @@ from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from engine.worker.grammars_of_model import create_grammars
 from engine.worker.image_rows import create_image_rows
 from engine.worker.kv_cache import KVCache
-from engine.worker.kv_connector import KVConnector, OnLayer
+from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
 from engine.worker.network_drafter import NetworkDrafter
 from tandem_kernels import ops
 
@@ -186,7 +186,8 @@ class ModelRunner:
 
         on_layer = self._connector.pre_forward(step)
         self.adapters.begin(rows=order.rows)
-        key = self.adapters.of_step(self._graph_key(order))
+        key = None if waits_for_layers(step) else self._graph_key(order)
+        key = self.adapters.of_step(key)
         sampled: SamplerOutput | None
         of_prompts: list[PromptLogprobsTensors] = []
         if key is None:

@@ -20,6 +20,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,20 +40,19 @@ from kv_transfer.control.own_host import own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.layer_times import behind_others
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.memory.host_pool import HostPool
+from kv_transfer.memory.host_pool import HostPool, PoolConfig
 from kv_transfer.metadata import (
     AbortMeta,
     ComputedMeta,
     ExportMeta,
     KVPeer,
-    LoadMeta,
     ProcessEvent,
     ProcessReport,
     RecvMeta,
     ReleaseMeta,
     SendMeta,
     StepProgress,
-    StoreMeta,
+    TierCommand,
     TransferCommand,
     TransferEvent,
 )
@@ -170,8 +170,8 @@ class TransferProcess:
         server = None
         num_slots = config.transfer.num_host_slots(config.layout.block_bytes)
         if num_slots:
-            share = config.index, config.transfer.num_processes
-            self._host_pool = HostPool(self._cache, num_slots, share, config.process, self._emit)
+            self._host_pool = HostPool(self._cache, pool_config(config, num_slots), self._emit)
+            self._emit(self._host_pool.contents())
         if config.transfer.sends:
             self._sender = KVSender(
                 config.transfer,
@@ -233,7 +233,7 @@ class TransferProcess:
     def _obey(self, command: TransferCommand) -> None:
         sender, receiver = self._sender, self._receiver
         match command:
-            case StoreMeta() | LoadMeta():
+            case _ if isinstance(command, TierCommand):
                 self._obey_host_tier(command)
             case AbortMeta(is_export=is_export) if sender is not None and receiver is not None:
                 (sender if is_export else receiver).abort(command)
@@ -242,14 +242,10 @@ class TransferProcess:
             case _ if receiver is not None:
                 self._obey_as_consumer(receiver, command)
 
-    def _obey_host_tier(self, command: StoreMeta | LoadMeta) -> None:
-        pool = self._host_pool
-        if pool is None:
+    def _obey_host_tier(self, command: TierCommand) -> None:
+        if self._host_pool is None:
             raise ValueError("there is no host tier here")
-        if isinstance(command, StoreMeta):
-            pool.store(command)
-        else:
-            pool.load(command)
+        self._host_pool.obey(command)
 
     @staticmethod
     def _obey_as_producer(sender: KVSender, command: TransferCommand) -> None:
@@ -355,6 +351,19 @@ class TransferProcess:
                 corrupt_chunks=receiver.corrupt_chunks,
             )
         return report
+
+
+def pool_config(config: TransferProcessConfig, num_slots: int) -> PoolConfig:
+    """Returns our part of the tiers behind the cache."""
+    transfer = config.transfer
+    return PoolConfig(
+        num_slots=num_slots,
+        share=(config.index, transfer.num_processes),
+        process=config.process,
+        generation=config.generation,
+        memory_path=Path(transfer.host_tier_path) if transfer.host_tier_path else None,
+        disk_path=Path(transfer.disk_tier_path) if transfer.disk_tier_path else None,
+    )
 
 
 async def _run(config: TransferProcessConfig) -> None:

@@ -23,6 +23,7 @@ from kv_transfer.control.node_transfer import NodeTransfer, Outcome
 from kv_transfer.control.transfer_processes import TransferProcesses
 from kv_transfer.host_tier import HostTier
 from kv_transfer.layout import BlockIds, KVLayout
+from kv_transfer.memory.load_marks import LoadMarksOfRanks
 from kv_transfer.metadata import (
     AbortMeta,
     ComputedMeta,
@@ -69,9 +70,17 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._epoch = epoch
         self._layout = layout
         self._processes = TransferProcesses(config, engine_id, epoch, layout, handles, hosts, signs)
+        self._load_marks = LoadMarksOfRanks(layout, handles, hosts)
         num_slots = config.num_host_slots(layout.block_bytes)
         if num_slots:
-            self.host_tier = HostTier(num_slots, len(self._processes), self._processes.send)
+            self.host_tier = HostTier(
+                num_slots,
+                len(self._processes),
+                self._processes.send,
+                config.num_disk_blocks(layout.block_bytes),
+                self._load_marks.let_go,
+                self._load_marks.num_places,
+            )
         self._transfers: TransferTable[NodeTransfer] = TransferTable()
         self._output = KVConnectorOutput()
         self._has_output = False
@@ -152,9 +161,12 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         return output
 
     def _take_host_jobs(self) -> None:
-        finished = self.host_tier.take_finished() if self.host_tier is not None else {}
-        if finished:
+        if self.host_tier is None:
+            return
+        finished, begun = self.host_tier.take_finished(), self.host_tier.take_begun()
+        if finished or begun:
             self._output.host_jobs.update(finished)
+            self._output.host_begun += begun
             self._has_output = True
 
     def fileno(self) -> int:
@@ -190,6 +202,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
                 self._process_is_gone(transfer, process, how)
 
     def shutdown(self) -> None:
+        self._load_marks.let_all_go()
         self._processes.shutdown()
 
     # Producer ---------------------------------------------------------------------------------

@@ -43,10 +43,10 @@ from kv_transfer.control.process_config import TransferProcessConfig, local_even
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import (
-    HostTierEvent,
     ProcessEvent,
     ProcessMessage,
     ProcessReport,
+    TierContents,
     TransferCommand,
     TransferEvent,
 )
@@ -231,9 +231,8 @@ class TransferProcesses:
         self._poller = select.epoll()
         self._num_per_rank = config.num_processes
         self._remote_events_address = ""
-        self._events = bind_socket(
-            self._context, zmq.SocketType.PULL, local_events_address(engine_id)
-        )
+        address = local_events_address(engine_id)
+        self._events = bind_socket(self._context, zmq.SocketType.PULL, address)
         self._messages: MessageReader[ProcessMessage] = MessageReader(
             self._events, ProcessMessage, "a transfer process"
         )
@@ -326,13 +325,16 @@ class TransferProcesses:
         while (message := self._messages.next()) is not None:
             if not 0 <= message.process < len(self._processes):
                 self._messages.drop(0)
+            elif isinstance(message, ProcessReport):
+                self._accept(message)
             elif isinstance(message, TransferEvent):
                 events.append(_on_our_clock(message))
-            elif isinstance(message, HostTierEvent):
+            elif not isinstance(message, TierContents) or self._is_alive(message):
                 events.append(message)
-            else:
-                self._accept(message)
         return events
+
+    def _is_alive(self, contents: TierContents) -> bool:
+        return contents.generation == self._processes[contents.process].config.generation
 
     def _accept(self, report: ProcessReport) -> None:
         process = self._processes[report.process]

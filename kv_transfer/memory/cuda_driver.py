@@ -29,6 +29,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _CONTEXT_BLOCKING_SYNC = 4
 _MEMORY_UNIFIED = 4
+_WAIT_UNTIL_AT_LEAST = 0
 
 
 class CudaError(DeviceError):
@@ -94,6 +95,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
+    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
@@ -306,6 +308,11 @@ class CudaDriver:
         """When the stream gets there, after everything before is visible to all, `value` is
         written to four bytes of device-visible memory."""
         self._check("cuStreamWriteValue32", self._write_value(stream, address, value, 0))
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """Lets the stream go on once four bytes of device-visible memory are at least `value`; what
+        was copied to the device before they were written is seen by what follows."""
+        self._do("cuStreamWaitValue32_v2", stream, address, value, _WAIT_UNTIL_AT_LEAST)
 
 
 @cache

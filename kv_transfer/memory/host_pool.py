@@ -1,63 +1,106 @@
-"""Host memory of one transfer process for blocks that leave the KV cache.
+"""The tiers behind the KV cache, as one transfer process has them: its share of each block.
 
-    1. `HostPool`   takes memory, pinned where a GPU copies; pages are used when first touched
-    2. `store`      blocks are copied to slots; then their checksums are computed, in a thread
-    3. `load`       slots are copied to blocks at once; meanwhile a thread compares the checksums
+    1. `HostPool`   takes memory, pinned where a GPU copies, and the folder of the disk tier
+    2. `contents`   what outlived a former life of this process
+    3. `store`      blocks are copied to slots; then their checksums are computed, in a thread
+       `spill`      slots are written to files
+       `fetch`      files are read to slots, whose checksums are compared
+       `load`       slots are copied to blocks, layer by layer; a layer is marked when its copies
+                    are done and its checksums were right, so a step may compute with it
     4. `close`
 
-Both answer with a `HostTierEvent` when nothing of the job is on its way any more. A rank's
+Jobs answer with a `HostTierEvent` when nothing of them is on its way any more. A rank's
 processes share each block: process i of n has layers i, i + n, ... of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-import google_crc32c
+import msgspec
 import numpy as np
 
 from kv_transfer.errors import KVTransferError
+from kv_transfer.layout import KVLayout
+from kv_transfer.memory.block_files import BlockFiles
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_queue import CopyQueue
-from kv_transfer.memory.copy_stream import Numbers
-from kv_transfer.metadata import HostTierEvent, LoadMeta, StoreMeta
+from kv_transfer.memory.load_marks import LoadMarks
+from kv_transfer.memory.slot_memory import SlotMemory, TierUnavailable
+from kv_transfer.metadata import (
+    FetchMeta,
+    ForgetMeta,
+    HostTierEvent,
+    LoadBegun,
+    LoadMeta,
+    SpillMeta,
+    StoreMeta,
+    TierCommand,
+    TierContents,
+    TierEvent,
+    TierJob,
+    TierOff,
+)
+from kv_transfer.tier import Tier
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """One process's part of the tiers.
+
+    Attributes:
+        num_slots: Blocks in host memory.
+        share: (number of this process, processes of its rank).
+        process, generation: Of this process, in its events.
+        memory_path: Folder for the memory, if it shall outlive this process. None: it does not.
+        disk_path: Folder of the disk tier. None: there is none.
+    """
+
+    num_slots: int
+    share: tuple[int, int]
+    process: int
+    generation: int = 0
+    memory_path: Path | None = None
+    disk_path: Path | None = None
+
+
 class HostPool:
-    """`num_slots` slots, each for this process's share of a block of `cache`. `emit` takes events;
-    `process` is the number of ours in them."""
+    """`emit` takes events."""
 
     def __init__(
-        self,
-        cache: KVCacheView,
-        num_slots: int,
-        share: tuple[int, int],
-        process: int,
-        emit: Callable[[HostTierEvent], None],
+        self, cache: KVCacheView, config: PoolConfig, emit: Callable[[TierEvent], None]
     ) -> None:
-        """Takes the memory. `share`: (number of this process, processes of its rank)."""
+        """Takes memory and files, or says in `contents` why a tier is off."""
         self._cache = cache
-        self._process = process
+        self._config = config
         self._emit = emit
-        index, count = share
+        index, count = config.share
         num_layers = cache.layout.block_bytes // cache.page_bytes
-        self._layers = np.arange(index, num_layers, count)
-        self._slot_bytes = len(self._layers) * cache.page_bytes
-        self._arena = mmap.mmap(-1, max(1, num_slots * self._slot_bytes))
-        self._memory = np.frombuffer(self._arena, np.uint8)
-        self._checksums: dict[int, int] = {}
-        """Has one for each slot that holds a block."""
-        self._thread = ThreadPoolExecutor(1, "checksums")
+        self._layers = list(range(index, num_layers, count))
+        self._off: dict[Tier, str] = {}
+        self._files: BlockFiles | None = None
+        self._memory = self._take_memory()
+        self._threads = {job: ThreadPoolExecutor(1, job) for job in ("checksums", "files")}
         self._jobs: set[asyncio.Task[None]] = set()
         self._copies = CopyQueue(cache.device.new_stream())
         self._copies.on_error = lambda error: cache.copies.on_error(error)
-        self._is_off = not self._pinned()
+        self._in_order = asyncio.Lock()
+        """Loads are verified and marked one behind the other."""
+        self._marks: LoadMarks | None = None
+        handle = cache.handle
+        if handle.load_marks_fd >= 0:
+            self._marks = LoadMarks.attach(handle.pid, handle.load_marks_fd, num_layers)
 
     async def close(self) -> None:
         """Ends without a word; no job begins any more."""
@@ -65,42 +108,111 @@ class HostPool:
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
-        self._thread.shutdown()
+        for thread in self._threads.values():
+            thread.shutdown()
         self._copies.close()
+        self._memory.close()
+        if self._files is not None:
+            self._files.close()
 
-    def store(self, meta: StoreMeta) -> None:
-        self._begin(self._store(meta))
+    def contents(self) -> TierContents:
+        """Returns what is here at the start. Looks at each file of the disk tier."""
+        files = self._files
+        return TierContents(
+            self._config.process,
+            self._config.generation,
+            self._memory.contents() if Tier.HOST not in self._off else {},
+            files.scan() if files is not None else [],
+            files.num_damaged if files is not None else 0,
+            dict(self._off),
+        )
 
-    def load(self, meta: LoadMeta) -> None:
-        self._begin(self._load(meta))
+    def obey(self, command: TierCommand) -> None:
+        match command:
+            case StoreMeta():
+                self._begin(command, self._store(command))
+            case LoadMeta():
+                self._begin(command, self._load(command))
+            case SpillMeta():
+                self._begin(command, self._spill(command))
+            case FetchMeta():
+                self._begin(command, self._fetch(command))
+            case ForgetMeta():
+                self._forget(command)
+
+    # Jobs -------------------------------------------------------------------------------------
 
     async def _store(self, meta: StoreMeta) -> None:
-        if self._is_off:
-            self._end(meta, meta.slots)
-            return
+        memory = self._memory
         for slot in meta.slots:
-            self._checksums.pop(slot, None)
-        pages, places = self._places(meta.blocks, meta.slots)
-        self._copies.stream.copy(places, pages, self._sizes(pages), in_portions=True)
+            memory.clear(slot)
+        for place, layer in enumerate(self._layers):
+            self._copy(meta, place, layer, to_host=True)
         await self._copies.settled()
-        self._checksums |= await self._on_thread(meta.slots)
+        for slot, name in zip(meta.slots, meta.names, strict=True):
+            memory.put(slot, name, await self._in_thread("checksums", memory.checksums, slot))
         self._end(meta, [])
 
     async def _load(self, meta: LoadMeta) -> None:
-        known = [slot for slot in meta.slots if slot in self._checksums]
-        if len(known) < len(meta.slots):
-            self._end(meta, [slot for slot in meta.slots if slot not in self._checksums])
-            return
-        pages, places = self._places(meta.blocks, meta.slots)
-        self._copies.stream.copy(pages, places, self._sizes(pages))
-        found = self._on_thread(meta.slots)
-        await self._copies.settled()
-        damaged = [slot for slot, code in (await found).items() if code != self._checksums[slot]]
+        memory = self._memory
+        damaged = {slot for slot in meta.slots if memory.name_of(slot) is None}
+        known = {slot: memory.known_checksums(slot) for slot in meta.slots}
+
+        def wrong(place: int) -> set[int]:
+            return {s for s in meta.slots if memory.checksum(s, place) != known[s][place]}
+
+        if not damaged:
+            async with self._in_order:
+                self._copy(meta, 0, self._layers[0])
+                for place, layer in enumerate(self._layers):
+                    copied = self._copied()
+                    if place + 1 < len(self._layers):
+                        self._copy(meta, place + 1, self._layers[place + 1])
+                    damaged |= await self._in_thread("checksums", wrong, place)
+                    await copied
+                    if not damaged:
+                        self._mark(meta, place, layer)
         if damaged:
             logger.error("%d blocks of the host tier are damaged, and not used", len(damaged))
-        self._end(meta, damaged)
+        self._end(meta, sorted(damaged))
 
-    def _begin(self, job: asyncio._CoroutineLike[None]) -> None:
+    async def _spill(self, meta: SpillMeta) -> None:
+        files, failed = self._files, list[int]()
+        for slot in meta.slots:
+            if files is None or Tier.DISK in self._off:
+                failed.append(slot)
+                continue
+            try:
+                await self._in_thread("files", files.write, slot)
+            except OSError as error:
+                failed.append(slot)
+                self._turn_off(Tier.DISK, f"a block cannot be written: {error}")
+        self._answer(meta, failed)
+
+    async def _fetch(self, meta: FetchMeta) -> None:
+        files, failed = self._files, list[int]()
+        for slot, name in zip(meta.slots, meta.names, strict=True):
+            if files is None or not await self._in_thread("files", files.read, name, slot):
+                failed.append(slot)
+        self._end(meta, failed)
+
+    def _forget(self, meta: ForgetMeta) -> None:
+        files, thread = self._files, self._threads["files"]
+        if meta.names is None:
+            self._memory.clear_all()
+            if files is not None:
+                thread.submit(files.remove_all)
+        elif files is not None:
+            for name in meta.names:
+                thread.submit(files.remove, name)
+
+    # Their parts ------------------------------------------------------------------------------
+
+    def _begin(self, meta: TierJob, job: asyncio._CoroutineLike[None]) -> None:
+        if Tier.HOST in self._off:
+            job.close()
+            self._answer(meta, meta.slots)
+            return
         task = asyncio.get_running_loop().create_task(job)
         self._jobs.add(task)
         task.add_done_callback(self._ended)
@@ -110,40 +222,98 @@ class HostPool:
         if not job.cancelled() and (error := job.exception()) is not None:
             self._cache.copies.on_error(error)
 
-    def _end(self, meta: StoreMeta | LoadMeta, damaged: list[int]) -> None:
+    def _end(self, meta: TierJob, damaged: list[int]) -> None:
+        """Answers; what is damaged is forgotten."""
         for slot in damaged:
-            self._checksums.pop(slot, None)
-        self._emit(HostTierEvent(meta.job, self._process, damaged))
+            self._memory.clear(slot)
+        self._answer(meta, damaged)
 
-    def _on_thread(self, slots: list[int]) -> asyncio.Future[dict[int, int]]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._codes, slots)
+    def _answer(self, meta: TierJob, damaged: list[int]) -> None:
+        self._emit(HostTierEvent(meta.job, self._config.process, damaged))
 
-    def _codes(self, slots: list[int]) -> dict[int, int]:
-        size = self._slot_bytes
-        # Of the library, `extend` takes memory that can be written to; `value` does not.
-        return {
-            slot: google_crc32c.extend(0, self._memory[slot * size : (slot + 1) * size])
-            for slot in slots
-        }
+    def _mark(self, meta: LoadMeta, place: int, layer: int) -> None:
+        if meta.ticket is None or self._marks is None:
+            return
+        self._marks.write(meta.ticket, layer)
+        if place == 0:
+            self._emit(LoadBegun(meta.job, self._config.process))
 
-    def _places(self, blocks: list[int], slots: list[int]) -> tuple[Numbers, Numbers]:
-        """Returns the addresses of our layers' pages in these blocks, and of their places in these
-        slots, in the same order."""
+    def _copy(
+        self, meta: StoreMeta | LoadMeta, place: int, layer: int, to_host: bool = False
+    ) -> None:
+        """Issues the copies of a layer, the `place`-th of ours."""
         cache = self._cache
-        cache.check_block_ids(blocks)
-        pages = np.concatenate([cache.addresses_of(int(layer), blocks) for layer in self._layers])
-        start = int(self._memory.ctypes.data)
-        first = start + self._slot_bytes * np.array(slots, np.int64)
-        inside = cache.page_bytes * np.arange(len(self._layers))
-        return pages, np.add.outer(inside, first).ravel()
+        cache.check_block_ids(meta.blocks)
+        pages = cache.addresses_of(layer, meta.blocks)
+        slots = self._memory.addresses(meta.slots, place)
+        sizes = np.full(len(pages), cache.page_bytes)
+        targets, sources = (slots, pages) if to_host else (pages, slots)
+        self._copies.stream.copy(targets, sources, sizes, in_portions=True)
 
-    def _sizes(self, pages: Numbers) -> Numbers:
-        return np.full(len(pages), self._cache.page_bytes)
+    def _copied(self) -> asyncio.Future[None]:
+        """Returns what is done when all copies are that were issued so far."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def _pinned(self) -> bool:
+        def set_done() -> None:
+            if not done.cancelled():
+                done.set_result(None)
+
+        self._copies.then(set_done)
+        return done
+
+    async def _in_thread(self, thread: str, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[thread], call, *args)
+
+    # What there is to be had ------------------------------------------------------------------
+
+    def _take_memory(self) -> SlotMemory:
+        config, page = self._config, self._cache.page_bytes
         try:
-            self._cache.device.pin(self._memory)
+            memory = self._mapped()
+            self._cache.device.pin(memory.data)
+        except TierUnavailable as error:
+            self._off[Tier.HOST] = str(error)
         except KVTransferError as error:
-            logger.warning("the host tier is off, because its memory cannot be pinned: %s", error)
-            return False
-        return True
+            memory.close()
+            self._off[Tier.HOST] = f"its memory cannot be pinned: {error}"
+        else:
+            if config.disk_path is not None:
+                self._take_files(memory, config.disk_path)
+            return memory
+        return SlotMemory.anonymous(0, len(self._layers), page)
+
+    def _mapped(self) -> SlotMemory:
+        config = self._config
+        shape = config.num_slots, len(self._layers), self._cache.page_bytes
+        if config.memory_path is None:
+            return SlotMemory.anonymous(*shape)
+        path = config.memory_path / f"{self._share_name}.slots"
+        return SlotMemory.at(path, self._identity, *shape)
+
+    def _take_files(self, memory: SlotMemory, path: Path) -> None:
+        identity = self._identity
+        folder = path / identity.hex()[:16] / self._share_name
+        try:
+            self._files = BlockFiles(folder, identity, memory)
+        except TierUnavailable as error:
+            self._off[Tier.DISK] = str(error)
+
+    @property
+    def _share_name(self) -> str:
+        index, count = self._config.share
+        return f"rank{self._cache.handle.rank}-{index}of{count}"
+
+    @property
+    def _identity(self) -> bytes:
+        return identity_of(self._cache.layout, self._cache.handle.rank, self._config.share)
+
+    def _turn_off(self, tier: Tier, why: str) -> None:
+        if tier not in self._off:
+            self._off[tier] = why
+            self._emit(TierOff(self._config.process, tier, why))
+
+
+def identity_of(layout: KVLayout, rank: int, share: tuple[int, int]) -> bytes:
+    """Returns 32 bytes that are equal exactly for bytes that mean the same: model, data types,
+    layout and share of a block."""
+    return hashlib.sha256(msgspec.json.encode((layout, rank, share))).digest()

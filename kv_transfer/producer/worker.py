@@ -2,7 +2,8 @@
 
     1. `register_kv_cache`    makes the page on which the layers of a step are marked
     2. `start_load_kv(step)`   remembers the step, if somebody waits for its KV
-    3. `save_kv_layer(layer)`  on CPU: marks the layer and tells each transfer process of this rank;
+    3. `wait_for_layer_load`   with a host tier: before a layer whose KV is being loaded
+    4. `save_kv_layer(layer)`  on CPU: marks the layer and tells each transfer process of this rank;
                                on a GPU: the stream will mark it; transfer processes, told once
                                for each step, watch out for that
 
@@ -25,7 +26,8 @@ from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_handle import handle_of_tensor
-from kv_transfer.metadata import KVConnectorMetadata, StepProgress
+from kv_transfer.memory.load_marks import LoadGate, create_gate
+from kv_transfer.metadata import KVConnectorMetadata, LoadTicket, StepProgress
 from kv_transfer.producer.layer_marks import LayerMarker, LayerMarks, StreamMarker
 
 
@@ -43,6 +45,8 @@ class GrpcConnectorWorker(KVConnectorWorker):
         self._saving = False
         self._marks: LayerMarks | None = None
         self._marker: LayerMarker | None = None
+        self._has_host_tier = config.host_tier_bytes > 0
+        self._gate: LoadGate | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = [
@@ -61,7 +65,11 @@ class GrpcConnectorWorker(KVConnectorWorker):
             self._marker = LayerMarker(self._marks)
         else:
             self._marker = StreamMarker(self._marks, current_stream)
-        return msgspec.structs.replace(handle, marks_fd=self._marks.fd)
+        handle = msgspec.structs.replace(handle, marks_fd=self._marks.fd)
+        if not self._has_host_tier:
+            return handle
+        self._gate = create_gate(layout.num_layers, current_stream)
+        return msgspec.structs.replace(handle, load_marks_fd=self._gate.marks.fd)
 
     def start_load_kv(self, step_id: int, metadata: KVConnectorMetadata) -> None:
         self._step_id = step_id
@@ -76,6 +84,10 @@ class GrpcConnectorWorker(KVConnectorWorker):
         if not self._marker.marks_later:
             self._tell(StepProgress(self._step_id, layer + 1))
 
+    def wait_for_layer_load(self, ticket: LoadTicket, layer: int) -> None:
+        assert self._gate is not None
+        self._gate.wait(ticket, layer)
+
     def shutdown(self) -> None:
         for socket in self._sockets:
             socket.close(linger=0)
@@ -85,6 +97,9 @@ class GrpcConnectorWorker(KVConnectorWorker):
             self._marker.close()
             self._marks.close()
             self._marker = self._marks = None
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
 
     def _tell(self, progress: StepProgress) -> None:
         message = self._encoder.encode(progress)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import random
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +20,31 @@ from kv_nodes import KVNode, poll_until
 from late_device import LateDevice
 from test_transfer_processes import new_node, until_restarted
 
+from kv_transfer.host_tier import HostTier
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import DeviceError
 from kv_transfer.memory.host_device import HostDevice
-from kv_transfer.memory.host_pool import HostPool
-from kv_transfer.metadata import HostTierEvent, KVConnectorOutput, LoadMeta, StoreMeta
+from kv_transfer.memory.host_pool import HostPool, PoolConfig
+from kv_transfer.metadata import (
+    HostTierEvent,
+    KVConnectorOutput,
+    LoadMeta,
+    StoreMeta,
+    TierEvent,
+    TierJob,
+)
 
 SHAPE = layout(num_layers=3)
+
+
+def store(job: int, blocks: list[int], slots: list[int]) -> StoreMeta:
+    return StoreMeta(job, blocks, slots, [name_of(slot) for slot in slots])
+
+
+def name_of(slot: int) -> bytes:
+    return hashlib.sha256(b"%d" % slot).digest()
+
+
 NUM_BLOCKS, NUM_SLOTS = 8, 6
 NOTHING = KVConnectorOutput()
 
@@ -32,21 +52,33 @@ NOTHING = KVConnectorOutput()
 class Pools:
     """Two processes of one rank, without the processes."""
 
-    def __init__(self, device: HostDevice | LateDevice | None = None) -> None:
+    def __init__(self, device: HostDevice | LateDevice | None = None, **paths: Path) -> None:
         self.cache = RankCache(SHAPE, 0, NUM_BLOCKS)
         self.views = [KVCacheView(self.cache.handle, SHAPE, device=device) for _ in range(2)]
         self.events: list[HostTierEvent] = []
+        self.others: list[TierEvent] = []
         self.pools = [
-            HostPool(view, NUM_SLOTS, (index, 2), index, self.events.append)
+            HostPool(
+                view,
+                PoolConfig(num_slots=NUM_SLOTS, share=(index, 2), process=index, **paths),
+                self._hear,
+            )
             for index, view in enumerate(self.views)
         ]
+        self.contents = [pool.contents() for pool in self.pools]
 
-    async def do(self, *commands: StoreMeta | LoadMeta) -> list[list[int]]:
+    def _hear(self, event: TierEvent) -> None:
+        if isinstance(event, HostTierEvent):
+            self.events.append(event)
+        else:
+            self.others.append(event)
+
+    async def do(self, *commands: TierJob) -> list[list[int]]:
         """Returns the slots that each job found damaged, once all processes have answered."""
         self.events.clear()
         for pool in self.pools:
             for command in commands:
-                pool.store(command) if isinstance(command, StoreMeta) else pool.load(command)
+                pool.obey(command)
         while len(self.events) < 2 * len(commands):
             await asyncio.sleep(0)
         return [
@@ -79,7 +111,7 @@ async def pools() -> AsyncIterator[Pools]:
 
 async def test_what_was_stored_comes_back_into_other_blocks(pools: Pools) -> None:
     before = pools.fill(1)
-    assert await pools.do(StoreMeta(1, [1, 5, 3], [4, 0, 2])) == [[]]
+    assert await pools.do(store(1, [1, 5, 3], [4, 0, 2])) == [[]]
     after = pools.fill(2)
     assert await pools.do(LoadMeta(2, [7, 0], [2, 4])) == [[]]
     np.testing.assert_array_equal(pools.cache.words[:, [7, 0]], before[:, [3, 1]])
@@ -94,7 +126,7 @@ async def test_many_jobs_at_once_change_every_byte_and_no_other(pools: Pools) ->
     for round_ in range(100):
         now = pools.fill(round_)
         slots, blocks = rng.sample(range(NUM_SLOTS), 2), rng.sample(range(NUM_BLOCKS), 4)
-        commands: list[StoreMeta | LoadMeta] = [StoreMeta(job + 1, blocks[:2], slots)]
+        commands: list[TierJob] = [store(job + 1, blocks[:2], slots)]
         known = [slot for slot in kept if slot not in slots][:2]
         if known:
             commands.append(LoadMeta(job + 2, blocks[2 : 2 + len(known)], known))
@@ -109,8 +141,8 @@ async def test_a_flipped_bit_is_found_and_the_slot_forgotten(
     pools: Pools, caplog: pytest.LogCaptureFixture
 ) -> None:
     pools.fill(1)
-    await pools.do(StoreMeta(1, [0, 1], [0, 1]))
-    pools.pools[1]._memory[pools.pools[1]._slot_bytes + 3] ^= 16
+    await pools.do(store(1, [0, 1], [0, 1]))
+    pools.pools[1]._memory.slot(1)[3] ^= 16
     assert await pools.do(LoadMeta(2, [2, 3], [0, 1])) == [[1]]
     assert await pools.do(LoadMeta(3, [2], [1])) == [[1]]
     assert await pools.do(LoadMeta(4, [2], [0])) == [[]]
@@ -129,7 +161,7 @@ async def test_no_answer_before_the_copies_are_done() -> None:
     pools = Pools(device)
     before = pools.fill(1)
     for pool in pools.pools:
-        pool.store(StoreMeta(1, [0, 1], [0, 1]))
+        pool.obey(store(1, [0, 1], [0, 1]))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not pools.events
@@ -152,9 +184,13 @@ async def test_without_pinned_memory_the_tier_is_off_and_says_so_once(
     monkeypatch.setattr(HostDevice, "pin", refuses)
     with caplog.at_level(logging.WARNING):
         pools = Pools()
-        for job in (1, 2):
-            assert await pools.do(StoreMeta(job, [0, 1], [0, 1])) == [[0, 1]]
-    assert caplog.text.count("the host tier is off") == len(pools.pools)
+        tier = HostTier(NUM_SLOTS, 2, lambda process, command: True)
+        for contents in pools.contents:
+            tier.apply(contents)
+    assert caplog.text.count("KV in the host tier is off") == 1
+    assert "cannot be pinned: cuMemHostRegister: out of memory" in caplog.text
+    assert tier.store([(b"a", 0)]) is None
+    assert await pools.do(store(1, [0, 1], [0, 1])) == [[0, 1]], "a late word is answered"
     await pools.close()
 
 
@@ -189,14 +225,19 @@ def test_a_killed_process_takes_the_tier_with_it(node: KVNode) -> None:
         assert begun is not None and begun[1] == len(names)
         return begun[0]
 
+    def until_ready() -> None:
+        poll_until(lambda: node.connector.get_finished() is None and tier.is_ready)
+
+    until_ready()
     words[...] = 7
     assert until_done(store(b"a", b"b"))
     words[...] = 9
     assert until_done(tier.load([b"b"], [5]))
     assert (words[:, 5] == 7).all() and (words[:, 0] == 9).all()
     os.kill(node.connector.process_pids[1], signal.SIGKILL)
-    poll_until(lambda: node.connector.get_finished() is not None or b"a" not in tier)
+    poll_until(lambda: node.connector.get_finished() is None and not tier.is_ready)
     until_restarted(node, 1, node)
+    until_ready()
     assert tier.num_found([b"a", b"b"], 0) == 0
     words[...] = 11
     assert until_done(store(b"a", b"c", b"d", b"e")), "no slot is lost"

@@ -164,6 +164,8 @@ class WorkerRow:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...]
     sibling_seeds: tuple[int, ...]
+    is_garbage: bool = False
+    """Its KV was never right: nobody may see its tokens, or find its blocks."""
 
 
 class FakeWorker:
@@ -181,6 +183,8 @@ class FakeWorker:
         self.last_step_id = -1
         self.message_bytes: list[int] = []
         self.num_copies = 0
+        self.reads_garbage = False
+        """The next step computes with KV whose load has failed."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Raises AssertionError when the step asks for anything impossible."""
@@ -193,6 +197,7 @@ class FakeWorker:
         output = ModelRunnerOutput(step.step_id, [], [], [], counts=[])
         for index, count in step.prefill_chunks:
             row = self.rows[index]
+            row.is_garbage = row.is_garbage or self.reads_garbage
             assert index not in self.decode_set
             assert 1 <= count <= row.prefill_len - row.num_computed
             self._compute(row, count)
@@ -226,12 +231,13 @@ class FakeWorker:
             self.memory.slots[target] = list(self.memory.slots[source])
 
     def _compute(self, row: WorkerRow, count: int) -> None:
-        self._write(row, kv_of(row.tokens[: row.num_computed + count]))
+        self._write(row, _kv_of(row, row.tokens[: row.num_computed + count]))
         row.num_computed += count
 
     def _write(self, row: WorkerRow, states: list[int]) -> None:
         """Writes KV from `num_computed` on. Raises IndexError where the row has no blocks."""
-        self.memory.check(row.block_ids, states, row.num_computed, row.num_computed)
+        if not row.is_garbage:
+            self.memory.check(row.block_ids, states, row.num_computed, row.num_computed)
         for position in range(row.num_computed, len(states)):
             self.memory.write(row.block_ids, position, states[position])
 
@@ -246,7 +252,7 @@ class FakeWorker:
             self._report(index, row, [0], output)
             return
         drafts = self._drafts(row)
-        states = kv_of(row.tokens + drafts)
+        states = _kv_of(row, row.tokens + drafts)
         self._write(row, states)
         found: list[int] = []
         for place in range(self.query_len):
@@ -277,7 +283,7 @@ class FakeWorker:
             output.prompt_logprobs.append(RowPromptLogprobs(index, row.epoch, part))
 
     def _sample(self, index: int, row: WorkerRow, output: ModelRunnerOutput) -> None:
-        state = kv_of(row.tokens)[row.num_computed - 1]
+        state = _kv_of(row, row.tokens)[row.num_computed - 1]
         num_output = len(row.tokens) - row.prompt_len
         token = next_token(state, num_output, row.sampling, row.eos_token_ids)
         row.tokens.append(token)
@@ -297,6 +303,14 @@ class FakeWorker:
         output.token_ids += tokens
         if self.query_len > 1:
             output.counts.append(len(tokens))
+
+
+def _kv_of(row: WorkerRow, tokens: list[int]) -> list[int]:
+    return (
+        [hash((state, row.is_garbage)) for state in kv_of(tokens)]
+        if row.is_garbage
+        else kv_of(tokens)
+    )
 
 
 def _continuation(row: WorkerRow, count: int) -> list[int]:

@@ -151,6 +151,7 @@ class MemoryConnector(KVConnectorScheduler):
         events, self._events = self._events, KVConnectorOutput()
         if self.host_tier is not None:
             events.host_jobs = self.host_tier.take_finished()
+            events.host_begun = self.host_tier.take_begun()
         return events
 
     def request_finished(self, request: RequestLike) -> bool:

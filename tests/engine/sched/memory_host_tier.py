@@ -2,15 +2,30 @@
 test lets them.
 
 Each of the two has one half of a block's rows, and reads or writes them only when it answers. So a
-block that is given to somebody else while it is stored or loaded breaks some request's KV.
+block that is given to somebody else while it is stored or loaded breaks some request's KV. A
+process says that a load has begun before it has copied anything: whoever does not wait reads
+nonsense. What lies in slots and files outlives a process that dies, or does not.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from kv_transfer.host_tier import HostTier
-from kv_transfer.metadata import HostTierEvent, LoadMeta, StoreMeta
+from kv_transfer.metadata import (
+    FetchMeta,
+    ForgetMeta,
+    HostTierEvent,
+    LoadBegun,
+    LoadMeta,
+    LoadTicket,
+    SpillMeta,
+    StoreMeta,
+    TierCommand,
+    TierContents,
+    TierJob,
+)
 from tests.engine.sched.fake_worker import PagedMemory
 
 NUM_PROCESSES = 2
@@ -22,16 +37,41 @@ Row = tuple[int, int] | None
 class MemoryHostTier:
     """`tier` is what the scheduler asks."""
 
-    def __init__(self, memory: PagedMemory, num_slots: int, rng: random.Random) -> None:
-        self.tier = HostTier(num_slots, NUM_PROCESSES, self._hear)
+    def __init__(
+        self, memory: PagedMemory, num_slots: int, rng: random.Random, num_files: int = 0
+    ) -> None:
+        self.let_go: set[int] = set()
+        """Numbers of tickets of loads that failed."""
+        self._done = Counter[int]()
+        """How many processes have done all of a load, by job."""
+        self._begun: set[tuple[int, int]] = set()
+        self._names: list[dict[int, bytes]] = [{} for _ in range(NUM_PROCESSES)]
+        self._files: list[dict[bytes, list[Row]]] = [{} for _ in range(NUM_PROCESSES)]
+        self.tier = HostTier(
+            num_slots,
+            NUM_PROCESSES,
+            self._hear,
+            num_files,
+            lambda ticket: self.let_go.add(ticket.number),
+            num_places=2,
+        )
         self._memory = memory
         self._rng = rng
         self._slots: list[list[Row]] = [[None] * len(memory.slots[0]) for _ in range(num_slots)]
-        self._jobs: list[tuple[int, StoreMeta | LoadMeta]] = []
+        self._jobs: list[tuple[int, TierCommand]] = []
+        for process in range(NUM_PROCESSES):
+            self.tier.apply(TierContents(process, 0))
 
-    def _hear(self, process: int, command: StoreMeta | LoadMeta) -> bool:
+    def _hear(self, process: int, command: TierCommand) -> bool:
         self._jobs.append((process, command))
         return True
+
+    def may_read(self, ticket: LoadTicket) -> bool:
+        """Returns whether a step that waits with this ticket may go on."""
+        return self.is_right(ticket) or ticket.number in self.let_go
+
+    def is_right(self, ticket: LoadTicket) -> bool:
+        return self._done[ticket.number] == NUM_PROCESSES
 
     def advance(self, *, may_fail: bool = False) -> None:
         """Lets one process do its share of a job; one of a process come in their order."""
@@ -42,33 +82,88 @@ class MemoryHostTier:
             self._die(process)
             return
         index = next(i for i, (own, _) in enumerate(self._jobs) if own == process)
-        _, command = self._jobs.pop(index)
-        damaged = []
-        for block, slot in zip(command.blocks, command.slots, strict=True):
-            is_damaged = may_fail and self._rng.random() < 0.05
-            if is_damaged:
-                damaged.append(slot)
-            self._copy(process, command, block, slot, is_damaged)
+        _, command = self._jobs[index]
+        if isinstance(command, LoadMeta) and (command.job, process) not in self._begun:
+            self._begun.add((command.job, process))
+            self.tier.apply(LoadBegun(command.job, process))
+            return
+        del self._jobs[index]
+        if isinstance(command, ForgetMeta):
+            self._forget(process, command)
+            return
+        damaged = [slot for slot in command.slots if may_fail and self._rng.random() < 0.05]
+        self._do(process, command, damaged)
+        if isinstance(command, LoadMeta) and not damaged:
+            self._done[command.job] += 1
         self.tier.apply(HostTierEvent(command.job, process, damaged))
+
+    def begin_all(self) -> None:
+        """Lets every process begin with what it was told, and do nothing of it."""
+        for process, command in list(self._jobs):
+            if isinstance(command, LoadMeta) and (command.job, process) not in self._begun:
+                self._begun.add((command.job, process))
+                self.tier.apply(LoadBegun(command.job, process))
 
     def finish(self) -> None:
         while self._jobs:
             self.advance()
 
+    def _do(self, process: int, command: TierJob, damaged: list[int]) -> None:
+        names, files = self._names[process], self._files[process]
+        match command:
+            case StoreMeta(blocks=blocks, slots=slots) | LoadMeta(blocks=blocks, slots=slots):
+                for block, slot in zip(blocks, slots, strict=True):
+                    self._copy(process, command, block, slot, slot in damaged)
+            case SpillMeta(slots=slots):
+                for slot in set(slots) - set(damaged):
+                    files[names[slot]] = list(self._slots[slot])
+            case FetchMeta(names=fetched, slots=slots):
+                for name, slot in zip(fetched, slots, strict=True):
+                    for offset in self._rows(process):
+                        self._slots[slot][offset] = files[name][offset]
+        if isinstance(command, StoreMeta | FetchMeta):
+            names.update(zip(command.slots, command.names, strict=True))
+        if not isinstance(command, SpillMeta):
+            for slot in damaged:
+                names.pop(slot, None)
+
+    def _forget(self, process: int, command: ForgetMeta) -> None:
+        files = self._files[process]
+        if command.names is None:
+            self._names[process].clear()
+        for name in list(files) if command.names is None else command.names:
+            files.pop(name, None)
+
+    def _rows(self, process: int) -> range:
+        return range(process, len(self._slots[0]), NUM_PROCESSES)
+
     def _copy(
         self, process: int, command: StoreMeta | LoadMeta, block: int, slot: int, is_damaged: bool
     ) -> None:
         rows, kept = self._memory.slots[block], self._slots[slot]
-        for offset in range(process, len(rows), NUM_PROCESSES):
+        for offset in self._rows(process):
             if isinstance(command, StoreMeta):
                 kept[offset] = _GARBAGE if is_damaged else rows[offset]
             else:
                 rows[offset] = _GARBAGE if is_damaged else kept[offset]
 
     def _die(self, process: int) -> None:
-        """Its memory goes, and nobody answers what it was told."""
-        for kept in self._slots:
-            for offset in range(process, len(kept), NUM_PROCESSES):
-                kept[offset] = _GARBAGE
+        """Nobody answers what it was told, and what it was about to write is lost: its slots, too,
+        in every second case."""
+        told = [command for own, command in self._jobs if own == process]
         self._jobs = [(own, command) for own, command in self._jobs if own != process]
+        names = self._names[process]
+        for command in told:
+            if isinstance(command, ForgetMeta):
+                self._forget(process, command)
+            elif isinstance(command, StoreMeta | FetchMeta):
+                for slot in command.slots:
+                    names.pop(slot, None)
+        if self._rng.random() < 0.5:
+            names.clear()
+        for slot, kept in enumerate(self._slots):
+            if slot not in names:
+                for offset in self._rows(process):
+                    kept[offset] = _GARBAGE
         self.tier.process_is_gone(process)
+        self.tier.apply(TierContents(process, 1, dict(names), list(self._files[process])))

@@ -26,6 +26,7 @@ from engine.sched.output import SchedulerOutput
 from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
 from engine.sched.row import RowPhase
 from engine.sched.scheduler import Scheduler
+from kv_transfer.metadata import LoadTicket
 from tests.engine.sched.factories import remote_prefill
 from tests.engine.sched.fake_worker import (
     FakeWorker,
@@ -68,6 +69,7 @@ class StepMachine:
         depth: int = 1,
         seed: int = 0,
         num_host_slots: int = 0,
+        num_files: int = 0,
     ) -> None:
         self.config = config
         self.depth = depth
@@ -78,13 +80,17 @@ class StepMachine:
         self.worker = FakeWorker(self.memory, query_len, lying_drafter(random.Random(seed)))
         host_rng = random.Random(seed)
         self.host = (
-            MemoryHostTier(self.memory, num_host_slots, host_rng) if num_host_slots else None
+            MemoryHostTier(self.memory, num_host_slots, host_rng, num_files)
+            if num_host_slots
+            else None
         )
         self.connector = MemoryConnector(self.memory, self.rng, self.host)
         self.scheduler = Scheduler(config, num_blocks, self.connector)
         self.peer_blocks: Callable[[PrefixAsk], int] = lambda ask: 0
         """How many of the blocks that a peer is asked for it says to have."""
         self.num_asked = 0
+        self.num_early = 0
+        """Steps that began before all KV was there that they read."""
         self.clients: dict[str, Client] = {}
         self.ended: list[str] = []
         """Requests in the order in which they ended."""
@@ -142,9 +148,30 @@ class StepMachine:
         self.check_bounds()
         return step
 
+    @property
+    def may_run(self) -> bool:
+        """Returns whether the oldest step waits for nothing but the worker."""
+        ticket = self._ticket()
+        return bool(self.scheduled) and (
+            ticket is None or (self.host is not None and self.host.may_read(ticket))
+        )
+
+    def _ticket(self) -> LoadTicket | None:
+        kv = self.scheduled[0].kv if self.scheduled else None
+        return kv.load if kv is not None else None
+
     def run(self) -> None:
+        while not self.may_run:
+            assert self.host is not None
+            self.host.advance()
+            self.poll_connector()
+        ticket = self._ticket()
         step = self.scheduled.popleft()
+        if ticket is not None and self.host is not None:
+            self.num_early += 1
+            self.worker.reads_garbage = not self.host.is_right(ticket)
         self.ran.append((step, self.worker.execute(step)))
+        self.worker.reads_garbage = False
         self.connector.done_step = step.step_id
         self.check_bounds()
 

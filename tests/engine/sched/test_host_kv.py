@@ -8,7 +8,7 @@ import pytest
 
 from engine.request import RequestStatus
 from kv_transfer.host_tier import HostTier
-from kv_transfer.metadata import HostTierEvent, LoadMeta, StoreMeta
+from kv_transfer.metadata import HostTierEvent, KVTransferParams, TierCommand, TierContents
 from kv_transfer.tier import Tier
 from tests.engine.sched.factories import BLOCK_SIZE, make_config, make_request, remote_decode
 from tests.engine.sched.step_machine import Client, StepMachine
@@ -48,6 +48,88 @@ def test_what_the_cache_has_forgotten_is_loaded() -> None:
     stats = machine.scheduler.stats()
     assert again.num_cached_tokens == NUM_LOADABLE == stats.prompt_tokens_loaded
     assert stats.prompt_tokens_computed - computed == len(PROMPT) - NUM_LOADABLE
+    machine.check_all_done()
+
+
+def begin_early(machine: StepMachine, kv: KVTransferParams | None = None) -> Client:
+    """Returns a request whose first step is out, and whose KV is on its way."""
+    run(machine, "first", PROMPT)
+    forget(machine)
+    tokens = 1 if kv is not None else 3
+    client = machine.add(make_request("again", PROMPT, kv=kv, max_tokens=tokens, ignore_eos=True))
+    machine.schedule()
+    assert machine.host is not None
+    machine.host.begin_all()
+    machine.poll_connector()
+    step = machine.schedule()
+    assert step is not None and step.kv is not None and step.kv.load is not None
+    return client
+
+
+def test_a_prompt_computes_while_its_layers_are_loaded() -> None:
+    machine = machine_with()
+    client = begin_early(machine)
+    assert not machine.may_run and client.request.status is RequestStatus.RUNNING
+    machine.finish()
+    assert client.tokens == client.expected and machine.num_early == 1
+    assert machine.scheduler.stats().prompt_tokens_loaded == NUM_LOADABLE
+    machine.check_all_done()
+
+
+def test_others_are_not_made_to_wait_for_layers() -> None:
+    """A prompt computes before all of its KV is there only if nobody else has anything to do."""
+    machine = machine_with(num_blocks=24)
+    run(machine, "first", PROMPT)
+    for _ in range(3):
+        forget(machine)
+    machine.add(make_request("other", [7, 8], max_tokens=40, ignore_eos=True))
+    machine.step()
+    machine.add(make_request("again", PROMPT, max_tokens=3, ignore_eos=True))
+    machine.finish()
+    assert machine.scheduler.stats().prompt_tokens_loaded > 0 and machine.num_early == 0
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_what_was_computed_with_a_damaged_block_is_dropped(is_exported: bool) -> None:
+    """The fake worker computes nonsense then; no client, peer or other prompt may see it."""
+    machine = machine_with()
+    client = begin_early(machine, remote_decode("t") if is_exported else None)
+    assert machine.host is not None
+    (load,) = machine.host.tier._jobs.values()
+    load.damaged.add(load.command.slots[2])
+    if is_exported:
+        assert not machine.connector.exports["t"].chunks, "nobody is told of KV that may be wrong"
+    machine.finish()
+    assert client.tokens == client.expected
+    assert client.request.num_preemptions == 1
+    assert machine.host.tier.counters["host_tier_damaged_blocks"] == 1
+    assert run(machine, "once more", PROMPT).finish_reason
+    machine.check_all_done()
+
+
+def test_what_is_withheld_from_a_peer_is_told_once_it_is_right() -> None:
+    machine = machine_with()
+    client = begin_early(machine, remote_decode("t"))
+    assert machine.host is not None and not machine.connector.exports["t"].chunks
+    machine.host.finish()
+    machine.poll_connector()
+    assert machine.connector.exports["t"].chunks, "before the step's result is here"
+    machine.finish()
+    assert client.finish_reason == "length"
+    machine.check_all_done()
+
+
+def test_a_request_that_is_aborted_while_it_waits_for_layers_leaves_nothing() -> None:
+    machine = machine_with()
+    begin_early(machine)
+    free = machine.scheduler.stats().num_free_blocks
+    machine.abort("again")
+    assert machine.scheduler.stats().num_free_blocks == free
+    assert machine.host is not None
+    (load,) = machine.host.tier._jobs.values()
+    load.is_lost = True
+    machine.finish()
     machine.check_all_done()
 
 
@@ -141,8 +223,8 @@ def test_damaged_blocks_are_computed() -> None:
     forget(machine)
     client = begin_to_load(machine, "again")
     assert machine.host is not None
-    (load,) = (job for job in machine.host.tier._jobs.values() if job.is_load)
-    load.damaged.add(load.slots[2])
+    (load,) = machine.host.tier._jobs.values()
+    load.damaged.add(load.command.slots[2])
     machine.finish()
     stats = machine.scheduler.stats()
     assert client.tokens == client.expected
@@ -194,12 +276,13 @@ def test_one_place_tells_which_tier_holds_a_block() -> None:
 
 
 class Told:
-    def __init__(self, num_slots: int) -> None:
-        self.commands: list[StoreMeta | LoadMeta] = []
+    def __init__(self, num_slots: int, num_files: int = 0) -> None:
+        self.commands: list[TierCommand] = []
         self.is_up = True
-        self.tier = HostTier(num_slots, 1, self._hear)
+        self.tier = HostTier(num_slots, 1, self._hear, num_files)
+        self.tier.apply(TierContents(0, 0))
 
-    def _hear(self, process: int, command: StoreMeta | LoadMeta) -> bool:
+    def _hear(self, process: int, command: TierCommand) -> bool:
         self.commands.append(command)
         return self.is_up
 
@@ -238,6 +321,9 @@ def test_a_process_that_is_down_keeps_nothing() -> None:
     assert begun is not None and told.tier.take_finished()[begun[0]] is False
     assert b"b" not in told.tier
     told.tier.process_is_gone(0)
-    assert b"a" not in told.tier and told.tier.num_jobs == 0
+    assert told.tier.num_found([b"a"], 0) == 0 and told.tier.num_jobs == 0
+    assert told.tier.store([(b"c", 0)]) is None, "nothing begins before it is back"
     told.is_up = True
+    told.tier.apply(TierContents(0, 1))
+    assert b"a" not in told.tier
     assert told.store(b"c", b"d", b"e", b"f") == 4, "no slot is lost"

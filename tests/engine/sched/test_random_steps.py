@@ -139,7 +139,7 @@ class Traffic:
             self.machine.schedule()
 
     def _run(self) -> None:
-        if self.machine.scheduled:
+        if self.machine.may_run:
             self.machine.run()
 
     def _update(self) -> None:
@@ -248,8 +248,32 @@ def _random_traffic(
     )
     num_blocks = rng.choice([13, 16, 24])
     num_slots = rng.choice([0, 3, 12]) if config.cache.enable_prefix_caching else 0
-    machine = StepMachine(config, num_blocks, depth=depth, seed=seed, num_host_slots=num_slots)
+    machine = StepMachine(
+        config,
+        num_blocks,
+        depth=depth,
+        seed=seed,
+        num_host_slots=num_slots,
+        num_files=rng.choice([0, 20]),
+    )
     Traffic(machine, seed, kinds).run()
+
+
+def test_the_tiers_are_used_in_every_way() -> None:
+    """The random test means nothing for them if nothing is loaded early, or read from disk."""
+    config = make_config(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64)
+    totals = Counter[str]()
+    for seed in range(8):
+        machine = StepMachine(config, 13, depth=2, seed=seed, num_host_slots=6, num_files=12)
+        Traffic(machine, seed, ["local", "export"]).run()
+        assert machine.host is not None
+        totals.update({name: int(n) for name, n in machine.host.tier.counters.items()})
+        totals["early"] += machine.num_early
+        totals["let go"] += len(machine.host.let_go)
+    used = "loaded", "spilled", "fetched", "damaged", "lost"
+    assert all(totals[f"host_tier_{name}_blocks"] > 0 for name in used), totals
+    assert totals["early"] > 0 and totals["let go"] > 0, totals
+    assert totals["disk_tier_evicted_blocks"] > 0, totals
 
 
 def test_the_traffic_is_rough_enough() -> None:

@@ -1,0 +1,62 @@
+"""Which blocks lie in the disk tier, by hash, and in which order they were used."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+
+class DiskIndex:
+    """At most `capacity` blocks; `remove` is told of those that must go."""
+
+    def __init__(self, capacity: int, remove: Callable[[list[bytes]], None]) -> None:
+        self._capacity = capacity
+        self._remove = remove
+        self._names: OrderedDict[bytes, float] = OrderedDict()
+        """Hashes, and since when they are here; evicted from the front."""
+        self.num_evicted = 0
+        self.residency_s = 0.0
+        """Seconds that evicted blocks have been here, summed."""
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._names
+
+    def add(self, names: Iterable[bytes]) -> None:
+        """Records blocks that are whole on disk; those used longest ago go for them."""
+        now, gone = time.monotonic(), []
+        for name in names:
+            self._names.setdefault(name, now)
+            self._names.move_to_end(name)
+        while len(self._names) > self._capacity:
+            name, since = self._names.popitem(last=False)
+            self.residency_s += now - since
+            gone.append(name)
+        if gone:
+            self.num_evicted += len(gone)
+            self._remove(gone)
+
+    def use(self, name: bytes) -> None:
+        self._names.move_to_end(name)
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Forgets blocks that cannot be used, wherever some process still has its share."""
+        known = [name for name in names if self._names.pop(name, None) is not None]
+        if known:
+            self._remove(known)
+
+    def keep_common(self, told: Sequence[Iterable[bytes]]) -> None:
+        """Keeps what everybody holds of whom there is word; what only some hold is removed."""
+        shares = [set(names) for names in told]
+        for name in [name for name in self._names if not all(name in one for one in shares)]:
+            del self._names[name]
+        orphans = [name for name in set().union(*shares) if name not in self._names]
+        if orphans:
+            self._remove(orphans)
+
+    def clear(self) -> None:
+        """Forgets all; files stay as they are."""
+        self._names.clear()

@@ -1,0 +1,194 @@
+"""The disk tier in one transfer process: a file for our share of each block.
+
+    DIRECTORY/<identity>/rank<r>-<i>of<n>/lock
+                                         /ab/abcd...ef.kv      named by the block's hash
+
+    header    magic, version, identity, name, a checksum for each layer, a checksum of the header
+    pages     one for each of our layers
+
+A file is written under another name and renamed when it is complete; it is never changed. What a
+crash leaves is therefore whole, or has a name that nobody reads, or fails its checksums: then it is
+removed, and counted. Files of other models lie in other directories, which are left alone.
+
+Everything here blocks; call it from one thread.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.memory.slot_memory import (
+    NAME_BYTES,
+    SlotMemory,
+    TierUnavailable,
+    lock_file,
+)
+
+_MAGIC = b"tandem KV block\x00"
+_VERSION = 1
+_ENDING = ".kv"
+_UNFINISHED = ".part"
+_PAGE = 4096
+
+
+class BlockFiles:
+    """Files below `folder`, for blocks of the shape of `memory`'s slots."""
+
+    def __init__(self, folder: Path, identity: bytes, memory: SlotMemory) -> None:
+        """Takes the folder for itself. Raises `TierUnavailable`."""
+        self._folder = folder
+        self._identity = identity
+        self._memory = memory
+        self._kind = np.dtype(
+            [
+                ("magic", "S16"),
+                ("version", "<u4"),
+                ("length", "<u4"),
+                ("identity", "V32"),
+                ("name", "V32"),
+                ("layers", "<u4", (memory.num_layers,)),
+                ("check", "<u4"),
+            ]
+        )
+        self._data_at = -(-self._kind.itemsize // _PAGE) * _PAGE
+        self.num_damaged = 0
+        """Files that were not what they should be, since the start."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TierUnavailable(f"{folder} cannot be used: {error}") from error
+        try:
+            lock_file(self._lock, folder)
+        except TierUnavailable:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def scan(self) -> list[bytes]:
+        """Returns the names of all blocks, those used longest ago first, by reading headers. Files
+        that a crash left unfinished and damaged ones are removed."""
+        found: list[tuple[float, bytes]] = []
+        for path in self._folder.glob("??/*"):
+            try:
+                name = self._name_in(path)
+                if name is None:
+                    self.num_damaged += path.suffix != _UNFINISHED
+                    path.unlink()
+                else:
+                    found.append((path.stat().st_mtime, name))
+            except OSError:
+                self.num_damaged += 1
+        return [name for _, name in sorted(found)]
+
+    def write(self, slot: int) -> None:
+        """Writes the block that a slot holds. Raises OSError, as for a full disk; nothing is left
+        of it then."""
+        name = self._memory.name_of(slot)
+        if name is None:
+            raise OSError(f"slot {slot} holds no block")
+        header = np.zeros((), self._kind)
+        header["magic"], header["version"] = _MAGIC, _VERSION
+        header["identity"] = np.void(self._identity)
+        header["name"], header["length"] = np.void(name.ljust(NAME_BYTES, b"\0")), len(name)
+        header["layers"] = self._memory.known_checksums(slot)
+        header["check"] = _check_of(header)
+        path = self._path(name)
+        unfinished = path.with_suffix(_UNFINISHED)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with open(unfinished, "wb", buffering=0, opener=_private) as file:
+                _write_all(file.fileno(), header.tobytes().ljust(self._data_at, b"\0"))
+                _write_all(file.fileno(), self._memory.slot(slot).data)
+            unfinished.rename(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def read(self, name: bytes, slot: int) -> bool:
+        """Reads a block into a slot, whose record then says so. Returns False when the file is
+        missing or not what it should be; it is removed then."""
+        path, memory = self._path(name), self._memory
+        memory.clear(slot)
+        try:
+            with path.open("rb", buffering=0) as file:
+                header = self._header(file.read(self._data_at))
+                if header is not None and bytes(header["name"])[: header["length"]] == name:
+                    _read_all(file.fileno(), memory.slot(slot).data)
+                    sums = [int(code) for code in header["layers"]]
+                    if memory.checksums(slot) == sums:
+                        memory.put(slot, name, sums)
+                        os.utime(path)
+                        return True
+        except OSError:
+            pass
+        self.num_damaged += 1
+        self.remove(name)
+        return False
+
+    def remove(self, name: bytes) -> None:
+        """Removes a block, if it is here."""
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError:
+            self.num_damaged += 1
+
+    def remove_all(self) -> None:
+        for path in self._folder.glob("??/*"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, name: bytes) -> Path:
+        text = name.hex()
+        return self._folder / text[:2] / f"{text}{_ENDING}"
+
+    def _name_in(self, path: Path) -> bytes | None:
+        if path.suffix != _ENDING:
+            return None
+        size = self._data_at + self._memory.slot_bytes
+        with path.open("rb", buffering=0) as file:
+            header = self._header(file.read(self._kind.itemsize))
+            if header is None or os.fstat(file.fileno()).st_size != size:
+                return None
+        name = bytes(header["name"])[: header["length"]]
+        return name if self._path(name) == path else None
+
+    def _header(self, text: bytes) -> np.void | None:
+        """Returns a header that can be trusted."""
+        if len(text) < self._kind.itemsize:
+            return None
+        header: np.void = np.frombuffer(text, self._kind, 1)[0]
+        if bytes(header["magic"]) != _MAGIC.rstrip(b"\0") or header["version"] != _VERSION:
+            return None
+        if bytes(header["identity"]) != self._identity or header["check"] != _check_of(header):
+            return None
+        return header
+
+
+def _check_of(header: npt.NDArray[np.void] | np.void) -> int:
+    return int(google_crc32c.value(header.tobytes()[:-4]))
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _read_all(fd: int, view: memoryview) -> None:
+    """Raises OSError when the file is too short."""
+    while view:
+        count = os.readv(fd, [view])
+        if count == 0:
+            raise OSError("the file ends early")
+        view = view[count:]

@@ -1,0 +1,172 @@
+"""How far loads from the host tier are, layer by layer, as a page that worker and transfer
+processes share.
+
+    marks[place][layer] = number of the last load in that place whose layer is in the cache
+
+    1. `create` in the worker; `load_marks_fd` of its cache handle leads to it
+    2. `attach` in each transfer process, which marks its layers when their bytes are in the blocks
+       and were found to be right; and in the engine core, which calls `let_go` when a load failed
+    3. the worker waits before each layer (`LoadGate`), on a GPU without stopping (`StreamGate`)
+
+A place has one load at a time, and numbers grow; so a mark that is higher than the number that
+somebody waits for lets him go too, and a mark of another place never does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from host.memory_file import MemoryFile
+from host.process_host import ProcessHost
+from kv_transfer.base import KVCacheHandle
+from kv_transfer.layout import KVLayout
+from kv_transfer.memory.device import DeviceError
+from kv_transfer.metadata import LoadTicket
+
+NUM_PLACES = 4
+"""Loads that may be followed at once; others are used when they are complete."""
+_MARK_BYTES = 4
+_LAST_NUMBER = (1 << 31) - 1
+"""The device compares as if marks were signed."""
+_PAUSE_S = 0.00005
+
+
+class LoadMarks:
+    """`NUM_PLACES` times `num_layers` marks of 32 bits: a device reads no more at once."""
+
+    def __init__(self, memory: MemoryFile, num_layers: int) -> None:
+        self._memory = memory
+        self.num_layers = num_layers
+        shape = NUM_PLACES, num_layers
+        count = NUM_PLACES * num_layers
+        self._marks = np.frombuffer(memory.buffer, np.uint32, count).reshape(shape)
+
+    @classmethod
+    def create(cls, num_layers: int) -> LoadMarks:
+        """Creates marks on pages of its own, because devices know memory by pages."""
+        num_pages = -(-NUM_PLACES * num_layers * _MARK_BYTES // mmap.PAGESIZE)
+        memory = MemoryFile.create("tandem-load-marks", num_pages * mmap.PAGESIZE)
+        return cls(memory, num_layers)
+
+    @classmethod
+    def attach(cls, pid: int, fd: int, num_layers: int) -> LoadMarks:
+        """Raises OSError when the owner has gone."""
+        return cls(MemoryFile.attach(pid, fd), num_layers)
+
+    @property
+    def fd(self) -> int:
+        return self._memory.fd
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.size
+
+    def offset_of(self, place: int, layer: int) -> int:
+        return (place * self.num_layers + layer) * _MARK_BYTES
+
+    def write(self, ticket: LoadTicket, layer: int) -> None:
+        """Says that the layer's KV is in the blocks, and right."""
+        self._marks[ticket.place, layer] = ticket.number
+
+    def let_go(self, ticket: LoadTicket) -> None:
+        """Lets a step go on whose result nobody will use. Nobody may write to the marks of this
+        load any more."""
+        self._marks[ticket.place] = ticket.number
+
+    def is_there(self, ticket: LoadTicket, layer: int) -> bool:
+        return int(self._marks[ticket.place, layer]) >= ticket.number
+
+    def close(self) -> None:
+        del self._marks
+        self._memory.close()
+
+
+class LoadMarksOfRanks:
+    """Those of all ranks, in the engine core. Where it does not see one of them, because the rank
+    is on another host or in this very process, no step may wait: nobody could let it go. Stages of
+    a pipeline have layers of their own, and wait for loads as a whole."""
+
+    def __init__(
+        self, layout: KVLayout, handles: Sequence[KVCacheHandle], hosts: Sequence[ProcessHost]
+    ) -> None:
+        self._marks: list[LoadMarks] = []
+        is_here = not layout.stage_starts and all(host.link is None for host in hosts)
+        if is_here and all(h.load_marks_fd >= 0 and h.pid != os.getpid() for h in handles):
+            self._marks = [
+                LoadMarks.attach(handle.pid, handle.load_marks_fd, layout.num_layers)
+                for handle in handles
+            ]
+
+    @property
+    def num_places(self) -> int:
+        return NUM_PLACES if self._marks else 0
+
+    def let_go(self, ticket: LoadTicket) -> None:
+        """Lets the step that waits with this ticket go on, on every rank."""
+        for marks in self._marks:
+            marks.let_go(ticket)
+
+    def let_all_go(self) -> None:
+        """Lets every step go on, because the engine ends."""
+        for place in range(self.num_places):
+            self.let_go(LoadTicket(place, _LAST_NUMBER))
+
+
+class LoadGate:
+    """The worker's side on the CPU: `wait` returns when the layer is there."""
+
+    def __init__(self, marks: LoadMarks) -> None:
+        self.marks = marks
+
+    def wait(self, ticket: LoadTicket, layer: int) -> None:
+        """Waits until the KV of a layer is in the cache; of a layer that does not exist, never."""
+        if layer >= self.marks.num_layers:
+            return
+        while not self.marks.is_there(ticket, layer):
+            time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        self.marks.close()
+
+
+class StreamGate(LoadGate):
+    """Lets the stream on which the model runs wait; the worker launches kernels meanwhile."""
+
+    def __init__(self, marks: LoadMarks, current_stream: Callable[[], int]) -> None:
+        """Raises `DeviceError`. The device's context must be current."""
+        super().__init__(marks)
+        from kv_transfer.memory.cuda_driver import cuda_driver
+
+        self._driver = cuda_driver()
+        self._current_stream = current_stream
+        self._host_address = marks.address
+        self._driver.register_host(self._host_address, marks.num_bytes)
+        self._address = self._driver.device_address(self._host_address)
+
+    def wait(self, ticket: LoadTicket, layer: int) -> None:
+        if layer < self.marks.num_layers:
+            address = self._address + self.marks.offset_of(ticket.place, layer)
+            self._driver.wait_value(self._current_stream(), address, ticket.number)
+
+    def close(self) -> None:
+        """Waits for the device. One that has failed holds nothing any more."""
+        with suppress(DeviceError):
+            self._driver.synchronize_context()
+            self._driver.unregister_host(self._host_address)
+        super().close()
+
+
+def create_gate(num_layers: int, current_stream: Callable[[], int] | None) -> LoadGate:
+    """Makes the gate of a worker, with its marks."""
+    marks = LoadMarks.create(num_layers)
+    return LoadGate(marks) if current_stream is None else StreamGate(marks, current_stream)

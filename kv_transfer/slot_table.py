@@ -1,0 +1,84 @@
+"""Which block lies in which slot of host memory, in the order of use.
+
+    free ── take ──▶ (being filled) ── put ──▶ stored ── displaced by `take`, or `forget` ──▶ free
+                            └────────────────── give_back ────────────────────────────────────▲
+
+A pinned slot is read or written by a job: it is not displaced, and is free only after `unpin`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+
+
+class SlotTable:
+    """`num_slots` slots; `stored` gives a slot by hash, those displaced next in front."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.stored: OrderedDict[bytes, int] = OrderedDict()
+        self.pins: Counter[int] = Counter()
+        self.num_displaced = 0
+        self.residency_s = 0.0
+        """Seconds that displaced blocks have been here, summed."""
+        self._free = list(reversed(range(num_slots)))
+        self._since: dict[bytes, float] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_to_take(self) -> int:
+        """Returns how many slots could be taken now, at least."""
+        return len(self._free) + max(0, len(self.stored) - len(self.pins))
+
+    def fill(self, stored: Mapping[int, bytes]) -> None:
+        """Records what all slots hold, by slot, when nothing is known of any."""
+        for slot, name in stored.items():
+            self.put(name, slot)
+        used = set(self.stored.values())
+        self._free = [slot for slot in self._free if slot not in used]
+
+    def use(self, name: bytes) -> None:
+        self.stored.move_to_end(name)
+
+    def take(self) -> int | None:
+        """Returns a slot that may be written to; None: jobs use them all."""
+        if self._free:
+            return self._free.pop()
+        for name, slot in self.stored.items():
+            if slot not in self.pins:
+                self.num_displaced += 1
+                self.residency_s += time.monotonic() - self._since.pop(name)
+                del self.stored[name]
+                return slot
+        return None
+
+    def put(self, name: bytes, slot: int) -> None:
+        """Records that a slot which was taken holds this block now."""
+        self.stored[name] = slot
+        self._since[name] = time.monotonic()
+
+    def give_back(self, slot: int) -> None:
+        """Takes back a slot that holds nothing; it is free when nobody pins it."""
+        if slot not in self.pins:
+            self._free.append(slot)
+
+    def forget(self, name: bytes) -> None:
+        del self._since[name]
+        self.give_back(self.stored.pop(name))
+
+    def pin(self, slots: Iterable[int]) -> None:
+        self.pins.update(slots)
+
+    def unpin(self, name: bytes, slot: int, *, is_damaged: bool) -> None:
+        """Ends the use of a slot by a job that took it for this block."""
+        self.pins[slot] -= 1
+        if self.pins[slot] == 0:
+            del self.pins[slot]
+        if self.stored.get(name) != slot:
+            self.give_back(slot)
+        elif is_damaged:
+            self.forget(name)
