@@ -46,6 +46,19 @@ async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, fl
     return values
 
 
+async def by_label(
+    session: aiohttp.ClientSession, url: str, name: str, label: str
+) -> dict[str, float]:
+    """Maps a label's values to the sum of the metric's. Raises `aiohttp.ClientError`."""
+    async with session.get(url) as response:
+        text = await response.text()
+    pattern = re.compile(rf'^{re.escape(name)}\{{.*?{label}="([^"]*)".*\}} (\S+)$', re.MULTILINE)
+    values: dict[str, float] = {}
+    for value, number in pattern.findall(text):
+        values[value] = values.get(value, 0.0) + float(number)
+    return values
+
+
 def held(values: Mapping[str, float]) -> dict[str, float]:
     """Returns what a node has not given back, by name; empty when all of it. Raises `KeyError` for
     metrics that are not a node's.

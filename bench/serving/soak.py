@@ -3,6 +3,7 @@
 
     python -m bench.serving.soak                            10 000 requests, the demo checkpoint
     python -m bench.serving.soak --requests 300 --kill-every-s 5 a short look
+    python -m bench.serving.soak --all-tiers --prefill 2 --name soak_all_tiers
 
 Requests of random lengths come from --clients clients; one in five is left at a random moment of
 the time that its prompt takes. A transfer process, in turn of the nodes, is killed every
@@ -11,6 +12,9 @@ end in full, with the tokens that their prompt had the first time. At the end no
 no block, row, lease, staged byte, pull or open request on any node. What each process holds of
 memory and open files is told at ten moments and at the end. Writes bench/results/NAME.json; the
 exit status says whether all of it was so.
+
+With --all-tiers prompts are turns of conversations, and caches are small: what they forget comes
+from host memory, from other prefill nodes and from the decode node that gave the answer.
 """
 
 from __future__ import annotations
@@ -60,13 +64,27 @@ _TOLD_AT_THE_END = (
     "tandem_kv_transfer_reclaimed_aborted",
     "tandem_kv_transfer_reclaimed_lease_ended",
     "tandem_kv_transfer_reclaimed_error",
+    "tandem_kv_transfer_host_tier_loaded_blocks",
+    "tandem_kv_transfer_prefix_pulled_tokens",
+    "tandem_kv_transfer_prefix_pull_failures",
+    "tandem_kv_transfer_prefix_misses",
+    "tandem_kv_transfer_prefix_offered_tokens",
 )
+_ALL_TIERS = (
+    "--enable-prefix-caching",
+    "--kv-cache-memory-bytes", str(12 << 20),
+    "--kv-host-memory-bytes", str(64 << 20),
+    "--kv-share-prefixes", "always",
+)  # fmt: skip
 
 
 class Soak:
     """One run against one cluster."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, seed: int, *, has_turns: bool = False
+    ) -> None:
+        self._has_turns = has_turns
         self._session = session
         self._url = url
         self._random = random.Random(seed)
@@ -107,8 +125,11 @@ class Soak:
                 self.outcomes[f"failed: {type(error).__name__}"] += 1
 
     async def _ask(self, prompt: int) -> str:
+        tokens = [(7 * i + prompt) % 400 + 10 for i in range(3 + 9 * prompt)]
+        if self._has_turns:
+            tokens = self._turn(prompt)
         body = {
-            "prompt": [(7 * i + prompt) % 400 + 10 for i in range(3 + 9 * prompt)],
+            "prompt": tokens,
             "max_tokens": 4 + prompt,
             "temperature": 0.7 * (prompt % 2),
             "seed": prompt,
@@ -126,6 +147,12 @@ class Soak:
         text = answer["choices"][0]["text"]
         known = self._texts.setdefault(prompt, text)
         return "complete" if text == known else "other tokens than before"
+
+    @staticmethod
+    def _turn(prompt: int) -> list[int]:
+        """Returns the prompt of a turn: of eight conversations, each five turns long."""
+        conversation, turn = prompt % 8, prompt // 8
+        return [(7 * i * i + conversation) % 400 + 10 for i in range(900 + 150 * turn)]
 
     async def kill_forever(self, nodes: list[Service], every_s: float) -> None:
         """Kills transfer processes of `nodes`, in turn."""
@@ -201,7 +228,7 @@ async def hurt(
     session: aiohttp.ClientSession, url: str, nodes: list[Service], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Does the whole run against a cluster that is ready."""
-    soak = Soak(session, url, args.seed)
+    soak = Soak(session, url, args.seed, has_turns=args.all_tiers)
     beside = [
         asyncio.create_task(soak.kill_forever(nodes, args.kill_every_s)),
         asyncio.create_task(soak.tell_progress(args.requests)),
@@ -247,7 +274,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         port=0,
         _cli_parse_args=[],
     )
-    node_args = ["--kv-transports", args.kv_transports, "--no-enable-prefix-caching"]
+    caching = list(_ALL_TIERS) if args.all_tiers else ["--no-enable-prefix-caching"]
+    node_args = ["--kv-transports", args.kv_transports, *caching]
     logs: deque[str] = deque(maxlen=args.log_lines)
     listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
     specs = cluster_specs(settings, [*node_args, *args.node_args.split()])
@@ -276,6 +304,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--kv-transports", default="auto")
     parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
+    parser.add_argument("--all-tiers", action="store_true", help="KV from everywhere")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--kill-every-s", type=float, default=30.0)

@@ -94,6 +94,9 @@ class Admission:
         ready = self._outside
         while ready and budget > 0 and self._running.table.num_free > 0:
             request = ready.peek()
+            if self._remote.peers.take_over(request):
+                ready.remove(request)
+                continue
             left = request.num_tokens - request.num_computed_tokens
             count = min(left, self._limits.max_chunk)
             if count > budget and self._must_stay_whole(count):

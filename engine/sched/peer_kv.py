@@ -1,6 +1,6 @@
 """Prefixes from peers: what a prompt lacks here and a named peer has is pulled, not computed.
 
-    a request that names a peer, with blocks for all its tokens
+    a request that names a peer, with blocks for all its tokens, maybe behind KV from host memory
        │ start                      the node server is told to ask the peer (`take_asks`)
        ▼
      ASKED ── no, or computing is quicker ──────────┐
@@ -122,6 +122,14 @@ class PeerKV:
         request.prefix_peer = ""
         request.num_computed_tokens = num_cached_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def take_over(self, request: Request) -> bool:
+        """Begins to ask for what is missing behind KV from elsewhere. Returns False for a request
+        that is as far as it gets."""
+        count = self.num_loadable(request, request.num_computed_tokens)
+        if count:
+            self.start(request, request.num_computed_tokens, count)
+        return count > 0
 
     def take_asks(self) -> list[PrefixAsk]:
         """Returns what the node server has to ask peers now."""

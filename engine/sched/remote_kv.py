@@ -95,11 +95,12 @@ class RemoteKV:
         return self.host.num_with_blocks + self.peers.num_loading
 
     def find_prefix(self, request: Request, num_cached_tokens: int) -> tuple[PrefixSource, int]:
-        """Returns who has most of what the cache lacks, and how many tokens that may be. What is on
-        this host is better than twice as much elsewhere, which may not come."""
+        """Returns who has what follows the cached tokens, and how many tokens that may be. This
+        host comes first, and peers are asked for what it lacks (`PeerKV.take_over`)."""
         own = self.host.num_loadable(request, num_cached_tokens)
-        others = self.peers.num_loadable(request, num_cached_tokens)
-        return (self.peers, others) if others > 2 * own else (self.host, own)
+        if own:
+            return self.host, own
+        return self.peers, self.peers.num_loadable(request, num_cached_tokens)
 
     def add_request(self, request: Request) -> None:
         """Comes before the request is queued."""

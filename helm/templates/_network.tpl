@@ -37,7 +37,12 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{- add (int .ports.kv) (mul (int .parallelism.tensor) (int (default 4 .settings.kvProcesses))) -1 -}}
 {{- end -}}
 
-{{/* What decode nodes call on a prefill node. */}}
+{{/* Whether a tier gives cached KV to prefill nodes. of */}}
+{{- define "tandem.sharesPrefixes" -}}
+{{- if ne (default "off" .of.settings.kvSharePrefixes) "off" -}}true{{- end -}}
+{{- end -}}
+
+{{/* What is called on a node that others fetch KV from. */}}
 {{- define "tandem.prefillPorts" -}}
 - port: {{ int .ports.grpc }}
 - port: {{ int .ports.kv }}

@@ -55,6 +55,9 @@ spec:
 - --port={{ int $tier.ports.http }}
 - --grpc-port={{ int $tier.ports.grpc }}
 {{- include "tandem.kvHostFlags" . }}
+{{- if include "tandem.sharesPrefixes" . }}
+- --kv-port={{ int $tier.ports.kv }}
+{{- end }}
 {{- if include "tandem.nodeKeySecret" .root }}
 - --api-key-file=/etc/tandem/node-key/{{ .root.Values.auth.nodeKey.secretKey }}
 {{- end }}
@@ -100,7 +103,7 @@ spec:
   containerPort: {{ int .of.ports.metrics }}
 {{- if include "tandem.isOnHost" . }}
 # On a host's network, the scheduler keeps pods apart by the ports that they name.
-{{- if eq .component "prefill" }}
+{{- if or (eq .component "prefill") (include "tandem.sharesPrefixes" .) }}
 - name: kv
   containerPort: {{ int .of.ports.kv }}
 {{- end }}

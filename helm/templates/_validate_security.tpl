@@ -9,17 +9,20 @@
 {{- end -}}
 {{- $_ := set $taken $key $port -}}
 {{- end -}}
-{{- if eq $name "prefill" -}}
+{{- if or (eq $name "prefill") (include "tandem.sharesPrefixes" (dict "of" .tier)) -}}
 {{- $first := int .tier.ports.kv -}}
 {{- $last := include "tandem.lastKvPort" .tier | int -}}
 {{- range $number, $port := $taken -}}
 {{- if and (ge (int $number) $first) (le (int $number) $last) -}}
-{{- include "tandem.mistake" (dict "found" $.found "text" (printf "prefill.ports.%s (%s) is one of the ports %d to %d, which KV transfer takes from prefill.ports.kv on, one for each rank and process: choose another" $port $number $first $last)) -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "%s.ports.%s (%s) is one of the ports %d to %d, which KV transfer takes from %s.ports.kv on, one for each rank and process: choose another" $name $port $number $first $last $name)) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt $last 65535 -}}
-{{- include "tandem.mistake" (dict "found" .found "text" (printf "prefill.ports.kv is %d, and KV transfer needs the ports up to %d, which do not exist: choose a smaller one" $first $last)) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" (printf "%s.ports.kv is %d, and KV transfer needs the ports up to %d, which do not exist: choose a smaller one" $name $first $last)) -}}
 {{- end -}}
+{{- end -}}
+{{- if and (eq $name "decode") (include "tandem.sharesPrefixes" (dict "of" .tier)) (not .tier.settings.enablePrefixCaching) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" "decode.settings.kvSharePrefixes is for blocks that decode nodes cache: set decode.settings.enablePrefixCaching to true") -}}
 {{- end -}}
 {{- end -}}
 

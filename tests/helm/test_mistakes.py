@@ -40,6 +40,19 @@ BETWEEN_VALUES = [
         "prefill.ports.grpc (8200) is one of the ports 8199 to 8200",
     ),
     (
+        {"decode": {"settings": {"kvSharePrefixes": "auto"}}},
+        "set decode.settings.enablePrefixCaching to true",
+    ),
+    (
+        {
+            "decode": {
+                "ports": {"kv": 8098},
+                "settings": {"kvSharePrefixes": "auto", "enablePrefixCaching": True},
+            }
+        },
+        "decode.ports.http (8100) is one of the ports 8098 to 8101",
+    ),
+    (
         {"prefill": {"ports": {"kv": 65535}}},
         "needs the ports up to 65538",
     ),
@@ -289,7 +302,7 @@ AGAINST_THE_SCHEMA = [
     ({"prefill": {"settings": {"localPrefillThreshold": 1}}}, "localPrefillThreshold"),
     ({"decode": {"enabled": False}}, "enabled"),
     ({"decode": {"settings": {"port": 1}}}, "port"),
-    ({"decode": {"ports": {"kv": 1}}}, "kv"),
+    ({"router": {"ports": {"kv": 1}}}, "kv"),
     ({"prefill": {"ports": {"http": 1}}}, "http"),
     ({"decode": {"settings": {"allowPlaintext": True}}}, "allowPlaintext"),
     ({"tls": {"mode": "on"}}, "mode"),

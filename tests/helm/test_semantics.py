@@ -480,6 +480,26 @@ def test_policies_let_through_what_the_services_need_and_agree_on_both_ends() ->
     assert flows(found) - {("test", "router", 8000)} == needed == egress_flows(found)
 
 
+def test_policies_let_shared_prefixes_through() -> None:
+    shared = {"kvSharePrefixes": "auto", "enablePrefixCaching": True, "kvProcesses": 2}
+    before = rendered("production")
+    values = overlay(
+        values_of("production"),
+        {"prefill": {"settings": shared}, "decode": {"settings": shared}},
+    )
+    found = HelmSdk.shared().render(values)
+    prefill, decode = ports_of(found, "prefill"), ports_of(found, "decode")
+    more = {
+        ("prefill", "prefill", prefill["grpc"]),
+        ("prefill", "prefill", "8400-8407"),
+        ("prefill", "decode", decode["grpc"]),
+        ("prefill", "decode", "8500-8507"),
+    }
+    assert flows(found) - flows(before) == more == egress_flows(found) - egress_flows(before)
+    args = [arg for one in containers(found).values() for arg in one["args"]]
+    assert "--kv-port=8500" in args
+
+
 def test_gateways_and_pickers_reach_the_nodes_of_a_pool() -> None:
     found = rendered("gateway")
     for service, names in {"decode": ("http", "metrics"), "prefill": ("metrics",)}.items():

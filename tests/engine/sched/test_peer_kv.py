@@ -76,6 +76,23 @@ def test_only_what_the_cache_lacks_is_pulled() -> None:
     machine.check_all_done()
 
 
+def test_what_host_memory_lacks_is_pulled() -> None:
+    transfer = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)
+    machine = StepMachine(make_config(kv_transfer=transfer), 12, num_host_slots=64)
+    machine.peer_blocks = lambda ask: len(ask.names)
+    machine.add(make_request("beginning", PROMPT[:9], max_tokens=1))
+    machine.finish()
+    machine.add(make_request("other", [50] * 46, max_tokens=1))
+    machine.finish()
+    before = computed(machine)
+    client = add(machine)
+    machine.finish()
+    stats = machine.scheduler.stats()
+    assert (stats.prompt_tokens_loaded, stats.prompt_tokens_pulled) == (8, 12)
+    assert computed(machine) - before == 1 and client.num_cached_tokens == 20
+    machine.check_all_done()
+
+
 @pytest.mark.parametrize("how", ["nothing", "less than is cached", "no answer"])
 def test_without_a_peers_help_the_prompt_is_computed(
     how: str, monkeypatch: pytest.MonkeyPatch
