@@ -91,7 +91,7 @@ class Run:
         self._url = f"{url}/v1/completions"
         self._args = args
         self.ttft_s: list[list[float]] = [[] for _ in range(args.turns)]
-        """By turn."""
+        """Holds the times by turn."""
         self.errors: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.num_done = 0
