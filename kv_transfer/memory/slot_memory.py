@@ -105,6 +105,8 @@ class SlotMemory:
     def close(self) -> None:
         """Lets the file go. Memory stays mapped while arrays of it are left."""
         if self._fd >= 0:
+            # The mapping has a descriptor of its own, which would keep the lock.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
 

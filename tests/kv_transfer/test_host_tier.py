@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -19,20 +21,30 @@ from kv_caches import RankCache, layout
 from kv_nodes import KVNode, poll_until
 from late_device import LateDevice
 from test_transfer_processes import new_node, until_restarted
+from tier_stress import TierStress
 
 from kv_transfer.host_tier import HostTier
+from kv_transfer.layout import KVLayout
+from kv_transfer.memory import slot_memory
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import DeviceError
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.memory.host_pool import HostPool, PoolConfig
+from kv_transfer.memory.load_marks import LoadGate, LoadMarks
 from kv_transfer.metadata import (
+    FetchMeta,
+    ForgetMeta,
     HostTierEvent,
     KVConnectorOutput,
+    LoadBegun,
     LoadMeta,
+    LoadTicket,
+    SpillMeta,
     StoreMeta,
     TierEvent,
     TierJob,
 )
+from kv_transfer.tier import Tier
 
 SHAPE = layout(num_layers=3)
 
@@ -52,9 +64,20 @@ NOTHING = KVConnectorOutput()
 class Pools:
     """Two processes of one rank, without the processes."""
 
-    def __init__(self, device: HostDevice | LateDevice | None = None, **paths: Path) -> None:
-        self.cache = RankCache(SHAPE, 0, NUM_BLOCKS)
-        self.views = [KVCacheView(self.cache.handle, SHAPE, device=device) for _ in range(2)]
+    def __init__(
+        self,
+        device: HostDevice | LateDevice | None = None,
+        *,
+        shape: KVLayout = SHAPE,
+        has_marks: bool = False,
+        **paths: Path,
+    ) -> None:
+        self.cache = RankCache(shape, 0, NUM_BLOCKS)
+        handle = self.cache.handle
+        self.marks = LoadMarks.create(shape.num_layers) if has_marks else None
+        if self.marks is not None:
+            handle = msgspec.structs.replace(handle, load_marks_fd=self.marks.fd)
+        self.views = [KVCacheView(handle, shape, device=device) for _ in range(2)]
         self.events: list[HostTierEvent] = []
         self.others: list[TierEvent] = []
         self.pools = [
@@ -93,6 +116,15 @@ class Pools:
         rng = np.random.default_rng(seed)
         self.cache.words[...] = rng.integers(0, 1 << 16, self.cache.words.shape, np.uint16)
         return self.cache.words.copy()
+
+    def crash(self) -> None:
+        """Ends without a word: what is on its way stays undone."""
+        for pool in self.pools:
+            for job in pool._jobs:
+                job.cancel()
+            pool._memory.close()
+            if pool._files is not None:
+                pool._files.close()
 
     async def close(self) -> None:
         for pool in self.pools:
@@ -194,6 +226,202 @@ async def test_without_pinned_memory_the_tier_is_off_and_says_so_once(
     await pools.close()
 
 
+async def test_a_layer_is_marked_when_it_is_right_and_not_before() -> None:
+    device = LateDevice(is_held=True)
+    pools = Pools(device, has_marks=True)
+    before = pools.fill(1)
+    device.go()
+    await pools.do(store(1, [0, 1], [0, 1]))
+    pools.fill(2)
+    device.is_held = True
+    ticket, marks = LoadTicket(2, 7), pools.marks
+    assert marks is not None
+    for pool in pools.pools:
+        pool.obey(LoadMeta(7, [4, 5], [0, 1], ticket))
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert not any(marks.is_there(ticket, layer) for layer in range(3)), "nothing is copied yet"
+    device.go()
+    while len(pools.events) < 4:
+        await asyncio.sleep(0)
+    assert all(marks.is_there(ticket, layer) for layer in range(3))
+    assert not marks.is_there(LoadTicket(1, 7), 0), "of another place"
+    assert sorted(event.process for event in pools.others if isinstance(event, LoadBegun)) == [0, 1]
+    np.testing.assert_array_equal(pools.cache.words[:, [4, 5]], before[:, [0, 1]])
+    await pools.close()
+
+
+async def test_a_damaged_layer_is_never_marked() -> None:
+    pools = Pools(has_marks=True)
+    pools.fill(1)
+    await pools.do(store(1, [0, 1], [0, 1]))
+    pools.pools[0]._memory.slot(1)[SHAPE.page_bytes + 5] ^= 1
+    ticket, marks = LoadTicket(0, 3), pools.marks
+    assert marks is not None
+    assert await pools.do(LoadMeta(3, [2, 3], [0, 1], ticket)) == [[1]]
+    assert marks.is_there(ticket, 0), "layer 0 was right"
+    assert marks.is_there(ticket, 1), "so was layer 1, of the other process"
+    assert not marks.is_there(ticket, 2)
+    marks.let_go(ticket)
+    LoadGate(marks).wait(ticket, 2)
+    LoadGate(marks).wait(ticket, 3)
+    await pools.close()
+
+
+# What outlives a process ----------------------------------------------------------------------
+
+
+async def test_what_lies_in_a_memory_file_system_is_found_by_the_next_process(
+    tmp_path: Path,
+) -> None:
+    pools = Pools(memory_path=tmp_path)
+    before = pools.fill(1)
+    await pools.do(store(1, [1, 5, 3], [4, 0, 2]))
+    names = {slot: name_of(slot) for slot in (0, 2, 4)}
+    pools.crash()
+    again = Pools(memory_path=tmp_path)
+    assert [contents.slots for contents in again.contents] == [names, names]
+    assert await again.do(LoadMeta(1, [7], [4])) == [[]]
+    np.testing.assert_array_equal(again.cache.words[:, 7], before[:, 1])
+    await again.close()
+
+
+async def test_a_slot_that_was_being_written_holds_nothing_afterwards(tmp_path: Path) -> None:
+    device = LateDevice(is_held=True)
+    pools = Pools(device, memory_path=tmp_path)
+    pools.fill(1)
+    for pool in pools.pools:
+        pool.obey(store(1, [0], [3]))
+    await asyncio.sleep(0)
+    pools.crash()
+    again = Pools(memory_path=tmp_path)
+    assert [contents.slots for contents in again.contents] == [{}, {}]
+    await again.close()
+
+
+async def test_memory_of_another_model_is_not_used(tmp_path: Path) -> None:
+    pools = Pools(memory_path=tmp_path)
+    pools.fill(1)
+    await pools.do(store(1, [0], [0]))
+    pools.crash()
+    other = msgspec.structs.replace(SHAPE, model_hash="another")
+    again = Pools(memory_path=tmp_path, shape=other)
+    assert [contents.slots for contents in again.contents] == [{}, {}]
+    await again.close()
+
+
+async def test_two_nodes_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_memory, "_LOCK_TIMEOUT_S", 0.01)
+    first = Pools(memory_path=tmp_path / "memory", disk_path=tmp_path / "disk")
+    second = Pools(memory_path=tmp_path / "memory", disk_path=tmp_path / "disk")
+    assert "in use by another node" in second.contents[0].off[Tier.HOST]
+    third = Pools(disk_path=tmp_path / "disk")
+    assert "in use by another node" in third.contents[0].off[Tier.DISK]
+    for pools in (first, second, third):
+        await pools.close()
+
+
+# Disk -----------------------------------------------------------------------------------------
+
+
+async def spilled(pools: Pools) -> npt.NDArray[np.generic]:
+    """Returns what the cache held when blocks 0 to 2 went to slots and files 0 to 2."""
+    before = pools.fill(1)
+    await pools.do(store(1, [0, 1, 2], [0, 1, 2]))
+    assert await pools.do(SpillMeta(2, [0, 1, 2])) == [[]]
+    return before
+
+
+async def fetch(pools: Pools, file: int, slot: int) -> list[int]:
+    (damaged,) = await pools.do(FetchMeta(3, [name_of(file)], [slot]))
+    return damaged
+
+
+async def test_blocks_come_back_from_files_of_a_former_life(tmp_path: Path) -> None:
+    pools = Pools(disk_path=tmp_path)
+    before = await spilled(pools)
+    pools.crash()
+    again = Pools(disk_path=tmp_path)
+    assert [sorted(contents.files) for contents in again.contents] == [
+        sorted(map(name_of, (0, 1, 2)))
+    ] * 2
+    assert await fetch(again, 1, 5) == []
+    assert await again.do(LoadMeta(4, [6], [5])) == [[]]
+    np.testing.assert_array_equal(again.cache.words[:, 6], before[:, 1])
+    again.pools[0].obey(ForgetMeta([name_of(1)]))
+    assert await fetch(again, 1, 4) == [4], "one share is gone, so nobody has the block"
+    await again.close()
+
+
+@pytest.mark.parametrize("harm", ["flipped", "short", "foreign", "swapped", "unfinished"])
+async def test_a_file_that_is_not_what_it_should_be_is_a_miss(tmp_path: Path, harm: str) -> None:
+    pools = Pools(disk_path=tmp_path)
+    await spilled(pools)
+    name, other = name_of(0).hex(), name_of(1).hex()
+    (path,) = tmp_path.glob(f"*/rank0-0of2/*/{name}.kv")
+    (beside,) = tmp_path.glob(f"*/rank0-0of2/*/{other}.kv")
+    data = bytearray(path.read_bytes())
+    match harm:
+        case "flipped":
+            data[-3] ^= 4
+            path.write_bytes(data)
+        case "short":
+            path.write_bytes(data[:-1])
+        case "foreign":
+            path.write_bytes(b"somebody else's")
+        case "swapped":
+            path.write_bytes(beside.read_bytes())
+        case "unfinished":
+            path.rename(path.with_suffix(".part"))
+    assert await fetch(pools, 0, 4) == [4]
+    assert await fetch(pools, 1, 4) == [], "others are as they were"
+    pools.crash()
+    again = Pools(disk_path=tmp_path)
+    assert name_of(0) not in again.contents[0].files and not path.exists()
+    assert not path.with_suffix(".part").exists()
+    assert name_of(1) in again.contents[0].files
+    await again.close()
+
+
+async def test_a_full_disk_turns_the_tier_off_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools = Pools(disk_path=tmp_path)
+    before = pools.fill(1)
+    await pools.do(store(1, [0], [0]))
+
+    def is_full(fd: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", is_full)
+        assert await pools.do(SpillMeta(2, [0])) == [[0]]
+    tier = HostTier(NUM_SLOTS, 2, lambda process, command: True, num_files=9)
+    with caplog.at_level(logging.WARNING):
+        for event in (*pools.contents, *pools.others):
+            tier.apply(event)
+    assert caplog.text.count("KV in the disk tier is off, and serving goes on") == 1
+    assert "No space left on device" in caplog.text and tier.is_ready
+    assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.kv"))
+    assert await pools.do(SpillMeta(3, [0])) == [[0]], "there is no second try"
+    assert await pools.do(LoadMeta(4, [3], [0])) == [[]]
+    np.testing.assert_array_equal(pools.cache.words[:, 3], before[:, 0])
+    await pools.close()
+
+
+def test_folders_that_cannot_be_had_turn_tiers_off(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    view = KVCacheView(RankCache(SHAPE, 0, NUM_BLOCKS).handle, SHAPE)
+    for tier, paths in (
+        (Tier.HOST, {"memory_path": tmp_path / "file" / "memory"}),
+        (Tier.DISK, {"disk_path": tmp_path / "file" / "disk"}),
+    ):
+        config = PoolConfig(num_slots=2, share=(0, 1), process=0, **paths)
+        assert tier in HostPool(view, config, lambda event: None).contents().off
+
+
 # Real processes -------------------------------------------------------------------------------
 
 
@@ -245,3 +473,14 @@ def test_a_killed_process_takes_the_tier_with_it(node: KVNode) -> None:
     assert until_done(tier.load([b"d", b"a"], [6, 7]))
     assert (words[:, [6, 7]] == 11).all()
     assert node.connector.counters["live_transfers"] == 0
+
+
+def test_blocks_survive_crashes_or_are_computed_but_are_never_wrong(tmp_path: Path) -> None:
+    """A slice of what `tier_stress` does for long."""
+    stress = TierStress(tmp_path, seed=4)
+    stress.run(300, cycles_per_crash=120)
+    stress.close()
+    seen = stress.seen
+    assert seen["compared"] > 100 and seen["wrong"] == 0, seen
+    assert seen["deaths of a process"] + seen["deaths of an engine"] >= 2, seen
+    assert seen["found after a start"] and seen["spilled_blocks"] and seen["fetched_blocks"], seen
