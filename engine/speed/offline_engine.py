@@ -8,6 +8,7 @@ random tokens.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import time
@@ -99,6 +100,9 @@ class OfflineEngine:
 def offline_engine(
     config: EngineConfig, executor: Executor | None = None
 ) -> Iterator[OfflineEngine]:
+    """Starts an engine, and closes it."""
+    # Parts of an engine before refer to each other, and would keep its memory.
+    gc.collect()
     engine = OfflineEngine(config, executor)
     try:
         yield engine

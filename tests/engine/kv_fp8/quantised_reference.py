@@ -111,6 +111,12 @@ class QuantisedReference:
         lead = float((best[:, 0] - best[:, 1]).min())
         return output.sequences[0, len(prompt) :].tolist(), lead
 
+    def chosen_behind(self, prompt: list[int], answer: list[int]) -> list[int]:
+        """Returns the token chosen behind the prompt and each beginning of the answer: the answer,
+        if it is the greedy one."""
+        logits = self.logits([*prompt, *answer[:-1]])
+        return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         """Returns the greedy answer."""
         return self.greedy(prompt, count)[0]
