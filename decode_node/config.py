@@ -138,6 +138,26 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         description="Most likely tokens of which a request may ask log probabilities, for each "
         "token of its answer or prompt.",
     )
+    image_workers: int = Field(
+        default=2, ge=1, description="Processes that decode and resize images."
+    )
+    max_image_bytes: int = Field(
+        default=8 << 20, ge=1, description="Largest image, as it is sent or fetched."
+    )
+    max_image_pixels: int = Field(
+        default=50_000_000,
+        ge=1,
+        description="Most pixels of an image as it is sent; more are refused before it is decoded.",
+    )
+    image_timeout_s: float = Field(
+        default=10.0, gt=0, description="Seconds that fetching an image may take, and decoding it."
+    )
+    image_url_hosts: str = Field(
+        default="",
+        description="Hosts that images may be fetched from by http and https, comma separated: "
+        "names, *.name for all below it, with a port where it is not the usual one. Empty: "
+        "images come in data: URLs alone.",
+    )
     max_choices: int = Field(
         default=64, ge=1, description="Most answers to one request (prompts times n)."
     )

@@ -31,6 +31,8 @@ from decode_node.http.callers import CallerCheck, CallerKeys
 from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.http.router_headers import prefill_nodes
 from decode_node.http.routes import Api, ApiState
+from decode_node.images.create_reader import create_image_reader
+from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
 from decode_node.prefix_sharing import only_kept_answers, serve_answers
@@ -109,6 +111,7 @@ class DecodeNode:
         self._metrics.registry.register(CredentialsCollector(credentials))
         callers = CallerCheck(read_api_keys(settings), credentials)
         self._checker = GrammarChecker(engine.config.model)
+        self._images = create_image_reader(settings, engine.config)
         app = create_node_app(
             settings,
             engine,
@@ -118,6 +121,7 @@ class DecodeNode:
             self._state,
             callers,
             self._checker,
+            self._images,
             defaults,
         )
         self._tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
@@ -141,6 +145,7 @@ class DecodeNode:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._checker.close)
+        await asyncio.to_thread(self._images.close)
         await self._client.close()
 
     async def _watch(self) -> None:
@@ -318,6 +323,7 @@ def create_node_app(
     state: ApiState,
     callers: CallerCheck,
     checker: GrammarChecker,
+    images: ImageReader,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> ASGIApp:
     parsers = create_parsers(settings, tokenizer)
@@ -341,6 +347,7 @@ def create_node_app(
         grammars=AnswerGrammars(
             model, tokenizer.added_token_ids, parsers.reasoning_format, checker
         ),
+        images=images,
         trusts_templates=settings.trust_request_chat_template,
         defaults=defaults,
     )

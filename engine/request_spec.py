@@ -111,6 +111,10 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         """Returns a copy for another prompt."""
         return msgspec.structs.replace(self, prompt_token_ids=token_ids)
 
+    def with_images(self, images: tuple[ImageSpan, ...]) -> RequestSpec:
+        """Returns a copy whose prompt has `images`."""
+        return msgspec.structs.replace(self, images=images)
+
     def with_sampling(self, **changes: object) -> RequestSpec:
         """Returns a copy with some sampling parameters replaced."""
         sampling = msgspec.structs.replace(self.sampling, **changes)

@@ -37,6 +37,8 @@ from tandem_pb import node_pb2, prefill_pb2_grpc, prefixes_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.25
+_MAX_MESSAGE = 160 << 20
+"""Bytes of a call: patches of images are most of it."""
 
 
 async def serve(settings: PrefillNodeSettings) -> int:
@@ -45,7 +47,7 @@ async def serve(settings: PrefillNodeSettings) -> int:
     stop = StopSignal()
     credentials = Credentials(settings.security_config())
     callers = CALLERS | (PREFIX_CALLERS if settings.shares_prefixes else {})
-    server = NodeGrpcServer(settings.host, settings.port, credentials, callers)
+    server = NodeGrpcServer(settings.host, settings.port, credentials, callers, _MAX_MESSAGE)
     probes = None
     if settings.metrics_port is not None:
         probes = ProbeServer(settings.host, settings.metrics_port)

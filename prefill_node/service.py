@@ -47,6 +47,7 @@ from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
+from prefill_node.images import read_pixels
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.prompt_spans import PromptRecord, spans_of
 from tandem_pb import prefill_pb2, prefill_pb2_grpc
@@ -277,6 +278,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             f"{message.transfer_id}-{message.attempt}", spec, max_tokens=spec.sampling.max_tokens
         )
         request.prefix_holder = checked_holder(message.prefix_holder)
+        request.pixels = read_pixels(message, self._engine.config.model.vision)
         if not message.first_token_only:
             request.kv_transfer_params = KVTransferParams(
                 do_remote_decode=True,

@@ -96,7 +96,7 @@ DECODE_NODE_ORDER = [
     {"errors", "config"},
     {"observe"},
     {"disagg", "protocol"},
-    {"parsers", "grammar"},
+    {"parsers", "grammar", "images"},
     {"answer", "metrics"},
     {"serving"},
     {"http"},

@@ -2,7 +2,8 @@
 
 The engine knows exactly, in another process. For the choice between prefill here and elsewhere a
 guess at hand is better: this remembers the blocks of requests that ended here, as many as the
-cache has, and forgets the least recently used ones. A wrong guess costs time, never correctness.
+cache has, and forgets the least recently used ones. A wrong guess costs time, never correctness. Of
+prompts with images, which have equal tokens for different images, it knows nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class CachedPrefixes:
 
     def add(self, token_ids: Sequence[int], spec: RequestSpec) -> None:
         """Remembers a request that has ended here: its prompt and its answer."""
-        if not self._capacity:
+        if not self._capacity or spec.images:
             return
         for block in self._hashes(token_ids, spec):
             self._blocks[block] = None
@@ -46,7 +47,7 @@ class CachedPrefixes:
     def num_cached_tokens(self, token_ids: Sequence[int], spec: RequestSpec) -> int:
         """Returns how many leading tokens need not be computed; the last one always is."""
         count = 0
-        if self._blocks:
+        if self._blocks and not spec.images:
             for block in self._hashes(token_ids, spec):
                 if block not in self._blocks:
                     break

@@ -185,6 +185,10 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         spec=encode_spec(request.spec),
         first_token_only=params.first_token_only,
         prefix_holder=request.prefix_holder,
+        images=[
+            prefill_pb2.ImagePixels(rows=one.rows, columns=one.columns, patches=one.patches)
+            for one in request.pixels
+        ],
     )
 
 

@@ -42,6 +42,11 @@ from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.node.open_requests import OpenRequests
 from engine.outputs import SchedulerStats
 
+_NO_ENCODER = (
+    "the request has images, no prefill node is there to encode them, and this node has no vision "
+    "encoder (--image-encoder on)"
+)
+
 
 class Engine(RemoteEngine, Protocol):
     """The part of `AsyncLLM` that the proxy needs."""
@@ -212,12 +217,17 @@ class DisaggProxy:
         short enough."""
         spec = request.spec
         prompt = spec.prompt_token_ids
+        remote = self._default_prefill_nodes if prefill_nodes is None else prefill_nodes
+        if spec.images and not request.has_encoder:
+            if not remote:
+                raise Unavailable(_NO_ENCODER, code="no_image_encoder")
+            return remote
         num_cached = 0
         if spec.sampling.prompt_logprobs is None:
             num_cached = self._prefix_index.num_cached_tokens(prompt, spec)
         if len(prompt) - num_cached <= self._local_prefill_threshold:
             return ()
-        return self._default_prefill_nodes if prefill_nodes is None else prefill_nodes
+        return remote
 
     async def _admit(self, request: GenerationRequest, *, is_remote: bool) -> Claim:
         """Claims room. A request that our engine computes waits in the engine's own queue, but does

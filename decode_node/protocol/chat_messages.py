@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from decode_node.protocol.body import Name
 
@@ -28,9 +28,44 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     type: Literal["text", "input_text", "output_text"]
-    """Only text is understood."""
+    """The API's name of text."""
     text: str
     """The text."""
+
+
+class ImageUrl(BaseModel):
+    """Holds an image. `detail` is not needed here: the model sees each as large as it can."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+    url: str
+    """A `data:` URL with the image in base64, or a URL of a host that the operator allows."""
+
+
+class ImagePart(BaseModel):
+    """An image among the pieces of a content."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+    type: Literal["image_url", "input_image"]
+    """The API's name of it."""
+    image_url: ImageUrl | str
+    """The image, or its URL alone."""
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+def _kind_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", "")
+    return "part-image" if kind in ("image_url", "input_image") else "part-text"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("part-text")] | Annotated[ImagePart, Tag("part-image")],
+    Discriminator(_kind_of_part),
+]
 
 
 class CalledFunction(_OpenBody):
@@ -68,8 +103,9 @@ class ChatMessage(_OpenBody):
 
     role: Name
     """The speaker, in the template's words."""
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    """The text, or text parts, which become one text, a line each."""
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    """The text, or parts: texts, which become one text, a line each, and images, where the model
+    sees any."""
     tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     """The calls that an assistant made."""
     reasoning_content: str | None = None
@@ -81,7 +117,7 @@ class ChatMessage(_OpenBody):
         """Returns the message as templates take it: text parts become one text, a line each; the
         content is always there, null beside calls and else empty, where a client left it out."""
         dump = self.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
-        message: dict[str, Any] = {"role": self.role, "content": self._text()}
+        message: dict[str, Any] = {"role": self.role, "content": self._content()}
         message |= {k: v for k, v in dump.items() if v != []}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -89,9 +125,18 @@ class ChatMessage(_OpenBody):
             message |= {"reasoning_content": thought, "reasoning": thought}
         return message
 
-    def _text(self) -> str | None:
+    def _content(self) -> str | list[dict[str, str]] | None:
+        """Returns text, or with images parts, which templates of models that see images take."""
         if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
+            texts = [part.text for part in self.content if isinstance(part, TextPart)]
+            if len(texts) == len(self.content):
+                return "\n".join(texts)
+            return [
+                {"type": "text", "text": part.text}
+                if isinstance(part, TextPart)
+                else {"type": "image"}
+                for part in self.content
+            ]
         if self.content is None:
             return None if self.tool_calls else ""
         return self.content

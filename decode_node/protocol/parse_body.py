@@ -89,7 +89,9 @@ def _param(loc: tuple[int | str, ...]) -> str:
     return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))[:MAX_STRING]
 
 
-_UNION_MEMBER = re.compile(r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|function-.*")
+_UNION_MEMBER = re.compile(
+    r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|function-.*|part-\w+"
+)
 
 
 def _one_line(error: Exception) -> str:

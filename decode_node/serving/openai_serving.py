@@ -31,6 +31,8 @@ from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonR
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.grammar.answer_grammars import AnswerGrammars
+from decode_node.images.image_parts import NO_IMAGES, ImagePrompt, expanded, image_places
+from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
@@ -52,6 +54,7 @@ from engine.errors import InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer
+from engine.images.image_input import ImagePixels
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.request_spec import RequestSpec
 
@@ -95,6 +98,7 @@ class OpenAIServing:
         heartbeats: Heartbeats,
         reading: ChatReading,
         grammars: AnswerGrammars,
+        images: ImageReader,
         trusts_templates: bool = False,
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
@@ -110,6 +114,7 @@ class OpenAIServing:
         self._heartbeats = heartbeats
         self._reading = reading
         self._grammars = grammars
+        self._images = images
         self._chat_grammar = ChatGrammar(grammars, reading.parsers, config.model.eos_token_ids)
         self._serial = itertools.count()
         """Makes request ids of the engine unique, whatever ids clients send."""
@@ -164,13 +169,30 @@ class OpenAIServing:
         self._limits.check(body, 1)
         tool_use = body.tool_use()
         self._reading.check(tool_use)
+        images = await self._images.read(image_places(body.messages))
         text, tokens = await self.prompts.of_chat(body, tool_use, is_long=context.is_long)
+        prompt = self._with_images(body, tokens, images)
         form = make(*self._format(body, context), self._reading.options(body, tool_use, text))
         markers = self._reading.marker_token_ids(tool_use)
         state = self._reading.reasoning_state(body, text)
         grammar = await self._chat_grammar.of_chat(body, tool_use, state)
-        choices = await self._choices(body, [tokens], [""], [grammar], context, markers)
+        prompts = [prompt.token_ids]
+        choices = await self._choices(body, prompts, [""], [grammar], context, markers, prompt)
         return self._answer(body, choices, form, context)
+
+    def _with_images(
+        self, body: ChatCompletionRequest, tokens: list[int], images: list[ImagePixels]
+    ) -> ImagePrompt:
+        """Returns the prompt with room for the tokens of its images. Raises `BadRequest`."""
+        if not images:
+            return ImagePrompt(tokens)
+        if body.truncate_prompt_tokens is not None:
+            name = "truncate_prompt_tokens"
+            raise BadRequest("a prompt with images cannot be truncated", param=name)
+        assert self._model.vision is not None
+        token_ids, spans = expanded(tokens, images, self._model.vision.image_token_id)
+        pixels = {image.digest: image for image in images}
+        return ImagePrompt(token_ids, spans, tuple(pixels.values()))
 
     def _format(
         self, body: CompletionRequest | ChatCompletionRequest, context: RequestContext
@@ -238,6 +260,7 @@ class OpenAIServing:
         grammars: list[str],
         context: RequestContext,
         marker_token_ids: frozenset[int] | None = None,
+        images: ImagePrompt = NO_IMAGES,
     ) -> list[Choice]:
         """Forms the envelope of each prompt once; choice `i` draws with seed + i. Other requests
         come in between the choices of a long one."""
@@ -245,12 +268,14 @@ class OpenAIServing:
         bare = await self._spec(body, context)
         choices: list[Choice] = []
         for prompt, echo, grammar in zip(prompts, echoes, grammars, strict=True):
-            spec = bare.with_prompt(prompt).with_sampling(grammar=grammar)
+            spec = bare.with_prompt(prompt).with_images(images.spans)
+            spec = spec.with_sampling(grammar=grammar)
             spec = self._complete(body, spec)
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
                 request = self._request(body, spec, i, begun, context)
                 request.marker_token_ids = marker_token_ids
+                request.pixels = images.pixels
                 record = RequestRecord(
                     num_prompt_tokens=len(prompt),
                     max_tokens=request.spec.sampling.max_tokens,

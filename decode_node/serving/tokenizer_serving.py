@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from decode_node.images.image_parts import image_places
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
@@ -56,6 +57,8 @@ class TokenizerServing:
         """Returns all tokens, of a text longer than the context as well."""
         text, param, with_special = body.prompt, "prompt", body.add_special_tokens is not False
         if text is None:
+            if places := image_places(body.messages):
+                raise BadRequest("images have no tokens here", param=places[0].param)
             text = await self._prompts.render(body, body.tool_use(), is_long=is_long)
             param, with_special = "messages", bool(body.add_special_tokens)
         return await self._prompts.encode(

@@ -124,6 +124,8 @@ class EngineCore:
         if events is not None:
             self._add(self.scheduler.update_from_connector(events))
         self._fill_batch_queue()
+        if stranded := self.scheduler.admission.take_stranded():
+            self._add(self.scheduler.abort_requests(stranded))
         results, self._results = self._results, EngineCoreOutputs()
         results.prefix_asks = self.scheduler.remote.peers.take_asks()
         results.timestamp = time.monotonic()

@@ -15,6 +15,8 @@ from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, check
 from engine.frontend.text_options import TextOptions
+from engine.images.image_input import ImagePixels
+from engine.images.vision_spec import VisionSpec
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import check_sampling
@@ -45,6 +47,10 @@ class GenerationRequest:
     choice_ids: tuple[str, ...] = ()
     prefix_holder: str = ""
     """Names who may hold a prefix of the prompt (`engine.prefix_holder`); empty: nobody."""
+    pixels: tuple[ImagePixels, ...] = ()
+    """Holds what a vision tower is given of the prompt's images, one for each digest."""
+    has_encoder: bool = False
+    """This node encodes images: its engine gets their pixels."""
 
     @classmethod
     def of_choices(cls, request_id: str, choices: Sequence[GenerationRequest]) -> GenerationRequest:
@@ -70,6 +76,7 @@ class GenerationRequest:
             kv_transfer_params=self.kv_transfer_params,
             choice_ids=self.choice_ids,
             prefix_peer=self.prefix_holder,
+            pixels=self.pixels if self.has_encoder else (),
         )
 
 
@@ -88,7 +95,12 @@ class InputProcessor:
 
     def request(self, request_id: str, spec: RequestSpec) -> GenerationRequest:
         """Makes a request of a spec that is complete."""
-        return GenerationRequest(request_id, spec, eos_token_ids=self._model.eos_token_ids)
+        return GenerationRequest(
+            request_id,
+            spec,
+            eos_token_ids=self._model.eos_token_ids,
+            has_encoder=self._config.images.has_encoder,
+        )
 
     def complete(self, spec: RequestSpec, *, max_tokens: int | None) -> RequestSpec:
         """Returns `spec` with `max_tokens` set; all of it is checked. Raises `InvalidRequest`.
@@ -115,6 +127,8 @@ class InputProcessor:
                 f"{vocab_size - 1}",
                 "prompt",
             )
+        if spec.images:
+            self._check_images(spec, self._model.vision)
         scheduler = self._config.scheduler
         budget, count = scheduler.max_num_batched_tokens, spec.num_own_prompt_tokens
         if not scheduler.enable_chunked_prefill and count > budget:
@@ -124,6 +138,24 @@ class InputProcessor:
                 "prompt",
                 "context_length_exceeded",
             )
+
+    def _check_images(self, spec: RequestSpec, vision: VisionSpec | None) -> None:
+        most = self._config.images.max_images
+        check(
+            vision is not None and len(spec.images) <= most,
+            "images",
+            f"are more than the {most} that this node takes in a request (--max-images)",
+        )
+        assert vision is not None
+        tokens = spec.prompt_token_ids
+        check(
+            all(
+                tokens[image.offset : image.end] == [vision.image_token_id] * image.num_tokens
+                for image in spec.images
+            ),
+            "images",
+            "do not stand where the prompt has places for them",
+        )
 
     def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         context = self._model.max_model_len

@@ -39,6 +39,14 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns how many tokens the largest image has."""
         return self.max_pixels // self.unit**2
 
+    def limited(self, max_tokens: int) -> PixelSpec:
+        """Returns a copy whose images have at most so many tokens; 0: as they are."""
+        if not max_tokens:
+            return self
+        most = min(self.max_pixels, max_tokens * self.unit**2)
+        least = min(self.min_pixels, most)
+        return msgspec.structs.replace(self, max_pixels=most, min_pixels=least)
+
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A vision tower, and how its text part sees images.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend
+from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.batch.state_metadata import StateMetadata
@@ -54,6 +55,17 @@ class ImageInputs:
     positions: Tensor
     places: Tensor | None = None
     embeddings: Tensor | None = None
+
+    def begin(self, stream: ResidualStream) -> None:
+        """Puts the embeddings of images where those of placeholders are."""
+        if self.places is not None and self.embeddings is not None:
+            stream.sum.index_copy_(0, self.places, self.embeddings[0])
+
+    def follow(self, stream: ResidualStream, layer: int) -> None:
+        """Adds what the tower has for behind `layer`, if it has any."""
+        if self.places is None or self.embeddings is None or layer + 1 >= len(self.embeddings):
+            return
+        stream.add_to_rows(self.places, self.embeddings[layer + 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,18 +59,15 @@ class LlamaForCausalLM(CausalLM):
             if self.link.is_first
             else self.link.receive(len(step.input_ids), self.like)
         )
-        places = step.images.places if step.images is not None else None
-        of_images: Tensor | tuple[()] = ()
-        if step.images is not None and places is not None:
-            assert step.images.embeddings is not None
-            of_images = step.images.embeddings
-            stream.sum.index_copy_(0, places, of_images[0])
+        images = step.images
+        if images is not None and self.link.is_first:
+            images.begin(stream)
         for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
             if step.taps is not None and index in step.taps.layers:
                 step.taps.streams.append(stream.value())
             layer(stream, kv_cache, inputs[index])
-            if places is not None and index + 1 < len(of_images):
-                stream.add_to_rows(places, of_images[index + 1])
+            if images is not None:
+                images.follow(stream, self.layer_indices[index])
             step.on_layer(index)
         if self.link.is_last:
             return stream.normed(self.norm)

@@ -46,11 +46,12 @@ class NodeGrpcServer:
         port: int,
         credentials: Credentials,
         callers: Mapping[str, Collection[Role]] | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         callers = callers or {}
         credentials.check_listen(host)
         self.server = ServicesServer(
-            credentials, {STATUS_SERVICE: {Role.ROUTER}, **callers}, MAX_MESSAGE_BYTES
+            credentials, {STATUS_SERVICE: {Role.ROUTER}, **callers}, max_message_bytes
         )
         self._services = ("", *callers)
         self._health = health_aio.HealthServicer()

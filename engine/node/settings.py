@@ -44,6 +44,7 @@ from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.cache_settings import CacheSettings
 from engine.node.command_line import SettingsError as SettingsError
 from engine.node.command_line import parse_settings
+from engine.node.image_settings import ImageSettings
 from engine.node.inspection_settings import InspectionSettings
 from engine.node.speculative_settings import SpeculativeSettings
 from engine.node.transfer_settings import TransferSettings
@@ -56,6 +57,7 @@ _EPOCH_BITS = 63
 
 class EngineSettings(
     InspectionSettings,
+    ImageSettings,
     SpeculativeSettings,
     CacheSettings,
     TransferSettings,
@@ -275,6 +277,7 @@ class EngineSettings(
             device=device,
             kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
             inspection=self.inspection_config(),
+            images=self.image_config(model, kv_role),
         )
         self.check_host_tier(config)
         return self.with_drafts(config)

@@ -67,8 +67,16 @@ class Admission:
         self._forks = forks
         self._adapters = adapters
         self._counters = counters
+        self._stranded: list[str] = []
+        """Requests that would be computed here, and cannot be for their images."""
         self._blocked_at: tuple[str, int, int] | None = None
         """The last attempt: (request that did not fit, free blocks, headroom)."""
+
+    def take_stranded(self) -> list[str]:
+        """Returns the requests that left the queues because only another node can compute their
+        images. They are to be aborted."""
+        stranded, self._stranded = self._stranded, []
+        return stranded
 
     def admit(self, budget: int) -> None:
         """Admits requests; up to `budget` of their tokens are computed."""
@@ -83,6 +91,9 @@ class Admission:
         """Returns what is left of the budget."""
         while self._pulls.ready and budget > 0 and self._running.table.num_free > 0:
             request = self._pulls.take_ready()
+            if self._limits.images.is_stranded(request, request.num_computed_tokens):
+                self._stranded.append(request.request_id)
+                continue
             row = self._enter(request)
             # Certain only now: every rank has its share, and it will be used as it is.
             self._kv_cache.confirm(request, request.num_computed_tokens)
@@ -143,6 +154,10 @@ class Admission:
             if pull is not None:
                 if not self._admit_pull(pull):
                     return
+                continue
+            if request.spec.images and self._is_stranded(request):
+                self._waiting.pop()
+                self._stranded.append(request.request_id)
                 continue
             found = self._cached_prefix(request) if self._remote.has_prefix_sources else None
             if found is not None and self._admit_load(request, *found):
@@ -205,6 +220,9 @@ class Admission:
         if fits or not self._kv_cache.can_allocate(request.num_tokens, nothing, headroom):
             return found, num_tokens
         return nothing, 0
+
+    def _is_stranded(self, request: Request) -> bool:
+        return self._limits.images.is_stranded(request, self._cached_prefix(request)[1])
 
     def _must_stay_whole(self, count: int) -> bool:
         """Returns whether the prompt must be computed in one step, as it must without chunked

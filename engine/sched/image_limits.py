@@ -31,7 +31,8 @@ class ImageLimits:
         if not images:
             return ""
         if not self._has_encoder:
-            return "" if request.kv_transfer_params is not None else NO_ENCODER
+            params = request.kv_transfer_params
+            return "" if params is not None and params.do_remote_prefill else NO_ENCODER
         if not self._is_chunked:
             return "images need chunked prefill; start the engine with --enable-chunked-prefill"
         if any(image.digest not in request.pixels for image in images):
@@ -44,6 +45,12 @@ class ImageLimits:
                 f"--max-image-tokens"
             )
         return ""
+
+    def is_stranded(self, request: Request, num_computed_tokens: int) -> bool:
+        """Returns whether the request would have to be computed here from images that this engine
+        cannot encode."""
+        images = request.spec.images
+        return bool(images) and not self._has_encoder and num_computed_tokens < images[-1].end
 
 
 def largest_image(config: EngineConfig) -> int:

@@ -86,7 +86,7 @@ class Scheduler:
             self.adapters,
             self._counters,
         )
-        self._admission = Admission(
+        self.admission = Admission(
             config.scheduler,
             self._limits,
             self._kv_cache,
@@ -226,7 +226,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens - running.calendar.num_tokens
         budget = running.continue_prefills(budget, self._limits.max_chunk)
         if has_blocks:
-            self._admission.admit(budget)
+            self.admission.admit(budget)
         if not running.has_work:
             return None
         kv = self._remote.build_meta(step_id, running.builder.exported_chunks)

@@ -23,7 +23,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, prefill: _Optional[_Union[_kv_transfer_pb2.KVPeer, _Mapping]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "first_token_only", "spec", "prefix_holder")
+    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "first_token_only", "spec", "prefix_holder", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class PrefillRequest(_message.Message):
     FIRST_TOKEN_ONLY_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOLDER_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     transfer_id: str
     attempt: int
@@ -40,7 +41,18 @@ class PrefillRequest(_message.Message):
     first_token_only: bool
     spec: bytes
     prefix_holder: str
-    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ..., prefix_holder: _Optional[str] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[ImagePixels]
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ..., prefix_holder: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImagePixels, _Mapping]]] = ...) -> None: ...
+
+class ImagePixels(_message.Message):
+    __slots__ = ("rows", "columns", "patches")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    PATCHES_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    columns: int
+    patches: bytes
+    def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ..., patches: _Optional[bytes] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("accepted", "first_token", "done", "failed", "prompt_logprobs", "load")

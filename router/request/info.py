@@ -15,6 +15,7 @@ import xxhash
 
 from edge.http import headers as names
 from edge.http.errors import BadRequest
+from router.request.image_urls import image_names, shortened
 from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
 from router.request.proxied_path import PROXIED_PATHS
@@ -111,9 +112,13 @@ def read_request_info(
     form = PROXIED_PATHS[path]
     given = fields.get(form.prompt)
     preamble = bytes(fields.get(form.preamble, b"") if form.preamble else b"")
+    if given is not None:
+        given = msgspec.Raw(shortened(bytes(given)))
     prompt = preamble + bytes(given or b"").lstrip(_LIST_START)
     opening, is_later_turn = _opening(given)
     first = b"\n".join(opening)
+    # Further questions about the same images belong where these are.
+    first = b"\n".join(image_names(first)) or first
     if not first and form.takes_text:
         first = prompt[len(preamble) :][:_PREFIX_BYTES]
     source, session = _session(headers, fields, preamble + first if first else b"")

@@ -26,6 +26,7 @@ from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.grammar.grammar_checker import GrammarChecker
 from decode_node.http.callers import CallerCheck
 from decode_node.http.routes import ApiState
+from decode_node.images.create_reader import create_image_reader
 from decode_node.server import create_metrics, create_node_app, find_defaults, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
@@ -144,6 +145,7 @@ async def http_node(
         state,
         callers,
         grammar_checker(tokenizer),
+        create_image_reader(node_settings, config),
         defaults,
     )
     transport = httpx.ASGITransport(app)

@@ -47,7 +47,7 @@ class VisionTower(nn.Module):
         self.tapped_mergers = nn.ModuleList(
             PatchMerger(spec, shard, norms_merged=True) for _ in spec.tapped_layers
         )
-        self.register_buffer("shades", _shades(pixels).to(shard.device), persistent=False)
+        self.register_buffer("shades", shade_table(pixels).to(shard.device), persistent=False)
         frequencies = inverse_frequencies(size // spec.num_heads // 2, _THETA)
         self.register_buffer("frequencies", frequencies.to(shard.device), persistent=False)
 
@@ -156,7 +156,7 @@ def _in_order(patches: Tensor, tokens: Tensor, unit: int) -> Tensor:
     return patches.view(-1, unit, patches.shape[1])[tokens].view(patches.shape)
 
 
-def _shades(pixels: PixelSpec) -> Tensor:
+def shade_table(pixels: PixelSpec) -> Tensor:
     """Returns [3, 256] float32: what each shade of each channel is to the tower, in the order of
     operations, and with the roundings, of the reference processor."""
     shades = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)

@@ -1,0 +1,79 @@
+"""A process that preprocesses images: one at a time, within limits of memory.
+
+Frames on its socket: eight bytes of length, then MessagePack. It answers each image in order, and
+ends with its parent, or when the socket closes.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import struct
+
+import msgspec
+
+from decode_node.images.preprocess import ImageError, preprocess
+from engine.images.image_input import ImagePixels
+from engine.images.vision_spec import PixelSpec
+from host.child_process import read_config
+
+_LENGTH = struct.Struct("<Q")
+_MEMORY = 4 << 30
+"""Bytes of address space. Libraries take about a tenth of it."""
+
+
+class ImageChildConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the process is told at its start. `fd`: its end of the socket."""
+
+    fd: int
+    pixels: PixelSpec
+    max_pixels: int
+
+
+class ImageResult(msgspec.Struct, array_like=True):
+    """An image's patches, or why there are none."""
+
+    error: str = ""
+    image: ImagePixels | None = None
+
+
+def send_frame(connection: socket.socket, frame: bytes) -> None:
+    """Sends one message."""
+    connection.sendall(_LENGTH.pack(len(frame)))
+    connection.sendall(frame)
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """Returns the next message. Raises `EOFError`, `OSError`."""
+    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    return bytes(_receive(connection, length))
+
+
+def _receive(connection: socket.socket, count: int) -> bytearray:
+    found = bytearray(count)
+    view = memoryview(found)
+    while view:
+        got = connection.recv_into(view)
+        if got == 0:
+            raise EOFError("the other end has closed")
+        view = view[got:]
+    return found
+
+
+def main() -> None:
+    """Preprocesses what comes until nobody sends any more."""
+    config = read_config(ImageChildConfig)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    with socket.socket(fileno=config.fd) as connection:
+        while True:
+            try:
+                data = receive_frame(connection)
+            except (EOFError, OSError):
+                return
+            try:
+                result = ImageResult("", preprocess(data, config.pixels, config.max_pixels))
+            except ImageError as error:
+                result = ImageResult(str(error))
+            except MemoryError:
+                result = ImageResult("takes too much memory; send a smaller one")
+            send_frame(connection, msgspec.msgpack.encode(result))

@@ -1,0 +1,70 @@
+"""Finds the images of a chat, and puts them into its prompt.
+
+messages ── `image_places` ──▶ (where, url) in order ── read, preprocessed ──▶ patches
+prompt   ── the template writes one placeholder for each ── `expanded` ──▶ as many as it has tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode_node.protocol.chat_messages import ChatMessage, ImagePart
+from edge.http.errors import BadRequest
+from engine.images.image_input import ImagePixels, ImageSpan
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlace:
+    """An image as a client sent it. `param` names the part of the body that it is."""
+
+    param: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A prompt with room for its images. `pixels`: one for each digest."""
+
+    token_ids: list[int]
+    spans: tuple[ImageSpan, ...] = ()
+    pixels: tuple[ImagePixels, ...] = ()
+
+
+NO_IMAGES = ImagePrompt([])
+
+
+def image_places(messages: Sequence[ChatMessage]) -> list[ImagePlace]:
+    """Returns the images of all messages, in order."""
+    return [
+        ImagePlace(f"messages.{i}.content.{j}", part.url)
+        for i, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for j, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
+    ]
+
+
+def expanded(
+    token_ids: list[int], images: Sequence[ImagePixels], image_token_id: int
+) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """Returns a prompt with each placeholder repeated for all tokens of its image, and where the
+    images are then. Raises `BadRequest` unless there is a placeholder for each image."""
+    count = token_ids.count(image_token_id)
+    if count != len(images):
+        raise BadRequest(
+            f"the prompt has {count} places for its {len(images)} images: the chat template leaves "
+            f"some out, or a text has the placeholder's name in it",
+            param="messages",
+        )
+    found: list[int] = []
+    spans: list[ImageSpan] = []
+    start = 0
+    for image in images:
+        place = token_ids.index(image_token_id, start)
+        found += token_ids[start:place]
+        spans.append(ImageSpan(len(found), image.rows, image.columns, image.digest))
+        found += [image_token_id] * (image.rows * image.columns)
+        start = place + 1
+    found += token_ids[start:]
+    return found, tuple(spans)

@@ -1,0 +1,137 @@
+"""Images of a request: limits and faults are told by their place, and cost nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from decode_node.images.image_parts import ImagePlace, expanded
+from decode_node.images.image_pool import ImagePool
+from decode_node.images.image_reader import ImageReader, ImageReadLimits
+from edge.http.errors import BadRequest
+from engine.images.image_input import ImagePixels, image_digest
+from engine.images.vision_spec import PixelSpec
+from tests.decode_node.images.test_preprocess import SPEC, encode, picture
+from tests.processes import find_processes
+
+GOOD = encode(picture(80, 60, 1), "PNG")
+
+
+def url(data: bytes, head: str = "data:image/png;base64,") -> str:
+    return head + base64.b64encode(data).decode()
+
+
+def places(*urls: str) -> list[ImagePlace]:
+    return [ImagePlace(f"messages.0.content.{i}", one) for i, one in enumerate(urls)]
+
+
+def reader_of(pixels: PixelSpec = SPEC, timeout_s: float = 20.0) -> ImageReader:
+    pool = ImagePool(pixels, size=1, max_pixels=100_000, timeout_s=timeout_s)
+    return ImageReader(pool, ImageReadLimits(3, 60_000))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reader() -> AsyncIterator[ImageReader]:
+    reader = reader_of()
+    yield reader
+    await asyncio.to_thread(reader.close)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_images_come_back_in_order(reader: ImageReader) -> None:
+    other = encode(picture(60, 90, 2), "JPEG")
+    sent = places(url(GOOD), url(other, "data:image/jpeg;base64,"), url(GOOD, "DATA:;base64,"))
+    found = await reader.read(sent)
+    assert [(one.rows, one.columns) for one in found] == [(2, 3), (3, 2), (2, 3)]
+    assert found[0] == found[2] != found[1]
+    assert await reader.read([]) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("https://example.com/a.png", "--image-url-hosts"),
+        ("http://127.0.0.1/", "--image-url-hosts"),
+        ("file:///etc/passwd", "must be a data: URL"),
+        ("/etc/passwd", "must be a data: URL"),
+        ("", "must be a data: URL"),
+        ("data:image/png,abc", "must be base64"),
+        ("data:text/html;base64,abcd", "must be base64"),
+        ("data:image/png;base64,", "is empty"),
+        ("data:image/png;base64,@@@@", "not valid base64"),
+        ("data:image/png;base64,abcde", "not valid base64"),
+        (url(b"not an image at all"), "no PNG, JPEG or WebP"),
+        (url(GOOD[:200]), "cannot be decoded"),
+        (url(bytes(60_001)), "more than 60000 bytes"),
+        (url(encode(picture(400, 400, 1), "JPEG", quality=10)), "400 x 400 pixels"),
+    ],
+)
+async def test_a_fault_names_its_part(reader: ImageReader, wrong: str, words: str) -> None:
+    with pytest.raises(BadRequest, match="messages.0.content.1: the image") as caught:
+        await reader.read(places(url(GOOD), wrong))
+    assert words in caught.value.message
+    assert caught.value.param == "messages.0.content.1"
+    assert caught.value.code == "invalid_image"
+
+
+async def test_too_many_are_refused_before_any_is_read(reader: ImageReader) -> None:
+    with pytest.raises(BadRequest, match="at most 3 images") as caught:
+        await reader.read(places(*[url(b"junk")] * 4))
+    assert caught.value.param == "messages.0.content.3"
+
+
+async def test_a_model_that_sees_none_refuses() -> None:
+    reader = ImageReader(None, ImageReadLimits(0, 1))
+    with pytest.raises(BadRequest, match="messages.0.content.0: this model takes no images"):
+        await reader.read(places(url(GOOD)))
+
+
+async def test_a_killed_decoder_is_replaced(reader: ImageReader) -> None:
+    import os
+
+    await reader.read(places(url(GOOD)))
+    (child,) = find_processes(os.getpid(), "decode_node.images.image_child")
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(BadRequest, match="made its decoder end"):
+        await reader.read(places(url(GOOD)))
+    assert len(await reader.read(places(url(GOOD)))) == 1
+
+
+async def test_a_slow_image_is_given_up(reader: ImageReader) -> None:
+    import os
+
+    await reader.read(places(url(GOOD)))
+    (child,) = find_processes(os.getpid(), "decode_node.images.image_child")
+    os.kill(child, signal.SIGSTOP)
+    assert reader._pool is not None
+    reader._pool._timeout_s = 0.2
+    try:
+        with pytest.raises(BadRequest, match="longer than 0.2 s"):
+            await reader.read(places(url(GOOD)))
+    finally:
+        reader._pool._timeout_s = 20.0
+    assert len(await reader.read(places(url(GOOD)))) == 1
+
+
+def _image(rows: int, columns: int) -> ImagePixels:
+    return ImagePixels(image_digest(rows, columns, b""), rows, columns, b"")
+
+
+async def test_placeholders_become_the_tokens_of_their_images() -> None:
+    tokens, spans = expanded([5, 9, 6, 9, 9, 7], [_image(1, 2), _image(2, 2), _image(1, 1)], 9)
+    assert tokens == [5, 9, 9, 6, 9, 9, 9, 9, 9, 7]
+    assert [(span.offset, span.num_tokens) for span in spans] == [(1, 2), (4, 4), (8, 1)]
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], [9, 9], [9]])
+async def test_as_many_places_as_images(tokens: list[int]) -> None:
+    images = [] if tokens == [9] else [_image(1, 1)]
+    with pytest.raises(BadRequest, match="places for its"):
+        expanded(tokens, images, 9)

@@ -1,0 +1,174 @@
+"""Images through router, decode and prefill nodes: the answers are those of transformers, on a cold
+and on a warm prefill node, and behind the death of a decode node. Decode nodes have no encoder."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+from PIL import Image
+
+from decode_node.images.preprocess import preprocess
+from engine.models.checkpoint import load_model_config
+from tests.decode_node.images.test_preprocess import encode, picture
+from tests.e2e.conftest import Cluster, _Clusters
+from tests.e2e.vision_node_checkpoint import save
+from tests.engine.images.vision_checkpoints import (
+    END,
+    IMAGE,
+    START,
+    Picture,
+    Prompt,
+    reference_greedy,
+)
+
+COUNT = 24
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request's parts, and what transformers answers."""
+
+    content: list[dict[str, Any]]
+    num_prompt_tokens: int
+    answer: list[int]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": "demo",
+            "messages": [{"role": "user", "content": self.content}],
+            "max_tokens": COUNT,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+
+def question(folder: Path, images: list[Image.Image], form: str = "PNG") -> Question:
+    pixels = load_model_config(folder).vision.pixels  # type: ignore[union-attr]
+    content: list[dict[str, Any]] = [{"type": "text", "text": "w5 w6 w7"}]
+    tokens, pictures = [5, 6, 7], []
+    for index, image in enumerate(images):
+        data = encode(image, form)
+        found = preprocess(data, pixels, 10_000_000)
+        patches = np.frombuffer(found.patches, np.uint8).reshape(-1, 3, 14, 14)
+        pictures.append(Picture(found.rows, found.columns, patches))
+        tokens += [START, *[IMAGE] * (found.rows * found.columns), END, 20 + index, 21 + index]
+        url = f"data:image/{form.lower()};base64,{base64.b64encode(data).decode()}"
+        content.append({"type": "image_url", "image_url": {"url": url, "detail": "high"}})
+        content.append({"type": "text", "text": f"w{20 + index} w{21 + index}"})
+    asked = Prompt(tokens, pictures)
+    return Question(content, len(tokens), reference_greedy(folder, "qwen2_5", asked, COUNT))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def questions(checkpoint: Path) -> list[Question]:
+    first, other, wide = picture(150, 110, 1), picture(150, 110, 2), picture(300, 40, 3)
+    asked = [[], [first], [other], [first, wide, first]]
+    return [question(checkpoint, images) for images in asked]
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def cluster(checkpoint: Path) -> AsyncIterator[Cluster]:
+    clusters = _Clusters(checkpoint)
+    limits = ["--num-blocks", "128"]
+    prefill_args = [*limits, "--max-num-batched-tokens", "48", "--encoder-budget", "54"]
+    yield await clusters.start(1, 2, prefill_args=prefill_args, decode_args=limits)
+    await clusters.stop()
+
+
+async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/chat/completions", json=body) as response,
+    ):
+        return response.status, await response.json()
+
+
+@pytest.mark.e2e
+async def test_answers_are_those_of_transformers(
+    cluster: Cluster, questions: list[Question]
+) -> None:
+    for _ in range(2):
+        for asked in questions:
+            status, answer = await ask(cluster.url, asked.body)
+            assert status == 200, answer
+            assert answer["choices"][0]["token_ids"] == asked.answer
+            assert answer["usage"]["prompt_tokens"] == asked.num_prompt_tokens
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_a_decode_node_alone_says_that_it_has_no_encoder(
+    cluster: Cluster, questions: list[Question]
+) -> None:
+    node = cluster.decodes[0].url
+    status, answer = await ask(node, questions[1].body)
+    assert (status, answer["error"]["code"]) == (503, "no_image_encoder")
+    assert "--image-encoder" in answer["error"]["message"]
+    status, answer = await ask(node, questions[0].body)
+    assert status == 200 and answer["choices"][0]["token_ids"] == questions[0].answer
+
+
+@pytest.mark.e2e
+async def test_a_wrong_image_is_told_by_its_part(
+    cluster: Cluster, questions: list[Question]
+) -> None:
+    body = json.loads(json.dumps(questions[1].body))
+    body["messages"][0]["content"][1]["image_url"]["url"] = "data:image/png;base64,AAAA"
+    status, answer = await ask(cluster.url, body)
+    assert (status, answer["error"]["param"]) == (400, "messages.0.content.1")
+
+
+@pytest.mark.e2e
+async def test_an_answer_goes_on_when_its_decode_node_dies(
+    cluster: Cluster, questions: list[Question]
+) -> None:
+    """The router sends the image again, from the body that it holds."""
+    body = {**questions[3].body, "max_tokens": 300}
+    status, undisturbed = await ask(cluster.url, body)
+    assert status == 200
+    expected = undisturbed["choices"][0]["token_ids"]
+    assert expected[:COUNT] == questions[3].answer
+    found: list[int] = []
+    killed: list[int] = []
+    body["stream"] = True
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{cluster.url}/v1/chat/completions", json=body) as response,
+    ):
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                found += choice.get("token_ids") or []
+            if len(found) >= 2 and not killed:
+                killed = [n.pid for n in cluster.decodes if await _has_open_answer(session, n.url)]
+                for pid in killed:
+                    os.kill(pid, signal.SIGKILL)
+    assert len(killed) == 1 and found == expected
+
+
+async def _has_open_answer(session: aiohttp.ClientSession, url: str) -> bool:
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    return any(float(line.rsplit(" ", 1)[1]) > 0 for line in lines)
