@@ -52,18 +52,25 @@ class GraphKey(NamedTuple):
     """Names the work of one graph: a step of `num_reqs` requests with `num_tokens` tokens in all.
     `decode_query_len`: all of them decode, with so many tokens each; 0: prompts, each of which
     ends. `samples`: also their next tokens and the advance of their rows; without, it ends with
-    their logits. `adapters`: some of the requests may have one."""
+    their logits. `adapters`: some of the requests may have one. `num_drafts`: the work is no step,
+    but that of a drafter which guesses so many tokens of each request."""
 
     num_reqs: int
     num_tokens: int
     samples: bool
     decode_query_len: int = 0
     adapters: bool = False
+    num_drafts: int = 0
 
     @classmethod
     def of_decodes(cls, num_reqs: int, decode_query_len: int, samples: bool) -> GraphKey:
         """Returns the key of a step with decodes alone."""
         return cls(num_reqs, num_reqs * decode_query_len, samples, decode_query_len)
+
+    @classmethod
+    def of_drafts(cls, num_reqs: int, num_drafts: int) -> GraphKey:
+        """Returns the key of a drafter's passes."""
+        return cls(num_reqs, num_reqs, samples=True, num_drafts=num_drafts)
 
     @property
     def decodes(self) -> bool:
@@ -75,13 +82,15 @@ class GraphKey(NamedTuple):
         return max(self.decode_query_len, 1)
 
     def describe(self) -> str:
+        if self.num_drafts:
+            return f"{self.num_drafts} drafts of {self.num_reqs} requests"
         what = "decodes of" if self.decodes else f"{self.num_tokens} tokens of prompts of"
         adapters = " with adapters" if self.adapters else ""
         return f"a step with {what} {self.num_reqs} requests{adapters}"
 
     @property
     def how_to_leave_out(self) -> str:
-        if self.decodes:
+        if self.decodes or self.num_drafts:
             return "other cudagraph_capture_sizes"
         return "prompt-graphs among disabled_fast_paths"
 
@@ -158,6 +167,7 @@ class CudaGraphManager:
         decode_query_lens: Tokens of each decode; decodes of other lengths have no graphs.
         shorter: More lengths, and the requests of their batches.
         adapters: The values of `GraphKey.adapters` that there are.
+        has_drafter: A drafter's passes are recorded, too, for batches of the same sizes.
     """
 
     def __init__(
@@ -168,8 +178,10 @@ class CudaGraphManager:
         decode_query_lens: tuple[int, ...] = (1,),
         shorter: dict[int, tuple[int, ...]] | None = None,
         adapters: Sequence[bool] = (False,),
+        has_drafter: bool = False,
     ) -> None:
         self._adapters = adapters
+        self._has_drafter = has_drafter
         self._shorter = {length: list(sizes) for length, sizes in (shorter or {}).items()}
         self.capture_sizes = sorted(set(capture_sizes))
         self._prompts = prompts or []
@@ -187,7 +199,17 @@ class CudaGraphManager:
             for size in reversed(sizes)
             for samples in (True, False)
         ]
-        return [key._replace(adapters=adapters) for adapters in self._adapters for key in keys]
+        found = [key._replace(adapters=adapters) for adapters in self._adapters for key in keys]
+        return found + self._draft_keys()
+
+    def _draft_keys(self) -> list[GraphKey]:
+        of_decodes = dict.fromkeys(self._decode_query_lens, self.capture_sizes)
+        return [
+            GraphKey.of_drafts(size, query_len - 1)
+            for query_len, sizes in {**of_decodes, **self._shorter}.items()
+            for size in reversed(sizes)
+            if self._has_drafter and query_len > 1
+        ]
 
     @property
     def most_reqs(self) -> int:
@@ -260,6 +282,13 @@ class CudaGraphManager:
         if not self._graphs or index == len(sizes):
             return None
         return GraphKey.of_decodes(sizes[index], decode_query_len, samples)
+
+    def dispatch_drafts(self, num_reqs: int, num_drafts: int) -> GraphKey | None:
+        """Returns the smallest graph in which so many requests are drafted for; None: none is."""
+        step = self.dispatch(num_reqs, num_drafts + 1, samples=True)
+        if step is None or not self._has_drafter:
+            return None
+        return GraphKey.of_drafts(step.num_reqs, num_drafts)
 
     def dispatch_prompts(self, num_reqs: int, num_tokens: int, samples: bool) -> GraphKey | None:
         """Returns the smallest graph that holds a step with prompts; None if no graph does."""

@@ -61,7 +61,7 @@ from engine.worker.grammars_of_model import create_grammars
 from engine.worker.image_rows import create_image_rows
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
-from engine.worker.network_drafter import NetworkDrafter
+from engine.worker.network_drafter import NetworkDrafter, with_drafts
 from tandem_kernels import ops
 
 
@@ -227,18 +227,20 @@ class ModelRunner:
         width = self._decode_query_len
         sizes = capture_sizes(self._config, self.states.max_num_reqs)
         shorter = shorter_sizes(self._config, self.states.max_num_reqs)
-        kinds = self.adapters.kinds
-        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter, kinds)
+        kinds = self.adapters.kinds, self._network is not None
+        graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter, *kinds)
         shape = graphs.most_reqs, width
         self._graph_token_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
         shape = graphs.most_places, self._config.model.vocab_size
         self._graph_logits = torch.empty(shape, dtype=torch.float32, device=self._device)
-        graphs.capture(self._record_step, report)
+        graphs.capture(with_drafts(self._network, graphs, self._record_step), report)
         self._graphs = graphs
 
     def drop_graphs(self) -> None:
         """Drops all graphs: decode steps launch their kernels one by one again."""
         self._graphs = None
+        if self._network is not None:
+            self._network.passes.drop_graphs()
 
     def warm_up(self, report: Callable[[float], None]) -> None:
         """Runs steps of many shapes, so that no kernel is compiled while somebody waits."""

@@ -14,33 +14,24 @@ yet: what has no slot writes nothing and is not attended to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import to_device
-from engine.batch.input_batch import BatchOrder, InputBatch
+from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
 from engine.layers.attention.backend import AttentionBackend
 from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.factory import config_of_draft
-from engine.models.drafts.medusa import MedusaHeads
 from engine.sched.output import NewRequestData
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from engine.worker.draft_features import DraftFeatures, ends_of
+from engine.worker.draft_passes import DraftPasses, Draw
 from tandem_kernels import ops
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
-
-
-class Draw(Protocol):
-    """Draws tokens as requests ask: see `Sampler.draw`."""
-
-    def __call__(
-        self, logits: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor
-    ) -> torch.Tensor: ...
+from tandem_kernels.batch.batch_tables import RowTables
 
 
 class NetworkDrafter:
@@ -62,8 +53,6 @@ class NetworkDrafter:
         self.network = network
         self.taps = draft.taps
         self.first_layer = config.model.num_layers
-        self._vocab_size = config.model.vocab_size
-        self._draw = draw
         self._attention = attention
         self._group_indices = _groups_of_draft(config)
         """The engine's KV group of each of the drafter's."""
@@ -78,11 +67,16 @@ class NetworkDrafter:
             getattr(torch, config.model.dtype),
             device,
         )
-        self._inputs = [
-            _one_token_inputs(limits.max_num_seqs, rows[index], device)
-            for index in self._group_indices
-        ]
-        self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.passes = DraftPasses(
+            config,
+            network,
+            draw,
+            attention,
+            [tables[index] for index in self._group_indices],
+            [rows[index] for index in self._group_indices],
+            rows[0],
+            device,
+        )
         self._kv_caches: list[torch.Tensor] = []
         self._latest: tuple[InputBatch, torch.Tensor] | None = None
         """The latest step, and where the tokens of its requests end that are right."""
@@ -97,6 +91,7 @@ class NetworkDrafter:
     def use_cache(self, kv_caches: list[torch.Tensor], num_blocks: int) -> None:
         """Takes the caches of all layers, the drafter's behind the others."""
         self._kv_caches = kv_caches[self.first_layer :]
+        self.passes.use_cache(self._kv_caches)
         self.features.use_blocks(num_blocks)
 
     def follow(
@@ -168,83 +163,19 @@ class NetworkDrafter:
         found: torch.Tensor | None = None
         if self._is_known is not None:
             found = ops.lookup_ngrams(idx_mapping, rows, *self._lookup)
-        next_place = rows.total_len[idx_mapping.long()]
-        drafts = feature.new_full((count, rows.max_drafts), -1, dtype=torch.int64)
-        room = None if not self._group_indices else self._room(batch.order.rows[:count])
-        for index in range(rows.max_drafts):
-            if isinstance(self.network, MedusaHeads):
-                if index >= self.network.num_heads:
-                    break
-                logits = self.network.head_logits(index, feature)
-            else:
-                assert room is not None
-                feature = self._pass(batch, idx_mapping, index, feature, room)
-                logits = self.network.compute_logits(feature)
-            drafts[:, index] = self._draw(logits, idx_mapping, next_place + index)
-            behind = replace(rows, total_len=rows.total_len + index)
-            ops.write_drafts(idx_mapping, drafts[:, index : index + 1], self._vocab_size, behind)
+        drafts = self.passes.run(batch.order, idx_mapping, feature, rows)
         if found is not None and self._is_known is not None:
             drafts = torch.where(self._is_known[:count].unsqueeze(1), drafts, found)
         return drafts
 
-    def _room(self, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> torch.Tensor:
-        """Returns [S] int32: how many tokens the blocks of each row hold."""
-        slots = [self._tables[index].num_slots(rows) for index in self._group_indices]
-        return to_device(np.minimum.reduce(slots), self._starts.device)
 
-    def _pass(
-        self,
-        batch: InputBatch,
-        idx_mapping: torch.Tensor,
-        ahead: int,
-        feature: torch.Tensor,
-        room: torch.Tensor,
-    ) -> torch.Tensor:
-        """Computes the token `ahead` places behind the newest of each row, with the feature [S, F]
-        of the one before it. Returns its own."""
-        count = len(idx_mapping)
-        ones = np.ones(count, np.int32)
-        order = BatchOrder(
-            rows=batch.order.rows[:count],
-            query_lens=ones,
-            seq_lens=batch.order.seq_lens[:count] + ones + ahead,
-            num_decodes=count,
-            num_sampled=count,
-        )
-        starts = self._starts[: count + 1]
-        groups: list[GroupInputs] = []
-        for index, inputs in zip(self._group_indices, self._inputs, strict=True):
-            rows = self._rows[index]
-            behind = replace(rows, num_computed=rows.num_computed + ahead)
-            ops.prepare_inputs(idx_mapping, starts, behind, inputs)
-            slots = inputs.slot_mapping[:count]
-            slots.masked_fill_(inputs.positions[:count] >= room, -1)
-            seq_lens = torch.minimum(inputs.seq_lens[:count], room)
-            view = InputBatch(
-                order=order,
-                num_tokens=count,
-                idx_mapping=idx_mapping,
-                query_start_loc=starts,
-                input_ids=inputs.input_ids[:count],
-                positions=inputs.positions[:count],
-                slot_mapping=slots,
-                seq_lens=seq_lens,
-                block_tables=inputs.block_tables[:count],
-            )
-            groups.append(GroupInputs(slots, self._attention.metadata(view)))
-        first = self._inputs[0]
-        found: torch.Tensor = self.network(
-            ForwardInputs(
-                first.input_ids[:count],
-                first.positions[:count],
-                tuple(groups),
-                self._kv_caches,
-                self._attention,
-                _no_layer,
-            ),
-            feature,
-        )
-        return found
+def with_drafts(
+    network: NetworkDrafter | None,
+    graphs: CudaGraphManager,
+    record_step: Callable[[GraphKey], None],
+) -> Callable[[GraphKey], None]:
+    """Returns what `graphs` record: steps, and the passes of the drafter if there is one."""
+    return record_step if network is None else network.passes.recording(graphs, record_step)
 
 
 def _groups_of_draft(config: EngineConfig) -> list[int]:
@@ -255,20 +186,3 @@ def _groups_of_draft(config: EngineConfig) -> list[int]:
     group_of = {layer: i for i, one in enumerate(config.kv_layout.groups) for layer in one.layers}
     own = config_of_draft(config).kv_layout.groups
     return [group_of[first + group.layers[0]] for group in own]
-
-
-def _one_token_inputs(max_num_reqs: int, rows: RowTables, device: torch.device) -> StepInputs:
-    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return StepInputs(
-        input_ids=zeros(max_num_reqs),
-        positions=zeros(max_num_reqs, dtype=torch.int64),
-        slot_mapping=zeros(max_num_reqs, dtype=torch.int64),
-        seq_lens=zeros(max_num_reqs),
-        block_tables=zeros(max_num_reqs, rows.block_table.shape[1]),
-    )
-
-
-def _no_layer(layer: int) -> None:
-    """Drafts are no KV that a peer waits for."""

@@ -4,6 +4,8 @@ were loaded before, as a replay would."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,18 @@ from engine.config import DeviceConfig
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from engine.sched.draft_length import DraftLength
 from engine.worker import model_runner
-from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, capture_sizes
+from engine.worker.cudagraph_utils import CudaGraphManager, capture_sizes
+from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 from tests.engine.worker.one_engine import OneEngine, check_empty
+from tests.engine.worker.test_network_drafters import (
+    CASES,
+    engine_config,
+    greedy_requests,
+    watch,
+    with_drafter,
+)
 from tests.engine.worker.test_prompt_graphs import GraphsByHand
 from tests.engine.worker.test_speculation import plain_requests, with_ngrams
 
@@ -22,12 +33,10 @@ from tests.engine.worker.test_speculation import plain_requests, with_ngrams
 class DecodeGraphsByHand(GraphsByHand):
     def capture(self, run: Any, report: Any) -> None:
         super().capture(run, report)
-        for query_len in self._decode_query_lens:
-            for size in self.capture_sizes:
-                for samples in (True, False):
-                    key = GraphKey.of_decodes(size, query_len, samples)
-                    run(key)
-                    self._graphs[key] = None  # type: ignore[assignment]
+        for key in self.keys:
+            if key.decodes or key.num_drafts:
+                run(key)
+                self._graphs[key] = None  # type: ignore[assignment]
 
     dispatch = CudaGraphManager.dispatch
 
@@ -96,3 +105,41 @@ def test_recorded_batches_fit_a_step_and_its_memory(
         device=DeviceConfig(cudagraph_capture_sizes=wanted),
     )
     assert capture_sizes(config, 40) == expected
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("case", ["eagle3", "medusa", "second model"])
+def test_recorded_passes_draft_like_single_launches(
+    monkeypatch, tmp_path: Path, case: str, adaptive: bool
+) -> None:
+    """Drafts are the same, beside prompts, too, and so are those accepted."""
+    monkeypatch.setattr(model_runner, "CudaGraphManager", DecodeGraphsByHand)
+    method, write, _ = CASES[case]
+    save_checkpoint(FAMILIES["llama"], tmp_path / "target")
+    write(tmp_path / "draft")
+    config = engine_config(tmp_path / "target", num_blocks=40 if case == "second model" else 26)
+    config = with_drafter(config, method, tmp_path / "draft")
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, adaptive=adaptive))
+    requests = greedy_requests(config.model.vocab_size)
+    found = []
+    for is_recorded in (False, True):
+        engine = OneEngine(config, depth=2)
+        if is_recorded:
+            engine.worker.runner.capture_model(lambda fraction: None)
+        lengths = cycle([4, 2, 1, 4])
+        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, of=lengths: next(of))
+        drafted = watch(engine, [])
+        for request in requests:
+            engine.add(request)
+            engine.step()
+        engine.finish()
+        found.append((engine.tokens, drafted, engine.scheduler.stats().drafts))
+        graphs = engine.worker.runner._graphs
+        check_empty(engine)
+    assert found[0] == found[1]
+    assert isinstance(graphs, DecodeGraphsByHand)
+    replayed = {key.num_drafts for key in graphs.replayed}
+    assert replayed == ({0, 1, 3} if adaptive else {0, 3})
+    # Three requests are padded.
+    assert {key.num_reqs for key in graphs.replayed if key.num_drafts} == {1, 2, 4}

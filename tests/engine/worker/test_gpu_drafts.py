@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import DrafterName, EngineConfig
 from engine.messages import EngineCoreRequest
+from engine.models.draft_checkpoint import read_draft
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
+from engine.worker.draft_passes import DraftPasses
 from engine.worker.drafter import Drafter
 from tests.engine.worker.drafters import KnowingDrafter, RepeatingDrafter
 from tests.engine.worker.gpu_workers import (
@@ -72,12 +77,86 @@ def test_in_deterministic_mode_not_even_a_bit_depends_on_ngrams(
     assert several.scheduler.stats().drafts.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["none", "repeating", "ngram"])
-def test_no_step_with_drafts_waits(small_weights: Path, make_prompt, kind: str) -> None:
-    config = small_config(small_weights, num_blocks=22, async_scheduling=True)
+def with_head(config: EngineConfig, method: DrafterName, folder: Path) -> EngineConfig:
+    """Returns the engine with a head of random weights."""
+    model = config.model
+    sizes: dict[str, object] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        "num_heads": 3,
+    }
+    if method == "medusa":
+        sizes["num_hidden_layers"] = 2
+    (folder / "config.json").write_text(json.dumps(sizes))
     config = with_ngrams(config, 4)
+    assert config.speculative is not None
+    draft = read_draft(method, str(folder), replace(model, load_format="dummy"))
+    return replace(config, speculative=replace(config.speculative, method=method, draft=draft))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
+def test_recorded_passes_draft_like_single_launches(
+    small_weights: Path, make_prompt, tmp_path: Path, method: DrafterName
+) -> None:
+    plain = small_config(small_weights, dtype="bfloat16", deterministic=True)
+    requests = mixed_requests(make_prompt)
+    one, _ = run(plain, requests, None)
+    config = with_head(plain, method, tmp_path)
+    found = []
+    for enforce_eager in (True, False):
+        device = replace(config.device, enforce_eager=enforce_eager)
+        several, _ = run(replace(config, device=device), requests, None)
+        assert several.tokens == one.tokens
+        assert several.logprobs == one.logprobs
+        found.append(several.scheduler.stats().drafts)
+    assert found[0] == found[1]
+    assert found[0].num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_all_passes_of_a_step_are_one_graph(
+    small_weights: Path, make_prompt, tmp_path: Path, method: DrafterName, monkeypatch
+) -> None:
+    replayed: list[GraphKey] = []
+    replay = CudaGraphManager.replay
+    monkeypatch.setattr(
+        CudaGraphManager, "replay", lambda self, key: (replayed.append(key), replay(self, key))
+    )
+    monkeypatch.setattr(DraftPasses, "_passes", _once_recorded(DraftPasses._passes))
+    run(with_head(small_config(small_weights), method, tmp_path), mixed_requests(make_prompt), None)
+    assert {key.num_drafts for key in replayed} == {0, 3}
+
+
+def _once_recorded(passes: Any) -> Any:
+    """Returns the same, which may only run for nobody once graphs are there."""
+
+    def run(self: DraftPasses, batch: Any, *args: Any) -> Any:
+        graphs = self._graphs
+        done = graphs is not None and len(graphs._graphs) == len(graphs.keys)
+        assert not done, "the kernels of a pass were launched one by one"
+        return passes(self, batch, *args)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["none", "repeating", "ngram", "eagle3", "medusa"])
+def test_no_step_with_drafts_waits(
+    small_weights: Path, make_prompt, tmp_path: Path, kind: str
+) -> None:
+    config = small_config(small_weights, num_blocks=22, async_scheduling=True)
+    if kind in ("eagle3", "medusa"):
+        config = with_head(config, kind, tmp_path)  # type: ignore[arg-type]
+    else:
+        config = with_ngrams(config, 4)
     with started(config) as worker:
-        if kind != "ngram":
+        if kind in ("none", "repeating"):
             worker.runner.drafts.drafter = RepeatingDrafter() if kind == "repeating" else None
         engine = SchedulerAndWorker(config, never_waiting(worker), depth=2)
         engine.run(mixed_requests(make_prompt))

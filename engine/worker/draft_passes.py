@@ -1,0 +1,263 @@
+"""The passes in which a drafter's network guesses: K of one token a row, one behind the other.
+
+    feature ─▶ pass 1 ─▶ draw ─▶ draft 1 ─▶ pass 2 ─▶ draw ─▶ draft 2 ...
+                 └── its output is the feature of the next pass ──┘
+
+Each writes keys and values of its token, and its draft behind the row's tokens, where the next one
+reads it. On a GPU all passes are one CUDA graph: hundreds of small launches would take the host
+longer than drafting saves. What a graph reads is copied to fixed addresses before:
+
+    rows · bounds of the batch · features · room of the rows' blocks   ─▶ replay ─▶ drafts
+
+Batches that no graph holds launch the same kernels one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.batch.block_table import BlockTables
+from engine.batch.buffer_utils import to_device
+from engine.batch.input_batch import BatchOrder, InputBatch, Int32Array
+from engine.config import EngineConfig
+from engine.layers.attention.backend import AttentionBackend
+from engine.models.base import ForwardInputs, GroupInputs
+from engine.models.drafts.base import DraftNetwork
+from engine.models.drafts.medusa import MedusaHeads
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
+from tandem_kernels import ops
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+
+_NO_ROW = -1
+
+
+class Draw(Protocol):
+    """Draws tokens as requests ask: see `Sampler.draw`."""
+
+    def __call__(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class DraftPasses:
+    """`tables` and `rows`: of each KV group that the network has, the first of which is told of
+    drafts. `of_target`: the rows' tables of the model itself."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        network: DraftNetwork,
+        draw: Draw,
+        attention: AttentionBackend,
+        tables: Sequence[BlockTables],
+        rows: Sequence[RowTables],
+        of_target: RowTables,
+        device: torch.device,
+    ) -> None:
+        draft = config.draft
+        assert draft is not None
+        self._network = network
+        self._draw = draw
+        self._attention = attention
+        self._tables, self._rows, self._of_target = tables, rows, of_target
+        self._vocab_size = config.model.vocab_size
+        self._kv_caches: list[torch.Tensor] = []
+        self._graphs: CudaGraphManager | None = None
+        most = config.scheduler.max_num_seqs
+        self._inputs = [_one_token_inputs(most, one, device) for one in rows]
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        # What graphs read and write.
+        self._row_ids = torch.full((most,), _NO_ROW, dtype=torch.int32, device=device)
+        self._bounds = torch.zeros_like(self._starts)
+        self._features = torch.zeros(
+            (most, draft.feature_size), dtype=getattr(torch, config.model.dtype), device=device
+        )
+        self._room = torch.zeros_like(self._row_ids)
+        width = max(1, config.decode_query_len - 1)
+        self._drafts = torch.zeros((most, width), dtype=torch.int64, device=device)
+
+    def use_cache(self, kv_caches: list[torch.Tensor]) -> None:
+        """Takes the caches of the network's layers."""
+        self._kv_caches = kv_caches
+
+    def recording(
+        self, graphs: CudaGraphManager, record_step: Callable[[GraphKey], None]
+    ) -> Callable[[GraphKey], None]:
+        """Returns what `graphs` are to record: of steps what `record_step` runs, and these passes.
+        They are replayed from now on."""
+        self._graphs = graphs
+
+        def record(key: GraphKey) -> None:
+            if key.num_drafts:
+                self._record(key)
+            else:
+                record_step(key)
+
+        return record
+
+    def drop_graphs(self) -> None:
+        """Makes the next passes launch their kernels one by one."""
+        self._graphs = None
+
+    def run(
+        self, order: BatchOrder, idx_mapping: torch.Tensor, feature: torch.Tensor, rows: RowTables
+    ) -> torch.Tensor:
+        """Returns [S, K] int64: drafts for the rows `idx_mapping` [S], from the features [S, F] of
+        their last computed tokens. `order` is the step's, which begins with them; `rows.max_drafts`
+        is K."""
+        count = len(idx_mapping)
+        room = self._room_of(order.rows[:count])
+        key = None
+        if self._graphs is not None:
+            key = self._graphs.dispatch_drafts(count, rows.max_drafts)
+        if self._graphs is None or key is None:
+            lens = order.seq_lens[:count]
+            batch = _Batch(order.rows[:count], lens, idx_mapping, self._starts[: count + 1])
+            return self._passes(batch, idx_mapping, feature, room, rows)
+        size = key.num_reqs
+        self._row_ids[:count].copy_(idx_mapping)
+        self._row_ids[count:size].fill_(_NO_ROW)
+        torch.clamp(self._starts[: size + 1], max=count, out=self._bounds[: size + 1])
+        self._features[:count].copy_(feature)
+        if room is not None:
+            self._room[:count].copy_(room)
+        self._graphs.replay(key)
+        return self._drafts[:count, : rows.max_drafts]
+
+    def _record(self, key: GraphKey) -> None:
+        """Runs what a graph holds. Until a batch is loaded, its rows are nobody's."""
+        size, num_drafts = key.num_reqs, key.num_drafts
+        nobody = np.full(size, _NO_ROW, np.int32)
+        idx_mapping = self._row_ids[:size]
+        batch = _Batch(nobody, np.zeros(size, np.int32), idx_mapping, self._bounds[: size + 1])
+        drafts = self._passes(
+            batch,
+            idx_mapping.clamp(min=0),
+            self._features[:size],
+            self._room[:size] if self._rows else None,
+            replace(self._of_target, max_drafts=num_drafts),
+        )
+        self._drafts[:size, :num_drafts].copy_(drafts)
+
+    def _passes(
+        self,
+        batch: _Batch,
+        drawn: torch.Tensor,
+        feature: torch.Tensor,
+        room: torch.Tensor | None,
+        rows: RowTables,
+    ) -> torch.Tensor:
+        """Runs all passes. `drawn`: the rows whose draws are asked for, where nobody's are some
+        other's."""
+        network = self._network
+        next_place = rows.total_len[drawn.long()]
+        drafts = feature.new_full((len(drawn), rows.max_drafts), -1, dtype=torch.int64)
+        for index in range(rows.max_drafts):
+            if isinstance(network, MedusaHeads):
+                if index >= network.num_heads:
+                    break
+                logits = network.head_logits(index, feature)
+            else:
+                assert room is not None
+                feature = self._pass(batch, index, feature, room)
+                logits = network.compute_logits(feature)
+            drafts[:, index] = self._draw(logits, drawn, next_place + index)
+            behind = replace(rows, total_len=rows.total_len + index)
+            ops.write_drafts(
+                batch.idx_mapping, drafts[:, index : index + 1], self._vocab_size, behind
+            )
+        return drafts
+
+    def _room_of(self, rows: Int32Array) -> torch.Tensor | None:
+        """Returns [S] int32: how many tokens the blocks of each row hold. None: the network has no
+        blocks."""
+        if not self._rows:
+            return None
+        slots = [tables.num_slots(rows) for tables in self._tables]
+        return to_device(np.minimum.reduce(slots), self._starts.device)
+
+    def _pass(
+        self, batch: _Batch, ahead: int, feature: torch.Tensor, room: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes the token `ahead` places behind the newest of each row, with the feature [S, F]
+        of the one before it. Returns its own."""
+        count = len(batch.idx_mapping)
+        ones = np.ones(count, np.int32)
+        order = BatchOrder(
+            rows=batch.rows,
+            query_lens=ones,
+            seq_lens=batch.seq_lens + ones + ahead,
+            num_decodes=count,
+            num_sampled=count,
+        )
+        groups: list[GroupInputs] = []
+        for rows, inputs in zip(self._rows, self._inputs, strict=True):
+            behind = replace(rows, num_computed=rows.num_computed + ahead)
+            ops.prepare_inputs(batch.idx_mapping, batch.starts, behind, inputs)
+            slots = inputs.slot_mapping[:count]
+            slots.masked_fill_(inputs.positions[:count] >= room, -1)
+            seq_lens = torch.minimum(inputs.seq_lens[:count], room)
+            view = InputBatch(
+                order=order,
+                num_tokens=count,
+                idx_mapping=batch.idx_mapping,
+                query_start_loc=batch.starts,
+                input_ids=inputs.input_ids[:count],
+                positions=inputs.positions[:count],
+                slot_mapping=slots,
+                seq_lens=seq_lens,
+                block_tables=inputs.block_tables[:count],
+            )
+            groups.append(GroupInputs(slots, self._attention.metadata(view)))
+        first = self._inputs[0]
+        found: torch.Tensor = self._network(
+            ForwardInputs(
+                first.input_ids[:count],
+                first.positions[:count],
+                tuple(groups),
+                self._kv_caches,
+                self._attention,
+                _no_layer,
+            ),
+            feature,
+        )
+        return found
+
+
+class _Batch:
+    """Holds the rows of passes: on the host with their lengths, and on the device with the bounds
+    of their tokens, [S + 1] int32."""
+
+    __slots__ = ("idx_mapping", "rows", "seq_lens", "starts")
+
+    def __init__(
+        self,
+        rows: Int32Array,
+        seq_lens: Int32Array,
+        idx_mapping: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        self.rows, self.seq_lens = rows, seq_lens
+        self.idx_mapping, self.starts = idx_mapping, starts
+
+
+def _one_token_inputs(max_num_reqs: int, rows: RowTables, device: torch.device) -> StepInputs:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return StepInputs(
+        input_ids=zeros(max_num_reqs),
+        positions=zeros(max_num_reqs, dtype=torch.int64),
+        slot_mapping=zeros(max_num_reqs, dtype=torch.int64),
+        seq_lens=zeros(max_num_reqs),
+        block_tables=zeros(max_num_reqs, rows.block_table.shape[1]),
+    )
+
+
+def _no_layer(layer: int) -> None:
+    """Drafts are no KV that a peer waits for."""
