@@ -47,7 +47,12 @@ def serve_answers(
     if transfer is None or not transfer.shares_prefixes:
         return
     status.serves_prefixes = True
-    proxy.on_answer = status.note_prefix
+
+    def note(prefix_hash: int) -> None:
+        status.note_prefix(prefix_hash)
+        status.notify()
+
+    proxy.on_answer = note
     prefixes_pb2_grpc.add_PrefixesServicer_to_server(  # type: ignore[no-untyped-call]
         PrefixServicer(engine, status), server.server
     )

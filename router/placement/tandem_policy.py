@@ -152,6 +152,7 @@ class TandemPolicy(BasePolicy):
         super().placed(request, placement)
         if placement.prefills:
             self._learn_prefix(placement.prefills[0], request)
+            self._learn_answer(placement.decode, request)
 
     def observe(self, request: RequestInfo, placement: Placement, outcome: PrefillOutcome) -> None:
         super().observe(request, placement, outcome)
@@ -172,6 +173,12 @@ class TandemPolicy(BasePolicy):
         tokens = node.report.num_kv_tokens if node.report else 0
         capacity = int((tokens or _DEFAULT_CACHE_TOKENS) / max(1.0, request.tokens_per_block))
         self.knowledge(node).index.learn(node, request.prefix_blocks, capacity)
+
+    def _learn_answer(self, decode: Node, request: RequestInfo) -> None:
+        """Notes who will have the answer, before its report says so: a tool's result may follow at
+        once."""
+        if request.prefix_blocks and decode.report is not None and decode.report.serves_prefixes:
+            self.knowledge(decode).answers.note(decode, request.prefix_blocks[-1:])
 
     def _note_prefixes(self, node: Node, ends: tuple[int, ...]) -> None:
         known = self.knowledge(node)

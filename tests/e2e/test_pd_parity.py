@@ -6,7 +6,10 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import pytest
+
+from bench.serving.node_metrics import read_metrics
 
 TWO_TOPOLOGIES = [
     pytest.param([], [], id="tp1-tp1-block16-streams4"),
@@ -163,11 +166,13 @@ async def test_short_prompts_stay_on_decode(share_cluster: Any, complete: Any) -
     await cluster.wait_empty()
 
 
+SHARING = ["--kv-share-prefixes", "always"]
+CACHING = ["--local-prefill-threshold", "0", "--enable-prefix-caching", *SHARING]
+
+
 @pytest.mark.e2e
-async def test_decode_pulls_only_what_it_lacks(start_cluster: Any, complete: Any) -> None:
-    cluster = await start_cluster(
-        decode_args=["--local-prefill-threshold", "0", "--enable-prefix-caching"]
-    )
+async def test_decode_pulls_only_what_it_lacks(share_cluster: Any, complete: Any) -> None:
+    cluster = await share_cluster(prefill_args=SHARING, decode_args=CACHING)
     request = {"prompt": prompt(200), "max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
     first = await complete(cluster.url, **request)
     again = await complete(cluster.url, **request)
@@ -176,4 +181,34 @@ async def test_decode_pulls_only_what_it_lacks(start_cluster: Any, complete: Any
     assert again.timeline["kv_bytes"] * blocks == first.timeline["kv_bytes"] * (
         blocks - cached_blocks
     )
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_an_answers_kv_goes_back_to_prefill(
+    share_cluster: Any, http: aiohttp.ClientSession
+) -> None:
+    """Asked again, the second turn has all of it cached, and the same answer."""
+    cluster = await share_cluster(prefill_args=SHARING, decode_args=CACHING)
+
+    async def ask(tokens: list[int]) -> list[int]:
+        body = {"prompt": tokens, "max_tokens": 40, "ignore_eos": True, "temperature": 0.0}
+        body |= {"return_token_ids": True}
+        async with http.post(f"{cluster.url}/v1/completions", json=body) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        return answer["choices"][0]["token_ids"]
+
+    async def pulled() -> float:
+        metrics = await read_metrics(http, cluster.prefills[0].metrics_url)
+        return metrics["tandem_kv_transfer_prefix_pulled_tokens"]
+
+    tokens = prompt(1100)
+    tokens += await ask(tokens)
+    turn = [*tokens, *prompt(20)]
+    second = await ask(turn)
+    count = await pulled()
+    assert second == await ask(turn)
+    # The prompt ends inside of a block; the answer's last token has no KV yet.
+    assert count == (len(tokens) - 1) // 16 * 16 - 1100 // 16 * 16 > 0
     await cluster.wait_empty()

@@ -6,35 +6,50 @@ import os
 import signal
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from kv_caches import layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
+from msgspec.structs import replace
 
-from kv_transfer.config import KVTransferConfig
-from kv_transfer.metadata import KVTransferParams
+from edge.security.config import Role
+from kv_transfer.config import KVRole, KVTransferConfig
+from kv_transfer.metadata import KVPeer, KVTransferParams
+from tests.security.authority import Authority, tls_config
 
 NUM_TOKENS = 100
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[dict[str, KVNode]]:
-    made = {
-        role: KVNode(
-            KVTransferConfig(
-                kv_role=role,
-                shares_prefixes=True,
-                chunk_bytes=2048,
-                staging_bytes=8 << 20,
-                num_processes=2,
-            ),
-            layout(),
+@pytest.fixture(scope="module", params=["cuda_ipc,stream", "tls"])
+def nodes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, KVNode]]:
+    """With TLS, certificates name roles: a puller must know which one it talks to."""
+    authority = Authority(tmp_path_factory.mktemp("authority"))
+    roles: dict[KVRole, Role] = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}
+    made = {}
+    for kv_role, role in roles.items():
+        more: dict[str, Any] = {"transports": request.param}
+        if request.param == "tls":
+            more = {"security": tls_config(authority.service(role.value, role), "role")}
+        config = KVTransferConfig(
+            kv_role=kv_role,
+            shares_prefixes=True,
+            chunk_bytes=2048,
+            staging_bytes=8 << 20,
+            num_processes=2,
+            **more,
         )
-        for role in ("kv_producer", "kv_consumer")
-    }
+        made[str(kv_role)] = KVNode(config, layout())
     yield made
     for node in made.values():
         node.close()
+
+
+def place_of(holder: KVNode) -> KVPeer:
+    """Returns the node as who asked it for prefixes knows it."""
+    return replace(holder.peer, is_decode=holder.config.kv_role == "kv_consumer")
 
 
 def offer(holder: KVNode, seed: int, blocks: list[int]) -> FakeRequest:
@@ -60,7 +75,7 @@ def test_a_prefix_that_exists_is_pulled_either_way(
         node.renew()
     request = offer(source, 5, source.blocks.take(source.layout, NUM_TOKENS))
     blocks = target.blocks.take(target.layout, NUM_TOKENS)
-    target.pull(source.peer, request.transfer_id, NUM_TOKENS, blocks, first_token)
+    target.pull(place_of(source), request.transfer_id, NUM_TOKENS, blocks, first_token)
     poll_until(lambda: request.transfer_id in target.done.received, *nodes.values())
     target.check(5, range(first_token, NUM_TOKENS), blocks)
     poll_until(lambda: request.transfer_id in source.done.released, *nodes.values())
@@ -84,7 +99,7 @@ def test_calling_off_one_direction_leaves_the_other(nodes: dict[str, KVNode]) ->
     poll_until(lambda: export.transfer_id in producer.done.aborted, *nodes.values())
     assert other.transfer_id not in consumer.done.aborted
     blocks = producer.blocks.take(producer.layout, NUM_TOKENS)
-    producer.pull(consumer.peer, other.transfer_id, NUM_TOKENS, blocks)
+    producer.pull(place_of(consumer), other.transfer_id, NUM_TOKENS, blocks)
     poll_until(lambda: other.transfer_id in producer.done.received, *nodes.values())
     producer.check(6, range(NUM_TOKENS), blocks)
     until_empty(*nodes.values())
