@@ -1,0 +1,200 @@
+"""A node refuses wrong calls of `Prefixes`, and no prompt waits for a bad peer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from edge.security.config import SecurityConfig
+from edge.security.credentials import Credentials
+from engine.errors import EngineDeadError
+from engine.frontend.prefix_calls import PrefixCalls
+from engine.messages import EngineReady, OfferPrefix, PrefixAnswer, PrefixAsk, PrefixOffered
+from engine.node.prefix_client import PrefixClient
+from engine.node.prefix_servicer import CALLERS, PrefixServicer
+from engine.node.services_server import ServicesServer
+from engine.node.status import NodeWork
+from engine.prefix_holder import PrefixHolder, checked_holder
+from kv_transfer.layout import KVLayout, attention_group
+from kv_transfer.metadata import KVPeer
+from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
+
+LAYOUT = KVLayout(
+    groups=(attention_group(layers=[0], heads=1, head_dim=4, dtype="float32", block_size=16),),
+    tp_size=1,
+    model_hash="m",
+)
+HOLDER = KVPeer(engine_id="holder", epoch=3, layout=LAYOUT, endpoints=(("127.0.0.1:9",),))
+US = KVPeer(engine_id="us", epoch=4, layout=LAYOUT)
+
+
+class Engine:
+    """Holds as many blocks as `num_blocks` says."""
+
+    def __init__(self) -> None:
+        self.ready = EngineReady(num_blocks=8, peer=HOLDER)
+        self.num_blocks = 2
+        self.asked: list[list[bytes]] = []
+        self.error: Exception | None = None
+
+    @property
+    def prefixes(self) -> Engine:
+        return self
+
+    async def offer(self, names: list[bytes]) -> PrefixOffered:
+        self.asked.append(names)
+        if self.error is not None:
+            raise self.error
+        return PrefixOffered(1, "ab" * 16 if self.num_blocks else "", self.num_blocks)
+
+
+@dataclass
+class Status:
+    work: NodeWork = field(default_factory=NodeWork)
+
+    def fault(self) -> str:
+        return ""
+
+
+@dataclass
+class Node:
+    engine: Engine
+    status: Status
+    address: str
+    client: PrefixClient
+
+    async def ask(self, names: int = 3) -> tuple[object, int]:
+        return await self.client.ask(
+            PrefixAsk("r", self.address, [b"%032d" % i for i in range(names)])
+        )
+
+
+@pytest_asyncio.fixture
+async def node() -> AsyncIterator[Node]:
+    credentials = Credentials(SecurityConfig())
+    engine, status = Engine(), Status()
+    server = grpc_server(credentials, engine, status)
+    listener = socket.create_server(("127.0.0.1", 0))
+    await server.start(listener)
+    client = PrefixClient(lambda: US, credentials)
+    yield Node(engine, status, f"prefill/127.0.0.1:{listener.getsockname()[1]}", client)
+    await client.close()
+    await server.stop()
+    listener.close()
+
+
+def grpc_server(credentials: Credentials, engine: Engine, status: Status) -> ServicesServer:
+    server = ServicesServer(credentials, CALLERS, 1 << 20)
+    prefixes_pb2_grpc.add_PrefixesServicer_to_server(  # type: ignore[no-untyped-call]
+        PrefixServicer(engine, status),  # type: ignore[arg-type]
+        server,
+    )
+    return server
+
+
+@pytest.mark.asyncio
+async def test_what_is_held_is_told_with_where_to_pull_it(node: Node) -> None:
+    params, count = await node.ask()
+    assert count == 2
+    assert params is not None and params.transfer_id == "ab" * 16  # type: ignore[attr-defined]
+    assert params.peer == HOLDER  # type: ignore[attr-defined]
+    node.engine.num_blocks = 0
+    assert await node.ask() == (None, 0)
+    node.engine.num_blocks = 9
+    assert (await node.ask())[1] == 3, "no more than was asked for"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "peer",
+    [
+        replace(HOLDER, engine_id="us"),
+        replace(HOLDER, layout=replace(LAYOUT, model_hash="other")),
+        replace(HOLDER, layout=replace(LAYOUT, draft_hash="d", num_draft_layers=0)),
+        replace(HOLDER, endpoints=()),
+    ],
+    ids=["itself", "model", "drafter", "nowhere"],
+)
+async def test_a_peer_that_does_not_fit_is_left_alone(node: Node, peer: KVPeer) -> None:
+    node.engine.ready.peer = peer
+    assert await node.ask() == (None, 0)
+    asked = len(node.engine.asked)
+    assert await node.ask() == (None, 0)
+    assert len(node.engine.asked) == asked, "it is avoided for a while"
+
+
+@pytest.mark.asyncio
+async def test_what_a_holder_refuses(node: Node) -> None:
+    node.status.work.draining = True
+    assert await node.ask() == (None, 0)
+    assert not node.engine.asked
+    node.status.work.draining = False
+    channel = grpc.aio.insecure_channel(node.address.removeprefix("prefill/"))
+    stub = prefixes_pb2_grpc.PrefixesStub(channel)  # type: ignore[no-untyped-call]
+    for names in ([b"x" * 300], [b"n"] * 70_000):
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await stub.Offer(prefixes_pb2.OfferRequest(names=names))
+        assert told.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError) as told:
+        await stub.Offer(prefixes_pb2.OfferRequest(names=[b"n"]))
+    assert told.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "version" in str(told.value.details())
+    await channel.close()
+    assert not node.engine.asked
+
+
+@pytest.mark.asyncio
+async def test_a_holder_whose_engine_died_gives_nothing(node: Node) -> None:
+    node.engine.error = EngineDeadError("gone")
+    assert await node.ask() == (None, 0)
+
+
+@pytest.mark.asyncio
+async def test_every_ask_is_answered() -> None:
+    sent: list[object] = []
+    calls = PrefixCalls(sent.append)
+    ask = PrefixAsk("r", "prefill/a:1", [])
+
+    async def fail(ask: PrefixAsk) -> tuple[None, int]:
+        raise RuntimeError("the test wanted it")
+
+    for client in (None, fail):
+        calls.ask = client
+        calls.on_asks([ask])
+        while len(calls._asking):
+            await asyncio.sleep(0)
+    assert sent == [PrefixAnswer("r"), PrefixAnswer("r")]
+
+
+@pytest.mark.asyncio
+async def test_offers_end_with_the_engine() -> None:
+    sent: list[OfferPrefix] = []
+    calls = PrefixCalls(sent.append)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(calls.offer([b"a"]))
+    while not sent:
+        await asyncio.sleep(0)
+    calls.on_offered(PrefixOffered(sent[0].call_id + 1, "", 0))
+    calls.on_dead("it died")
+    with pytest.raises(EngineDeadError):
+        await waiting
+    with pytest.raises(EngineDeadError):
+        await calls.offer([b"a"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a:1", "router/a:1", "prefill/a", "prefill/a b:1", "decode/:1"]
+)
+def test_what_names_nobody_is_nothing(text: str) -> None:
+    assert PrefixHolder.parse(text) is None and checked_holder(text) == ""
+
+
+def test_holders_are_named_by_role_and_address() -> None:
+    assert PrefixHolder.parse("decode/[::1]:80") == PrefixHolder(True, "[::1]:80")
+    assert checked_holder("prefill/node-1.pods:8200") == "prefill/node-1.pods:8200"
