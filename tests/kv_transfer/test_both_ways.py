@@ -25,7 +25,7 @@ NUM_TOKENS = 100
 def nodes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, KVNode]]:
-    """Makes both nodes. With TLS, certificates name roles: a puller must know which one it talks to."""
+    """Makes both. With TLS, certificates name roles: a puller must know whom it talks to."""
     authority = Authority(tmp_path_factory.mktemp("authority"))
     roles: dict[KVRole, Role] = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}
     made = {}
