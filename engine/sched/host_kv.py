@@ -146,6 +146,8 @@ class HostKV:
         """Returns a request that can compute while the rest of its layers come: it needs a row, and
         the next step for itself. None: there is none."""
         for load in self._loads.values():
+            if load.request.prefix_peer:
+                continue  # A peer is asked for what follows, once all of this is here.
             ticket = self._tier.ticket(load.job) if self._tier and load.has_begun else None
             if ticket is not None:
                 load.is_early = True

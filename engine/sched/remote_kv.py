@@ -104,6 +104,8 @@ class RemoteKV:
 
     def add_request(self, request: Request) -> None:
         """Comes before the request is queued."""
+        if not self.peers.is_on:
+            request.prefix_peer = ""
         params = request.kv_transfer_params
         if params is not None and params.do_remote_prefill and not params.first_token_only:
             self.pulls.add(request)
