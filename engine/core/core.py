@@ -33,6 +33,7 @@ from engine.messages import (
 from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
+from engine.sched.even_chunks import EvenChunks
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.sched.step_log import StepLog
@@ -87,12 +88,20 @@ class EngineCore:
         self.scheduler = Scheduler(config, caches.num_blocks, self.connector, step_log)
         if config.inspection.enable_mfu_metrics and (cost := cost_of(config)) is not None:
             self.scheduler.measure(WorkMeter(cost))
+        self._even_out(config)
         self.device_name = caches.device_name
         self._executor = executor
         self._batch_queue: deque[SchedulerOutput] = deque()
         self._batch_queue_size = steps_in_flight(config)
         self._results = EngineCoreOutputs()
         """Outputs of what happened since the last step."""
+
+    def _even_out(self, config: EngineConfig) -> None:
+        """Lets chunks of a prompt take the same time where a stage waits for the next one's."""
+        limits = config.scheduler
+        has_stages = config.parallel.pipeline_parallel_size > 1
+        if has_stages and limits.enable_chunked_prefill and (cost := cost_of(config)) is not None:
+            self.scheduler.shrink_chunks(EvenChunks(cost, limits.max_num_batched_tokens))
 
     def handle(self, message: RequestMessage) -> None:
         """Adds, advises on or ends requests. The outputs of those that it ends come out of the next

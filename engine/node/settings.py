@@ -47,6 +47,7 @@ from engine.node.command_line import parse_settings
 from engine.node.image_settings import ImageSettings
 from engine.node.inspection_settings import InspectionSettings
 from engine.node.speculative_settings import SpeculativeSettings
+from engine.node.stage_checks import check_role, check_stages
 from engine.node.transfer_settings import TransferSettings
 from kv_transfer.config import KVRole, KVTransferConfig
 
@@ -111,6 +112,12 @@ class EngineSettings(
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Workers that share each layer, one for each GPU."
+    )
+    pipeline_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Stages of a prefill node, each of which has a range of the layers and "
+        "--tensor-parallel-size workers. For long prompts over slow links.",
     )
     enable_expert_parallel: bool = Field(
         default=False,
@@ -237,7 +244,7 @@ class EngineSettings(
         masked."""
         try:
             self._kv_transfer_config(kv_role, is_check=True)
-            self._parallel_config()
+            check_role(self._parallel_config(), kv_role)
         except (SettingsError, SecurityError) as error:
             print(f"wrong settings: {error}", file=sys.stderr)
             return 2
@@ -280,7 +287,9 @@ class EngineSettings(
             images=self.image_config(model, kv_role),
         )
         self.check_host_tier(config)
-        return self.with_drafts(config)
+        config = self.with_drafts(config)
+        check_stages(config)
+        return config
 
     def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
         """Returns our values for the fields of a dataclass, by name."""
@@ -290,7 +299,11 @@ class EngineSettings(
 
     def _kv_transfer_config(self, kv_role: KVRole, *, is_check: bool = False) -> KVTransferConfig:
         return self.kv_transfer_config(
-            kv_role, self.host, self.tensor_parallel_size, self.frozen_after_s, is_check=is_check
+            kv_role,
+            self.host,
+            self.tensor_parallel_size * self.pipeline_parallel_size,
+            self.frozen_after_s,
+            is_check=is_check,
         )
 
     def _parallel_config(self) -> ParallelConfig:

@@ -115,7 +115,7 @@ class Admission:
             ready.pop()
             row = self._enter(request)
             self._kv_cache.confirm(request, request.num_computed_tokens)
-            budget -= self._running.add_chunk(row, min(count, budget))
+            budget -= self._running.add_chunk(row, min(budget, self._limits.max_chunk))
         return budget
 
     def _admit_early(self) -> None:
@@ -191,7 +191,7 @@ class Admission:
             self._running.builder.copy_blocks(self._kv_cache.copies_of_states(blocks))
         if self._config.enable_chunked_prefill:
             row.keep_at = self._kv_cache.place_to_keep(request)
-        return self._running.add_chunk(row, min(count, budget))
+        return self._running.add_chunk(row, min(budget, self._limits.max_chunk))
 
     def _admit_load(self, request: Request, cached: BlockTables, num_cached: int) -> bool:
         """Returns whether the request left the queue, to come back with KV from elsewhere."""

@@ -30,6 +30,7 @@ from engine.sched.adapters import AdapterTable
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
 from engine.sched.draft_length import DraftLength
+from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
 from engine.sched.image_encoding import ImageEncoding
 from engine.sched.in_flight import DraftingStep, InFlightStep
@@ -81,6 +82,8 @@ class RunningRows:
         self.step_id = -1
         """The last step that went out."""
         self.meter: WorkMeter | None = None
+        self.even_chunks: EvenChunks | None = None
+        """Says how long chunks are where they shall take the same time; None: as fits."""
         self._joining: list[Row] = []
         """May hold rows that are gone."""
         self._prefilling: list[Row] = []
@@ -239,10 +242,11 @@ class RunningRows:
         return budget
 
     def add_chunk(self, row: Row, limit: int) -> int:
-        """Schedules up to `limit` tokens of the row's prefill. Returns the number scheduled: none,
-        while an image stands there that is not encoded yet."""
-        count = min(row.remaining_prefill, limit)
-        first = row.num_reserved
+        """Schedules up to `limit` tokens of the row's prefill. Returns what they take of the
+        step's budget: none, while an image stands there that is not encoded yet."""
+        first, chunks = row.num_reserved, self.even_chunks
+        longest = limit if chunks is None else chunks.longest(first, limit)
+        count = min(row.remaining_prefill, longest)
         if row.keep_at:
             if first < row.keep_at:
                 count = min(count, row.keep_at - first)
@@ -260,7 +264,7 @@ class RunningRows:
             self._prefilling.remove(row)
             row.phase = RowPhase.JOINING
             self._joining.append(row)
-        return count
+        return count if chunks is None else min(chunks.charge(first, count), limit)
 
     @property
     def has_work(self) -> bool:

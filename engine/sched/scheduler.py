@@ -8,17 +8,13 @@ One step:
     3. `update_from_output`  sampled tokens are confirmed; ends are found; blocks that are full
                              and certain enter the prefix cache
 
-Between steps the node server adds, aborts and advises, and the connector reports
-(`update_from_connector`).
-
-The scheduler never needs a result to schedule the next step: it plans by what a decoding row may
-have at most, and rows that turn out to have ended are taken out one step late. Results name (row,
-epoch, step) and their number of tokens; whatever a row computed after its request left is dropped,
-and so are tokens behind the one that ended it. A result may also name requests that cannot go on:
-each ends with an error, and nothing else does. Blocks that were given up wait until every step that
-could write them has retired (`StepFence`).
-
-Every method that may end a request or a transfer returns `EngineCoreOutputs` to be passed on.
+Between steps the node server adds, aborts and advises, and the connector reports. The scheduler
+never needs a result to schedule the next step: it plans by what a decoding row may have at most,
+and rows that turn out to have ended are taken out one step late. Results name (row, epoch, step)
+and their number of tokens; what a row computed behind its end is dropped. A result may also name
+requests that cannot go on: each ends with an error, and nothing else does. Blocks that were given
+up wait until every step that could write them has retired (`StepFence`). What may end a request or
+a transfer returns `EngineCoreOutputs`, to be passed on.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from engine.request import Request, RequestStatus
 from engine.sched.adapters import AdapterTable
 from engine.sched.admission import Admission
 from engine.sched.counters import SchedulerCounters
+from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
 from engine.sched.in_flight import StepsInFlight
 from engine.sched.output import SchedulerOutput
@@ -409,6 +406,10 @@ class Scheduler:
     def measure(self, meter: WorkMeter) -> None:
         """Counts from now on what steps compute and move."""
         self._running.meter = self._steps.meter = meter
+
+    def shrink_chunks(self, chunks: EvenChunks) -> None:
+        """Cuts prompts from now on so that all chunks take the same time."""
+        self._running.even_chunks = chunks
 
     def facts(self) -> EngineFacts:
         """Returns what a crash report says of requests, blocks and transfers."""

@@ -100,7 +100,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $resources := .of.resources | default dict | deepCopy -}}
 {{- $devices := deepCopy .of.network.rdma -}}
 {{- if and .of.gpu.enabled (eq .of.gpu.source "plugin") -}}
-{{- $_ := set $devices .of.gpu.resourceName (div (int .of.parallelism.tensor) (int .of.parallelism.hosts) | int) -}}
+{{- $_ := set $devices .of.gpu.resourceName (div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts) | int) -}}
 {{- end -}}
 {{- if $devices -}}
 {{- range $side := list "limits" "requests" -}}

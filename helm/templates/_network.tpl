@@ -34,7 +34,7 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{/* Last port of the KV transfer processes of a prefill node: one for each rank and kvProcesses,
   of which a node chooses at most four itself. */}}
 {{- define "tandem.lastKvPort" -}}
-{{- add (int .ports.kv) (mul (int .parallelism.tensor) (int (default 4 .settings.kvProcesses))) -1 -}}
+{{- add (int .ports.kv) (mul (include "tandem.ranks" . | int) (int (default 4 .settings.kvProcesses))) -1 -}}
 {{- end -}}
 
 {{/* Whether a tier gives cached KV to prefill nodes. of */}}

@@ -63,6 +63,9 @@ spec:
 {{- end }}
 {{- end }}
 - --tensor-parallel-size={{ int $tier.parallelism.tensor }}
+{{- if gt (int $tier.parallelism.pipeline) 1 }}
+- --pipeline-parallel-size={{ int $tier.parallelism.pipeline }}
+{{- end }}
 {{- if .part }}
 - --distributed-executor-backend=ray
 - {{ printf "--ray-address=%s:6379" (include "tandem.podHost" .root) | quote }}

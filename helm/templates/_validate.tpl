@@ -133,10 +133,16 @@
 {{- $found := .found -}}
 {{- $name := .name -}}
 {{- $tensor := int .tier.parallelism.tensor -}}
+{{- $stages := int .tier.parallelism.pipeline -}}
 {{- $hosts := int .tier.parallelism.hosts -}}
+{{- if and (gt $stages 1) (eq $name "decode") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "decode.parallelism.pipeline (%d) is for prefill nodes: set it to 1, and prefill.parallelism.pipeline in place of tierDefaults" $stages)) -}}
+{{- end -}}
 {{- if gt $hosts 1 -}}
-{{- if mod $tensor $hosts -}}
+{{- if and (eq $stages 1) (mod $tensor $hosts) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.parallelism.tensor (%d) cannot be spread evenly over %d hosts: set it to a multiple" $name $tensor $hosts)) -}}
+{{- else if mod (mul $tensor $stages) $hosts -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.parallelism: %d stages of %d ranks cannot be spread evenly over %d hosts: set pipeline to a multiple" $name $stages $tensor $hosts)) -}}
 {{- end -}}
 {{- $storage := .root.Values.model.storage -}}
 {{- if eq $storage.type "emptyDir" -}}

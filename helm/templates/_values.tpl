@@ -24,6 +24,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Ranks of one node of a tier, one GPU each: the tier */}}
+{{- define "tandem.ranks" -}}
+{{- mul (int .parallelism.tensor) (int .parallelism.pipeline) -}}
+{{- end -}}
+
 {{/* A number as people write it: Helm reads 1048576 as a float and would print 1.048576e+06. */}}
 {{- define "tandem.scalar" -}}
 {{- $text := toString . -}}

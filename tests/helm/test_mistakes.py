@@ -69,6 +69,14 @@ BETWEEN_VALUES = [
         {"decode": {"parallelism": {"tensor": 3, "hosts": 2}}},
         "cannot be spread evenly over 2 hosts",
     ),
+    (
+        {"prefill": {"parallelism": {"tensor": 2, "pipeline": 3, "hosts": 4}}},
+        "3 stages of 2 ranks cannot be spread evenly over 4 hosts",
+    ),
+    (
+        {"tierDefaults": {"parallelism": {"pipeline": 2}}},
+        "decode.parallelism.pipeline (2) is for prefill nodes",
+    ),
     ({"decode": {"parallelism": {"tensor": 2, "hosts": 2}}}, "an emptyDir is one pod's"),
     (
         {

@@ -420,7 +420,10 @@ def test_gpus_follow_from_the_ranks(name: str) -> None:
         gpus = resources.get("limits", {}).get("nvidia.com/gpu", 0)
         assert gpus == resources.get("requests", {}).get("nvidia.com/gpu", 0)
         on_gpu = service in TIERS and settings["device"] == "cuda"
-        ranks = settings["tensor_parallel_size"] // hosts.get("size", 1) if on_gpu else 0
+        ranks = 0
+        if on_gpu:
+            ranks = settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]
+            ranks //= hosts.get("size", 1)
         for template in rendered(name).all("ResourceClaimTemplate", service):
             (request,) = template["spec"]["spec"]["devices"]["requests"]
             gpus += request["exactly"]["count"]
