@@ -21,7 +21,7 @@ _UNIT = 64
 
 
 class EvenChunks:
-    """`budget`: tokens of the largest step."""
+    """Cuts the prompts of steps that have `budget` tokens at most."""
 
     def __init__(self, cost: ModelCost, budget: int) -> None:
         self._budget = budget

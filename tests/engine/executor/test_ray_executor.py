@@ -170,10 +170,10 @@ async def test_prefill_over_two_hosts_equals_one(
 
 
 @asynccontextmanager
-async def doomed_engine(hosts: RayHosts) -> AsyncIterator[AsyncLLM]:
+async def doomed_engine(hosts: RayHosts, config: EngineConfig) -> AsyncIterator[AsyncLLM]:
     with tempfile.TemporaryDirectory() as folder:
         inspection = InspectionConfig(crash_report_dir=folder)
-        llm = await AsyncLLM.start(replace(ray_config(hosts), inspection=inspection))
+        llm = await AsyncLLM.start(replace(config, inspection=inspection))
         try:
             yield llm
             assert llm.is_dead
@@ -236,8 +236,14 @@ async def test_hanging_worker_then_killed_actor(hosts: RayHosts) -> None:
     await until(lambda: not any(node.actors() for node in hosts.nodes), "the end of all actors")
 
 
-async def test_killed_raylet(hosts: RayHosts) -> None:
-    """The host of the raylet is lost. Too few hosts are left for another engine, which says so."""
-    async with doomed_engine(hosts) as llm:
+async def test_killed_raylet(hosts: RayHosts, oracle: Oracle) -> None:
+    """Two hosts are pipeline stages, until that of the raylet is lost. Too few hosts are left for
+    another engine, which says so."""
+    config = ray_config(hosts)
+    stages = replace(config.parallel, tensor_parallel_size=1, pipeline_parallel_size=2)
+    async with doomed_engine(hosts, replace(config, parallel=stages)) as llm:
+        asked = [llm.generate(make_request(f"alone-{seed}", seed)) for seed in range(NUM_REQUESTS)]
+        for seed, found in enumerate(await asyncio.gather(*map(tokens, asked))):
+            assert found == oracle.tokens(seed), seed
         reason = await reason_of_death(llm, hosts.nodes[1].raylet)
         assert reason.startswith(f"worker 1 on {OTHER} was lost with its Ray actor or host")

@@ -1,4 +1,4 @@
-"""What stages cannot do is refused by name, before anything is loaded."""
+"""Checks that what stages cannot do is refused by name, before anything is loaded."""
 
 from __future__ import annotations
 
