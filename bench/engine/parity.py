@@ -58,7 +58,7 @@ from bench.engine.parity_requests import (
     requests_of,
     resumed,
 )
-from bench.record import write_result
+from bench.record import RESULTS, write_result
 from engine.messages import EngineCoreRequest
 
 _UNKNOWN = ("none", "planted")
@@ -294,6 +294,19 @@ def _measured(task: tuple[str, list[int], Limits, int, int]) -> tuple[str, Found
     return method, measure_method(method, query_lens, replace(limits, until=until))
 
 
+def known_figures() -> Found:
+    """Returns what was measured before."""
+    figures: Found = json.loads((RESULTS / "parity.json").read_text())["figures"]
+    return figures
+
+
+def with_known(found: Found, known: Found) -> Found:
+    """Returns both, where they are of different drafters; the newer of others."""
+    methods = {name: one for name, one in {**known, **found}.items() if isinstance(one, dict)}
+    totals = {key: sum(one[key] for one in methods.values()) for key in ("tokens", "differing")}
+    return totals | methods
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
@@ -302,11 +315,14 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--query-lens", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--first-round", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="keep what is known of other drafters")
     args = parser.parse_args()
     limits = Limits(args.tokens, time.monotonic() + args.seconds, first_round=args.first_round)
 
+    known = known_figures() if args.add else {}
+
     def report(found: Found) -> None:
-        write_result("parity", found)
+        write_result("parity", with_known(found, known))
 
     found = measure(args.methods, args.query_lens, limits, args.processes, report)
     print(json.dumps(found, indent=1))

@@ -135,7 +135,8 @@ class NetworkDrafter:
         self.features.forget(blocks, is_known=pulled.has_kv)
         self._lacks_any |= not pulled.has_kv
         row = self.features.blocks[:1]
-        if len(pulled.feature) == row.numel() * row.element_size():
+        # A second model reads no features: its rows are empty.
+        if len(pulled.feature) == row.numel() * row.element_size() > 0:
             given = to_device(np.frombuffer(pulled.feature, np.uint8).copy(), row.device)
             self.features.blocks.index_copy_(0, blocks[-1:], given.view(row.dtype).view_as(row))
 

@@ -311,3 +311,16 @@ def test_drafting_goes_on_behind_the_kv_of_another_node(
         assert drafted == expected
     else:
         assert drafted == [-1] * NUM_DRAFTS != expected  # Nothing like the new token came before.
+
+
+def test_a_second_model_drafts_behind_the_kv_of_another_node(target: Path, tmp_path: Path) -> None:
+    """It reads nothing but its own KV, so nothing else comes along."""
+    known = FAMILIES["llama"]
+    save_checkpoint(replace(known, changes={**known.changes, "num_hidden_layers": 1}), tmp_path)
+    config = with_drafter(engine_config(target), "draft_model", tmp_path)
+    prompt = [11, 12, 13, 14, 15, 16, 17, 18, 19, 11, 12, 13, 14, 60, 61, 11, 12, 13]
+    engines = OneEngine(config, 1), OneEngine(config, 1)
+    tokens, drafted = _after_transfer(*engines, prompt, PulledDrafts(0, True, b""))
+    assert drafted == drafts.second_model_reference(reference(target), tmp_path).drafts(
+        tokens, NUM_DRAFTS
+    )
