@@ -170,7 +170,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """Output tokens before these, with the first output only: 1 when it follows a first token that
     a peer sampled."""
     error: str = ""
-    """Says what was wrong and what to do, with finish_reason error."""
+    """Says what was wrong and what to do, with finish_reason error; with abort, why only another
+    node can go on."""
     prompt_logprobs: PromptLogprobs | None = None
     """A part of the prompt's log probabilities, in order and all before the first token. One that
     begins with the prompt replaces what came before: the prompt is computed again."""

@@ -172,7 +172,8 @@ class Generation:
             async for output in stream:
                 choice = by_id[output.request_id]
                 if output.finish_reason == "abort":
-                    raise Unavailable("this node is stopping; try another", code="draining")
+                    why = output.error or "this node is stopping; try another"
+                    raise Unavailable(why, code="draining")
                 if output.error:
                     raise CannotFollow(output.error)
                 if output.finish_reason == "error":

@@ -34,6 +34,7 @@ from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.even_chunks import EvenChunks
+from engine.sched.image_limits import NO_ENCODER
 from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.sched.step_log import StepLog
@@ -134,7 +135,10 @@ class EngineCore:
             self._add(self.scheduler.update_from_connector(events))
         self._fill_batch_queue()
         if stranded := self.scheduler.admission.take_stranded():
-            self._add(self.scheduler.abort_requests(stranded))
+            ended = self.scheduler.abort_requests(stranded)
+            for end in ended.outputs:
+                end.error = NO_ENCODER
+            self._add(ended)
         results, self._results = self._results, EngineCoreOutputs()
         results.prefix_asks = self.scheduler.remote.peers.take_asks()
         results.timestamp = time.monotonic()

@@ -36,7 +36,8 @@ class RequestOutput:
         stop_reason: The stop string or stop token id that ended it, if one of the request's did.
         num_cached_tokens: With the first output: prompt tokens that were not computed.
         queue_s: With the first output: seconds until first scheduled.
-        error: With finish_reason `error`: what was wrong and what to do.
+        error: With finish_reason `error`: what was wrong and what to do. With `abort`: why only
+            another node can go on; empty: somebody wanted it to end.
         is_replay: Nothing new: what another node gave before this one took over.
         siblings: With the first token, of a request without choices of its own that draws for
             several: the first tokens of the others.
