@@ -263,16 +263,19 @@ def create_prefill_client(
 
 
 def create_credits(config: EngineConfig, num_blocks: int) -> KVCredits:
-    """Returns the credits of an engine with a pool of so many blocks."""
+    """Returns the credits of an engine with a pool of so many blocks, or one in each of its
+    data-parallel groups."""
     groups = config.kv_layout.groups
-    num_seqs = config.scheduler.max_num_seqs
+    num_seqs, num_groups = config.scheduler.max_num_seqs, config.parallel.data_parallel_size
     if states := sum(group.is_state for group in groups):
         # Blocks of the pool itself: in each, as many tokens as all groups together have there.
         shares = sum(1 / group.block_size for group in groups if not group.is_state)
-        return KVCredits(num_blocks, max(1, int(1 / shares)), num_seqs, states)
+        span = max(1, int(1 / shares))
+        return KVCredits(num_blocks, span, num_seqs, states, num_groups)
     # Credits count tokens in blocks of that size, whatever groups of layers take of the pool.
     block_size = config.cache.block_size
-    return KVCredits(tokens_that_fit(groups, num_blocks) // block_size, block_size, num_seqs)
+    num_blocks = tokens_that_fit(groups, num_blocks) // block_size
+    return KVCredits(num_blocks, block_size, num_seqs, num_groups=num_groups)
 
 
 def create_prefix_index(config: EngineConfig, credits: KVCredits) -> CachedPrefixes:

@@ -13,6 +13,7 @@ import msgspec
 
 from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
+from engine.inspection_config import InspectionConfig
 from engine.kv_scales import KVScaleTable
 from engine.lora import LoRAConfig
 from engine.quantization import Quantization
@@ -132,11 +133,13 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """The ranks of one engine, numbered stage by stage.
+    """The ranks of one engine, numbered group by group, and in each stage by stage.
 
     Attributes:
         tensor_parallel_size: Ranks that share each layer.
-        enable_expert_parallel: Each of them has some experts as a whole, in place of a slice of
+        data_parallel_size: Groups of so many ranks, each with requests, rows and blocks of its
+            own. They compute their steps together, as they share the experts.
+        enable_expert_parallel: Each rank has some experts as a whole, in place of a slice of
             every one.
         pipeline_parallel_size: Stages, each of which has a range of the layers.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
@@ -147,6 +150,7 @@ class ParallelConfig:
     """
 
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
     distributed_executor_backend: ExecutorBackend = "mp"
@@ -155,13 +159,18 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """Returns the ranks of all groups, which are numbered group by group."""
+        return self.data_parallel_size * self.group_size
 
     @property
-    def answering_rank(self) -> int:
-        """Returns the rank whose results are read: the first one of the last stage, which
-        samples."""
-        return self.num_ranks - self.tensor_parallel_size
+    def group_size(self) -> int:
+        """Returns the ranks of a data-parallel group: those of all its stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def answers(self, rank: int) -> bool:
+        """Returns whether a rank's results are read: those of the first one of the last stage,
+        which samples, in each group."""
+        return rank % self.group_size == self.group_size - self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,33 +282,6 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectionConfig:
-    """Says how far the engine lets itself be looked into.
-
-    Attributes:
-        kv_cache_metrics_sample: The part of all allocated blocks whose residency is measured; 0:
-            none is.
-        torch_profiler_dir: Folder for profiles; None: they are refused.
-        torch_profiler_max_steps, torch_profiler_max_s: No profile is longer.
-        crash_report_dir: Folder for reports of the engine's death; None: none is written.
-        enable_mfu_metrics: Count what steps compute and move.
-        device_peak_tflops, device_peak_gbps: What one GPU can do; None: as its name says.
-    """
-
-    enable_mfu_metrics: bool = False
-    device_peak_tflops: float | None = None
-    device_peak_gbps: float | None = None
-
-    crash_report_dir: str | None = None
-
-    torch_profiler_dir: str | None = None
-    torch_profiler_max_steps: int = 100
-    torch_profiler_max_s: float = 60.0
-
-    kv_cache_metrics_sample: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that one engine is.
 
@@ -343,6 +325,10 @@ class EngineConfig:
     def is_producer(self) -> bool:
         """Returns whether peers pull its KV."""
         return self.kv_transfer is not None and self.kv_transfer.kv_role == "kv_producer"
+
+    def name_of_group(self, group: int) -> str:
+        """Returns what peers know a data-parallel group by: each exchanges KV by itself."""
+        return self.engine_id if group == 0 else f"{self.engine_id}-{group}"
 
     @property
     def draft_hash(self) -> str:

@@ -34,6 +34,12 @@ class Collectives(Protocol):
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Gathers every rank's `x`, in the order of ranks."""
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """Gathers every rank's rows, in the order of ranks."""
+
+    def sum_own_rows(self, x: Tensor, rank: int) -> Tensor:
+        """Sums `x` over ranks and returns the part of `rank`, this one; see `ParallelGroup`."""
+
     def close(self) -> None:
         """Releases sockets and threads."""
 
@@ -43,6 +49,7 @@ class ParallelGroup:
 
     Args:
         device: Where the tensors live; decides the transport.
+        store: What the ranks of several groups meet in, in place of `rendezvous`.
         rendezvous: "host:port", free on the host of rank 0. Unused for a group of one.
         address: Of this rank's host, as the others reach it. The host of `rendezvous` by default.
         timeout_s: A rank that others wait for longer than this counts as dead.
@@ -73,7 +80,10 @@ class ParallelGroup:
         if size > 1:
             kind = torch.device(device).type
             timeout = timedelta(seconds=timeout_s)
-            self._collectives = _connect(kind, rank, size, rendezvous, timeout, address, store)
+            if store is None:
+                store = meet(rank, size, rendezvous, timeout)
+            host = address or host_of(rendezvous)
+            self._collectives = _connect(kind, rank, size, store, timeout, host)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over ranks. `x` may be overwritten."""
@@ -88,6 +98,23 @@ class ParallelGroup:
         """Gathers [..., n] of each rank to [..., size * n], in the order of ranks."""
         parts = self._collectives.all_gather(x)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """Gathers [n, ...] of each rank to [size * n, ...], in the order of ranks."""
+        return x if self.size == 1 else self._collectives.gather_rows(x)
+
+    def sum_own_rows(self, x: Tensor) -> Tensor:
+        """Sums [size * n, ...] over ranks, and returns this rank's n rows: what a rank put in its
+        place of `gather_rows`. `x` may be overwritten."""
+        if self.size == 1:
+            return x
+        if not self._adds_in_order:
+            return self._collectives.sum_own_rows(x, self.rank)
+        of_ranks = [part.chunk(self.size)[self.rank] for part in self._collectives.all_gather(x)]
+        total = of_ranks[0].clone()
+        for part in of_ranks[1:]:
+            total += part
+        return total
 
     def close(self) -> None:
         self._collectives.close()
@@ -112,6 +139,12 @@ class _Alone:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x]
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_own_rows(self, x: Tensor, rank: int) -> Tensor:
+        return x
+
     def close(self) -> None:
         """Does nothing, as nothing is open."""
 
@@ -135,11 +168,33 @@ class _Backend:
         self._group.allgather([parts], [x]).wait()
         return parts
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty((self._size * len(x), *x.shape[1:]))
+        self._group._allgather_base(out, x).wait()
+        return out
+
+    def sum_own_rows(self, x: Tensor, rank: int) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty((len(x) // self._size, *x.shape[1:]))
+        self._group._reduce_scatter_base(out, x).wait()
+        return out
+
     def close(self) -> None:
         del self._group, self._store
 
 
-class _GlooPair(_Backend):
+class _Gloo(_Backend):
+    """Any number of ranks on CPU. Not every release of gloo scatters sums."""
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        return torch.cat(self.all_gather(x))
+
+    def sum_own_rows(self, x: Tensor, rank: int) -> Tensor:
+        return self.all_reduce(x).chunk(self._size)[rank]
+
+
+class _GlooPair(_Gloo):
     """Two ranks on CPU: both send and add. Half the latency of gloo's all-reduce for the few
     kilobytes of a decode step, and none of its 4 ms tail."""
 
@@ -157,21 +212,12 @@ class _GlooPair(_Backend):
 
 
 def _connect(
-    kind: str,
-    rank: int,
-    size: int,
-    rendezvous: str,
-    timeout: timedelta,
-    address: str,
-    store: Store | None,
+    kind: str, rank: int, size: int, store: Store, timeout: timedelta, host: str
 ) -> Collectives:
-    host = host_of(rendezvous)
-    if store is None:
-        store = meet(rank, size, rendezvous, timeout)
     if kind == "cuda":
         return _Backend(connect_nccl(store, rank, size, timeout), store, size)
-    gloo = connect_gloo(store, rank, size, address or host, timeout)
-    return _GlooPair(gloo, store, rank) if size == 2 else _Backend(gloo, store, size)
+    gloo = connect_gloo(store, rank, size, host, timeout)
+    return _GlooPair(gloo, store, rank) if size == 2 else _Gloo(gloo, store, size)
 
 
 def host_of(rendezvous: str) -> str:

@@ -24,6 +24,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=T
     and the answers are requests of their own from the start. Without, and with several seeds, the
     prompt's request has all first tokens in its output.
 
+    `group`: the data-parallel group that is to serve it; -1: the engine chooses.
     `pixels`: of the images of `spec`, one for each digest; none where others encode them.
     """
 
@@ -33,6 +34,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=T
     arrival_time: float = 0.0
     kv_transfer_params: KVTransferParams | None = None
     choice_ids: tuple[str, ...] = ()
+    group: int = -1
     pixels: tuple[ImagePixels, ...] = ()
     prefix_peer: str = ""
     """Names who may hold a prefix of the prompt (`engine.prefix_holder`)."""

@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ParallelConfig
 from engine.distributed import ParallelGroup, host_of, meet
 from engine.stage_link import StageLink
-from engine.token_exchange import Replicated, TokenExchange
+from engine.token_exchange import GatherScatter, Replicated, TokenExchange
 from kv_transfer.stages import layers_of_stage
 
 _CONNECT_TIMEOUT = timedelta(seconds=120)
@@ -57,7 +57,7 @@ class ParallelPlace:
     @property
     def token_exchange(self) -> TokenExchange:
         """Returns how tokens get to the ranks with their experts."""
-        return self.exchange or Replicated(self.tp)
+        return self.exchange or Replicated()
 
     @property
     def expert_ranks(self) -> ExpertRanks:
@@ -65,7 +65,7 @@ class ParallelPlace:
 
     def close(self) -> None:
         """Leaves all groups."""
-        for group in (self.pp, self.tp):
+        for group in (self.dp, self.pp, self.tp):
             group.close()
 
 
@@ -73,30 +73,50 @@ def take_place(
     config: EngineConfig, rank: int, device: torch.device, rendezvous: str, address: str
 ) -> ParallelPlace:
     """Meets the other ranks at `rendezvous` and returns the place of `rank`. Ranks are numbered
-    stage by stage. `address`: of this host, as in `rendezvous` unless given.
+    group by group, and in each stage by stage. `address`: of this host, as in `rendezvous` unless
+    given.
+
+        rank       0 1 | 2 3      two data-parallel groups of two tensor-parallel ranks
+        tp         0 1 | 2 3      share each layer
+        dp         0 2 , 1 3      exchange tokens
 
     Raises:
         ConnectionError: Another rank is missing.
     """
     parallel = config.parallel
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    stage, tp_rank = divmod(rank, size)
-    stores: dict[str, PrefixStore | None] = {"tp": None, "pp": None}
-    if num_stages > 1:
+    group, own = divmod(rank, parallel.group_size)
+    stage, tp_rank = divmod(own, size)
+    stores: dict[str, PrefixStore | None] = {"tp": None, "pp": None, "dp": None}
+    if parallel.num_ranks > size:
         store = meet(rank, parallel.num_ranks, rendezvous, _CONNECT_TIMEOUT)
-        stores = {"tp": PrefixStore(f"tp{stage}", store), "pp": PrefixStore(f"pp{tp_rank}", store)}
-    tp = ParallelGroup(
-        tp_rank,
-        size,
-        device,
-        rendezvous,
-        address=address,
-        fixed_order=config.device.deterministic,
-        store=stores["tp"],
-    )
+        numbers = {"tp": rank // size, "pp": group * size + tp_rank, "dp": own}
+        stores = {kind: PrefixStore(f"{kind}{number}", store) for kind, number in numbers.items()}
+
+    def group_of(kind: str, number: int, count: int) -> ParallelGroup:
+        fixed = config.device.deterministic
+        return ParallelGroup(
+            number, count, device, rendezvous, address=address, fixed_order=fixed,
+            store=stores[kind],
+        )  # fmt: skip
+
+    tp = group_of("tp", tp_rank, size)
     pp = StageLink(stage, num_stages, device, stores["pp"], address or host_of(rendezvous))
-    layers = layers_of_stage(config.model.num_layers, stage, num_stages)
-    experts = (
-        ExpertRanks(tp_rank, size, are_whole=True) if parallel.enable_expert_parallel else None
+    dp = group_of("dp", group, parallel.data_parallel_size)
+    return ParallelPlace(
+        layers_of_stage(config.model.num_layers, stage, num_stages),
+        tp,
+        pp,
+        _expert_ranks(parallel, rank, tp_rank),
+        dp,
+        GatherScatter(dp) if dp.size > 1 else None,
     )
-    return ParallelPlace(layers, tp, pp, ep=experts)
+
+
+def _expert_ranks(parallel: ParallelConfig, rank: int, tp_rank: int) -> ExpertRanks | None:
+    """Returns who shares the experts of a layer: the ranks of all groups, or of one stage."""
+    are_whole = parallel.enable_expert_parallel
+    if parallel.data_parallel_size > 1:
+        return ExpertRanks(rank, parallel.num_ranks, are_whole=are_whole)
+    size = parallel.tensor_parallel_size
+    return ExpertRanks(tp_rank, size, are_whole=True) if are_whole else None

@@ -76,6 +76,7 @@ class Request:
         "eos_token_ids",
         "first_scheduled_at",
         "first_tokens",
+        "group",
         "kv_transfer_params",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -97,6 +98,7 @@ class Request:
         self.sampling: SamplingParams = message.spec.sampling
         self.eos_token_ids = message.eos_token_ids
         self.choice_ids = message.choice_ids
+        self.group = message.group
         self.first_tokens: list[int] = []
         self.arrival_time = message.arrival_time
         self.arrival_order = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.distributed import ParallelGroup
@@ -30,18 +31,45 @@ class TokenExchange(Protocol):
         """
 
     def combine(self, out: Tensor, num_tokens: int) -> Tensor:
-        """Returns the sums over ranks of this rank's `num_tokens` own tokens, [T, H], from what
-        its experts have made of all, [N, H], which may be overwritten."""
+        """Returns what has come together of this rank's `num_tokens` own tokens, [T, H], from what
+        its experts have made of all, [N, H], which may be overwritten. An all-reduce over the
+        tensor-parallel ranks completes the sum."""
 
 
 class Replicated:
-    """Every rank has all tokens already; one all-reduce ends the layer."""
-
-    def __init__(self, group: ParallelGroup) -> None:
-        self._group = group
+    """Every rank has all tokens already; the all-reduce alone ends the layer."""
 
     def gather(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         return x, slot_mapping
 
     def combine(self, out: Tensor, num_tokens: int) -> Tensor:
-        return self._group.all_reduce(out)
+        return out
+
+
+class GatherScatter:
+    """Groups of ranks have tokens of their own: an all-gather brings them together, padded to the
+    same number in each, and the sums return by a reduce-scatter.
+
+    Args:
+        group: The ranks with the same place in each of the groups.
+
+    Attributes:
+        num_rows: Tokens of the group that has most in this step; None: all have as many as this
+            one, as in steps that are recorded.
+    """
+
+    num_rows: int | None = None
+
+    def __init__(self, group: ParallelGroup) -> None:
+        self._group = group
+
+    def gather(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        num_rows = len(x) if self.num_rows is None else self.num_rows
+        if num_rows > len(x):
+            missing = num_rows - len(x)
+            x = torch.cat((x, x.new_zeros((missing, x.shape[1]))))
+            slot_mapping = torch.cat((slot_mapping, slot_mapping.new_full((missing,), -1)))
+        return self._group.gather_rows(x), self._group.gather_rows(slot_mapping)
+
+    def combine(self, out: Tensor, num_tokens: int) -> Tensor:
+        return self._group.sum_own_rows(out)[:num_tokens]

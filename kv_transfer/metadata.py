@@ -26,13 +26,29 @@ from kv_transfer.tier import Tier
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
     """A node as seen from the data plane. `endpoints[rank]` are host:port strings. `is_decode`: it
-    is a decode node, whose certificate says so."""
+    is a decode node, whose certificate says so. `groups`: further data-parallel groups of the same
+    node, whose blocks are their own."""
 
     engine_id: str
     epoch: int
     layout: KVLayout
     endpoints: tuple[tuple[str, ...], ...] = ()
     is_decode: bool = False
+    groups: tuple[KVPeer, ...] = ()
+
+    def of(self, transfer_id: str) -> KVPeer:
+        """Returns the group that holds the KV of a transfer, as the node itself chooses it."""
+        group = group_of_transfer(transfer_id, 1 + len(self.groups))
+        return self if group == 0 and not self.groups else [self._alone(), *self.groups][group]
+
+    def _alone(self) -> KVPeer:
+        return msgspec.structs.replace(self, groups=())
+
+
+def group_of_transfer(transfer_id: str, num_groups: int) -> int:
+    """Returns the group whose blocks a transfer is of. Both sides compute it: the puller begins
+    before the holder could tell it."""
+    return int(transfer_id[:8], 16) % num_groups if num_groups > 1 else 0
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

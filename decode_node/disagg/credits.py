@@ -12,6 +12,9 @@ and the blocks behind them, and gives both back when it ends (`end_choice`).
 
 Claims are an upper bound: blocks that requests share through the prefix cache count for each.
 `claim_now` counts requests that need not wait here because the engine has its own queue.
+
+An engine with data-parallel groups has a pool of blocks and seats for each; a claim is on one of
+them, the one with most room.
 """
 
 from __future__ import annotations
@@ -44,10 +47,11 @@ class Claim:
     """The blocks and the seats that one request holds, with all its choices. `release` and
     `end_choice` are idempotent."""
 
-    __slots__ = ("_credits", "_num_shared", "_num_tokens")
+    __slots__ = ("_credits", "_num_shared", "_num_tokens", "group")
 
-    def __init__(self, credits: KVCredits, size: ClaimSize) -> None:
+    def __init__(self, credits: KVCredits, size: ClaimSize, group: int) -> None:
         self._credits = credits
+        self.group = group
         self._num_shared = size.num_shared
         num_tokens = (size.num_shared + size.num_own) * credits.block_size
         self._num_tokens = dict.fromkeys(range(size.num_choices), num_tokens)
@@ -63,7 +67,7 @@ class Claim:
         if covered is not None and num_tokens > covered:
             more = self._credits.num_blocks_for(num_tokens - covered)
             self._num_tokens[choice] = covered + more * self._credits.block_size
-            self._credits.take(more)
+            self._credits.take(more, self.group)
 
     def end_choice(self, choice: int) -> None:
         """Gives back what one choice holds. The last one takes the prompt's blocks along."""
@@ -71,7 +75,8 @@ class Claim:
         if covered is not None:
             own = self._credits.num_blocks_for(covered) - self._num_shared
             own += self._credits.num_states
-            self._credits.give_back(own + (0 if self._num_tokens else self._num_shared))
+            shared = 0 if self._num_tokens else self._num_shared
+            self._credits.give_back(own + shared, self.group)
 
     def release(self) -> None:
         for choice in list(self._num_tokens):
@@ -80,37 +85,52 @@ class Claim:
 
 @dataclass(slots=True)
 class _Waiter:
+    """Waits for room; `admitted` is the group that has it."""
+
     size: ClaimSize
-    admitted: asyncio.Future[None]
+    admitted: asyncio.Future[int]
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """Counts what is claimed of one group."""
+
+    num_claims: int = 0
+    num_blocks: int = 0
 
 
 class KVCredits:
-    """Hands out claims on `num_blocks` blocks by at most `max_claims` answers at once.
+    """Hands out claims on `num_blocks` blocks by at most `max_claims` answers at once, in each of
+    `num_groups` groups.
 
     Args:
         num_states: Blocks that each answer takes besides, whatever its length.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_claims: int, num_states: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_claims: int,
+        num_states: int = 0,
+        num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_states = num_states
         self._max_claims = max_claims
-        self._num_claims = 0
-        self._num_claimed = 0
+        self._groups = [_Claimed() for _ in range(num_groups)]
         self._waiters: deque[_Waiter] = deque()
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody claims; negative when requests outgrew their claims."""
-        return self.num_blocks - self._num_claimed
+        return sum(self.num_blocks - group.num_blocks for group in self._groups)
 
     @property
     def num_claims(self) -> int:
         """Returns the number of answers that hold a seat."""
-        return self._num_claims
+        return sum(group.num_claims for group in self._groups)
 
     @property
     def num_waiting(self) -> int:
@@ -122,17 +142,19 @@ class KVCredits:
     async def acquire(self, num_prompt_tokens: int, max_tokens: int, num_choices: int = 1) -> Claim:
         """Waits for room. Whatever its size, a request is admitted when it is alone."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
-        if self._waiters or not self._fits(size):
-            await self._wait(size)
+        group = None if self._waiters else self._fitting(size)
+        if group is None:
+            group = await self._wait(size)
         else:
-            self._admit(size)
-        return Claim(self, size)
+            self._admit(size, group)
+        return Claim(self, size, group)
 
     def claim_now(self, num_prompt_tokens: int, max_tokens: int, num_choices: int = 1) -> Claim:
         """Claims without waiting, whatever is free."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
-        self._admit(size)
-        return Claim(self, size)
+        group = self._roomiest()
+        self._admit(size, group)
+        return Claim(self, size, group)
 
     def refuse_waiters(self, error: Exception) -> None:
         """Makes every `acquire` that waits raise `error`."""
@@ -141,46 +163,58 @@ class KVCredits:
                 waiter.admitted.set_exception(error)
         self._waiters.clear()
 
-    def take(self, num_blocks: int) -> None:
-        self._num_claimed += num_blocks
+    def take(self, num_blocks: int, group: int = 0) -> None:
+        self._groups[group].num_blocks += num_blocks
 
-    def give_back(self, num_blocks: int) -> None:
+    def give_back(self, num_blocks: int, group: int = 0) -> None:
         """Takes the blocks and the seat of an answer back."""
-        self._num_claimed -= num_blocks
-        self._num_claims -= 1
+        self._groups[group].num_blocks -= num_blocks
+        self._groups[group].num_claims -= 1
         self._admit_waiters()
 
-    async def _wait(self, size: ClaimSize) -> None:
+    async def _wait(self, size: ClaimSize) -> int:
         waiter = _Waiter(size, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
-            await waiter.admitted
+            return await waiter.admitted
         except asyncio.CancelledError:
             if waiter.admitted.cancelled():
                 self._admit_waiters()
             else:  # admitted in the same moment
-                Claim(self, size).release()
+                Claim(self, size, waiter.admitted.result()).release()
             raise
 
     def _admit_waiters(self) -> None:
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.admitted.cancelled():
-                if not self._fits(waiter.size):
+                group = self._fitting(waiter.size)
+                if group is None:
                     return
-                self._admit(waiter.size)
-                waiter.admitted.set_result(None)
+                self._admit(waiter.size, group)
+                waiter.admitted.set_result(group)
             self._waiters.popleft()
 
-    def _admit(self, size: ClaimSize) -> None:
-        self._num_claims += size.num_choices
-        self._num_claimed += size.num_blocks
+    def _admit(self, size: ClaimSize, group: int) -> None:
+        self._groups[group].num_claims += size.num_choices
+        self._groups[group].num_blocks += size.num_blocks
 
-    def _fits(self, size: ClaimSize) -> bool:
-        if self._num_claims == 0:
-            return True
-        has_seats = self._num_claims + size.num_choices <= self._max_claims
-        return has_seats and size.num_blocks <= self.num_free
+    def _roomiest(self) -> int:
+        def taken(group: int) -> tuple[int, int]:
+            return self._groups[group].num_blocks, self._groups[group].num_claims
+
+        return min(range(len(self._groups)), key=taken)
+
+    def _fitting(self, size: ClaimSize) -> int | None:
+        """Returns the roomiest group that has room; None: none has."""
+        group = self._roomiest()
+        claimed = self._groups[group]
+        has_seats = claimed.num_claims + size.num_choices <= self._max_claims
+        has_blocks = size.num_blocks <= self.num_blocks - claimed.num_blocks
+        if claimed.num_claims and not (has_seats and has_blocks):
+            idle = (i for i, one in enumerate(self._groups) if one.num_claims == 0)
+            return next(idle, None)
+        return group
 
     def _first_claim(self, num_prompt_tokens: int, max_tokens: int, num_choices: int) -> ClaimSize:
         num_blocks = self.num_blocks_for(

@@ -157,6 +157,7 @@ class DisaggProxy:
         task: asyncio.Task[None] | None = None
         try:
             claim = await self._admit(request, is_remote=bool(addresses))
+            request.group = claim.group
             prefill.admitted_at = time.monotonic()
             remote = self._remote_prefill(request, addresses, prefill)
             params = request.kv_transfer_params = await remote.choose()

@@ -150,7 +150,7 @@ class RemotePrefill:
                 do_remote_prefill=True,
                 transfer_id=self._transfer_id,
                 attempt=self._attempt,
-                peer=peer,
+                peer=peer.of(self._transfer_id),
                 first_token_only=self._request.spec.needs_one_token,
             )
         self._record.prefill_node = None

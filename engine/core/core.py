@@ -16,10 +16,10 @@ import time
 from collections import deque
 
 from engine.config import EngineConfig
+from engine.core.scheduling import create_scheduling
 from engine.crash_facts import EngineFacts
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, ReportProgress
-from engine.life_places import first_transfer_place
 from engine.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -34,13 +34,13 @@ from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.even_chunks import EvenChunks
+from engine.sched.group_output import GroupOutput, GroupStep, Step, StepResult
+from engine.sched.group_scheduler import GroupScheduler
 from engine.sched.image_limits import NO_ENCODER
 from engine.sched.output import SchedulerOutput
-from engine.sched.scheduler import Scheduler
 from engine.sched.step_log import StepLog
 from engine.sched.work_meter import WorkMeter
 from host.life_signs import LifeSigns
-from kv_transfer.factory import create_scheduler_connector
 
 RequestMessage = (
     EngineCoreRequest
@@ -77,22 +77,13 @@ class EngineCore:
         crash report; None: there will be none."""
         caches = executor.initialize(report)
         self.num_blocks = caches.num_blocks
-        self.connector = create_scheduler_connector(
-            config.kv_transfer,
-            config.engine_id,
-            config.epoch,
-            config.kv_layout,
-            caches.handles,
-            caches.hosts,
-            signs.part(first_transfer_place(config)) if signs is not None else None,
-        )
-        self.scheduler = Scheduler(config, caches.num_blocks, self.connector, step_log)
+        self.connector, self.scheduler = create_scheduling(config, caches, signs, step_log)
         if config.inspection.enable_mfu_metrics and (cost := cost_of(config)) is not None:
             self.scheduler.measure(WorkMeter(cost))
         self._even_out(config)
         self.device_name = caches.device_name
         self._executor = executor
-        self._batch_queue: deque[SchedulerOutput] = deque()
+        self._batch_queue: deque[Step] = deque()
         self._batch_queue_size = steps_in_flight(config)
         self._results = EngineCoreOutputs()
         """Outputs of what happened since the last step."""
@@ -101,6 +92,8 @@ class EngineCore:
         """Lets chunks of a prompt take the same time where a stage waits for the next one's."""
         limits = config.scheduler
         has_stages = config.parallel.pipeline_parallel_size > 1
+        if isinstance(self.scheduler, GroupScheduler):
+            return
         if has_stages and limits.enable_chunked_prefill and (cost := cost_of(config)) is not None:
             self.scheduler.shrink_chunks(EvenChunks(cost, limits.max_num_batched_tokens))
 
@@ -148,13 +141,17 @@ class EngineCore:
         self._results.outputs.extend(more.outputs)
         self._results.kv_results.extend(more.kv_results)
 
-    def _finish_step(self, output: ModelRunnerOutput) -> EngineCoreOutputs:
+    def _finish_step(self, output: StepResult) -> EngineCoreOutputs:
         step = self._batch_queue.popleft()
         if output.step_id != step.step_id:
             raise EngineDeadError(
                 f"the workers answered step {output.step_id} where step {step.step_id} was due; "
                 f"this is a fault of tandem: please report it with the log"
             )
+        if isinstance(self.scheduler, GroupScheduler):
+            assert isinstance(step, GroupStep) and isinstance(output, GroupOutput)
+            return self.scheduler.update_from_output(step, output)
+        assert isinstance(step, SchedulerOutput) and isinstance(output, ModelRunnerOutput)
         return self.scheduler.update_from_output(step, output)
 
     def _fill_batch_queue(self) -> None:

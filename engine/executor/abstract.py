@@ -18,8 +18,8 @@ from typing import Protocol
 import zmq
 
 from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
-from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.sched.output import SchedulerOutput
+from engine.outputs import GrammarStats
+from engine.sched.group_output import Step, StepResult
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
 
@@ -52,11 +52,11 @@ class Executor(ABC):
         """Returns when every rank can execute steps."""
 
     @abstractmethod
-    def execute_model(self, step: SchedulerOutput) -> None:
+    def execute_model(self, step: Step) -> None:
         """Hands out `step`. Its result comes through `collect`."""
 
     @abstractmethod
-    def collect(self) -> list[ModelRunnerOutput]:
+    def collect(self) -> Sequence[StepResult]:
         """Results that have arrived. Raises when a rank has died or hangs."""
 
     @abstractmethod

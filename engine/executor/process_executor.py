@@ -6,7 +6,7 @@
     3. InitializeKVCache ─── queue ──────────────▶ allocate
     4. handles         ◀──────────── WorkerReady
     5. ExecuteStep ───────── queue ──────────────▶ all ranks compute
-    6. collect         ◀──────────── StepDone      the first rank that samples
+    6. collect         ◀──────────── StepDone      the first rank that samples, in each group
 
 A worker that dies, reports an error or does not finish a step in time ends the engine: the other
 ranks wait for it in a collective operation and cannot go on without it.
@@ -30,9 +30,11 @@ from engine.config import EngineConfig
 from engine.crash_facts import ExceptionFacts
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.executor.group_results import GroupResults
 from engine.executor.worker_messages import (
     BeginProfile,
     EndProfile,
+    ExecuteGroupStep,
     ExecuteStep,
     InitializeKVCache,
     ProfileBegun,
@@ -50,8 +52,9 @@ from engine.executor.worker_messages import (
     WorkerReply,
 )
 from engine.life_places import worker_place
-from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.sched.output import EncodingOutput, SchedulerOutput
+from engine.outputs import GrammarStats
+from engine.sched.group_output import GroupStep, Step, StepResult
+from engine.sched.output import EncodingOutput
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
 from host.local_socket import Context, bind_socket
@@ -92,6 +95,7 @@ class ProcessExecutor(Executor):
         self._step_timeout_s = step_timeout_s
         self._signs = signs
         self._num_ranks = config.parallel.num_ranks
+        self._results = GroupResults(config.parallel.data_parallel_size)
         self._failed: dict[int, str] = {}
         """Rank to its last words."""
         self._exceptions: dict[str, list[ExceptionFacts]] = {}
@@ -99,7 +103,6 @@ class ProcessExecutor(Executor):
         """The worker processes by rank."""
         self._sent_at: deque[float] = deque()
         """The CLOCK_MONOTONIC seconds at which each step in flight was started, oldest first."""
-        self._outputs: deque[ModelRunnerOutput] = deque()
         self._profile_replies: list[ProfileReply] = []
         self._progress: dict[str, dict[int, float]] = {}
         """Stage to fraction by rank."""
@@ -202,8 +205,12 @@ class ProcessExecutor(Executor):
         if len(fractions) == self._num_ranks and (is_news or slowest > before):
             report(progress.stage, slowest, progress.total_bytes)
 
-    def execute_model(self, step: SchedulerOutput) -> None:
-        self._send(ExecuteStep(cast(EncodingOutput, step)))
+    def execute_model(self, step: Step) -> None:
+        if isinstance(step, GroupStep):
+            self._send(ExecuteGroupStep(step))
+        else:
+            self._send(ExecuteStep(cast(EncodingOutput, step)))
+        self._results.expect(step.step_id)
         self._sent_at.append(time.monotonic())
 
     def profile(self, command: BeginProfile | EndProfile) -> None:
@@ -216,11 +223,10 @@ class ProcessExecutor(Executor):
     def _send(self, command: WorkerCommand) -> None:
         self._enqueue(self._encoder.encode(command))
 
-    def collect(self) -> list[ModelRunnerOutput]:
+    def collect(self) -> Sequence[StepResult]:
         while self._receive() is not None:
             pass
-        outputs = list(self._outputs)
-        self._outputs.clear()
+        outputs = self._results.take()
         if not outputs:
             self._check_alive()
             self._check_progress()
@@ -229,11 +235,12 @@ class ProcessExecutor(Executor):
     def _receive(self) -> WorkerReply | None:
         reply = self._replies.next()
         match reply:
-            case StepDone(output, host_s, grammar_stats) if self._sent_at:
-                self._sent_at.popleft()
-                self._host_s = host_s
-                self._grammar_stats = grammar_stats or self._grammar_stats
-                self._outputs.append(output)
+            case StepDone(output, host_s, grammar_stats, group) if self._sent_at:
+                if self._results.add(group, output):
+                    self._sent_at.popleft()
+                if group == 0:
+                    self._host_s = host_s
+                    self._grammar_stats = grammar_stats or self._grammar_stats
             case ProfileBegun() | ProfileEnded():
                 self._profile_replies.append(reply)
             case WorkerAlive(rank):

@@ -31,6 +31,7 @@ from engine.executor.worker_messages import (
     ProfileReply,
 )
 from engine.profiles import RankTrace
+from engine.sched.group_output import GroupStep, Step
 from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
@@ -42,7 +43,7 @@ class StepProfiler:
     """Runs the steps of `worker`, whose host is known by the name `host`. `reply` is called in the
     thread that writes files, too. An error of the profiler ends the profile, never the worker."""
 
-    run: Callable[[SchedulerOutput], AsyncOutput]
+    run: Callable[[Step], AsyncOutput]
     """Starts a step."""
 
     def __init__(self, worker: Worker, host: str, reply: Callable[[ProfileReply], None]) -> None:
@@ -95,7 +96,7 @@ class StepProfiler:
         self.run = self._run_recorded
         self._reply(ProfileBegun(worker.rank))
 
-    def _run_recorded(self, step: SchedulerOutput) -> AsyncOutput:
+    def _run_recorded(self, step: Step) -> AsyncOutput:
         assert self._profile is not None
         with record_function(self._annotation(step)):
             output = self._worker.start_step(step)
@@ -104,9 +105,16 @@ class StepProfiler:
             self._end(self._profile)
         return output
 
-    def _annotation(self, step: SchedulerOutput) -> str:
-        num_decodes, num_tokens = self._worker.runner.size_of(step)
-        num_rows = num_decodes + len(step.prefill_chunks)
+    def _annotation(self, step: Step) -> str:
+        own = step
+        if isinstance(step, GroupStep):
+            of_group = step.steps[self._worker.group]
+            if of_group is None:
+                return f"step {step.step_id}: 0 rows, 0 tokens"
+            own = of_group
+        assert isinstance(own, SchedulerOutput)
+        num_decodes, num_tokens = self._worker.runner.size_of(own)
+        num_rows = num_decodes + len(own.prefill_chunks)
         return f"step {step.step_id}: {num_rows} rows, {num_tokens} tokens"
 
     def _end(self, running: profile) -> None:

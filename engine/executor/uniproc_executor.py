@@ -12,7 +12,7 @@ from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgr
 from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.sched.output import SchedulerOutput
+from engine.sched.group_output import Step
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 
@@ -39,7 +39,7 @@ class UniprocExecutor(Executor):
         self._worker.capture_model(report)
         return KVCaches(num_blocks, [handle], device_name=self._worker.device_name)
 
-    def execute_model(self, step: SchedulerOutput) -> None:
+    def execute_model(self, step: Step) -> None:
         self._outputs.append(self._profiler.run(step))
         os.eventfd_write(self._event_fd, 1)
 

@@ -11,6 +11,7 @@ from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.profiles import RankTrace
+from engine.sched.group_output import GroupStep
 from engine.sched.output import EncodingOutput
 from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
@@ -55,6 +56,12 @@ class ExecuteStep(msgspec.Struct, tag="step", array_like=True):
     step: EncodingOutput
 
 
+class ExecuteGroupStep(msgspec.Struct, tag="group_step", array_like=True):
+    """Runs a step of all data-parallel groups."""
+
+    step: GroupStep
+
+
 class BeginProfile(msgspec.Struct, tag="begin_profile", array_like=True):
     """Starts a profile, which ends by itself after `num_steps`. Answered by ProfileBegun."""
 
@@ -72,7 +79,9 @@ class StopWorker(msgspec.Struct, tag="stop", array_like=True):
     pass
 
 
-WorkerCommand = InitializeKVCache | ExecuteStep | BeginProfile | EndProfile | StopWorker
+WorkerCommand = (
+    InitializeKVCache | ExecuteStep | ExecuteGroupStep | BeginProfile | EndProfile | StopWorker
+)
 
 # From a worker, over a socket -----------------------------------------------------------------
 
@@ -99,13 +108,14 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 
 
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
-    """Comes from one rank (`ParallelConfig.answering_rank`), as all that sample do so alike.
-    `host_s` and `grammar_stats`: see `Executor`; None: no grammar has come yet.
+    """Comes from one rank of each data-parallel group (`ParallelConfig.answers`), as all that
+    sample do so alike. `host_s` and `grammar_stats`: see `Executor`; None: no grammar has come yet.
     """
 
     output: ModelRunnerOutput
     host_s: float
     grammar_stats: GrammarStats | None = None
+    group: int = 0
 
 
 class ProfileBegun(msgspec.Struct, tag="profile_begun", array_like=True):

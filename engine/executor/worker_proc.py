@@ -35,6 +35,7 @@ from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import (
     BeginProfile,
     EndProfile,
+    ExecuteGroupStep,
     ExecuteStep,
     InitializeKVCache,
     StepDone,
@@ -62,7 +63,7 @@ class WorkerProc:
 
     def __init__(self, config: WorkerProcConfig) -> None:
         self._rank = config.rank
-        self._answers = config.rank == config.engine.parallel.answering_rank
+        self._answers = config.engine.parallel.answers(config.rank)
         self._parent_pid = os.getppid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replies = _connect_replies(self._context, config)
@@ -121,7 +122,7 @@ class WorkerProc:
     def _handle(self, command: WorkerCommand) -> bool:
         """Handles one message and returns whether to go on."""
         match command:
-            case ExecuteStep(step):
+            case ExecuteStep(step) | ExecuteGroupStep(step):
                 self._results.put(self._profiler.run(step))
             case BeginProfile() | EndProfile():
                 self._profiler.handle(command)
@@ -138,7 +139,8 @@ class WorkerProc:
         result = output.get_output()
         if self._answers:
             stats = self._worker.grammar_stats
-            self._reply(StepDone(result, self._worker.host_s, stats if stats.has_any else None))
+            known = stats if stats.has_any else None
+            self._reply(StepDone(result, self._worker.host_s, known, self._worker.group))
 
     def _next_command(self) -> WorkerCommand:
         message = self._queue.dequeue()

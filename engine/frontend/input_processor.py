@@ -51,6 +51,8 @@ class GenerationRequest:
     """Holds what a vision tower is given of the prompt's images, one for each digest."""
     has_encoder: bool = False
     """This node encodes images: its engine gets their pixels."""
+    group: int = -1
+    """The data-parallel group that is to serve it; -1: the engine chooses."""
 
     @classmethod
     def of_choices(cls, request_id: str, choices: Sequence[GenerationRequest]) -> GenerationRequest:
@@ -77,6 +79,7 @@ class GenerationRequest:
             choice_ids=self.choice_ids,
             prefix_peer=self.prefix_holder,
             pixels=self.pixels if self.has_encoder else (),
+            group=self.group,
         )
 
 

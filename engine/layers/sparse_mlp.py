@@ -238,6 +238,7 @@ class SparseMLP(nn.Module):
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.group = shard.tp
         self.exchange = shard.place.token_exchange
         self.beside_rows = shard.gemms.beside_rows
         if self.beside_rows > 0 and shard.device.type == "cuda":
@@ -249,11 +250,23 @@ class SparseMLP(nn.Module):
             side = SideStream(x.device)
             with side.beside():
                 shared = self.shared(x)
-            out = self.experts(x, *self.router(x, slot_mapping))
+            out = self._routed(x, slot_mapping)
             side.join()
             out.add_(shared)
         else:
-            out = self.experts(x, *self.router(x, slot_mapping))
+            out = self._routed(x, slot_mapping)
             if self.shared is not None:
                 self.shared.add_to(out, x)
-        stream.add(self.exchange.combine(out, len(x)))
+        stream.add(self.group.all_reduce(out))
+
+    def take_part(self) -> None:
+        """Computes what other ranks' tokens ask of this rank's experts, in a step in which it has
+        none itself."""
+        weight = self.router.weight
+        nobody = torch.empty(0, dtype=torch.int64, device=weight.device)
+        self._routed(weight.new_empty((0, weight.shape[1])), nobody)
+
+    def _routed(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        """Returns this rank's part of the sum over its group, [T, H]."""
+        tokens, slots = self.exchange.gather(x, slot_mapping)
+        return self.exchange.combine(self.experts(tokens, *self.router(tokens, slots)), len(x))

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from engine.config import InspectionConfig
+from engine.inspection_config import InspectionConfig
 
 
 class InspectionSettings(BaseSettings):

@@ -44,6 +44,7 @@ from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.cache_settings import CacheSettings
 from engine.node.command_line import SettingsError as SettingsError
 from engine.node.command_line import parse_settings
+from engine.node.group_settings import check_groups
 from engine.node.image_settings import ImageSettings
 from engine.node.inspection_settings import InspectionSettings
 from engine.node.speculative_settings import SpeculativeSettings
@@ -118,6 +119,12 @@ class EngineSettings(
         ge=1,
         description="Stages of a prefill node, each of which has a range of the layers and "
         "--tensor-parallel-size workers. For long prompts over slow links.",
+    )
+    data_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Groups of --tensor-parallel-size workers, each with requests, --max-num-seqs "
+        "rows and a KV cache of its own. They compute steps together and share the experts.",
     )
     enable_expert_parallel: bool = Field(
         default=False,
@@ -289,6 +296,7 @@ class EngineSettings(
         self.check_host_tier(config)
         config = self.with_drafts(config)
         check_stages(config)
+        check_groups(config)
         return config
 
     def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
@@ -299,12 +307,12 @@ class EngineSettings(
 
     def _kv_transfer_config(self, kv_role: KVRole, *, is_check: bool = False) -> KVTransferConfig:
         return self.kv_transfer_config(
-            kv_role,
-            self.host,
-            self.tensor_parallel_size * self.pipeline_parallel_size,
-            self.frozen_after_s,
-            is_check=is_check,
+            kv_role, self.host, self._num_ranks, self.frozen_after_s, is_check=is_check
         )
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._parallel_config().num_ranks
 
     def _parallel_config(self) -> ParallelConfig:
         if self.distributed_executor_backend == "ray" and self.first_gpu:

@@ -100,6 +100,8 @@ def recorded_prompts(config: EngineConfig, *, many_launches: bool) -> list[Graph
     device, limits = config.device, config.scheduler
     if device.enforce_eager or not device.allows("prompt-graphs"):
         return []
+    if config.parallel.data_parallel_size > 1:
+        return []  # Other groups may have other steps at the same time.
     has_state = any(group.is_state for group in config.kv_layout.groups)
     is_long = many_launches and not has_state
     return prompt_keys(limits.max_num_seqs, limits.max_num_batched_tokens, is_long=is_long)

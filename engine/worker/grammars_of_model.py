@@ -15,7 +15,7 @@ _MAX_THREADS = 8
 
 def create_grammars(config: EngineConfig, device: torch.device) -> GrammarStates:
     """Returns the state of grammars, with this rank's share of the host's cores."""
-    ranks = config.parallel.tensor_parallel_size
+    ranks = config.parallel.num_ranks
     num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // (2 * ranks)))
     model = config.model
     return GrammarStates(

@@ -75,4 +75,7 @@ def _current_stream() -> int:
 
 
 def create_kv_connector(config: EngineConfig, rank: int) -> KVConnector:
-    return KVConnector(create_worker_connector(config.kv_transfer, config.engine_id, rank))
+    """Returns the half of this rank, counted in its group."""
+    group, own = divmod(rank, config.parallel.group_size)
+    name = config.name_of_group(group)
+    return KVConnector(create_worker_connector(config.kv_transfer, name, own))

@@ -31,9 +31,10 @@ from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.parallel import ParallelPlace, take_place
-from engine.sched.output import SchedulerOutput
+from engine.sched.group_output import GroupStep, Step
 from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
+from engine.worker.group_runner import GroupRunner
 from engine.worker.kv_cache import (
     KVCache,
     blocks_that_fit,
@@ -96,6 +97,7 @@ class Worker:
     ) -> None:
         self.config = config
         self.rank = rank
+        self.group = rank // config.parallel.group_size
         self._rendezvous = rendezvous
         self._address = address
         self._gpu = config.device.first_gpu + rank if gpu is None else gpu
@@ -143,17 +145,21 @@ class Worker:
             tower = create_tower(config, self._place, self._device)
             if tower is not None:
                 load_weights(tower, config, lambda fraction: None, is_tower=True)
-            self.runner = create_runner(
-                self._place.pp,
-                self._layout,
-                config,
-                model,
-                self._connector,
-                self._device,
-                draft,
-                tower,
-                adapters,
-            )
+            if config.parallel.data_parallel_size > 1:
+                place = self._place
+                self.runner = GroupRunner(config, model, self._connector, self._device, place)
+            else:
+                self.runner = create_runner(
+                    self._place.pp,
+                    self._layout,
+                    config,
+                    model,
+                    self._connector,
+                    self._device,
+                    draft,
+                    tower,
+                    adapters,
+                )
         self._closers.callback(self.runner.sampler.grammars.close)
         if self._place.pp.is_last:
             self.runner.sampler.grammars.prepare()
@@ -218,11 +224,11 @@ class Worker:
         self.compile_guard.start()
         self._closers.callback(self.compile_guard.stop)
 
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, step: Step) -> ModelRunnerOutput:
         """Runs one step and waits for its tokens. Raises like `start_step`."""
         return self.start_step(step).get_output()
 
-    def start_step(self, step: SchedulerOutput) -> AsyncOutput:
+    def start_step(self, step: Step) -> AsyncOutput:
         """Starts one step; its tokens are awaited in the result.
 
         Raises:
@@ -239,6 +245,9 @@ class Worker:
         grammars = self.runner.sampler.grammars
         started = time.perf_counter() - grammars.waited_s
         try:
+            if isinstance(step, GroupStep):
+                assert isinstance(self.runner, GroupRunner)
+                return self.runner.run(step)
             return self.runner.execute_model(step)
         except torch.OutOfMemoryError as error:
             cure = cure_of_full_cache(self.config)

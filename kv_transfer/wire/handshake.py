@@ -27,6 +27,8 @@ from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_PROCESSES = 64
 """A rank has at most so many."""
+_MAX_GROUPS = 64
+"""A node has at most so many data-parallel groups besides the first."""
 _MAX_ADDRESS = 300
 _MAX_NAME = 100
 
@@ -37,6 +39,7 @@ def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
         epoch=peer.epoch,
         layout=_layout_to_proto(peer.layout),
         ranks=[pb.RankEndpoints(addresses=addresses) for addresses in peer.endpoints],
+        groups=[peer_to_proto(group) for group in peer.groups],
     )
 
 
@@ -47,6 +50,7 @@ def peer_from_proto(message: pb.KVPeer, *, is_decode: bool = False) -> KVPeer:
         epoch=message.epoch,
         layout=_layout_from_proto(message.layout),
         endpoints=tuple(tuple(rank.addresses) for rank in message.ranks),
+        groups=tuple(peer_from_proto(group) for group in message.groups[:_MAX_GROUPS]),
     )
 
 
@@ -99,6 +103,10 @@ def _layout_from_proto(message: pb.KVLayout) -> KVLayout:
 
 def check_endpoints(peer: KVPeer) -> None:
     """Checks that a holder said what pullers need. Raises `PeerLost` if it is not all there."""
+    for group in peer.groups:
+        if group.groups or group.layout != peer.layout:
+            raise PeerLost(f"engine {peer.engine_id[:_MAX_NAME]} has groups that are not alike")
+        check_endpoints(group)
     if len(peer.endpoints) != peer.layout.num_ranks:
         raise PeerLost(
             f"engine {peer.engine_id[:_MAX_NAME]} has {peer.layout.num_ranks} ranks and names "

@@ -53,20 +53,22 @@ class KVPlane(_message.Message):
     def __init__(self, name: _Optional[str] = ..., heads: _Optional[int] = ..., row_bytes: _Optional[int] = ..., replicated: bool = ...) -> None: ...
 
 class KVPeer(_message.Message):
-    __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "transports")
+    __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "transports", "groups")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     layout: KVLayout
     ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoints]
     host_id: str
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[KVPeer]
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[KVPeer, _Mapping]]] = ...) -> None: ...
 
 class Transport(_message.Message):
     __slots__ = ("id", "data")

@@ -205,3 +205,23 @@ def test_random_arrivals_and_departures_leave_nothing(seed: int) -> None:
         assert (credits.num_free, credits.num_claims, credits.num_waiting) == (16, 0, 0)
 
     asyncio.run(scenario())
+
+
+async def test_each_group_has_blocks_and_seats_of_its_own() -> None:
+    """A request that fits into two groups together waits for one that has all of its room."""
+    credits = KVCredits(num_blocks=10, block_size=8, max_claims=2, num_groups=2)
+    first = await credits.acquire(48, 0)
+    second = await credits.acquire(40, 0)
+    assert {first.group, second.group} == {0, 1} and credits.num_free == 9
+    waiting = asyncio.create_task(credits.acquire(48, 0))
+    await asyncio.sleep(0)
+    assert credits.num_waiting == 1
+    first.grow_to(64)
+    assert credits.num_free == 7
+    second.release()
+    third = await waiting
+    assert third.group == second.group and credits.num_free == 6
+    assert credits.claim_now(8, 0).group == third.group
+    for claim in (first, third):
+        claim.release()
+    assert credits.num_free == 19 and credits.num_claims == 1

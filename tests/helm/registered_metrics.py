@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from decode_node.metrics import DecodeMetrics
 from edge.security.metrics import CredentialsCollector
-from engine.config import DeviceConfig, InspectionConfig
+from engine.config import DeviceConfig
+from engine.inspection_config import InspectionConfig
 from engine.node.metrics import EngineCollector
 from engine.outputs import ResidencyStats, SchedulerStats, WorkStats
 from kv_transfer.control.scheduler import GrpcConnectorScheduler

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.config import InspectionConfig
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
+from engine.inspection_config import InspectionConfig
 from engine.messages import LoadProgress
 from engine.profiles import ProfileOptions, ProfileRefused
 from engine.request_spec import RequestSpec

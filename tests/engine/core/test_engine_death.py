@@ -18,10 +18,10 @@ import psutil
 import pytest
 import uvloop
 
-from engine.config import InspectionConfig
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
+from engine.inspection_config import InspectionConfig
 from engine.messages import LoadProgress
 from engine.node.status import NodeStatus
 from engine.request_spec import RequestSpec

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import InspectionConfig
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
+from engine.inspection_config import InspectionConfig
 from engine.messages import EngineCoreRequest
 from engine.models.step_costs import cost_of
 from engine.request_spec import RequestSpec

@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.config import EngineConfig, InspectionConfig
+from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.factory import create_executor
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream
+from engine.inspection_config import InspectionConfig
 from engine.messages import LoadProgress
 from engine.profiles import ProfileOptions
 from kv_transfer.config import KVRole, KVTransferConfig

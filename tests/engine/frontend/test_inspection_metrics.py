@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig, InspectionConfig
+from engine.config import EngineConfig
+from engine.inspection_config import InspectionConfig
 from engine.node.device_peaks import DevicePeaks, peaks_of
 from engine.node.inspection_metrics import residency_metrics, work_metrics
 from engine.outputs import KindRates, ResidencyStats, WorkStats

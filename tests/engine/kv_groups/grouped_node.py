@@ -164,8 +164,10 @@ def hand_over(
     for name, prompt in prompts.items():
         transfer_id = secrets.token_hex(16)
         export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        peer = prefill.core.connector.peer_info
+        assert peer is not None
         pull = KVTransferParams(
-            do_remote_prefill=True, transfer_id=transfer_id, peer=prefill.core.connector.peer_info
+            do_remote_prefill=True, transfer_id=transfer_id, peer=peer.of(transfer_id)
         )
         prefill.add(name, prompt, 1, export, num_choices)
         decode.add(name, prompt, 24, pull, num_choices)

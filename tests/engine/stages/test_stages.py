@@ -14,7 +14,7 @@ from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from kv_transfer.config import KVRole, KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until
-from tests.engine.stages.thread_executor import ThreadExecutor
+from tests.engine.thread_executor import ThreadExecutor
 from tests.engine.tiny_model import tiny_model
 
 NUM_LAYERS = 5

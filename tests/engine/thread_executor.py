@@ -1,4 +1,4 @@
-"""All ranks of an engine as threads of this process."""
+"""All ranks of an engine as threads of this process: stages, and data-parallel groups."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.executor.group_results import GroupResults
 from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.sched.output import SchedulerOutput
+from engine.sched.group_output import Step, StepResult
 from engine.worker.worker import Worker
 from tests.engine.models.conftest import free_ports
 
@@ -64,7 +65,8 @@ class RankThread:
 
 
 class ThreadExecutor(Executor):
-    """Runs ranks side by side; `max_in_flight` counts steps that were on their way at once."""
+    """Runs ranks side by side; `max_in_flight` counts steps that were on their way at once, `steps`
+    are all that there were."""
 
     def __init__(self, config: EngineConfig) -> None:
         parallel = config.parallel
@@ -72,9 +74,11 @@ class ThreadExecutor(Executor):
         self._ranks = [
             RankThread(Worker(config, rank, rendezvous)) for rank in range(parallel.num_ranks)
         ]
-        self._answering = parallel.answering_rank
+        self._parallel = parallel
+        self._of_groups = GroupResults(parallel.data_parallel_size)
+        self.steps: list[Step] = []
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._results: queue.SimpleQueue[ModelRunnerOutput] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[int, ModelRunnerOutput]] = queue.SimpleQueue()
         self._num_in_flight = 0
         self.max_in_flight = 0
 
@@ -101,26 +105,28 @@ class ThreadExecutor(Executor):
         self._on_all(lambda worker: worker.capture_model(lambda stage, fraction: None))
         return KVCaches(num_blocks, handles)
 
-    def execute_model(self, step: SchedulerOutput) -> None:
+    def execute_model(self, step: Step) -> None:
+        self.steps.append(step)
+        self._of_groups.expect(step.step_id)
         self._num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self._num_in_flight)
         for index, rank in enumerate(self._ranks):
             rank.start(lambda index=index, worker=rank.worker: self._run(index, worker, step))  # type: ignore[misc]
 
-    def _run(self, index: int, worker: Worker, step: SchedulerOutput) -> None:
+    def _run(self, index: int, worker: Worker, step: Step) -> None:
         result = worker.execute_model(step)
-        if index == self._answering:
-            self._results.put(result)
+        if self._parallel.answers(index):
+            self._results.put((worker.group, result))
             os.eventfd_write(self._event_fd, 1)
 
-    def collect(self) -> list[ModelRunnerOutput]:
+    def collect(self) -> list[StepResult]:
         with suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
         self._check()
-        found = []
         with suppress(queue.Empty):
             while True:
-                found.append(self._results.get_nowait())
+                self._of_groups.add(*self._results.get_nowait())
+        found = self._of_groups.take()
         self._num_in_flight -= len(found)
         return found
 
@@ -140,7 +146,7 @@ class ThreadExecutor(Executor):
 
     @property
     def host_s(self) -> float:
-        return self._ranks[self._answering].worker.host_s
+        return self._ranks[-1].worker.host_s
 
     @property
     def grammar_stats(self) -> GrammarStats:

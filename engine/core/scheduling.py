@@ -1,0 +1,55 @@
+"""Makes what decides in an engine: a scheduler and its connector, or those of several groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.executor.abstract import KVCaches
+from engine.life_places import first_transfer_place
+from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.scheduler import Scheduler
+from engine.sched.step_log import StepLog
+from host.life_signs import LifeSigns
+from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.factory import create_scheduler_connector
+from kv_transfer.group_connector import GroupConnector
+
+
+def create_scheduling(
+    config: EngineConfig, caches: KVCaches, signs: LifeSigns | None, step_log: StepLog | None
+) -> tuple[KVConnectorScheduler | GroupConnector, Scheduler | GroupScheduler]:
+    """Starts the transfer processes, and returns connector and scheduler. Raises
+    `KVTransferError`. `signs`, `step_log`: see `EngineCore`."""
+    num_groups = config.parallel.data_parallel_size
+    connectors = [_connector(config, group, caches, signs) for group in range(num_groups)]
+    # Steps of several groups are no single line of a log: the report tells of the first group's.
+    logs = [step_log, *[None] * (num_groups - 1)]
+    schedulers = [
+        Scheduler(config, caches.num_blocks, connector, log)
+        for connector, log in zip(connectors, logs, strict=True)
+    ]
+    if num_groups == 1:
+        return connectors[0], schedulers[0]
+    return GroupConnector(connectors), GroupScheduler(schedulers)
+
+
+def _connector(
+    config: EngineConfig, group: int, caches: KVCaches, signs: LifeSigns | None
+) -> KVConnectorScheduler:
+    size = config.parallel.group_size
+    own = slice(group * size, (group + 1) * size)
+    processes = config.kv_transfer.num_processes if config.kv_transfer is not None else 0
+    place = first_transfer_place(config) + group * size * processes
+    transfer = config.kv_transfer
+    if transfer is not None and transfer.port:
+        transfer = replace(transfer, port=transfer.port + group * size * processes)
+    return create_scheduler_connector(
+        transfer,
+        config.name_of_group(group),
+        config.epoch,
+        config.kv_layout,
+        caches.handles[own],
+        caches.hosts[own],
+        signs.part(place) if signs is not None else None,
+    )

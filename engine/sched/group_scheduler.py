@@ -1,0 +1,215 @@
+"""Schedules data-parallel groups: one scheduler for each, with rows, blocks and a connector of its
+own, and this one above them.
+
+    request ──▶ the group that it names, or the one with most room; a prompt for a peer, the group
+                that its transfer's id means to both sides
+    schedule    every group's scheduler decides; if any has a step, all ranks get one
+    results     go to the scheduler that decided the step
+
+Groups share nothing but the time of their steps. Sizes are padded here, once for all ranks: no rank
+asks another what it is about to compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.crash_facts import EngineFacts
+from engine.messages import EngineCoreOutput, EngineCoreOutputs
+from engine.outputs import SchedulerStats, merged_stats
+from engine.request import Request
+from engine.sched.admission import Admission
+from engine.sched.group_output import GroupOutput, GroupStep
+from engine.sched.output import SchedulerOutput
+from engine.sched.remote_kv import RemoteKV
+from engine.sched.scheduler import Scheduler
+from engine.sched.work_meter import WorkMeter
+from kv_transfer.group_connector import GroupEvents
+from kv_transfer.metadata import KVConnectorOutput, KVTransferParams, group_of_transfer
+
+
+class _StepSizes:
+    """Follows which rows of a group decode, as its workers do."""
+
+    def __init__(self) -> None:
+        self._decodes: set[int] = set()
+
+    def of(self, step: SchedulerOutput | None) -> tuple[int, int]:
+        """Returns how many rows decode in the step, and how many tokens of prompts it computes."""
+        if step is None:
+            return 0, 0
+        self._decodes -= {*step.finished_rows, *step.decode_remove}
+        self._decodes |= set(step.decode_add)
+        return len(self._decodes), sum(count for _, count in step.prefill_chunks)
+
+
+class GroupScheduler:
+    """Has the methods of a `Scheduler`, over those of all groups."""
+
+    def __init__(self, groups: Sequence[Scheduler]) -> None:
+        self.groups = groups
+        self._sizes = [_StepSizes() for _ in groups]
+        self._step_id = 0
+        self._group_of: dict[str, Scheduler] = {}
+        """Maps each known request to the group that has it."""
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> EngineCoreOutputs:
+        """Adds a request to the group that it names, or that has most room. Raises ValueError like
+        `Scheduler`."""
+        if request.request_id in self._group_of:
+            raise ValueError(f"request {request.request_id!r} exists already")
+        chosen = self._choose(request)
+        for name in (request.request_id, *request.choice_ids):
+            self._group_of[name] = chosen
+        return self._heard(chosen.add_request(request))
+
+    def _choose(self, request: Request) -> Scheduler:
+        params = request.kv_transfer_params
+        if params is not None and params.do_remote_decode:
+            return self.groups[group_of_transfer(params.transfer_id, len(self.groups))]
+        return self.groups[request.group] if request.group >= 0 else self._roomiest()
+
+    def _roomiest(self) -> Scheduler:
+        """Returns the group with the fewest tokens to compute and, of equals, most free blocks."""
+
+        def load(group: Scheduler) -> tuple[int, int, int]:
+            stats = group.stats()
+            waiting = stats.num_waiting_tokens
+            return waiting, stats.num_running + stats.num_waiting, -stats.num_free_blocks
+
+        return min(self.groups, key=load)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
+        by_group: dict[int, list[str]] = {}
+        for name in request_ids:
+            group = self._group_of.get(name)
+            for index, one in enumerate(self.groups):
+                if group is None or group is one:  # An export may outlive its request.
+                    by_group.setdefault(index, []).append(name)
+        found = EngineCoreOutputs()
+        for index, names in by_group.items():
+            _add(found, self._heard(self.groups[index].abort_requests(names)))
+        return found
+
+    def supply_first_token(
+        self, request_id: str, token_id: int, siblings: Sequence[int] = (), feature: bytes = b""
+    ) -> EngineCoreOutputs:
+        return self._ask(
+            request_id,
+            lambda group: group.supply_first_token(request_id, token_id, siblings, feature),
+        )
+
+    def prompt_computed(self, request_id: str) -> None:
+        if (group := self._group_of.get(request_id)) is not None:
+            group.prompt_computed(request_id)
+
+    def retry_remote(self, request_id: str, params: KVTransferParams) -> EngineCoreOutputs:
+        return self._ask(request_id, lambda group: group.retry_remote(request_id, params))
+
+    def prefill_locally(self, request_id: str) -> EngineCoreOutputs:
+        return self._ask(request_id, lambda group: group.prefill_locally(request_id))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached KV. False: some group has requests or transfers that hold blocks, and
+        keeps its own."""
+        were_reset = [group.reset_prefix_cache() for group in self.groups]
+        return all(were_reset)
+
+    def has_unfinished_requests(self) -> bool:
+        return any(group.has_unfinished_requests() for group in self.groups)
+
+    # One step ---------------------------------------------------------------------------------
+
+    def schedule(self) -> GroupStep | None:
+        """Returns the next step of all groups; None when no group has one."""
+        steps = [group.schedule() for group in self.groups]
+        if all(step is None for step in steps):
+            return None
+        sizes = [size.of(step) for size, step in zip(self._sizes, steps, strict=True)]
+        only_decode = not any(of_prompts for _, of_prompts in sizes)
+        self._step_id += 1
+        return GroupStep(
+            self._step_id,
+            steps,
+            max(decodes + of_prompts for decodes, of_prompts in sizes),
+            max(decodes for decodes, _ in sizes) if only_decode else 0,
+        )
+
+    def update_from_output(self, step: GroupStep, output: GroupOutput) -> EngineCoreOutputs:
+        """Results come in the order of their steps. Raises ValueError like `Scheduler`."""
+        found = EngineCoreOutputs(timestamp=time.monotonic())
+        for group, own, result in zip(self.groups, step.steps, output.outputs, strict=True):
+            if own is not None:
+                _add(found, self._heard(group.update_from_output(own, result)))
+        return found
+
+    def update_from_connector(self, output: KVConnectorOutput) -> EngineCoreOutputs:
+        found = EngineCoreOutputs(timestamp=time.monotonic())
+        assert isinstance(output, GroupEvents)
+        for group, events in zip(self.groups, output.by_group, strict=True):
+            if events is not None:
+                _add(found, group.update_from_connector(events))
+        return found
+
+    # What there is ----------------------------------------------------------------------------
+
+    def stats(self) -> SchedulerStats:
+        return merged_stats([group.stats() for group in self.groups])
+
+    def measure(self, meter: WorkMeter) -> None:
+        """Counts what steps of the first group compute and move: that is one GPU's work."""
+        self.groups[0].measure(meter)
+
+    def facts(self) -> EngineFacts:
+        found = EngineFacts()
+        for index, group in enumerate(self.groups):
+            of_group = group.facts()
+            found.requests += of_group.requests
+            found.num_requests += of_group.num_requests
+            found.blocks |= {f"{name} of group {index}": n for name, n in of_group.blocks.items()}
+            found.queues |= {f"{name} of group {index}": n for name, n in of_group.queues.items()}
+            for name, count in of_group.transfers.items():
+                found.transfers[name] = found.transfers.get(name, 0) + count
+        return found
+
+    @property
+    def admission(self) -> Admission:
+        """Returns the first group's: no group leaves images to another node, as none sees any."""
+        return self.groups[0].admission
+
+    @property
+    def remote(self) -> RemoteKV:
+        """Returns the first group's: groups share no prefixes with peers."""
+        return self.groups[0].remote
+
+    def check_empty(self) -> list[str]:
+        left = [
+            f"{what} of group {index}"
+            for index, group in enumerate(self.groups)
+            for what in group.check_empty()
+        ]
+        return left + [f"the group of {name}" for name in self._group_of]
+
+    def _ask(
+        self, request_id: str, do: Callable[[Scheduler], EngineCoreOutputs]
+    ) -> EngineCoreOutputs:
+        group = self._group_of.get(request_id)
+        return EngineCoreOutputs() if group is None else self._heard(do(group))
+
+    def _heard(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """Forgets requests that have ended."""
+        for output in outputs.outputs:
+            self._note_end(output)
+        return outputs
+
+    def _note_end(self, output: EngineCoreOutput) -> None:
+        if output.finish_reason:
+            self._group_of.pop(output.request_id, None)
+
+
+def _add(to: EngineCoreOutputs, more: EngineCoreOutputs) -> None:
+    to.outputs.extend(more.outputs)
+    to.kv_results.extend(more.kv_results)

@@ -1,0 +1,59 @@
+"""Tests what does not go with several data-parallel groups: it is refused by name at the start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig, ParallelConfig, SpeculativeConfig
+from engine.lora import LoRAConfig
+from engine.node.command_line import SettingsError
+from engine.node.group_settings import check_groups
+from kv_transfer.config import KVTransferConfig
+from tests.engine.sched.factories import make_config
+
+GROUPS = ParallelConfig(data_parallel_size=2)
+
+
+def config_of(**changes: Any) -> EngineConfig:
+    return replace(make_config(), **{"parallel": GROUPS, **changes})
+
+
+def test_groups_go_with_pd() -> None:
+    for role in ("kv_producer", "kv_consumer"):
+        check_groups(config_of(kv_transfer=KVTransferConfig(kv_role=role)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"parallel": replace(GROUPS, distributed_executor_backend="ray")}, "ray"),
+        (
+            {
+                "speculative": SpeculativeConfig(
+                    method="ngram",
+                    num_speculative_tokens=2,
+                    prompt_lookup_max=2,
+                    prompt_lookup_min=1,
+                )
+            },
+            "--speculative-config",
+        ),
+        ({"lora": LoRAConfig()}, "--enable-lora"),
+        (
+            {"kv_transfer": KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)},
+            "--kv-share-prefixes",
+        ),
+        (
+            {"kv_transfer": KVTransferConfig(kv_role="kv_consumer", host_tier_bytes=1 << 30)},
+            "--kv-host-memory-bytes",
+        ),
+    ],
+)
+def test_what_groups_cannot_do_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(SettingsError, match=named) as caught:
+        check_groups(config_of(**changes))
+    assert "--data-parallel-size" in str(caught.value)
+    check_groups(config_of(**{**changes, "parallel": ParallelConfig()}))

@@ -1,0 +1,159 @@
+"""Data-parallel groups: they answer as one rank does, token for token, whatever the others do."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from engine.core.core import EngineCore
+from engine.messages import AbortRequests
+from engine.models.checkpoint import load_model_config
+from engine.sched.group_output import GroupStep
+from engine.sched.group_scheduler import GroupScheduler
+from kv_transfer.config import KVTransferConfig
+from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until
+from tests.engine.models.parity_cases import prompts
+from tests.engine.thread_executor import ThreadExecutor
+
+NUM_TOKENS = 14
+DP2 = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
+
+
+@contextmanager
+def node_of(
+    folder: Path, parallel: ParallelConfig, kv_transfer: KVTransferConfig | None = None
+) -> Iterator[GroupedNode]:
+    config = EngineConfig(
+        engine_id=f"groups-{secrets.token_hex(4)}",
+        epoch=secrets.randbits(63),
+        model=load_model_config(folder),
+        cache=CacheConfig(block_size=16, num_blocks=40),
+        parallel=parallel,
+        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48, async_scheduling=True),
+        kv_transfer=kv_transfer,
+    )
+    executor = ThreadExecutor(config)
+    node = GroupedNode(config, EngineCore(config, executor, lambda *_: None), executor, None)
+    try:
+        yield node
+    finally:
+        node.shutdown()
+
+
+def answers(node: GroupedNode) -> dict[str, list[int]]:
+    """Asks every prompt, the longest twice, and checks that nothing is left behind."""
+    asked = {str(index): prompt for index, prompt in enumerate((*prompts(), prompts()[3]))}
+    for name, prompt in asked.items():
+        node.add(name, prompt, NUM_TOKENS)
+    run_until([node], lambda: node.ended.issuperset(asked))
+    node.check_empty()
+    return dict(node.tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("deepseek_v2", DP2),
+        ("mixtral", ParallelConfig(data_parallel_size=2)),
+        (
+            "deepseek_v3_yarn",
+            ParallelConfig(
+                data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True
+            ),
+        ),
+        ("llama", ParallelConfig(data_parallel_size=2)),
+    ],
+)
+def test_groups_answer_as_one_rank_does(
+    family: str, parallel: ParallelConfig, checkpoints: Path
+) -> None:
+    """Experts as a whole and in slices, groups of two ranks, and a model without experts."""
+    folder = checkpoints / family
+    with node_of(folder, ParallelConfig()) as alone:
+        expected = answers(alone)
+    with node_of(folder, parallel) as groups:
+        assert answers(groups) == expected
+        assert isinstance(groups.executor, ThreadExecutor)
+        steps = [step for step in groups.executor.steps if isinstance(step, GroupStep)]
+        used = [sum(step.steps[group] is not None for step in steps) for group in (0, 1)]
+        assert min(used) > NUM_TOKENS
+        assert any(step.num_decodes == 0 for step in steps)
+        assert any(0 < step.num_decodes < step.num_tokens + 1 for step in steps)
+
+
+def test_a_group_without_requests_takes_part(checkpoints: Path) -> None:
+    """One request alone, and then another whose neighbour is taken away in the middle."""
+    folder, prompt = checkpoints / "deepseek_v2", prompts()[2]
+    with node_of(folder, ParallelConfig()) as alone:
+        alone.add("0", prompt, NUM_TOKENS)
+        run_until([alone], lambda: "0" in alone.ended)
+        expected = alone.tokens["0"]
+    with node_of(folder, DP2) as node:
+        assert isinstance(node.core.scheduler, GroupScheduler)
+        node.add("alone", prompt, NUM_TOKENS)
+        run_until([node], lambda: "alone" in node.ended)
+        node.add("goes on", prompt, NUM_TOKENS)
+        node.add("is taken away", prompts()[0], NUM_TOKENS)
+        run_until([node], lambda: len(node.tokens["is taken away"]) > 2)
+        node.core.handle(AbortRequests(["is taken away"]))
+        run_until([node], lambda: "goes on" in node.ended)
+        assert node.tokens["alone"] == node.tokens["goes on"] == expected
+        assert len(node.tokens["is taken away"]) < NUM_TOKENS
+        node.check_empty()
+
+
+# Two nodes --------------------------------------------------------------------------------------
+
+
+class Known:
+    """Has what one rank alone has answered."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self._answers = answers
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        return self._answers[tuple(prompt)][:count]
+
+
+@pytest.fixture(scope="module")
+def known(checkpoints: Path) -> Known:
+    with node_of(checkpoints / "deepseek_v2", ParallelConfig()) as alone:
+        asked = {str(index): prompt for index, prompt in enumerate(prompts())}
+        for name, prompt in asked.items():
+            alone.add(name, prompt, 24)
+        run_until([alone], lambda: alone.ended.issuperset(asked))
+        return Known({tuple(prompt): alone.tokens[name] for name, prompt in asked.items()})
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (DP2, ParallelConfig()),
+        (ParallelConfig(tensor_parallel_size=2), DP2),
+    ],
+    ids=["DP 2 to 1", "TP 2 to DP 2"],
+)
+def test_nodes_of_different_layouts_hand_over(
+    prefill: ParallelConfig, decode: ParallelConfig, known: Known, checkpoints: Path
+) -> None:
+    folder, nodes = checkpoints / "deepseek_v2", []
+    with ExitStack() as stack:
+        for role, parallel in (("kv_producer", prefill), ("kv_consumer", decode)):
+            kv = KVTransferConfig(kv_role=role, num_streams=2)  # type: ignore[arg-type]
+            nodes.append(stack.enter_context(node_of(folder, parallel, kv)))
+        asked = {f"{turn}.{i}": prompt for turn in "ab" for i, prompt in enumerate(prompts())}
+        hand_over(nodes[0], nodes[1], asked, known)
+        assert nodes[1].core.stats().prompt_tokens_computed == 0
+        assert nodes[1].core.stats().prompt_tokens_transferred > 0
+        if isinstance(scheduler := nodes[1].core.scheduler, GroupScheduler):
+            assert all(group.stats().num_steps > 0 for group in scheduler.groups)
