@@ -20,6 +20,7 @@ from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
 from engine.frontend.prefix_calls import PeerAnswer
 from engine.messages import PrefixAsk
+from engine.node.prefix_servicer import MAX_NAMES
 from engine.prefix_holder import PrefixHolder
 from kv_transfer.errors import HandshakeMismatch, PeerLost
 from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
@@ -54,7 +55,7 @@ class PrefixClient:
         if holder is None or time.monotonic() < self._avoid_until.get(holder, 0.0):
             return None, 0
         try:
-            return await self._offer(holder, ask.names)
+            return await self._offer(holder, ask.names[:MAX_NAMES])
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
         except (HandshakeMismatch, PeerLost, PlaintextRefused, ValueError) as error:

@@ -17,7 +17,8 @@ from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
 SERVICE_NAME = "tandem.v1.Prefixes"
 CALLERS = {SERVICE_NAME: frozenset({Role.PREFILL})}
 """Roles of those who may pull prefixes."""
-_MAX_NAMES = 1 << 16
+MAX_NAMES = 1 << 16
+"""Limits one call; what is behind them is computed."""
 _MAX_NAME_BYTES = 256
 
 OfferContext: TypeAlias = "grpc.aio.ServicerContext[Any, prefixes_pb2.OfferReply]"
@@ -51,7 +52,7 @@ class PrefixServicer(prefixes_pb2_grpc.PrefixesServicer):
         if self._status.work.draining or self._status.fault():
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this node is stopping")
         names = list(request.names)
-        if len(names) > _MAX_NAMES or any(len(name) > _MAX_NAME_BYTES for name in names):
+        if len(names) > MAX_NAMES or any(len(name) > _MAX_NAME_BYTES for name in names):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "too many or too long names")
         peer = self._engine.ready.peer
         assert peer is not None, "a node that serves prefixes exchanges KV"

@@ -91,7 +91,17 @@ class Nodes:
             await until(partial(_holds_nothing, llm), "nothing held")
 
     def count(self, name: str, counter: str) -> float:
-        return self.engines[name].stats.kv_transfer[counter]
+        return self.engines[name].stats.kv_transfer.get(counter, 0.0)
+
+    async def close(self) -> None:
+        for one in self.closing:
+            await (one.stop() if isinstance(one, NodeGrpcServer) else one.close())
+
+    async def forget_all(self) -> None:
+        """Forgets what is cached, of pools of any size."""
+        await self.settle()
+        for llm in self.engines.values():
+            assert await llm.reset_prefix_cache()
 
     async def forget(self) -> None:
         for llm in self.engines.values():
@@ -101,7 +111,7 @@ class Nodes:
 def _holds_nothing(llm: AsyncLLM) -> bool:
     stats = llm.stats
     is_free = stats.num_free_blocks == stats.num_total_blocks and not stats.num_running
-    return is_free and not stats.kv_transfer["live_transfers"]
+    return is_free and not stats.kv_transfer.get("live_transfers")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -117,8 +127,7 @@ async def nodes() -> AsyncIterator[Nodes]:
     await nodes.serve()
     yield nodes
     await nodes.settle()
-    for one in nodes.closing:
-        await (one.stop() if isinstance(one, NodeGrpcServer) else one.close())
+    await nodes.close()
     for llm in nodes.engines.values():
         assert not llm.is_dead, llm.dead_reason
         for left in ("staged_bytes", "leases", "process_transfers", "open_pulls"):
