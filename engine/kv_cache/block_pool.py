@@ -76,6 +76,8 @@ class BlockPool:
         self._cached = BlockHashToBlockMap()
         self.on_cached: Callable[[KVCacheBlock], None] | None = None
         """Hears of each block that can be found from now on."""
+        self.num_evicted = 0
+        """Blocks that could be found and were taken for something else."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -95,6 +97,7 @@ class BlockPool:
     def _take(self) -> KVCacheBlock:
         block = self.free_queue.popleft()
         if block.block_hash is not None:
+            self.num_evicted += 1
             self._forget(block, block.block_hash)
         block.ref_cnt = 1
         return block

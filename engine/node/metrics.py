@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.messages import EngineReady
 from engine.node.device_peaks import DevicePeaks, peaks_of
 from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
+from engine.node.tier_metrics import tier_metrics
 from engine.outputs import (
     DURATION_BUCKETS,
     STEP_TOKEN_BUCKETS,
@@ -88,6 +89,7 @@ class EngineCollector(Collector):
         yield from residency_metrics(stats.residency, LABELS, self._labels)
         yield from work_metrics(stats.work, self._peaks, LABELS, self._labels)
         yield from self._kv_transfer(stats.kv_transfer)
+        yield from tier_metrics(self._engine.config, stats, LABELS, self._labels)
         yield self._cache_config()
 
     def _gauges(self, stats: SchedulerStats) -> Iterable[Metric]:

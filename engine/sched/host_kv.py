@@ -83,6 +83,12 @@ class HostKV:
     def num_loading(self) -> int:
         return len(self._loads)
 
+    @property
+    def num_tokens_from_disk(self) -> int:
+        """Returns the part of `num_loaded_tokens` that was on disk, and what was read in vain."""
+        num_blocks = self._tier.num_fetched_blocks if self._tier is not None else 0
+        return num_blocks * self._kv_cache.least_block_size
+
     # Blocks go there --------------------------------------------------------------------------
 
     def _offer(self, block: KVCacheBlock) -> None:

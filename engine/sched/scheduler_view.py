@@ -69,6 +69,8 @@ class SchedulerView:
             num_delayed_frees=len(remote.held),
             prompt_tokens_cached=counters.prefix_cache_hits,
             prompt_tokens_loaded=remote.host.num_loaded_tokens,
+            prompt_tokens_from_disk=remote.host.num_tokens_from_disk,
+            num_evicted_blocks=self._kv_cache.block_pool.num_evicted,
             prompt_tokens_pulled=remote.peers.counters.pulled_tokens,
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,

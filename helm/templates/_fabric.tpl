@@ -114,6 +114,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $resources "requests" $requests -}}
 {{- end -}}
 {{- end -}}
+{{- if .of.kvTiers -}}{{- include "tandem.addKvMemory" (dict "resources" $resources "of" .of) -}}{{- end -}}
 {{- $claims := list -}}
 {{- if include "tandem.claimsGpus" . -}}{{- $claims = append $claims (dict "name" "gpus") -}}{{- end -}}
 {{- range .of.resourceClaims -}}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}

@@ -72,6 +72,7 @@ spec:
 {{- end }}
 - --device={{ ternary "cuda" "cpu" $tier.gpu.enabled }}
 - --drain-timeout-s={{ int $tier.drain.drainSeconds }}
+{{- include "tandem.kvTierFlags" . }}
 {{- include "tandem.crashReportFlags" . }}
 {{- include "tandem.serviceFlags" (dict "root" .root "settings" $tier.settings) }}
 {{- end -}}
@@ -164,6 +165,7 @@ livenessProbe:
   readOnly: true
 {{- end }}
 {{- include "tandem.fabricMounts" . }}
+{{- include "tandem.kvTierMounts" . }}
 {{- include "tandem.crashReportMounts" . }}
 {{- with .of.extraVolumeMounts }}
 {{ toYaml . }}
@@ -192,6 +194,7 @@ livenessProbe:
     secretName: {{ include "tandem.rayTokenSecret" .root | quote }}
 {{- end }}
 {{- include "tandem.fabricVolumes" . }}
+{{- include "tandem.kvTierVolumes" . }}
 {{- include "tandem.crashReportVolumes" . }}
 {{- with .of.extraVolumes }}
 {{ toYaml . }}

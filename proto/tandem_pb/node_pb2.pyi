@@ -75,7 +75,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos")
+    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,8 @@ class NodeLoad(_message.Message):
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_PER_POS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FROM_HOST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FROM_DISK_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     role: NodeRole
     epoch: int
@@ -134,4 +136,6 @@ class NodeLoad(_message.Message):
     num_held: int
     num_drafts: int
     num_accepted_per_pos: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_tokens_from_host: int
+    prompt_tokens_from_disk: int
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ...) -> None: ...

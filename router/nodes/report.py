@@ -33,6 +33,8 @@ class NodeTotals:
 
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
+    prompt_tokens_from_host: int = 0
+    prompt_tokens_from_disk: int = 0
     prompt_tokens_transferred: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0
@@ -95,6 +97,8 @@ class NodeReport:
             totals=NodeTotals(
                 prompt_tokens_computed=load.prompt_tokens_computed,
                 prompt_tokens_cached=load.prompt_tokens_cached,
+                prompt_tokens_from_host=load.prompt_tokens_from_host,
+                prompt_tokens_from_disk=load.prompt_tokens_from_disk,
                 prompt_tokens_transferred=load.prompt_tokens_transferred,
                 generation_tokens=load.generation_tokens,
                 num_preemptions=load.num_preemptions,

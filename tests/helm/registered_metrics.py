@@ -17,7 +17,9 @@ from engine.config import DeviceConfig
 from engine.inspection_config import InspectionConfig
 from engine.node.metrics import EngineCollector
 from engine.outputs import ResidencyStats, SchedulerStats, WorkStats
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
+from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import Reclaim
 from prefill_node.metrics import PrefillMetrics
 from router.app import OuterWorld, make_services
@@ -73,6 +75,10 @@ def _engine() -> Any:
                 enable_mfu_metrics=True, device_peak_tflops=1.0, device_peak_gbps=1.0
             ),
             device=DeviceConfig(),
+            kv_layout=SimpleNamespace(block_bytes=1),
+            kv_transfer=KVTransferConfig(
+                kv_role="kv_producer", host_tier_bytes=1, disk_tier_bytes=1
+            ),
         ),
         stats=SchedulerStats(kv_transfer=counters, residency=ResidencyStats(), work=WorkStats()),
         ready=SimpleNamespace(num_blocks=1, device_name=""),
@@ -86,7 +92,8 @@ def _transfer_counters() -> set[str]:
     """
     getter = GrpcConnectorScheduler.counters.fget
     found = set(re.findall(r'"(\w+)":', inspect.getsource(getter)))
-    return found | {f"reclaimed_{why}" for why in Reclaim}
+    of_tiers = HostTier(0, 0, lambda process, command: True).counters
+    return found | {f"reclaimed_{why}" for why in Reclaim} | of_tiers.keys()
 
 
 def _series(text: str) -> Iterator[str]:

@@ -52,6 +52,11 @@ BETWEEN_VALUES = [
         },
         "decode.ports.http (8100) is one of the ports 8098 to 8101",
     ),
+    ({"prefill": {"kvTiers": {"diskGiB": 9}}}, "diskGiB needs prefill.kvTiers.hostGiB"),
+    (
+        {"prefill": {"kvTiers": {"hostGiB": 1, "diskGiB": 9, "disk": {"type": "hostPath"}}}},
+        "say where in prefill.kvTiers.disk.hostPath",
+    ),
     (
         {"prefill": {"ports": {"kv": 65535}}},
         "needs the ports up to 65538",

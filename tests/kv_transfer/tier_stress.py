@@ -73,6 +73,14 @@ class TierStress:
                 self._cycle()
         self._settle()
 
+    def report(self, seconds: float) -> None:
+        seen = self.seen
+        print(
+            f"{seen['cycles']} cycles, {seen['compared']} blocks compared, "
+            f"{seen['deaths of an engine']} engines died, {seconds:.0f} s",
+            file=sys.stderr,
+        )
+
     def close(self) -> None:
         self._count()
         self._node.close()
@@ -174,20 +182,25 @@ class TierStress:
             files = list((self._folder / "memory").rglob("*.slots"))
         if not files:
             return
-        path = self._rng.choice(files)
+        try:
+            self._damage(self._rng.choice(files), kind)
+        except FileNotFoundError:
+            return  # It was evicted a moment ago.
+        self.seen[f"damage: {kind}"] += 1
+
+    def _damage(self, path: Path, kind: str) -> None:
         size = path.stat().st_size
         if kind == "short":
             os.truncate(path, self._rng.randrange(size))
-        else:
-            # Of memory only pages: a record is written by one process and read by nobody else.
-            start = size - NUM_SLOTS * 64 if kind == "memory" else 0
-            with path.open("r+b") as file:
-                place = self._rng.randrange(max(0, start), size)
-                file.seek(place)
-                byte = file.read(1)[0]
-                file.seek(place)
-                file.write(bytes([byte ^ 1 << self._rng.randrange(8)]))
-        self.seen[f"damage: {kind}"] += 1
+            return
+        # Of memory the end, where pages are: a record is written by one process alone.
+        start = max(0, size - NUM_SLOTS * 64) if kind == "memory" else 0
+        with path.open("r+b") as file:
+            place = self._rng.randrange(start, size)
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1 << self._rng.randrange(8)]))
 
     def _settle(self) -> None:
         deadline = time.monotonic() + 60
@@ -227,7 +240,7 @@ def main() -> None:
         part = max(1, args.cycles // 20)
         for cycles in range(part, args.cycles + 1, part):
             stress.run(cycles, args.cycles_per_crash)
-            print(f"{cycles} cycles, {time.monotonic() - started:.0f} s", file=sys.stderr)
+            stress.report(time.monotonic() - started)
         stress.close()
         print(json.dumps(dict(stress.seen), indent=1))
 

@@ -196,6 +196,8 @@ def test_rates_are_of_what_nodes_count_and_begin_anew_with_them() -> None:
             second,
             prompt_tokens_computed=30 * second,
             prompt_tokens_cached=10 * second,
+            prompt_tokens_from_host=4 * second,
+            prompt_tokens_from_disk=2 * second,
             generation_tokens=7 * second,
             num_drafts=2 * second,
             num_accepted_per_pos=(second, second // 2),
@@ -203,6 +205,7 @@ def test_rates_are_of_what_nodes_count_and_begin_anew_with_them() -> None:
     now = rates.of(fleet.node("d"))
     assert (now.tokens_in, now.tokens_out) == (pytest.approx(40), pytest.approx(7))
     assert now.hit_share == pytest.approx(0.25)
+    assert (now.host_share, now.disk_share) == (pytest.approx(0.1), pytest.approx(0.05))
     assert now.accepted == (pytest.approx(0.5), pytest.approx(0.25))
     tell(21, epoch=2, generation_tokens=3)
     assert rates.of(fleet.node("d")) == Rates()

@@ -16,12 +16,15 @@ _WINDOW = 11
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Holds rates of one node, per second. `hit_share`: the part of its prompt tokens that it need
-    not compute, 0..1; None without prompts. `accepted`: the part of steps with drafts in which the
+    not compute, 0..1; None without prompts. `host_share`, `disk_share`: what of these had left the
+    cache, and came back from there. `accepted`: the part of steps with drafts in which the
     draft at each place was right."""
 
     tokens_in: float = 0.0
     tokens_out: float = 0.0
     hit_share: float | None = None
+    host_share: float = 0.0
+    disk_share: float = 0.0
     accepted: tuple[float, ...] = ()
 
 
@@ -76,6 +79,8 @@ def _rates(old: NodeTotals, new: NodeTotals, seconds: float) -> Rates:
     computed = new.prompt_tokens_computed - old.prompt_tokens_computed
     cached = new.prompt_tokens_cached - old.prompt_tokens_cached
     prompts = computed + cached
+    from_host = new.prompt_tokens_from_host - old.prompt_tokens_from_host
+    from_disk = new.prompt_tokens_from_disk - old.prompt_tokens_from_disk
     # A prefill node has counted prompts whose KV comes from there, cached part included.
     is_pulling = new.prompt_tokens_transferred > old.prompt_tokens_transferred
     num_drafts = new.num_drafts - old.num_drafts
@@ -84,6 +89,8 @@ def _rates(old: NodeTotals, new: NodeTotals, seconds: float) -> Rates:
         tokens_in=max(0, computed if is_pulling else prompts) / seconds,
         tokens_out=max(0, new.generation_tokens - old.generation_tokens) / seconds,
         hit_share=cached / prompts if prompts > 0 else None,
+        host_share=from_host / prompts if prompts > 0 else 0.0,
+        disk_share=from_disk / prompts if prompts > 0 else 0.0,
         accepted=tuple(
             (right - was) / num_drafts
             for right, was in zip(new.num_accepted_per_pos, before, strict=False)

@@ -278,6 +278,8 @@ class StatusSources:
             "tokens_in_per_s": _brief(rates.tokens_in),
             "tokens_out_per_s": _brief(rates.tokens_out),
             "hits": None if rates.hit_share is None else round(rates.hit_share, 3),
+            "host_hits": round(rates.host_share, 3),
+            "disk_hits": round(rates.disk_share, 3),
             "accepted": [round(part, 2) for part in rates.accepted],
             "receiving": report.num_receiving,
             "held": report.num_held,

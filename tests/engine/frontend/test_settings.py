@@ -281,6 +281,14 @@ def test_a_wrong_speculative_config_is_named(
     [
         (DecodeNodeSettings, [], "--enable-prefix-caching"),
         (PrefillNodeSettings, ["--kv-host-memory-bytes", "9"], "less than one block"),
+        (PrefillNodeSettings, ["--kv-disk-path", "/d", "--kv-disk-bytes", "9"], "kv-disk-bytes 9"),
+        (PrefillNodeSettings, ["--kv-disk-path", "/d"], "belong together"),
+        (PrefillNodeSettings, ["--kv-disk-bytes", "9000000"], "belong together"),
+        (
+            PrefillNodeSettings,
+            ["--kv-host-memory-bytes", "0", "--kv-host-memory-path", "/dev/shm"],
+            "need --kv-host-memory-bytes",
+        ),
     ],
 )
 def test_host_memory_for_kv_that_could_hold_nothing_is_refused(

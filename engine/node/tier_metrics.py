@@ -1,0 +1,84 @@
+"""Shows the tiers in which KV of prompts is looked for: cache (`gpu`), host memory, disk.
+
+A tier is asked for what the one before it lacks, so what a tier misses is what a later one gives,
+or what is pulled or computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engine.config import EngineConfig
+from engine.outputs import SchedulerStats
+from kv_transfer.tier import Tier
+
+_COUNTERS = {
+    "hit_tokens": "Prompt tokens whose KV was found there.",
+    "miss_tokens": "Prompt tokens whose KV was not there.",
+    "evicted_blocks": "Blocks that had to go for others.",
+    "residency_seconds": "Time for which evicted blocks had been there, summed.",
+}
+
+
+def tier_metrics(
+    config: EngineConfig, stats: SchedulerStats, labels: tuple[str, ...], values: Sequence[str]
+) -> Iterable[Metric]:
+    """Yields nothing for an engine that has only its cache."""
+    transfer, layout = config.kv_transfer, config.kv_layout
+    if transfer is None or not transfer.host_tier_bytes:
+        return
+    tiers = [Tier.GPU, Tier.HOST, *([Tier.DISK] if transfer.disk_tier_bytes else [])]
+    names, by_name = (*labels, "tier"), _counted(stats)
+    for name, text in _COUNTERS.items():
+        counter = CounterMetricFamily(f"tandem_kv_tier_{name}", text, labels=names)
+        for tier in tiers:
+            if tier in by_name[name]:
+                counter.add_metric((*values, tier), by_name[name][tier])
+        yield counter
+    used = {
+        Tier.GPU: stats.num_total_blocks - stats.num_free_blocks,
+        Tier.HOST: stats.kv_transfer.get("host_tier_blocks", 0.0),
+        Tier.DISK: stats.kv_transfer.get("disk_tier_blocks", 0.0),
+    }
+    most = {
+        Tier.GPU: stats.num_total_blocks,
+        Tier.HOST: transfer.num_host_slots(layout.block_bytes),
+        Tier.DISK: transfer.num_disk_blocks(layout.block_bytes),
+    }
+    for name, text, blocks in (
+        ("used_bytes", "KV of each rank that is there now.", used),
+        ("size_bytes", "KV of each rank for which there is room.", most),
+    ):
+        gauge = GaugeMetricFamily(f"tandem_kv_tier_{name}", text, labels=names)
+        for tier in tiers:
+            gauge.add_metric((*values, tier), blocks[tier] * layout.block_bytes)
+        yield gauge
+
+
+def _counted(stats: SchedulerStats) -> dict[str, dict[Tier, float]]:
+    """Returns what `_COUNTERS` counts, by tier."""
+    counters, from_disk = stats.kv_transfer, stats.prompt_tokens_from_disk
+    elsewhere = stats.prompt_tokens_computed + stats.prompt_tokens_pulled
+    return {
+        "hit_tokens": {
+            Tier.GPU: stats.prompt_tokens_cached - stats.prompt_tokens_loaded,
+            Tier.HOST: stats.prompt_tokens_loaded - from_disk,
+            Tier.DISK: from_disk,
+        },
+        "miss_tokens": {
+            Tier.GPU: elsewhere + stats.prompt_tokens_loaded,
+            Tier.HOST: elsewhere + from_disk,
+            Tier.DISK: elsewhere,
+        },
+        "evicted_blocks": {
+            Tier.GPU: stats.num_evicted_blocks,
+            Tier.HOST: counters.get("host_tier_displaced_blocks", 0.0),
+            Tier.DISK: counters.get("disk_tier_evicted_blocks", 0.0),
+        },
+        "residency_seconds": {
+            Tier.HOST: counters.get("host_tier_residency_seconds", 0.0),
+            Tier.DISK: counters.get("disk_tier_residency_seconds", 0.0),
+        },
+    }

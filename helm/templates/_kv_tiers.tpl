@@ -1,0 +1,102 @@
+{{/* KV behind the cache of the GPUs: host memory, which outlives the container as long as its pod does,
+  and a local disk. Sizes are of a rank, in GiB. */}}
+
+{{/* How many GiB of host memory the ranks of one pod have for KV: of */}}
+{{- define "tandem.kvHostGiB" -}}
+{{- mul (int .of.kvTiers.hostGiB) (div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts)) -}}
+{{- end -}}
+
+{{- define "tandem.kvDiskGiB" -}}
+{{- mul (int .of.kvTiers.diskGiB) (div (include "tandem.ranks" .of | int) (int .of.parallelism.hosts)) -}}
+{{- end -}}
+
+{{- define "tandem.kvTierFlags" -}}
+{{- with .of.kvTiers }}
+{{- if .hostGiB }}
+- --kv-host-memory-bytes={{ mul (int .hostGiB) 1073741824 }}
+- --kv-host-memory-path=/var/lib/tandem/kv/memory
+{{- end }}
+{{- if .diskGiB }}
+- --kv-disk-bytes={{ mul (int .diskGiB) 1073741824 }}
+- --kv-disk-path=/var/lib/tandem/kv/disk
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.kvTierMounts" -}}
+{{- if .of.kvTiers.hostGiB }}
+- name: kv-memory
+  mountPath: /var/lib/tandem/kv/memory
+{{- end }}
+{{- if .of.kvTiers.diskGiB }}
+- name: kv-disk
+  mountPath: /var/lib/tandem/kv/disk
+{{- end }}
+{{- end -}}
+
+{{/* A volume has some room for what is not KV: headers, and names of files. */}}
+{{- define "tandem.kvTierVolumes" -}}
+{{- if .of.kvTiers.hostGiB }}
+- name: kv-memory
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ printf "%dGi" (add 1 (include "tandem.kvHostGiB" . | int)) | quote }}
+{{- end }}
+{{- if .of.kvTiers.diskGiB }}
+{{- $disk := .of.kvTiers.disk }}
+{{- $size := printf "%dGi" (add 1 (include "tandem.kvDiskGiB" . | int)) }}
+- name: kv-disk
+  {{- if eq $disk.type "hostPath" }}
+  hostPath:
+    path: {{ $disk.hostPath | quote }}
+    type: DirectoryOrCreate
+  {{- else if eq $disk.type "ephemeral" }}
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with $disk.storageClass }}
+        storageClassName: {{ . | quote }}
+        {{- end }}
+        resources:
+          requests:
+            storage: {{ $size | quote }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ $size | quote }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Bytes of a quantity of memory, as a number without unit. */}}
+{{- define "tandem.bytesOf" -}}
+{{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $text := toString . -}}
+{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- mulf (float64 $number) (get $units (trimPrefix $number $text) | float64) | int64 -}}
+{{- end -}}
+
+{{/* Adds host memory for KV to the requests and limits of memory that are there: resources, of */}}
+{{- define "tandem.addKvMemory" -}}
+{{- $more := mul (include "tandem.kvHostGiB" . | int) 1073741824 -}}
+{{- $resources := .resources -}}
+{{- if $more -}}
+{{- range $side := list "limits" "requests" -}}
+{{- $of := get $resources $side | default dict -}}
+{{- if $of.memory -}}
+{{- $bytes := add (include "tandem.bytesOf" $of.memory | int64) $more -}}
+{{- $_ := set $of "memory" (printf "%dMi" (div (add $bytes 1048575) 1048576)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.mistakes.kvTiers" -}}
+{{- $tiers := .of.kvTiers -}}
+{{- if and $tiers.diskGiB (not $tiers.hostGiB) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" (printf "%s.kvTiers.diskGiB needs %s.kvTiers.hostGiB: all KV that leaves the cache goes through host memory" .name .name)) -}}
+{{- end -}}
+{{- if and $tiers.diskGiB (eq $tiers.disk.type "hostPath") (not $tiers.disk.hostPath) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" (printf "%s.kvTiers.disk.type is hostPath: say where in %s.kvTiers.disk.hostPath" .name .name)) -}}
+{{- end -}}
+{{- end -}}
