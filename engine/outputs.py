@@ -309,6 +309,20 @@ class DraftStats(msgspec.Struct, array_like=True):
                 self.num_accepted_per_pos[place] += 1
 
 
+class ImageStats(msgspec.Struct, frozen=True):
+    """Counts what became of images.
+
+    Attributes:
+        num_queries: Times that a request came to an image.
+        num_hits: Of these, how often its embeddings were there.
+        num_encoded_tokens: Tokens of images that were encoded.
+    """
+
+    num_queries: int
+    num_hits: int
+    num_encoded_tokens: int
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """State of one engine after a step. Counters are totals since the start."""
 
@@ -346,6 +360,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     from processes of this engine.
     """
     kv_transfer: dict[str, float] = {}
+    images: ImageStats | None = None
+    """Counts images; None where the engine encodes none."""
     grammar: GrammarStats = msgspec.field(default_factory=GrammarStats)
     drafts: DraftStats = msgspec.field(default_factory=DraftStats)
     residency: ResidencyStats | None = None

@@ -27,6 +27,7 @@ from engine.outputs import (
     DraftStats,
     Durations,
     GrammarStats,
+    ImageStats,
     SchedulerStats,
     TokensPerStep,
 )
@@ -86,6 +87,8 @@ class EngineCollector(Collector):
         yield from self._grammar(stats.grammar)
         if self._engine.config.decode_query_len > 1:
             yield from self._drafts(stats.drafts)
+        if stats.images is not None:
+            yield from self._images(stats.images)
         yield from residency_metrics(stats.residency, LABELS, self._labels)
         yield from work_metrics(stats.work, self._peaks, LABELS, self._labels)
         yield from self._kv_transfer(stats.kv_transfer)
@@ -211,6 +214,17 @@ class EngineCollector(Collector):
             accepted = stats.num_accepted_per_pos[place : place + 1] or [0]
             by_place.add_metric((*self._labels, str(place)), accepted[0])
         yield by_place
+
+    def _images(self, stats: ImageStats) -> Iterable[Metric]:
+        """Only of an engine that encodes images; the first two as vLLM has them."""
+        for name, text, value in (
+            ("vllm:mm_cache_queries", "Times that a request came to an image.", stats.num_queries),
+            ("vllm:mm_cache_hits", "Of these, those that were encoded already.", stats.num_hits),
+            ("tandem_image_tokens", "Tokens of images encoded.", stats.num_encoded_tokens),
+        ):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
 
     def _grammar(self, stats: GrammarStats) -> Iterable[Metric]:
         for name, text, durations in (

@@ -17,16 +17,18 @@ the order in which they were scheduled, so nothing has to wait for a result.
 from __future__ import annotations
 
 from engine.images.image_input import EncoderWork, ImagePixels, ImageSpan
+from engine.outputs import ImageStats
 from engine.request import Request
 from engine.sched.image_limits import ImageLimits
 
 
 class ImageEncoding:
-    """The scheduler's account of one engine's encoder and of its cache."""
+    """The scheduler's account of one engine's encoder and of its cache. `is_on`: there is one."""
 
     def __init__(self, limits: ImageLimits) -> None:
         self._budget, self._capacity = limits.budget, limits.capacity
-        self.num_encoded = self.num_hits = self.num_encoded_tokens = 0
+        self.is_on = limits.has_encoder
+        self._num_queries = self._num_hits = self._num_encoded_tokens = 0
         self._sizes: dict[bytes, int] = {}  # [digest], least recently used first
         self._users: dict[bytes, set[str]] = {}  # [digest] -> request ids
         self._of_request: dict[str, set[bytes]] = {}
@@ -71,6 +73,10 @@ class ImageEncoding:
         self._dropped, self._encoded = [], []
         return work
 
+    def stats(self) -> ImageStats:
+        """Returns what became of images so far."""
+        return ImageStats(self._num_queries, self._num_hits, self._num_encoded_tokens)
+
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
         return [f"image embeddings held by {name}" for name in self._of_request]
@@ -85,10 +91,12 @@ class ImageEncoding:
         digest, name = image.digest, request.request_id
         if digest in self._sizes:
             self._sizes[digest] = self._sizes.pop(digest)
-            if name not in self._users[digest]:
-                self.num_hits += 1
+            if name in self._users[digest]:
+                return True
+            self._num_hits += 1
         elif not self._encode(request, image):
             return False
+        self._num_queries += 1
         self._users[digest].add(name)
         self._of_request.setdefault(name, set()).add(digest)
         return True
@@ -102,8 +110,7 @@ class ImageEncoding:
         self._held_tokens += size
         self._sizes[image.digest] = size
         self._users[image.digest] = set()
-        self.num_encoded += 1
-        self.num_encoded_tokens += size
+        self._num_encoded_tokens += size
         return True
 
     def _make_room(self, size: int) -> bool:

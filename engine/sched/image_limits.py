@@ -11,6 +11,7 @@ class ImageLimits:
     """Fixed by the configuration.
 
     Attributes:
+        has_encoder: This engine encodes images.
         budget: Tokens of images that one step encodes at most.
         largest: Tokens of one image at most.
         capacity: Tokens of images whose embeddings are held at most.
@@ -19,7 +20,7 @@ class ImageLimits:
     def __init__(self, config: EngineConfig) -> None:
         images, scheduler = config.images, config.scheduler
         self.largest = largest_image(config)
-        self._has_encoder = config.model.vision is not None and images.has_encoder
+        self.has_encoder = config.model.vision is not None and images.has_encoder
         self._is_chunked = scheduler.enable_chunked_prefill
         wanted = images.encoder_budget or scheduler.max_num_batched_tokens
         self.budget = max(wanted, self.largest)
@@ -30,7 +31,7 @@ class ImageLimits:
         images = request.spec.images
         if not images:
             return ""
-        if not self._has_encoder:
+        if not self.has_encoder:
             params = request.kv_transfer_params
             return "" if params is not None and params.do_remote_prefill else NO_ENCODER
         if not self._is_chunked:
@@ -50,7 +51,7 @@ class ImageLimits:
         """Returns whether the request would have to be computed here from images that this engine
         cannot encode."""
         images = request.spec.images
-        return bool(images) and not self._has_encoder and num_computed_tokens < images[-1].end
+        return bool(images) and not self.has_encoder and num_computed_tokens < images[-1].end
 
 
 def largest_image(config: EngineConfig) -> int:

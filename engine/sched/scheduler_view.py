@@ -76,6 +76,7 @@ class SchedulerView:
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
             kv_transfer=remote.counters,
             lora=self._adapters.stats(),
+            images=self._running.images.stats() if self._running.images.is_on else None,
             residency=self._kv_cache.residency(),
             work=self._steps.meter.stats() if self._steps.meter is not None else None,
             **counters.by_name(),

@@ -33,6 +33,8 @@ from tests.engine.images.vision_checkpoints import (
 )
 
 COUNT = 24
+NUM_ENCODED = 2 * 5 * 4 + 11
+"""Tokens of the three images that questions have, each encoded once."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,11 @@ async def test_answers_are_those_of_transformers(
             assert status == 200, answer
             assert answer["choices"][0]["token_ids"] == asked.answer
             assert answer["usage"]["prompt_tokens"] == asked.num_prompt_tokens
+    url = cluster.prefills[0].metrics_url
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        told = await response.text()
+    assert _value(told, "tandem_image_tokens_total") == NUM_ENCODED
+    assert _value(told, "vllm:mm_cache_hits_total") > 0
     await cluster.wait_empty()
 
 
@@ -165,6 +172,11 @@ async def test_an_answer_goes_on_when_its_decode_node_dies(
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
     assert len(killed) == 1 and found == expected
+
+
+def _value(metrics: str, name: str) -> float:
+    (line,) = (line for line in metrics.splitlines() if line.startswith(name + "{"))
+    return float(line.rsplit(" ", 1)[1])
 
 
 async def _has_open_answer(session: aiohttp.ClientSession, url: str) -> bool:

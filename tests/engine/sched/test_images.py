@@ -14,6 +14,7 @@ from engine.images.image_input import ImagePixels, ImageSpan, image_digest
 from engine.images.vision_spec import PixelSpec, VisionSpec
 from engine.kv_cache.block_hash import extend_block_hashes
 from engine.messages import EngineCoreRequest
+from engine.outputs import ImageStats
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -110,6 +111,7 @@ def test_an_image_is_encoded_once_for_all_who_send_it() -> None:
     assert encoding.leftovers() == []
     encoding.limit(request_of("t", A), 0, 8)
     assert encoding.take_work() is None, "kept though nobody referred to it"
+    assert encoding.stats() == ImageStats(num_queries=3, num_hits=2, num_encoded_tokens=12)
 
 
 def test_the_one_unused_for_longest_makes_room_and_none_in_use() -> None:
