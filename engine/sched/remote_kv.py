@@ -98,9 +98,8 @@ class RemoteKV:
         """Returns who has what follows the cached tokens, and how many tokens that may be. This
         host comes first, and peers are asked for what it lacks (`PeerKV.take_over`)."""
         own = self.host.num_loadable(request, num_cached_tokens)
-        if own:
-            return self.host, own
-        return self.peers, self.peers.num_loadable(request, num_cached_tokens)
+        others = self.peers.num_loadable(request, num_cached_tokens + own)
+        return (self.host, own) if own else (self.peers, others)
 
     def add_request(self, request: Request) -> None:
         """Comes before the request is queued."""

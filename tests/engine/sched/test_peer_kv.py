@@ -209,6 +209,23 @@ def test_a_slow_peer_is_not_asked() -> None:
     machine.check_all_done()
 
 
+def test_a_slow_peer_does_not_keep_a_prompt_from_computing_while_it_is_loaded() -> None:
+    transfer = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)
+    machine = StepMachine(make_config(kv_transfer=transfer), 12, num_host_slots=64)
+    machine.add(make_request("beginning", PROMPT[:9], max_tokens=1))
+    machine.finish()
+    machine.add(make_request("other", [50] * 46, max_tokens=1))
+    machine.finish()
+    machine.scheduler.remote.peers._rates.pulled("peer:1", 1, 1e6)
+    client = add(machine)
+    machine.schedule()
+    assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert client.request.prefix_peer == "", "nobody will be asked, which `start_early` looks at"
+    machine.finish()
+    assert machine.num_asked == 0
+    machine.check_all_done()
+
+
 # What is held for peers -----------------------------------------------------------------------
 
 
