@@ -46,6 +46,7 @@ TIER_SETS = {
 
 NOT_OFFERED = {
     "check",  # a node that only checks never becomes ready
+    "data_parallel_size",  # the chart counts GPUs of one group only
     "first_gpu",  # a container sees its own GPUs, counted from 0
     "api_keys",  # a secret on a command line
 }

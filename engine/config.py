@@ -142,6 +142,9 @@ class ParallelConfig:
         enable_expert_parallel: Each rank has some experts as a whole, in place of a slice of
             every one.
         pipeline_parallel_size: Stages, each of which has a range of the layers.
+        all_reduce: Who sums over the tensor-parallel ranks of a host, on GPUs. `nccl`; `auto`:
+            small messages go over memory that ranks share, as far as a measurement at the start
+            finds that quicker; or the largest such messages, in bytes, in one shot and in two.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
             cluster.
         ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else the cluster that
@@ -153,6 +156,7 @@ class ParallelConfig:
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
+    all_reduce: str = "nccl"
     distributed_executor_backend: ExecutorBackend = "mp"
     ray_address: str | None = None
     ray_timeout_s: float = 600.0

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from engine.peer_reducer import PeerReducer, ReduceLimits
+
 _TIMEOUT_S = 120.0
 
 
@@ -77,6 +79,10 @@ class ParallelGroup:
         self.size = size
         self._adds_in_order = fixed_order and size > 2
         self._collectives: Collectives = _Alone()
+        self._device = device
+        self._is_cuda = torch.device(device).type == "cuda"
+        self.reducer: PeerReducer | None = None
+        """Sums small messages; None: the library sums all."""
         if size > 1:
             kind = torch.device(device).type
             timeout = timedelta(seconds=timeout_s)
@@ -85,8 +91,26 @@ class ParallelGroup:
             host = address or host_of(rendezvous)
             self._collectives = _connect(kind, rank, size, store, timeout, host)
 
+    def share_memory(self, dtype: torch.dtype, limits: ReduceLimits | None) -> None:
+        """Lets small messages go over memory that all ranks map, where that is possible: up to
+        `limits`, or, if that is None, up to where a measurement finds the library quicker."""
+        if not isinstance(self._collectives, _Backend) or not self._is_cuda:
+            return
+        reducer = PeerReducer.connect(
+            self._collectives.store, self.rank, self.size, torch.device(self._device)
+        )
+        if reducer is None:
+            return
+        if limits is None:
+            reducer.measure(self._collectives.all_reduce, dtype)
+        else:
+            reducer.limits = limits
+        self.reducer = reducer
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over ranks. `x` may be overwritten."""
+        if self.reducer is not None and (summed := self.reducer.reduce(x)) is not None:
+            return summed
         if not self._adds_in_order:
             return self._collectives.all_reduce(x)
         first, *others = self._collectives.all_gather(x)
@@ -117,6 +141,9 @@ class ParallelGroup:
         return total
 
     def close(self) -> None:
+        if self.reducer is not None:
+            self.reducer.close()
+            self.reducer = None
         self._collectives.close()
         self._collectives = _Alone()
 
@@ -154,7 +181,7 @@ class _Backend:
 
     def __init__(self, group: Any, store: Store, size: int) -> None:
         self._group = group
-        self._store = store
+        self.store = store
         self._size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -181,7 +208,7 @@ class _Backend:
         return out
 
     def close(self) -> None:
-        del self._group, self._store
+        del self._group, self.store
 
 
 class _Gloo(_Backend):

@@ -53,6 +53,7 @@ ENGINE_ORDER = [
         "request",
         "errors",
         "distributed",
+        "peer_reducer",
         "token_exchange",
         "parallel",
         "stage_link",

@@ -131,6 +131,14 @@ class EngineSettings(
         description="Each worker has some experts of each layer as a whole, in place of a slice of "
         "every expert.",
     )
+    all_reduce: str = Field(
+        default="nccl",
+        pattern=r"^(nccl|auto|\d+,\d+)$",
+        description="Who sums over the tensor-parallel workers of a host, on GPUs. auto: small "
+        "messages go over memory that the workers share, as far as a measurement at the start "
+        "finds that quicker. Two numbers: the largest such messages, in bytes, that are summed in "
+        "one shot and in two.",
+    )
     distributed_executor_backend: ExecutorBackend = Field(
         default="mp",
         description="Where the workers run. mp: on this host. ray: on the hosts of a running Ray "

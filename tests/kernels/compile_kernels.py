@@ -34,6 +34,7 @@ from tandem_kernels.attention import (
     rope_and_cache,
 )
 from tandem_kernels.batch import batch_prep, block_copies, ngrams, staged_writes
+from tandem_kernels.collectives import peer_reduce
 from tandem_kernels.elementwise import rms_norm, sigmoid_and_mul, silu_and_mul
 from tandem_kernels.experts import (
     expert_rows,
@@ -863,6 +864,26 @@ def lora_cases(capability: int) -> Iterator[Case]:
             )
 
 
+def collective_cases(capability: int) -> Iterator[Case]:
+    for two_shot in (False, True):
+        yield Case(
+            peer_reduce.peer_reduce_kernel,
+            f"two_shot={two_shot}",
+            {**named("*bf16", "x", "out"), "addresses": "*i64"},
+            {
+                "HEADER": peer_reduce.HEADER_BYTES,
+                "RANK": 1,
+                "RANKS": 4,
+                "TWO_SHOT": two_shot,
+                "BLOCKS": peer_reduce.MAX_BLOCKS,
+                "SLOTS": peer_reduce.MAX_RANKS,
+                "SEQUENCE": 1024,
+                "SIZE": peer_reduce.BLOCK,
+            },
+            {"num_warps": 8},
+        )
+
+
 def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
@@ -882,6 +903,7 @@ def compile_all(capability: int) -> None:
         batch_cases,
         lora_cases,
         sampling_cases,
+        collective_cases,
     ]
     for case in itertools.chain.from_iterable(make(capability) for make in cases):
         target = GPUTarget("cuda", capability, 32)

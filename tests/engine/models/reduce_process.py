@@ -1,0 +1,72 @@
+"""One of several ranks that add up over each other's GPU memory:
+
+    python -m tests.engine.models.reduce_process RANK SIZE RENDEZVOUS
+
+Ranks may share one GPU. Prints "equal" when every call, eager and replayed, gave the sum in the
+order of ranks, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from engine.distributed import meet
+from engine.peer_reducer import MAX_BYTES, PeerReducer
+
+SIZES = (1, 77, 4096, 65536, MAX_BYTES // 2)
+
+
+def inputs(size: int, num_ranks: int, seed: int, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return [
+        torch.randn(size, generator=generator, device=device).bfloat16() for _ in range(num_ranks)
+    ]
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+def main(rank: int, size: int, rendezvous: str) -> None:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    store = meet(rank, size, rendezvous)
+    reducer = PeerReducer.connect(store, rank, size, device)
+    assert reducer is not None, "ranks of one host map each other's memory"
+    for seed, count in enumerate(SIZES):
+        for two_shot in (False, True):
+            parts = inputs(count, size, seed, device)
+            assert torch.equal(reducer.reduce_by(parts[rank], two_shot=two_shot), summed(parts))
+            # A graph: its second call takes what the first has given.
+            x = parts[rank].clone()
+            reducer.reduce_by(x, two_shot=two_shot)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                first = reducer.reduce_by(x, two_shot=two_shot)
+                second = reducer.reduce_by(first, two_shot=two_shot)
+            for turn in range(5):
+                others = inputs(count, size, 100 + turn, device)
+                x.copy_(others[rank])
+                graph.replay()
+                once = summed(others)
+                assert torch.equal(first, once)
+                assert torch.equal(second, summed([once] * size))
+    store.set(f"done {rank}", "yes")
+    for peer in range(size):
+        store.get(f"done {peer}")
+    reducer.close()
+    print("equal", flush=True)
+    for peer in range(size):
+        store.set(f"closed {rank}", "yes")
+        store.get(f"closed {peer}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

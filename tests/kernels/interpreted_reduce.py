@@ -1,0 +1,64 @@
+"""Ranks that add up over shared memory, each in a process of its own, in Triton's interpreter:
+
+    TRITON_INTERPRET=1 python tests/kernels/interpreted_reduce.py RANKS
+
+Exit code 0: every rank got the sum in the order of ranks, bit for bit, in every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from tandem_kernels.collectives.peer_reduce import memory_bytes, peer_reduce
+
+MAX_BYTES = 1 << 16
+CASES = [
+    (5, torch.float32, False),
+    (5, torch.float32, True),
+    (5000, torch.float16, False),
+    (9000, torch.float16, True),
+    (8300, torch.float32, True),
+    (2048, torch.float32, False),
+]
+"""Numbers, their type, and whether there are two shots: each call has blocks of its own."""
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts[0].dtype)
+
+
+def run(rank: int, memories: list[mmap.mmap]) -> bool:
+    places = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
+    addresses = torch.tensor(places)
+    generators = [torch.Generator().manual_seed(i) for i in range(len(memories))]
+    for size, dtype, two_shot in CASES + CASES[:3]:
+        parts = [torch.randn(size, generator=one).to(dtype) for one in generators]
+        found = peer_reduce(parts[rank].clone(), addresses, rank, MAX_BYTES, two_shot=two_shot)
+        if not torch.equal(found, summed(parts)):
+            print(f"rank {rank}: {size} numbers of {dtype}, two shots: {two_shot}")
+            return False
+    return True
+
+
+def main(num_ranks: int) -> int:
+    memories = [mmap.mmap(-1, memory_bytes(MAX_BYTES)) for _ in range(num_ranks)]
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if run(rank, memories) else 1)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
