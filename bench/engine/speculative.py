@@ -30,12 +30,11 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from bench.engine.copying import Copying, measure_copying
+from bench.engine.copying import Copying, CopyingExecutor, measure_copying
 from bench.engine.kernel_timing import graph_us
 from bench.engine.offline import SHAPES, shape_config
 from bench.record import write_result
 from engine.config import EngineConfig, SpeculativeConfig
-from engine.executor.uniproc_executor import UniprocExecutor
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.speed.offline_engine import OfflineEngine, offline_engine
@@ -78,7 +77,10 @@ class PlantedDrafter:
         return self._drafts[answer.unsqueeze(1), place.clamp(max=self._drafts.shape[1] - 1)]
 
 
-class DraftingExecutor(UniprocExecutor):
+class PlantedExecutor(CopyingExecutor):
+    """Runs a model whose answers are known, and do not depend on how many tokens a step computes:
+    those of random weights soon differ, as two tokens are often equally likely."""
+
     def plant(self, drafter: Drafter) -> None:
         """Replaces who drafts, from the next step on."""
         self._worker.runner.drafts.drafter = drafter
@@ -120,21 +122,28 @@ def requests_of(engine: OfflineEngine, count: int, plan: Plan) -> list[EngineCor
     return made
 
 
-def watched(engine: OfflineEngine, count: int, plan: Plan) -> tuple[Watch, torch.Tensor]:
-    """Runs a batch. Returns what was seen, and prompts with their answers, [count, L]."""
-    requests, watch = requests_of(engine, count, plan), Watch(count)
-    engine.run(requests, on_outputs=watch)
-    known = [[*one.spec.prompt_token_ids, *watch.tokens[one.request_id]] for one in requests]
-    return watch, torch.tensor(known)
+def watched(engine: OfflineEngine, count: int, plan: Plan) -> Watch:
+    """Runs a batch."""
+    watch = Watch(count)
+    engine.run(requests_of(engine, count, plan), on_outputs=watch)
+    return watch
+
+
+def known_answers(engine: OfflineEngine, count: int, plan: Plan) -> torch.Tensor:
+    """Returns prompts with their answers, [count, L]."""
+    ahead = torch.arange(1, plan.num_tokens + 1)
+    prompts = [list(one.spec.prompt_token_ids) for one in requests_of(engine, count, plan)]
+    known = torch.tensor(prompts)
+    return torch.cat((known, (known[:, -1:] + ahead) % engine.vocab_size), dim=1)
 
 
 def measure_plain(config: EngineConfig, plan: Plan) -> dict[int, float]:
     """Returns tokens per second of each batch, without drafts."""
-    with offline_engine(config, UniprocExecutor(config)) as engine:
+    with offline_engine(config, PlantedExecutor(config)) as engine:
         watched(engine, plan.batches[0], plan)
         return {
             batch: statistics.median(
-                watched(engine, batch, plan)[0].tokens_per_s for _ in range(plan.num_rounds)
+                watched(engine, batch, plan).tokens_per_s for _ in range(plan.num_rounds)
             )
             for batch in plan.batches
         }
@@ -142,22 +151,18 @@ def measure_plain(config: EngineConfig, plan: Plan) -> dict[int, float]:
 
 def measure_planted(config: EngineConfig, plan: Plan, plain: dict[int, float]) -> Rows:
     """Compares each batch and quality of drafts with `plain`."""
-    executor = DraftingExecutor(config)
+    executor = PlantedExecutor(config)
     device = config.device.device
     found: Rows = []
     with offline_engine(config, executor) as engine:
         for batch in plan.batches:
-            nothing = torch.zeros((batch, 1), dtype=torch.int64)
-            executor.plant(PlantedDrafter(nothing.to(device), nothing.bool().to(device)))
-            _, answers = watched(engine, batch, plan)
+            answers = known_answers(engine, batch, plan)
             for acceptance in ACCEPTANCES:
                 lies = torch.rand(answers.shape) >= acceptance
                 executor.plant(PlantedDrafter(answers.to(device), lies.to(device)))
                 watched(engine, batch, plan)
                 before = engine.core.stats().drafts
-                speeds = [
-                    watched(engine, batch, plan)[0].tokens_per_s for _ in range(plan.num_rounds)
-                ]
+                speeds = [watched(engine, batch, plan).tokens_per_s for _ in range(plan.num_rounds)]
                 after = engine.core.stats().drafts
                 first = sum(after.num_accepted_per_pos[:1]) - sum(before.num_accepted_per_pos[:1])
                 num_drafts = after.num_drafts - before.num_drafts
