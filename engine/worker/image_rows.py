@@ -90,8 +90,8 @@ class ImageRows:
 
     def dummy_run(self) -> None:
         """Takes as much memory as images ever may: the largest is encoded, beside embeddings of as
-        many tokens as are held. Warms up."""
-        if self._tower is None:
+        many tokens as are held. Warms up. Not on a CPU, whose cache leaves most of the memory."""
+        if self._tower is None or self._device.type == "cpu":
             return
         columns = max(1, math.isqrt(self._limits.largest))
         rows = max(1, self._limits.largest // columns)

@@ -25,14 +25,18 @@ from tests.engine.worker.one_engine import OneEngine
 COUNT = 20
 
 
-@pytest.fixture(scope="module", params=["qwen2_5", "qwen3"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+CASES: list[tuple[str, dict[str, int]]] = [
+    ("qwen2_5", {}),
+    ("qwen2_5", {"budget": 24, "encoder_budget": 54}),
+    ("qwen2_5", {"encoder_budget": 54, "cache_tokens": 60}),
+    ("qwen3", {"budget": 24, "encoder_budget": 54}),
+]
 
 
 @pytest.fixture(scope="module")
-def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(kind, tmp_path_factory.mktemp(kind))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    kinds = ("qwen2_5", "qwen3")
+    return {kind: save_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in kinds}
 
 
 def prompts(kind: str) -> list[Prompt]:
@@ -65,25 +69,28 @@ def request_of(name: str, asked: Prompt, count: int = COUNT) -> EngineCoreReques
 
 
 @pytest.fixture(scope="module")
-def expected(kind: str, folder: Path) -> list[list[int]]:
-    return [reference_greedy(folder, kind, asked, COUNT) for asked in prompts(kind)]
+def expected(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
+    return {
+        kind: [reference_greedy(folder, kind, asked, COUNT) for asked in prompts(kind)]
+        for kind, folder in folders.items()
+    }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"budget": 24, "encoder_budget": 54}, {"encoder_budget": 54, "cache_tokens": 60}],
-)
+@pytest.mark.parametrize(("kind", "changes"), CASES)
 def test_tokens_are_those_of_transformers(
-    kind: str, folder: Path, expected: list[list[int]], changes: dict[str, int]
+    kind: str,
+    folders: dict[str, Path],
+    expected: dict[str, list[list[int]]],
+    changes: dict[str, int],
 ) -> None:
-    engine = engine_of(folder, **changes)
+    engine = engine_of(folders[kind], **changes)
     for index, asked in enumerate(prompts(kind)):
         engine.add(request_of(f"first-{index}", asked))
     engine.finish()
     for index, asked in enumerate(prompts(kind)):
         engine.add(request_of(f"again-{index}", asked))
     engine.finish()
-    for index, tokens in enumerate(expected):
+    for index, tokens in enumerate(expected[kind]):
         assert engine.tokens[f"first-{index}"] == tokens
         assert engine.tokens[f"again-{index}"] == tokens
     assert engine.scheduler.stats().prefix_cache_hits > 0
