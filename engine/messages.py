@@ -54,6 +54,13 @@ class SupplyFirstToken(msgspec.Struct, tag="first_token"):
     draft_feature: bytes = b""
 
 
+class SupplyCandidates(msgspec.Struct, tag="candidates"):
+    """Tells a decode engine what the prefill node found for the first token of a beam search."""
+
+    request_id: str
+    candidates: TokenLogprobs
+
+
 class PromptComputed(msgspec.Struct, tag="prompt_computed"):
     """Tells a decode engine that the peer of a later attempt has computed the prompt too."""
 
@@ -122,6 +129,7 @@ ToEngineCore = (
     EngineCoreRequest
     | AbortRequests
     | SupplyFirstToken
+    | SupplyCandidates
     | PromptComputed
     | RetryRemotePrefill
     | PrefillLocally

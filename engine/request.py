@@ -77,6 +77,7 @@ class Request:
         "first_scheduled_at",
         "first_tokens",
         "group",
+        "is_beam",
         "kv_transfer_params",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -100,6 +101,8 @@ class Request:
         self.choice_ids = message.choice_ids
         self.group = message.group
         self.first_tokens: list[int] = []
+        self.is_beam = False
+        """It belongs to a beam search (`engine.sched.beams`)."""
         self.arrival_time = message.arrival_time
         self.arrival_order = 0
         """Counts requests as they reach the scheduler."""

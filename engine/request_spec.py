@@ -22,7 +22,7 @@ others.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -141,6 +141,16 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         min_tokens = min(self.sampling.min_tokens, limit)
         return self.with_sampling(max_tokens=limit, min_tokens=min_tokens)
 
+    def for_candidates(self, eos_token_ids: Collection[int]) -> RequestSpec:
+        """Returns a copy of a beam search that asks for the candidates of its next token: they are
+        the log probabilities of that one."""
+        beam, sampling = self.sampling.beam, self.sampling
+        assert beam is not None
+        num_stops = len({*sampling.stop_token_ids, *eos_token_ids})
+        wanted = max(beam.num_candidates(num_stops), sampling.logprobs or 0)
+        spec = self.for_one_token().with_sampling(temperature=0.0, min_tokens=0, logprobs=wanted)
+        return msgspec.structs.replace(spec, sibling_seeds=())
+
     def resumed_after(self, token_ids: Sequence[int]) -> RequestSpec:
         """Returns a copy that goes on after the output `token_ids`."""
         return msgspec.structs.replace(
@@ -166,6 +176,13 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             not (self.sibling_seeds and self.num_resumed_tokens),
             "resume",
             "is of one answer at a time",
+        )
+        beam = self.sampling.beam
+        check(beam is None or not self.num_resumed_tokens, "resume", "is of no beam search")
+        check(
+            beam is None or beam.rank + len(self.seeds) <= beam.width,
+            "n",
+            "must be at most best_of with use_beam_search",
         )
         self._check_images()
         check(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from typing import Literal
 
 import msgspec
 
@@ -31,11 +32,51 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 """Characters of a bad word."""
 MAX_BAD_WORD_TOKENS = 32
+MAX_BEAMS = 32
 MAX_GRAMMAR_BYTES = 1 << 18
 """The size of a grammar's text. It may hold the schemas of many tools."""
 
+_NOT_WITH_BEAMS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop",
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "grammar",
+    "logprob_token_ids",
+)
+"""Fields that change which tokens are likely, or look at an answer while it grows."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Characters that UTF-8 cannot write."""
+
+
+class BeamParams(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Asks for the best answers that a beam search finds.
+
+    Attributes:
+        width: Beams that grow at the same time.
+        length_penalty: Answers are compared by the sum of their log probabilities, divided by their
+            length to this power.
+        early_stopping: True ends the search with `width` answers; False, when those that grow could
+            not become better at their present length; "never", nor at any length.
+        rank: The first answer that is asked for; 0 is the best one. Further ones follow it.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    rank: int = 0
+
+    def num_candidates(self, num_stop_ids: int) -> int:
+        """Returns how many of the most likely tokens of each beam the search may take: as many as
+        can end answers are left over, and may not count yet."""
+        return max(2, 1 + num_stop_ids) * self.width + num_stop_ids
 
 
 class SamplingParams(
@@ -73,6 +114,7 @@ class SamplingParams(
             nothing else left to choose from, they do not apply.
         grammar: Text of an llguidance grammar (Lark, or its JSON form) that the output follows; ""
             for none. When it is complete the output ends, whatever `min_tokens` says.
+        beam: The output is the best that a beam search finds; None: tokens are chosen one by one.
     """
 
     max_tokens: int = msgspec.field(default=16, name="1")
@@ -95,6 +137,7 @@ class SamplingParams(
     bad_words: tuple[tuple[int, ...], ...] = msgspec.field(default=(), name="18")
     grammar: str = msgspec.field(default="", name="19")
     logprob_token_ids: tuple[int, ...] = msgspec.field(default=(), name="20")
+    beam: BeamParams | None = msgspec.field(default=None, name="21")
 
     @property
     def needs_penalties(self) -> bool:
@@ -132,6 +175,7 @@ def check_sampling(
     _check_allowed_token_ids(params, vocab_size, eos_token_ids)
     _check_bad_words(params, vocab_size)
     _check_grammar(params)
+    _check_beam(params, vocab_size, eos_token_ids)
 
 
 def _check_ranges(params: SamplingParams) -> None:
@@ -222,6 +266,36 @@ def _check_grammar(params: SamplingParams) -> None:
         "ignore_eos",
         "cannot be combined with structured output: a complete document has to end",
     )
+
+
+def _check_beam(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    """Checks a beam search, and that nothing is asked for that it does not go with."""
+    beam = params.beam
+    if beam is None:
+        return
+    num_stops = len({*params.stop_token_ids, *eos_token_ids})
+    check(1 <= beam.width <= MAX_BEAMS, "best_of", f"must be 1 to {MAX_BEAMS} with use_beam_search")
+    most = min(MAX_LOGPROBS, vocab_size)
+    check(
+        beam.num_candidates(num_stops) <= most,
+        "best_of",
+        f"looks at {beam.num_candidates(num_stops)} tokens for each beam, with {num_stops} that "
+        f"end an answer; at most {most} are possible",
+    )
+    check(0 <= beam.rank < beam.width, "n", f"must be at most best_of ({beam.width})")
+    penalty = beam.length_penalty
+    check(
+        math.isfinite(penalty) and abs(penalty) <= 100,
+        "length_penalty",
+        f"must be between -100 and 100, not {penalty}",
+    )
+    default = SamplingParams()
+    for name in _NOT_WITH_BEAMS:
+        check(
+            getattr(params, name) == getattr(default, name),
+            name,
+            "cannot be combined with use_beam_search",
+        )
 
 
 def _check_count(param: str, count: int, limit: int) -> None:

@@ -28,6 +28,7 @@ from engine.messages import (
     PrefixAnswer,
     PromptComputed,
     RetryRemotePrefill,
+    SupplyCandidates,
     SupplyFirstToken,
 )
 from engine.models.step_costs import cost_of
@@ -46,6 +47,7 @@ RequestMessage = (
     EngineCoreRequest
     | AbortRequests
     | SupplyFirstToken
+    | SupplyCandidates
     | PromptComputed
     | RetryRemotePrefill
     | PrefillLocally
@@ -107,6 +109,8 @@ class EngineCore:
                 self._add(scheduler.add_request(Request(message)))
             case AbortRequests(request_ids):
                 self._add(scheduler.abort_requests(request_ids))
+            case SupplyCandidates(request_id, candidates):
+                self._add(scheduler.supply_candidates(request_id, candidates))
             case SupplyFirstToken(request_id, token_id, siblings, feature):
                 self._add(scheduler.supply_first_token(request_id, token_id, siblings, feature))
             case PromptComputed(request_id):

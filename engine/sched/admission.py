@@ -147,7 +147,9 @@ class Admission:
         while self._waiting:
             request = self._waiting.peek()
             if self._is_still_blocked(request):
-                return
+                if not self._frees_some():
+                    return
+                continue
             if self._adapters.set_aside():
                 continue
             pull = self._pulls.get(request)
@@ -163,9 +165,15 @@ class Admission:
             if found is not None and self._admit_load(request, *found):
                 continue
             computed = self._admit_local(request, budget, found)
-            if computed == 0:
+            if computed == 0 and not self._frees_some():
                 return
             budget -= computed
+
+    def _frees_some(self) -> bool:
+        """Returns whether blocks became free that beams hold, while nobody runs who could give
+        any."""
+        idle = self._running.table.num_live == 0 and not self._forks.waits_for_steps
+        return idle and self._forks.reclaim()
 
     def _admit_local(
         self, request: Request, budget: int, found: tuple[BlockTables, int] | None = None

@@ -121,11 +121,7 @@ class Forks:
         for choice in fork.choices.values():
             choice.num_cached_tokens = prompt.num_cached_tokens
             choice.first_scheduled_at = prompt.first_scheduled_at
-            choice.num_computed_tokens = prompt.num_prompt_tokens
-            choice.pulled = prompt.pulled
-            choice.block_hashes = {
-                size: list(hashes) for size, hashes in prompt.block_hashes.items()
-            }
+            self._go_on_behind(prompt, choice)
             self.ready.add(choice)
         if not fork.choices:
             self._end(fork)
@@ -166,11 +162,47 @@ class Forks:
         if not shared:
             return False
         fork = max(shared, key=lambda fork: fork.prompt.arrival_order)
+        if not fork.choices:
+            self._end(fork)
         for choice in list(fork.choices.values()):
             self._leave(fork, choice)
             choice.num_computed_tokens = 0
             self._waiting.add(choice)
         return True
+
+    # Beams ------------------------------------------------------------------------------------
+
+    def hold(self, beam: Request) -> None:
+        """Keeps the blocks of a beam that has left its row, until it is known who continues it."""
+        self._forks[beam.request_id] = Fork(beam, is_shared=True)
+
+    def branch(self, beam: Request, successors: Sequence[Request]) -> None:
+        """Lets others fork off from a beam that is held; without any, its blocks are free. Blocks
+        that were needed meanwhile are computed anew by each."""
+        fork = self._forks.get(beam.request_id)
+        for successor in successors:
+            if fork is None:
+                self._waiting.add(successor)
+                continue
+            fork.choices[successor.request_id] = successor
+            self._of_choice[successor.request_id] = fork
+            self._go_on_behind(beam, successor)
+            self.ready.add(successor)
+        if fork is not None and not fork.choices:
+            self._end(fork)
+
+    def drop(self, beam: Request) -> None:
+        """Gives up the blocks of a beam, if it is held and nobody continues it."""
+        fork = self._forks.get(beam.request_id)
+        if fork is not None and not fork.choices:
+            self._end(fork)
+
+    # Steps of several of these ----------------------------------------------------------------
+
+    def _go_on_behind(self, prompt: Request, choice: Request) -> None:
+        choice.num_computed_tokens = prompt.num_prompt_tokens
+        choice.pulled = prompt.pulled
+        choice.block_hashes = {size: list(hashes) for size, hashes in prompt.block_hashes.items()}
 
     def leftovers(self) -> list[str]:
         names = [f"fork of {name} ({len(f.choices)} choices)" for name, f in self._forks.items()]

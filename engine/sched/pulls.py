@@ -314,7 +314,7 @@ class Pulls:
 
     def _complete(self, pull: Pull) -> None:
         """Goes on with a pull of which all is here. Only choices need rows, if there are some."""
-        if pull.request.choice_ids:
+        if pull.request.choice_ids or pull.request.is_beam:
             self._move(pull, PullState.ENDED)
             self.shareable.append(pull.request)
         else:

@@ -26,10 +26,12 @@ from engine.config import EngineConfig
 from engine.crash_facts import EngineFacts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
-from engine.outputs import ModelRunnerOutput, SchedulerStats, SiblingTokens, TokenLogprobs
+from engine.outputs import ModelRunnerOutput, SchedulerStats, TokenLogprobs
 from engine.request import Request, RequestStatus
 from engine.sched.adapters import AdapterTable
 from engine.sched.admission import Admission
+from engine.sched.beams import Beams
+from engine.sched.choices import Choices
 from engine.sched.counters import SchedulerCounters
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
@@ -97,6 +99,19 @@ class Scheduler:
         self._unreported: set[str] = set()
         """Requests whose first output is still to come."""
         self._num_arrived = 0
+        self._beams = Beams(
+            self._kv_cache, self._forks, self._limits, self._requests, self._discard
+        )
+        self._choices = Choices(
+            self._limits,
+            self._running,
+            self._remote.pulls,
+            self._forks,
+            self._beams,
+            self._requests,
+            self._unreported,
+            self._finish,
+        )
         self._view = SchedulerView(
             self._requests,
             self._kv_cache,
@@ -121,7 +136,7 @@ class Scheduler:
         """
         names = request.choice_ids or (request.request_id,)
         for name in (request.request_id, *names):
-            if name in self._requests:
+            if name in self._requests or self._beams.knows(name):
                 raise ValueError(f"request {name!r} exists already")
         parts = self._limits, self._remote, self.adapters
         refusal = next(filter(None, (part.refusal(request) for part in parts)), "")
@@ -129,11 +144,13 @@ class Scheduler:
             request.status = RequestStatus.FINISHED_ERROR
             ends = [EngineCoreOutput(name, [], "error", error=refusal) for name in names]
             return EngineCoreOutputs(outputs=ends)
+        self._beams.add(request)
         for known in (request, *self._forks.add(request)):
             self._num_arrived += 1
             known.arrival_order = self._num_arrived
             self._requests[known.request_id] = known
-        self._unreported.update(names)
+        if not request.is_beam:
+            self._unreported.update(names)
         self._remote.add_request(request)
         self._waiting.add(request)
         return EngineCoreOutputs()
@@ -145,6 +162,9 @@ class Scheduler:
         outputs = EngineCoreOutputs()
         status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_ABORTED
         for request_id in [name for one in request_ids for name in self._forks.listeners(one)]:
+            if self._beams.knows(request_id):
+                outputs.outputs += self._beams.end(request_id, status, error)
+                continue
             request = self._requests.get(request_id)
             if request is None:
                 self._remote.exports.abort_of(request_id)
@@ -168,9 +188,9 @@ class Scheduler:
             return EngineCoreOutputs()
         request.draft_feature = feature
         if request.choice_ids:
-            begun = self._begin_choices(request, [token_id, *siblings])
+            begun = self._choices.begin(request, [token_id, *siblings])
             self._remote.pulls.first_token_known(request)
-            self._share_arrived()
+            self._choices.share_arrived()
             return EngineCoreOutputs(outputs=[one for one in begun if one.finish_reason])
         if request.status is RequestStatus.RUNNING:
             self._running.preempt(self._running.table.of(request))
@@ -182,6 +202,15 @@ class Scheduler:
             return EngineCoreOutputs(outputs=[output])
         self._remote.pulls.first_token_known(request)
         return EngineCoreOutputs()
+
+    def supply_candidates(self, request_id: str, candidates: TokenLogprobs) -> EngineCoreOutputs:
+        """Supplies what the prefill node found for the first token of a beam search."""
+        request = self._requests.get(request_id)
+        if request is None or request.knows_first_token:
+            return EngineCoreOutputs()
+        self._beams.supply(request, candidates)
+        self._remote.pulls.first_token_known(request)
+        return EngineCoreOutputs(outputs=self._choices.share_arrived())
 
     def prompt_computed(self, request_id: str) -> None:
         """Records that a later attempt's peer has computed the prompt; token one is known."""
@@ -271,7 +300,7 @@ class Scheduler:
             result = EngineCoreOutput(row.request_id, new)
             results.append(result)
             if unreported and row.request_id in unreported:
-                self._report_first(row.request, result)
+                self._choices.report_first(row.request, result)
             if logprobs and index in logprobs:
                 result.logprobs = logprobs[index]
             if siblings and index in siblings:
@@ -282,9 +311,9 @@ class Scheduler:
                 results[-1:] = self._fail(row, result, failures[index])
                 num_dropped += num_new - len(new)
             elif len(tokens) >= row.check_len or (may_stop and not row.stop_ids.isdisjoint(new)):
-                if row.request.choice_ids:
-                    results[-1:] = begun = self._prompt_done(row, result)
-                    num_dropped += len(new) - len(begun)
+                if row.request.choice_ids or row.request.is_beam:
+                    results[-1:] = begun = self._choices.prompt_done(row, result)
+                    num_dropped += len(new) - sum(len(one.new_token_ids) for one in begun)
                 else:
                     num_dropped += self._check(row, result)
         self._counters.generation_tokens += len(output.token_ids) - num_dropped
@@ -314,6 +343,8 @@ class Scheduler:
     def _fail(self, row: Row, output: EngineCoreOutput, reason: str) -> list[EngineCoreOutput]:
         """Ends a request that cannot go on, unless it has ended with its new tokens: all of its
         choices, if it computes a prompt for several. Returns what they hear."""
+        if row.request.is_beam:
+            return self._beams.end(row.request_id, RequestStatus.FINISHED_ERROR, reason)
         if output.new_token_ids:
             self._check(row, output)
         if row.is_gone:
@@ -324,43 +355,6 @@ class Scheduler:
             one.error = reason
             self._finish(self._requests[one.request_id], RequestStatus.FINISHED_ERROR, output=one)
         return outputs
-
-    def _prompt_done(self, row: Row, drawn: EngineCoreOutput) -> list[EngineCoreOutput]:
-        """Lets the choices begin of a prompt that its row has computed. Returns their first tokens,
-        unless they have them."""
-        prompt = row.request
-        self._running.leave(row)
-        del prompt.all_token_ids[prompt.num_prompt_tokens :]
-        self._share(prompt)
-        if prompt.first_tokens:
-            return []
-        more = drawn.siblings or SiblingTokens([])
-        logprobs = [*(drawn.logprobs or ()), *more.logprobs]
-        return self._begin_choices(prompt, [*drawn.new_token_ids, *more.token_ids], logprobs)
-
-    def _share_arrived(self) -> None:
-        """Shares prompts whose KV has come from a peer, once their first tokens are known."""
-        while self._remote.pulls.shareable:
-            self._share(self._remote.pulls.shareable.pop())
-
-    def _share(self, prompt: Request) -> None:
-        """Ends a prompt's request, whose choices take its blocks."""
-        prompt.status = RequestStatus.FINISHED_LENGTH
-        del self._requests[prompt.request_id]
-        self._forks.share(prompt)
-
-    def _begin_choices(
-        self, prompt: Request, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()
-    ) -> list[EngineCoreOutput]:
-        """Gives each choice that is left its first token, which may be its last."""
-        begun = self._forks.begin(prompt, tokens, logprobs)
-        for choice, output in begun:
-            if prompt.is_finished:
-                self._report_first(choice, output)
-            end = self._limits.end_at(choice, choice.num_tokens)
-            if end is not None:
-                self._finish(choice, *end, output=output)
-        return [output for _, output in begun]
 
     def _finish(
         self,
@@ -381,22 +375,20 @@ class Scheduler:
         del self._requests[request.request_id]
         self._unreported.discard(request.request_id)
         if (prompt := self._forks.choice_ended(request)) is not None:
-            unheard = EngineCoreOutput(prompt.request_id, [])
-            self._finish(prompt, RequestStatus.FINISHED_ABORTED, output=unheard)
+            self._discard(prompt)
         output.finish_reason = status.finish_reason
         output.stop_reason = stop_reason
 
-    def _report_first(self, request: Request, output: EngineCoreOutput) -> None:
-        self._unreported.remove(request.request_id)
-        output.num_cached_tokens = request.num_cached_tokens
-        output.queue_s = max(0.0, request.first_scheduled_at - request.arrival_time)
-        output.num_output_tokens_before = request.num_output_tokens - len(output.new_token_ids)
+    def _discard(self, request: Request) -> None:
+        """Removes a request that nobody hears of."""
+        unheard = EngineCoreOutput(request.request_id, [])
+        self._finish(request, RequestStatus.FINISHED_ABORTED, output=unheard)
 
     def update_from_connector(self, output: KVConnectorOutput) -> EngineCoreOutputs:
         """Transfers went on or ended."""
-        results = self._remote.update(output)
-        self._share_arrived()
-        return EngineCoreOutputs(kv_results=results, timestamp=time.monotonic())
+        results, answers = self._remote.update(output), self._choices.share_arrived()
+        now = time.monotonic()
+        return EngineCoreOutputs(outputs=answers, kv_results=results, timestamp=now)
 
     # What there is ----------------------------------------------------------------------------
 
@@ -417,4 +409,5 @@ class Scheduler:
 
     def check_empty(self) -> list[str]:
         """Names everything that is left though no request should be; empty when all is well."""
-        return self._view.leftovers() + [f"first output of {name}" for name in self._unreported]
+        first = [f"first output of {name}" for name in self._unreported]
+        return self._view.leftovers() + first + self._beams.leftovers()

@@ -33,7 +33,7 @@ KINDS = [
     },
     {"min_tokens": 10, "min_p": 0.02, "logit_bias": {5: 1.5}, "stop_token_ids": (8, 9, 10)},
 ]
-MAX_STEPS = 2000
+MAX_STEPS = 4000
 
 
 class OneEngine:

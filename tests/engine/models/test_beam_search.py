@@ -1,0 +1,120 @@
+"""Beam search gives the answers of transformers' `generate(num_beams=...)`, token for token."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from engine.messages import EngineCoreRequest
+from engine.models.checkpoint import load_model_config
+from engine.request_spec import RequestSpec
+from engine.sampling_params import BeamParams, SamplingParams
+from tests.engine.models.parity_cases import prompts
+from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
+from tests.engine.worker.one_engine import OneEngine
+
+EOS = tuple(range(40, 48))
+"""Of a model with random weights one token alone would end nothing."""
+MAX_TOKENS = 12
+PROMPTS = prompts()[:3]
+BEAMS = [
+    BeamParams(4, length_penalty, early_stopping)
+    for length_penalty, early_stopping in itertools.product(
+        (1.0, 0.0, -1.5, 2.0), (False, True, "never")
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("beams") / "llama"
+    save_checkpoint(FAMILIES["llama"], folder)
+    return folder
+
+
+def make_engine(folder: Path, **changes: Any) -> OneEngine:
+    rows, blocks = changes.pop("rows", 8), changes.pop("num_blocks", 64)
+    config = EngineConfig(
+        engine_id="beams",
+        epoch=1,
+        model=load_model_config(folder, max_model_len=80),
+        cache=CacheConfig(block_size=8, num_blocks=blocks, **changes.pop("cache", {})),
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=64),
+        device=DeviceConfig(device="cpu"),
+    )
+    return OneEngine(config, changes.pop("depth", 2))
+
+
+def asked(name: str, prompt: list[int], beam: BeamParams, n: int = 1, **more: Any) -> Any:
+    sampling = SamplingParams(**{"max_tokens": MAX_TOKENS, "temperature": 0.0, "beam": beam} | more)
+    return EngineCoreRequest(
+        request_id=name,
+        spec=RequestSpec(prompt, sampling, sibling_seeds=tuple(range(1, n))),
+        eos_token_ids=EOS,
+        choice_ids=tuple(f"{name}.{i}" for i in range(n)) if n > 1 else (),
+    )
+
+
+@cache
+def expected(
+    folder: Path, prompt: int, beam: BeamParams, n: int, max_tokens: int = MAX_TOKENS
+) -> list[list[int]]:
+    ids = torch.tensor([PROMPTS[prompt]])
+    found = reference(folder).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=beam.width,
+        num_return_sequences=n,
+        length_penalty=beam.length_penalty,
+        early_stopping=beam.early_stopping,
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        eos_token_id=list(EOS),
+        pad_token_id=0,
+    )
+    return [_cut(row[len(PROMPTS[prompt]) :].tolist()) for row in found]
+
+
+def _cut(tokens: list[int]) -> list[int]:
+    """Returns what comes before the padding."""
+    ends = [i for i, token in enumerate(tokens) if token in EOS]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def check(engine: OneEngine, name: str, wanted: list[list[int]]) -> None:
+    names = [f"{name}.{i}" for i in range(len(wanted))] if len(wanted) > 1 else [name]
+    assert [engine.tokens[one] for one in names] == wanted, name
+    for one, tokens in zip(names, wanted, strict=True):
+        assert engine.ended[one] == ("stop" if tokens[-1] in EOS else "length")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rows": 3, "depth": 1},
+        {"num_blocks": 12, "cache": {"enable_prefix_caching": False}},
+        {"num_blocks": 12},
+    ],
+    ids=["plain", "few rows", "few blocks", "few blocks, cached"],
+)
+def test_answers_are_those_of_transformers(folder: Path, changes: dict[str, Any]) -> None:
+    """Every rule of ending, several searches at once, beside a request that has none."""
+    engine = make_engine(folder, **changes)
+    cases = list(itertools.product(range(len(PROMPTS)), BEAMS, (1, 3)))
+    has_ended = 0
+    for index, (prompt, beam, n) in enumerate(cases):
+        engine.add(asked(f"{index}", PROMPTS[prompt], beam, n))
+    engine.finish()
+    for index, (prompt, beam, n) in enumerate(cases):
+        wanted = expected(folder, prompt, beam, n)
+        check(engine, f"{index}", wanted)
+        has_ended += sum(len(tokens) < MAX_TOKENS for tokens in wanted)
+    assert has_ended > len(cases) / 4
+    assert engine.scheduler.check_empty() == []
