@@ -104,8 +104,11 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     @property
     def needs_one_token(self) -> bool:
-        """Returns whether the next token is the last."""
-        return self.sampling.max_tokens == self.num_resumed_tokens + 1
+        """Returns whether the next token is the last, and is chosen by whoever computes the
+        prompt."""
+        return (
+            self.sampling.beam is None and self.sampling.max_tokens == self.num_resumed_tokens + 1
+        )
 
     def with_prompt(self, token_ids: list[int]) -> RequestSpec:
         """Returns a copy for another prompt."""
@@ -125,6 +128,19 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         """Returns the seed of each answer."""
         return (self.sampling.seed, *self.sibling_seeds)
 
+    @property
+    def num_rows(self) -> int:
+        """Returns how many answers, or beams, grow at the same time."""
+        beam = self.sampling.beam
+        return len(self.seeds) if beam is None else beam.width
+
+    def ranked(self, rank: int) -> RequestSpec:
+        """Returns a copy that asks for answer number `rank` of a beam search, if it is one."""
+        beam = self.sampling.beam
+        if beam is None:
+            return self
+        return self.with_sampling(beam=msgspec.structs.replace(beam, rank=rank))
+
     def of_choice(self, index: int) -> RequestSpec:
         """Returns a copy for answer number `index` alone."""
         sampling = msgspec.structs.replace(self.sampling, seed=self.seeds[index])
@@ -143,12 +159,19 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     def for_candidates(self, eos_token_ids: Collection[int]) -> RequestSpec:
         """Returns a copy of a beam search that asks for the candidates of its next token: they are
-        the log probabilities of that one."""
+        the log probabilities of that one, and no end of the answer."""
         beam, sampling = self.sampling.beam, self.sampling
         assert beam is not None
         num_stops = len({*sampling.stop_token_ids, *eos_token_ids})
         wanted = max(beam.num_candidates(num_stops), sampling.logprobs or 0)
-        spec = self.for_one_token().with_sampling(temperature=0.0, min_tokens=0, logprobs=wanted)
+        spec = self.for_one_token().with_sampling(
+            beam=None,
+            temperature=0.0,
+            min_tokens=0,
+            ignore_eos=True,
+            stop_token_ids=(),
+            logprobs=wanted,
+        )
         return msgspec.structs.replace(spec, sibling_seeds=())
 
     def resumed_after(self, token_ids: Sequence[int]) -> RequestSpec:

@@ -30,7 +30,11 @@ SPEED = "engine/speed/offline_engine.py"
 """Asks for random tokens of its own, to time them."""
 
 SEVERAL_USES = {
-    "temperature": {"decode_node/observe/request_spans.py", "engine/sample"},  # a trace tells it
+    "temperature": {
+        "decode_node/observe/request_spans.py",  # a trace tells it
+        "engine/request_spec.py",  # of a beam
+        "engine/sample",
+    },
     "top_p": {"decode_node/observe/request_spans.py", "engine/sample"},
     "max_tokens": {
         "decode_node/disagg/proxy.py",  # room for the answer
@@ -45,17 +49,22 @@ SEVERAL_USES = {
         "engine/frontend/output_processor.py",  # stop strings
         "engine/sample",
         "engine/request_spec.py",  # one token
+        "engine/sched/beams.py",
         "engine/sched/request_limits.py",  # stop tokens
     },
     "stop": {"engine/frontend/output_processor.py", "engine/request_spec.py"},
     "stop_token_ids": {
         "engine/frontend/output_processor.py",  # the first token may be the last
         "engine/sample",  # before min_tokens
+        "engine/request_spec.py",  # a beam goes on behind them
+        "engine/sched/beams.py",
         "engine/sched/request_limits.py",
         "engine/sched/row.py",
     },
     "ignore_eos": {
         "engine/frontend/output_processor.py",
+        "engine/request_spec.py",  # a beam goes on behind an end
+        "engine/sched/beams.py",
         "engine/sched/request_limits.py",
         "engine/sched/row.py",
     },
@@ -69,7 +78,18 @@ SEVERAL_USES = {
         "engine/sample",
         "engine/sched/request_limits.py",  # a complete document ends
     },
-    "logprobs": {"decode_node/disagg/prefill_events.py", "engine/sample"},  # a peer gives as many
+    "logprobs": {
+        "decode_node/disagg/prefill_events.py",  # a peer gives as many
+        "engine/request_spec.py",  # candidates of a beam
+        "engine/sample",
+        "engine/sched/beams.py",
+    },
+    "beam": {
+        "decode_node/disagg/remote_prefill.py",  # candidates instead of a first token
+        "engine/frontend/input_processor.py",  # a prefill node is asked for candidates
+        "engine/request_spec.py",
+        "engine/sched/beams.py",
+    },
     "prompt_logprobs": {
         "decode_node/answer/answer.py",  # an answer that echoes waits for them
         "decode_node/disagg/prefill_events.py",  # a peer gives as many

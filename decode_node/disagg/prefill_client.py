@@ -122,7 +122,7 @@ class PrefillClient:
         metadata = (*trace.items(), *self._credentials.metadata())
         stub = await node.stub()
         call = stub.Prefill(_message(request, params), metadata=metadata)
-        events = PrefillEvents(request.spec, self._vocab_size)
+        events = PrefillEvents(request.prefill_spec, self._vocab_size)
         try:
             async for message in call:
                 event = events.read(message)
@@ -182,7 +182,7 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         attempt=params.attempt,
         expected_epoch=params.peer.epoch,
         prompt_token_ids=request.spec.prompt_token_ids,
-        spec=encode_spec(request.spec),
+        spec=encode_spec(request.prefill_spec),
         first_token_only=params.first_token_only,
         prefix_holder=request.prefix_holder,
         images=[

@@ -236,7 +236,7 @@ class DisaggProxy:
         if is_remote and request.spec.needs_one_token:
             return self._credits.claim_now(0, 0, len(request.spec.seeds))
         spec = request.spec
-        size = (len(spec.prompt_token_ids), spec.sampling.max_tokens, len(spec.seeds))
+        size = (len(spec.prompt_token_ids), spec.sampling.max_tokens, spec.num_rows)
         if is_remote or self._credits.num_waiting:
             return await self._credits.acquire(*size)
         return self._credits.claim_now(*size)

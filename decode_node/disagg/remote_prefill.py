@@ -70,6 +70,7 @@ class RemoteEngine(Protocol):
         siblings: SiblingTokens | None = None,
         draft_feature: bytes = b"",
     ) -> bool: ...
+    def supply_candidates(self, request_id: str, candidates: TokenLogprobs) -> None: ...
     def prompt_computed(self, request_id: str) -> None: ...
     def retry_remote(self, request_id: str, params: KVTransferParams) -> None: ...
     def prefill_locally(self, request_id: str) -> None: ...
@@ -255,6 +256,10 @@ class RemotePrefill:
         record.num_cached_tokens = token.num_cached_tokens
         record.remote_queue_s = token.queue_s
         record.remote_prefill_s = token.prefill_s
+        if self._request.spec.sampling.beam is not None:
+            assert token.logprobs is not None
+            self._engine.supply_candidates(self._request.request_id, token.logprobs)
+            return True
         return self._engine.supply_first_token(
             self._request.request_id,
             token.token_id,

@@ -27,8 +27,6 @@ class CompletionRequest(GenerationBody):
     """Repeat the prompt before the answer; with `logprobs`, tell the prompt's as well."""
     logprobs: Int | None = None
     """Tell the log probabilities of the answer's tokens, with so many of the most likely ones."""
-    best_of: Int | None = None
-    """Only 1: answers are not ranked. Use `n`."""
     suffix: str | None = None
     """Only an empty text: nothing is filled in before a suffix."""
 
@@ -58,8 +56,6 @@ class CompletionRequest(GenerationBody):
 
     def check_supported(self) -> None:
         super().check_supported()
-        if self.best_of not in (None, 1):
-            raise BadRequest("best_of is not supported; use n", param="best_of")
         if self.suffix:
             raise BadRequest("suffix is not supported", param="suffix")
 

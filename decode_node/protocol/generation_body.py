@@ -14,7 +14,7 @@ from decode_node.protocol.structured_output import StructuredFields
 from edge.http.errors import BadRequest
 from engine.frontend.text_options import TextOptions
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamParams, SamplingParams
 
 N = TypeVar("N", int, float)
 
@@ -82,6 +82,17 @@ class GenerationBody(StructuredFields):
     """The only tokens that the answer may have; up to 4096."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     """Up to 256 words that the answer must not have."""
+
+    use_beam_search: bool | None = None
+    """Answer with the best that a beam search finds, `n` of them, in place of drawing tokens."""
+    best_of: Int | None = None
+    """The width of the beam search; `n` where it is not given. Only 1 without `use_beam_search`."""
+    length_penalty: float | None = None
+    """Beam search compares sums of log probabilities, divided by the length to this power; 1."""
+    early_stopping: bool | Literal["never"] | None = None
+    """When beam search stops: with `true` as soon as it has `best_of` answers; with `false`, as
+    where it is not given, when those that grow could not become better at their present length;
+    with `never`, nor at any length."""
 
     include_stop_str_in_output: bool | None = None
     """The answer ends with the stop text or stop token that ended it."""
@@ -164,8 +175,16 @@ class GenerationBody(StructuredFields):
         """Says whether the answer is only about the prompt."""
         return False
 
+    @property
+    def num_beams(self) -> int:
+        """Returns the number of answers that grow for each prompt."""
+        if self.use_beam_search and self.best_of is not None:
+            return self.best_of
+        return self.num_choices
+
     def check_supported(self) -> None:
         """Raises `BadRequest` for what types cannot tell."""
+        check_beams(self)
         if self.stream and self.prompt_logprobs is not None:
             raise BadRequest(
                 "prompt_logprobs are not part of a stream; ask for the whole answer, or for echo "
@@ -209,9 +228,12 @@ class GenerationBody(StructuredFields):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         top_k = _first(self.top_k, defaults.top_k, 0)
         named = tuple(dict.fromkeys(self.logprob_token_ids or ()))
+        if self.use_beam_search:
+            defaults = NO_DEFAULTS
         return SamplingParams(
             min_tokens=self.min_tokens or 0,
             temperature=_first(self.temperature, defaults.temperature, 1.0),
+            beam=beams_of(self),
             top_k=0 if top_k == -1 else top_k,
             top_p=_first(self.top_p, defaults.top_p, 1.0),
             min_p=_first(self.min_p, defaults.min_p, 0.0),
@@ -228,6 +250,41 @@ class GenerationBody(StructuredFields):
             allowed_token_ids=None if allowed is None else tuple(allowed),
             bad_words=spell_bad_words(self.bad_words or (), encode),
         )
+
+
+def check_beams(body: GenerationBody) -> None:
+    """Raises `BadRequest` for what does not go with beam search, or means nothing without it.
+    Fields of sampling are compared by the engine (`check_sampling`)."""
+    if not body.use_beam_search:
+        if body.best_of not in (None, 1):
+            message = "best_of needs use_beam_search; use n for several answers"
+            raise BadRequest(message, param="best_of")
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(body, name) not in (None, neutral):
+                raise BadRequest(f"{name} needs use_beam_search", param=name)
+        return
+    if body.stream:
+        message = "beam search knows its answer at the end alone; leave stream out"
+        raise BadRequest(message, param="stream")
+    if body.temperature not in (None, 0.0, 1.0):
+        message = f"beam search draws nothing: temperature must be 0 or 1, not {body.temperature}"
+        raise BadRequest(message, param="temperature")
+    if body.num_beams < 1:
+        raise BadRequest(f"best_of must be at least 1, not {body.best_of}", param="best_of")
+    if body.num_choices > body.num_beams:
+        message = f"n must be at most best_of with use_beam_search, and {body.num_choices} is more"
+        raise BadRequest(message, param="n")
+
+
+def beams_of(body: GenerationBody) -> BeamParams | None:
+    """Returns the beam search that is asked for, unchecked."""
+    if not body.use_beam_search:
+        return None
+    return BeamParams(
+        body.num_beams,
+        1.0 if body.length_penalty is None else body.length_penalty,
+        body.early_stopping or False,
+    )
 
 
 def too_long(context: int, num_tokens: int, param: str) -> BadRequest:

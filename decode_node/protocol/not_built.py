@@ -1,7 +1,7 @@
 """Fields that other servers know, that would change the answer, and that are not built.
 
-They are refused by name, while names that nobody knows are ignored: a client that asks for beam
-search and silently gets something else is worse off than one that gets an error. A name that an
+They are refused by name, while names that nobody knows are ignored: a client that asks for a
+sampler and silently gets another one is worse off than one that gets an error. A name that an
 API declares as its own field is judged there, so that whoever builds one need not look here.
 """
 
@@ -29,8 +29,8 @@ _CHATS = "only /v1/chat/completions could have it, and it is not built"
 NOT_BUILT: dict[str, NotBuilt] = {
     "messages": NotBuilt("send chats to /v1/chat/completions"),
     "prompt": NotBuilt("send prompts to /v1/completions"),
-    "use_beam_search": NotBuilt("beam search is not built; sample several answers with n"),
-    "best_of": NotBuilt("is not built; use n", (1,)),
+    "use_beam_search": NotBuilt("only /v1/completions and /v1/chat/completions have it"),
+    "best_of": NotBuilt("only /v1/completions and /v1/chat/completions have it", (1,)),
     "suffix": NotBuilt("text before a suffix is not built; put both into the prompt"),
     "echo": NotBuilt("only /v1/completions has it"),
     "audio": NotBuilt("only text is generated"),

@@ -25,6 +25,12 @@ class AskLimits:
                 f"{n} times {num_prompts}",
                 param="n",
             )
+        if body.num_beams * num_prompts > self.max_choices:
+            raise BadRequest(
+                f"best_of times the number of prompts must be at most {self.max_choices}, not "
+                f"{body.num_beams} times {num_prompts}",
+                param="best_of",
+            )
         for name, asked in (
             ("logprobs", body.wanted_logprobs),
             ("prompt_logprobs", body.prompt_logprobs),

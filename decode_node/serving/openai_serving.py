@@ -336,7 +336,7 @@ class OpenAIServing:
         context: RequestContext,
     ) -> GenerationRequest:
         if begun is None:
-            spec = spec.with_sampling(seed=choose_seed(body.seed, index))
+            spec = spec.ranked(index).with_sampling(seed=choose_seed(body.seed, index))
         else:
             spec = self._complete(body, _continued(spec, begun))
         name = f"{context.request_id}-{next(self._serial)}"

@@ -52,6 +52,7 @@ from engine.messages import (
     PromptComputed,
     ResetPrefixCache,
     RetryRemotePrefill,
+    SupplyCandidates,
     SupplyFirstToken,
 )
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
@@ -80,8 +81,7 @@ class AsyncLLM:
         self._states: dict[str, RequestState] = {}
         """Requests and choices that go on, by request id."""
         self._prompts: dict[str, dict[int, RequestState]] = {}
-        """The same by the id of their prompt, which is that of a request without choices, and by
-        number of the choice."""
+        """The same by the prompt's id, which without choices is the request's, and by number."""
         self._outside: dict[str, GenerationRequest] = {}
         """Those of them that wait for their only token and are not in the engine core."""
         self._kv_results: dict[str, KVResults] = {}
@@ -217,6 +217,10 @@ class AsyncLLM:
         for state in ended:
             self._end_in_core(state)
         return goes_on
+
+    def supply_candidates(self, request_id: str, candidates: TokenLogprobs) -> None:
+        """Gives a beam search its first candidates."""
+        self._client.send(SupplyCandidates(request_id, candidates))
 
     def prompt_computed(self, request_id: str) -> None:
         """Tells the engine core that the peer of a later attempt has computed the prompt too: its

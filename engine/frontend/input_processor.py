@@ -68,6 +68,13 @@ class GenerationRequest:
             choice_ids=tuple(choice.request_id for choice in choices),
         )
 
+    @property
+    def prefill_spec(self) -> RequestSpec:
+        """Returns what a prefill node is asked for."""
+        if self.spec.sampling.beam is None:
+            return self.spec
+        return self.spec.for_candidates(self.eos_token_ids)
+
     def for_core(self) -> EngineCoreRequest:
         """Returns the message that brings it to the engine core."""
         return EngineCoreRequest(

@@ -28,6 +28,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.outputs import TokenLogprobs
 from engine.request import Request, RequestStatus
+from engine.sampling_params import SamplingParams
 from engine.sched.beam_search import BeamSearch, Hypothesis
 from engine.sched.forks import Forks
 from engine.sched.request_limits import RequestLimits
@@ -35,10 +36,11 @@ from engine.sched.request_limits import RequestLimits
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """One search. `asked` is the request as it came; `beams` compute or have computed the current
-    step, and `found` has the candidates of those that have."""
+    """One search. `prompt` is the prompt's request and `asked` what was wanted of it; `beams`
+    compute or have computed the current step, and `found` has the candidates of those that have."""
 
-    asked: Request
+    prompt: Request
+    asked: SamplingParams
     names: tuple[str, ...]
     search: BeamSearch
     beams: list[Request]
@@ -77,7 +79,7 @@ class Beams:
         max_tokens = self._limits.max_len(prompt) - prompt.num_prompt_tokens
         search = BeamSearch(beam, stop_ids, max_tokens, sampling.min_tokens, sampling.logprobs)
         names = prompt.choice_ids or (prompt.request_id,)
-        group = BeamGroup(prompt, names, search, [prompt])
+        group = BeamGroup(prompt, sampling, names, search, [prompt])
         for name in {prompt.request_id, *names}:
             self._groups[name] = group
         prompt.is_beam = True
@@ -131,7 +133,7 @@ class Beams:
         parents = group.beams
         group.beams = [self._beam(group, index, one) for index, one in enumerate(chosen)]
         for parent in parents:
-            if self._groups[parent.request_id] is group and parent is not group.asked:
+            if self._groups[parent.request_id] is group and parent is not group.prompt:
                 del self._groups[parent.request_id]
         for beam in group.beams:
             self._requests[beam.request_id] = beam
@@ -143,7 +145,7 @@ class Beams:
         return []
 
     def _beam(self, group: BeamGroup, index: int, one: Hypothesis) -> Request:
-        asked = group.asked
+        asked = group.prompt
         spec = asked.spec.resumed_after(one.token_ids).for_one_token()
         beam = Request(
             EngineCoreRequest(
@@ -161,20 +163,19 @@ class Beams:
         return beam
 
     def _answers(self, group: BeamGroup) -> list[EngineCoreOutput]:
-        asked, beam = group.asked, group.search
+        prompt, asked = group.prompt, group.asked
         self._forget(group)
-        params = asked.sampling
-        first = params.beam.rank if params.beam is not None else 0
+        assert asked.beam is not None
         outputs = []
-        for name, one in zip(group.names, beam.best[first:], strict=False):
+        for name, one in zip(group.names, group.search.best[asked.beam.rank :], strict=False):
             last = one.token_ids[-1]
-            ended = last in asked.eos_token_ids and not params.ignore_eos
-            stopped = last in params.stop_token_ids
+            ended = last in prompt.eos_token_ids and not asked.ignore_eos
+            stopped = last in asked.stop_token_ids
             output = EngineCoreOutput(name, one.token_ids, "stop" if ended or stopped else "length")
             output.stop_reason = last if stopped and not ended else None
             output.logprobs = one.logprobs or None
-            output.num_cached_tokens = asked.num_cached_tokens
-            output.queue_s = max(0.0, asked.first_scheduled_at - asked.arrival_time)
+            output.num_cached_tokens = prompt.num_cached_tokens
+            output.queue_s = max(0.0, prompt.first_scheduled_at - prompt.arrival_time)
             outputs.append(output)
         return outputs
 
@@ -184,5 +185,5 @@ class Beams:
             if beam.request_id in self._requests:
                 self._finish(beam)
             self._forks.drop(beam)
-        for name in {group.asked.request_id, *group.names, *(b.request_id for b in group.beams)}:
+        for name in {group.prompt.request_id, *group.names, *(b.request_id for b in group.beams)}:
             del self._groups[name]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.crash_facts import EngineFacts
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
-from engine.outputs import SchedulerStats, merged_stats
+from engine.outputs import SchedulerStats, TokenLogprobs, merged_stats
 from engine.request import Request
 from engine.sched.admission import Admission
 from engine.sched.group_output import GroupOutput, GroupStep
@@ -102,6 +102,9 @@ class GroupScheduler:
             lambda group: group.supply_first_token(request_id, token_id, siblings, feature),
         )
 
+    def supply_candidates(self, request_id: str, candidates: TokenLogprobs) -> EngineCoreOutputs:
+        return self._ask(request_id, lambda group: group.supply_candidates(request_id, candidates))
+
     def prompt_computed(self, request_id: str) -> None:
         if (group := self._group_of.get(request_id)) is not None:
             group.prompt_computed(request_id)
@@ -151,7 +154,7 @@ class GroupScheduler:
         assert isinstance(output, GroupEvents)
         for group, events in zip(self.groups, output.by_group, strict=True):
             if events is not None:
-                _add(found, group.update_from_connector(events))
+                _add(found, self._heard(group.update_from_connector(events)))
         return found
 
     # What there is ----------------------------------------------------------------------------

@@ -99,19 +99,7 @@ class Scheduler:
         self._unreported: set[str] = set()
         """Requests whose first output is still to come."""
         self._num_arrived = 0
-        self._beams = Beams(
-            self._kv_cache, self._forks, self._limits, self._requests, self._discard
-        )
-        self._choices = Choices(
-            self._limits,
-            self._running,
-            self._remote.pulls,
-            self._forks,
-            self._beams,
-            self._requests,
-            self._unreported,
-            self._finish,
-        )
+        self._beams, self._choices = self._make_choices()
         self._view = SchedulerView(
             self._requests,
             self._kv_cache,
@@ -124,6 +112,20 @@ class Scheduler:
             self.adapters,
             self._counters,
         )
+
+    def _make_choices(self) -> tuple[Beams, Choices]:
+        beams = Beams(self._kv_cache, self._forks, self._limits, self._requests, self._discard)
+        choices = Choices(
+            self._limits,
+            self._running,
+            self._remote.pulls,
+            self._forks,
+            beams,
+            self._requests,
+            self._unreported,
+            self._finish,
+        )
+        return beams, choices
 
     # Requests come, are advised on, and go ----------------------------------------------------
 

@@ -51,6 +51,7 @@ def chosen(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+BEAMS = {"prompt": [1], "use_beam_search": True, "best_of": 4}
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -127,7 +128,34 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [1], "messages": [USER]}, "messages"),
     ({"prompt": [1], "max_tokens": 5.000001}, "max_tokens"),
     ({"prompt": [1], "stop_token_ids": [1.5]}, "stop_token_ids.0"),
-    ({"prompt": [1], "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": [1], "length_penalty": 2}, "length_penalty"),
+    ({"prompt": [1], "early_stopping": True}, "early_stopping"),
+    ({**BEAMS, "stream": True}, "stream"),
+    ({**BEAMS, "stream": False, "temperature": 0.7}, "temperature"),
+    ({**BEAMS, "stream": False, "best_of": 0}, "best_of"),
+    ({**BEAMS, "stream": False, "best_of": 33}, "best_of"),
+    ({**BEAMS, "stream": False, "best_of": 10**6}, "best_of"),
+    ({**BEAMS, "stream": False, "prompt": [[1]] * 20}, "best_of"),
+    ({**BEAMS, "stream": False, "n": 5}, "n"),
+    ({**BEAMS, "stream": False, "length_penalty": 1e9}, "length_penalty"),
+    ({**BEAMS, "stream": False, "early_stopping": "soon"}, "early_stopping"),
+    ({**BEAMS, "stream": False, "stop_token_ids": list(range(100, 150))}, "best_of"),
+    *(
+        ({**BEAMS, "stream": False, name: value}, name)
+        for name, value in {
+            "top_k": 5,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 1,
+            "frequency_penalty": 1,
+            "logit_bias": {"5": 1},
+            "stop": "x",
+            "prompt_logprobs": 1,
+            "allowed_token_ids": [5],
+            "bad_words": ["the"],
+        }.items()
+    ),
     ({"prompt": [1], "prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"prompt": [1], "lora_path": "x"}, "lora_path"),
     ({"prompt": [1], "repeat_penalty": 1.2}, "repeat_penalty"),

@@ -123,7 +123,12 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "penalty": (COMPLETIONS, {"prompt": "x", "presence_penalty": 9}, 400, ["presence_penalty"]),
     "many choices": (COMPLETIONS, {"prompt": "x", "n": 1000}, 400, ["1000"]),
     "bias of no token": (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, 400, ["logit_bias"]),
-    "beam search": (COMPLETIONS, {"prompt": "x", "use_beam_search": True}, 400, ["beam search"]),
+    "beam search": (
+        COMPLETIONS,
+        {"prompt": "x", "use_beam_search": True, "stream": True},
+        400,
+        ["beam search"],
+    ),
     "adapter": (CHATS, {"messages": [USER], "lora_path": "x"}, 400, ["lora_path", "adapters"]),
     "half a surrogate": (COMPLETIONS, {"prompt": "a\ud800b"}, 400, []),
     "half a surrogate in a chat": (

@@ -136,6 +136,44 @@ async def test_choices_are_the_answers_of_their_seeds(
     await cluster.wait_empty()
 
 
+BEAMS = [
+    {"prompt": prompt(n), "use_beam_search": True, "best_of": 4, "max_tokens": 12, **more}
+    for n, more in (
+        (1, {}),
+        (17, {"n": 2, "length_penalty": 0.5}),
+        (64, {"n": 4, "early_stopping": True, "logprobs": 2}),
+        (200, {"early_stopping": "never", "ignore_eos": True}),
+        (201, {"max_tokens": 1, "n": 3}),
+    )
+]
+
+
+@pytest.mark.e2e
+async def test_beams_fork_behind_a_prompt_from_elsewhere(share_cluster: Any, http: Any) -> None:
+    """The prefill node gives the candidates of the first token."""
+    single = await share_cluster(prefill=0, decode=1)
+    prefill_args, decode_args = TWO_TOPOLOGIES[2].values
+    cluster = await share_cluster(prefill_args=prefill_args, decode_args=decode_args)
+
+    async def choices(url: str, body: dict[str, Any]) -> list[Any]:
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        tokens = answer["usage"]["completion_tokens"]
+        assert tokens > 0 and len(answer["choices"]) == body.get("n", 1)
+        for choice in answer["choices"]:
+            if (told := choice.pop("logprobs", None)) is not None:
+                assert len(told["tokens"]) == len(told["top_logprobs"]) > 0
+                assert min(len(top) for top in told["top_logprobs"]) >= 2
+        return [answer["choices"], tokens]
+
+    expected = [await choices(single.decodes[0].url, body) for body in BEAMS]
+    for _ in range(2):
+        assert await asyncio.gather(*(choices(cluster.url, body) for body in BEAMS)) == expected
+    await cluster.wait_empty()
+    await single.wait_empty()
+
+
 @pytest.mark.e2e
 async def test_timeline_tells_what_happened(share_cluster: Any, complete: Any) -> None:
     prefill_args, decode_args = TWO_TOPOLOGIES[0].values

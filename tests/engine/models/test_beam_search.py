@@ -20,7 +20,7 @@ from tests.engine.models.reference_models import FAMILIES, reference, save_check
 from tests.engine.worker.one_engine import OneEngine
 
 EOS = tuple(range(40, 48))
-"""Of a model with random weights one token alone would end nothing."""
+"""There are several: a model with random weights hardly ever gives one of them alone."""
 MAX_TOKENS = 12
 PROMPTS = prompts()[:3]
 BEAMS = [
@@ -105,7 +105,7 @@ def check(engine: OneEngine, name: str, wanted: list[list[int]]) -> None:
     ids=["plain", "few rows", "few blocks", "few blocks, cached"],
 )
 def test_answers_are_those_of_transformers(folder: Path, changes: dict[str, Any]) -> None:
-    """Every rule of ending, several searches at once, beside a request that has none."""
+    """Tries every rule of ending, in many searches at once."""
     engine = make_engine(folder, **changes)
     cases = list(itertools.product(range(len(PROMPTS)), BEAMS, (1, 3)))
     has_ended = 0
