@@ -39,14 +39,13 @@ TIER_SETS = {
     "model", "revision", "served_model_name", "dtype", "kv_cache_dtype", "max_model_len", "host",
     "port", "metrics_port", "grpc_port", "kv_host", "kv_network_status", "tensor_parallel_size",
     "device", "drain_timeout_s", "api_key_file", "distributed_executor_backend", "ray_address",
-    "kv_port", "crash_report_dir", "pipeline_parallel_size", "kv_host_memory_bytes",
-    "kv_host_memory_path", "kv_disk_path", "kv_disk_bytes",
+    "kv_port", "crash_report_dir", "pipeline_parallel_size", "data_parallel_size",
+    "kv_host_memory_bytes", "kv_host_memory_path", "kv_disk_path", "kv_disk_bytes",
 }  # fmt: skip
 """Settings that have a value of their own in the chart, which turns it into the flag."""
 
 NOT_OFFERED = {
     "check",  # a node that only checks never becomes ready
-    "data_parallel_size",  # the chart counts GPUs of one group only
     "first_gpu",  # a container sees its own GPUs, counted from 0
     "api_keys",  # a secret on a command line
 }

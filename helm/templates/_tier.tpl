@@ -66,6 +66,9 @@ spec:
 {{- if gt (int $tier.parallelism.pipeline) 1 }}
 - --pipeline-parallel-size={{ int $tier.parallelism.pipeline }}
 {{- end }}
+{{- if gt (int $tier.parallelism.data) 1 }}
+- --data-parallel-size={{ int $tier.parallelism.data }}
+{{- end }}
 {{- if .part }}
 - --distributed-executor-backend=ray
 - {{ printf "--ray-address=%s:6379" (include "tandem.podHost" .root) | quote }}

@@ -139,6 +139,10 @@
 {{- if and (gt $stages 1) (eq $name "decode") -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "decode.parallelism.pipeline (%d) is for prefill nodes: set it to 1, and prefill.parallelism.pipeline in place of tierDefaults" $stages)) -}}
 {{- end -}}
+{{- $groups := int .tier.parallelism.data -}}
+{{- if and (gt $groups 1) (or (gt $hosts 1) (gt $stages 1)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.parallelism.data (%d) is for nodes on one host, without stages: set hosts and pipeline to 1" $name $groups)) -}}
+{{- end -}}
 {{- if gt $hosts 1 -}}
 {{- if and (eq $stages 1) (mod $tensor $hosts) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.parallelism.tensor (%d) cannot be spread evenly over %d hosts: set it to a multiple" $name $tensor $hosts)) -}}

@@ -26,7 +26,7 @@
 
 {{/* Ranks of one node of a tier, one GPU each: the tier */}}
 {{- define "tandem.ranks" -}}
-{{- mul (int .parallelism.tensor) (int .parallelism.pipeline) -}}
+{{- mul (int .parallelism.tensor) (int .parallelism.pipeline) (int .parallelism.data) -}}
 {{- end -}}
 
 {{/* A number as people write it: Helm reads 1048576 as a float and would print 1.048576e+06. */}}

@@ -82,6 +82,10 @@ BETWEEN_VALUES = [
         {"tierDefaults": {"parallelism": {"pipeline": 2}}},
         "decode.parallelism.pipeline (2) is for prefill nodes",
     ),
+    (
+        {"decode": {"parallelism": {"data": 2, "tensor": 2, "hosts": 2}}},
+        "decode.parallelism.data (2) is for nodes on one host, without stages",
+    ),
     ({"decode": {"parallelism": {"tensor": 2, "hosts": 2}}}, "an emptyDir is one pod's"),
     (
         {

@@ -423,7 +423,7 @@ def test_gpus_follow_from_the_ranks(name: str) -> None:
         ranks = 0
         if on_gpu:
             ranks = settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]
-            ranks //= hosts.get("size", 1)
+            ranks = ranks * settings["data_parallel_size"] // hosts.get("size", 1)
         for template in rendered(name).all("ResourceClaimTemplate", service):
             (request,) = template["spec"]["spec"]["devices"]["requests"]
             gpus += request["exactly"]["count"]
