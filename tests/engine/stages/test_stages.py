@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,13 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
+from engine.messages import EngineCoreOutput, EngineCoreRequest
+from engine.models.checkpoint import load_model_config
+from engine.request_spec import RequestSpec
+from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVRole, KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until
+from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 from tests.engine.thread_executor import ThreadExecutor
 from tests.engine.tiny_model import tiny_model
 
@@ -111,6 +118,59 @@ def test_a_tied_head_is_read_by_the_last_stage() -> None:
         with running(stage_config(stages, tie_word_embeddings=True)) as node:
             found.append(answers(node, PROMPTS))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("family", "stages"), [("gemma2", 2), ("qwen3_moe_sharded", 3)])
+def test_stages_read_their_part_of_a_checkpoint(family: str, stages: int, tmp_path: Path) -> None:
+    """The one has windows and a tied head, the other experts in many files."""
+    save_checkpoint(FAMILIES[family], tmp_path)
+    model = load_model_config(tmp_path)
+    prompts = {
+        name: [token % model.vocab_size for token in prompt]
+        for name, prompt in PROMPTS.items()
+        if len(prompt) <= 40
+    }
+    found = []
+    for num_stages in (1, stages):
+        with running(replace(stage_config(num_stages), model=model)) as node:
+            found.append(answers(node, prompts))
+    assert found[0] == found[1]
+
+
+def test_stages_sample_as_one_does() -> None:
+    """Requests want noise, penalties, several choices, and log probabilities of all tokens."""
+    sampling = SamplingParams(
+        temperature=0.9,
+        seed=7,
+        max_tokens=12,
+        ignore_eos=True,
+        frequency_penalty=0.5,
+        logprobs=2,
+        prompt_logprobs=1,
+    )
+    found = []
+    for stages in (1, 3):
+        with running(stage_config(stages)) as node:
+            for name in ("r2", "r3", "r5"):
+                spec = RequestSpec(PROMPTS[name], sampling)
+                node.core.handle(EngineCoreRequest(request_id=name, spec=spec))
+            node.add("forked", PROMPTS["r4"], 10, num_choices=3)
+            outputs: dict[str, list[EngineCoreOutput]] = {}
+            while not node.core.is_idle:
+                for output in node.core.step().outputs:
+                    outputs.setdefault(output.request_id, []).append(output)
+            found.append({name: told(parts) for name, parts in outputs.items()})
+    assert found[0].keys() == {"r2", "r3", "r5", "forked.0", "forked.1", "forked.2"}
+    assert found[0] == found[1]
+
+
+def told(outputs: list[EngineCoreOutput]) -> tuple[object, ...]:
+    """Returns all that a client hears of a request, but for times and how it was cut up."""
+    tokens = [token for output in outputs for token in output.new_token_ids]
+    scored = [one for output in outputs for one in output.logprobs or ()]
+    parts = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    of_prompt = [one.token_ids for part in parts for one in part.unpack()]
+    return tokens, [one.token_ids for one in scored], of_prompt, outputs[-1].finish_reason
 
 
 def test_stages_hand_their_layers_over() -> None:

@@ -156,14 +156,21 @@ def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(
+    ("two", "enforce_eager"),
+    [
+        (ParallelConfig(tensor_parallel_size=2), False),
+        (ParallelConfig(tensor_parallel_size=2), True),
+        (ParallelConfig(pipeline_parallel_size=2), False),
+    ],
+)
 def test_two_ranks_give_the_tokens_of_one(
-    small_weights: Path, make_driver, make_prompt, enforce_eager: bool
+    small_weights: Path, make_driver, make_prompt, two: ParallelConfig, enforce_eager: bool
 ) -> None:
     found = []
-    for tp_size in (1, 2):
+    for parallel in (ParallelConfig(), two):
         config = small_config(small_weights, enforce_eager=enforce_eager)
-        config = replace(config, parallel=ParallelConfig(tensor_parallel_size=tp_size))
+        config = replace(config, parallel=parallel)
         with running_ranks(config) as execute:
             found.append(conversation(make_driver(execute), make_prompt))
     assert found[0] == found[1]

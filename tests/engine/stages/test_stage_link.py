@@ -1,0 +1,89 @@
+"""Runs three stages as threads of one process: what arrives, and in which order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from engine.distributed import meet
+from engine.stage_link import StageLink
+from tests.engine.models.conftest import free_ports
+
+T = TypeVar("T")
+NUM_STAGES, NUM_STEPS, HIDDEN = 3, 30, 16
+_TIMEOUT_S = 60.0
+
+
+def play(scene: Callable[[StageLink], T]) -> list[T]:
+    """Returns what each stage returned. None leaves before all are done: what is on its way ends
+    with a link."""
+    rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
+    all_done = threading.Barrier(NUM_STAGES)
+
+    def stage_of(stage: int) -> T:
+        store = meet(stage, NUM_STAGES, rendezvous, timedelta(seconds=_TIMEOUT_S))
+        own = PrefixStore("link", store)
+        link = StageLink(stage, NUM_STAGES, "cpu", own, "127.0.0.1", _TIMEOUT_S)
+        try:
+            return scene(link)
+        finally:
+            all_done.wait(_TIMEOUT_S)
+            link.close()
+            link.close()
+
+    with ThreadPoolExecutor(NUM_STAGES) as threads:
+        return list(threads.map(stage_of, range(NUM_STAGES), timeout=_TIMEOUT_S))
+
+
+def num_tokens_of(step: int) -> int:
+    return 1 + 37 * step % 50
+
+
+def run_steps(link: StageLink) -> list[list[int]]:
+    """Each stage adds one; tokens that come back say what the last one saw. The first stage never
+    waits, though the last one is slow to begin."""
+    like = torch.empty(0, HIDDEN, dtype=torch.bfloat16)
+    seen: list[list[int]] = []
+    if link.is_last:
+        time.sleep(0.2)
+    for step in range(NUM_STEPS):
+        count = num_tokens_of(step)
+        x = torch.full((count, HIDDEN), float(step), dtype=torch.bfloat16)
+        if not link.is_first:
+            x = link.receive(count, like)
+        if link.is_last:
+            assert x.shape == (count, HIDDEN)
+            link.give_back([int(x[0, 0]), count])
+        else:
+            link.send(x + 1)
+    while not link.is_last and len(seen) < NUM_STEPS:
+        tokens = link.take_tokens(wait=True)
+        assert tokens is not None
+        seen.append(tokens.tolist())
+    if not link.is_last:
+        assert link.take_tokens(wait=False) is None
+    return seen
+
+
+def test_steps_pass_all_stages_in_order() -> None:
+    expected = [[step + 2, num_tokens_of(step)] for step in range(NUM_STEPS)]
+    assert play(run_steps) == [expected, expected, []]
+
+
+def test_a_step_of_another_size_is_a_fault() -> None:
+    def scene(link: StageLink) -> None:
+        if link.is_first:
+            link.send(torch.ones(3, HIDDEN))
+        elif link.stage == 1:
+            with pytest.raises(RuntimeError, match="computes 4 tokens and got 3"):
+                link.receive(4, torch.empty(0, HIDDEN))
+
+    play(scene)
