@@ -118,3 +118,31 @@ def test_answers_are_those_of_transformers(folder: Path, changes: dict[str, Any]
         has_ended += sum(len(tokens) < MAX_TOKENS for tokens in wanted)
     assert has_ended > len(cases) / 4
     assert engine.scheduler.check_empty() == []
+
+
+def test_a_search_that_is_aborted_leaves_nothing(folder: Path) -> None:
+    """Tries every step; the others go on."""
+    wanted = expected(folder, 2, BEAMS[0], 3)
+    engine = make_engine(folder, num_blocks=24)
+    for num_steps in range(0, 2 * MAX_TOKENS, 2):
+        engine.add(asked(f"a{num_steps}", PROMPTS[1], BEAMS[2], 2, ignore_eos=True))
+        engine.add(asked(f"b{num_steps}", PROMPTS[2], BEAMS[0], 3))
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort(f"a{num_steps}" if num_steps % 4 else f"a{num_steps}.1")
+        engine.finish()
+        check(engine, f"b{num_steps}", wanted)
+        assert engine.scheduler.check_empty() == []
+
+
+def test_layers_with_states_and_windows_fork_too(tmp_path: Path) -> None:
+    """A beam copies the states of the one that it continues."""
+    for name in ("qwen3_next", "gpt_oss"):
+        save_checkpoint(FAMILIES[name], tmp_path / name)
+        engine = make_engine(tmp_path / name)
+        for prompt, beam in ((1, BEAMS[0]), (2, BEAMS[1])):
+            engine.add(asked(f"{prompt}", PROMPTS[prompt], beam, 2))
+        engine.finish()
+        for prompt, beam in ((1, BEAMS[0]), (2, BEAMS[1])):
+            check(engine, f"{prompt}", expected(tmp_path / name, prompt, beam, 2))
+        assert engine.scheduler.check_empty() == []
