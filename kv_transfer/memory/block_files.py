@@ -88,12 +88,12 @@ class BlockFiles:
                 self.num_damaged += 1
         return [name for _, name in sorted(found)]
 
-    def write(self, slot: int) -> None:
-        """Writes the block that a slot holds. Raises OSError, as for a full disk; nothing is left
-        of it then."""
+    def write(self, slot: int) -> bool:
+        """Writes the block that a slot holds; False: it was forgotten meanwhile. Raises OSError, as
+        for a full disk; nothing is left of it then."""
         name = self._memory.name_of(slot)
         if name is None:
-            raise OSError(f"slot {slot} holds no block")
+            return False
         header = np.zeros((), self._kind)
         header["magic"], header["version"] = _MAGIC, _VERSION
         header["identity"] = np.void(self._identity)
@@ -111,6 +111,7 @@ class BlockFiles:
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
+        return True
 
     def read(self, name: bytes, slot: int) -> bool:
         """Reads a block into a slot, whose record then says so. Returns False when the file is

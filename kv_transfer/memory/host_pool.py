@@ -183,7 +183,8 @@ class HostPool:
                 failed.append(slot)
                 continue
             try:
-                await self._in_thread("files", files.write, slot)
+                if not await self._in_thread("files", files.write, slot):
+                    failed.append(slot)
             except OSError as error:
                 failed.append(slot)
                 self._turn_off(Tier.DISK, f"a block cannot be written: {error}")

@@ -385,6 +385,20 @@ async def test_a_file_that_is_not_what_it_should_be_is_a_miss(tmp_path: Path, ha
     await again.close()
 
 
+async def test_what_was_forgotten_is_not_written_and_the_tier_stays_on(tmp_path: Path) -> None:
+    pools = Pools(disk_path=tmp_path)
+    pools.fill(1)
+    await pools.do(store(1, [0, 1], [0, 1]))
+    for pool in pools.pools:
+        pool._memory.clear(0)
+    assert await pools.do(SpillMeta(2, [0, 1])) == [[0]]
+    for pool in pools.pools:
+        pool.obey(ForgetMeta(None))
+    assert await pools.do(SpillMeta(3, [1])) == [[1]]
+    assert not pools.others and not list(tmp_path.rglob("*.kv"))
+    await pools.close()
+
+
 async def test_a_full_disk_turns_the_tier_off_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -481,6 +495,6 @@ def test_blocks_survive_crashes_or_are_computed_but_are_never_wrong(tmp_path: Pa
     stress.run(300, cycles_per_crash=120)
     stress.close()
     seen = stress.seen
-    assert seen["compared"] > 100 and seen["wrong"] == 0, seen
+    assert seen["compared"] > 40 and seen["wrong"] == 0, seen
     assert seen["deaths of a process"] + seen["deaths of an engine"] >= 2, seen
     assert seen["found after a start"] and seen["spilled_blocks"] and seen["fetched_blocks"], seen

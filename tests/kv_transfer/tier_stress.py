@@ -210,6 +210,7 @@ class TierStress:
 
     def _take_answers(self) -> None:
         """Waits for something to happen, and compares what has come back."""
+        assert not self._tier._off, self._tier._off
         poller = select.poll()
         poller.register(self._node.connector.fileno(), select.POLLIN)
         poller.poll(100)
