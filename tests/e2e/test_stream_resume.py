@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from bench.serving.node_metrics import read_metrics
+
 NUM_STREAMS = 30
 WORKER, CORE = "engine.executor.worker_proc", "engine.core.core_proc"
 TRANSFER = "kv_transfer.control.process"
@@ -143,5 +145,37 @@ async def test_a_frozen_process_of_a_node_holds_up_no_answer(
     assert len(frozen) == 2
     for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         assert summary(got) == summary(wanted), f"request {i}"
+    await cluster.wait_whole()
+    await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_a_beam_search_whose_node_dies_begins_again(cluster: Any, http: Any) -> None:
+    """Its client has nothing of the answer by then, and gets the same one."""
+    wish = {"prompt": [*range(10, 130)], "use_beam_search": True, "best_of": 4, "n": 3}
+    wish |= {"max_tokens": 300, "ignore_eos": True}
+
+    async def ask() -> Any:
+        async with http.post(f"{cluster.url}/v1/completions", json=wish) as response:
+            return response.status, await response.json()
+
+    async def node_at_work() -> Any:
+        while True:
+            for node in cluster.decodes:
+                if (await read_metrics(http, node.metrics_url))["vllm:num_requests_running"] > 0:
+                    return node
+            await asyncio.sleep(0.01)
+
+    status, expected = await ask()
+    assert status == 200, expected
+    answer = asyncio.create_task(ask())
+    async with asyncio.timeout(60):
+        node = await node_at_work()
+        assert not answer.done()
+        os.kill(node.pid, signal.SIGKILL)
+        status, found = await answer
+    assert status == 200, found
+    assert found["choices"] == expected["choices"]
+    assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
     await cluster.wait_whole()
     await cluster.wait_empty()
