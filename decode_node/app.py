@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from decode_node.http.adapter_routes import create_adapter_router
 from decode_node.http.admin_routes import create_admin_router
 from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
@@ -54,6 +55,7 @@ def node_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
         create_tokenizer_router(api),
         create_admin_router(api.reset_prefix_cache),
         create_profile_router(api.profiles),
+        create_adapter_router(api.adapters),
     )
     return [*(route for routes in own for route in routes.routes), *_service_routes(api, num_open)]
 

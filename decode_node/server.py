@@ -38,7 +38,7 @@ from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
 from decode_node.prefix_sharing import only_kept_answers, serve_answers
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
-from decode_node.serving.model_cards import ModelCards
+from decode_node.serving.model_cards import ModelCards, ServedModel
 from decode_node.serving.openai_serving import OpenAIServing
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.address import join_address
@@ -338,8 +338,10 @@ def create_node_app(
     )
     model = engine.config.model
     metrics.registry.register(GrammarCollector(checker))
+    served = ServedModel(model, engine.adapters.known)
     serving = OpenAIServing(
         engine.config,
+        served,
         tokenizer,
         proxy,
         metrics,
@@ -355,8 +357,8 @@ def create_node_app(
         defaults=defaults,
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
-    cards = ModelCards(model, settings.model, defaults)
-    asked = TokenizerServing(model, tokenizer, serving.prompts)
+    cards = ModelCards(served, settings.model, defaults)
+    asked = TokenizerServing(served, tokenizer, serving.prompts)
     api = Api(
         settings,
         cards,
@@ -367,6 +369,7 @@ def create_node_app(
         asked,
         proxy.reset_prefix_cache,
         engine.profiles,
+        engine.adapters,
     )
     return create_app(api, callers, lambda: proxy.open.count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -29,9 +30,21 @@ class LoRAConfig:
         max_lora_rank: Slots are of this rank.
         max_cpu_loras: Adapters in host memory at most, from which slots are filled.
         modules: Adapters that there are from the start.
+        folder: Others may be loaded from folders below it; "": none can be.
     """
 
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int = 1
     modules: tuple[LoRAModule, ...] = ()
+    folder: str = ""
+
+
+MAX_ADAPTER_NAME = 256
+
+
+def check_adapter_name(name: str, taken: Collection[str]) -> str:
+    """Returns what is wrong with a name for an adapter; empty: nothing."""
+    if not name or len(name) > MAX_ADAPTER_NAME or not name.isprintable():
+        return f"a name has 1 to {MAX_ADAPTER_NAME} printable characters"
+    return f"the name {name!r} is taken already" if name in taken else ""

@@ -117,6 +117,21 @@ class StopProfile(msgspec.Struct, tag="stop_profile"):
     call_id: int
 
 
+class AddAdapter(msgspec.Struct, tag="add_adapter"):
+    """Is answered by the `AdapterAnswer` of this call, once requests may use the adapter."""
+
+    call_id: int
+    digest: str
+    path: str
+
+
+class RemoveAdapter(msgspec.Struct, tag="remove_adapter"):
+    """Is answered once no request uses the adapter any more, and it is forgotten."""
+
+    call_id: int
+    digest: str
+
+
 class DescribeEngine(msgspec.Struct, tag="describe"):
     """Is answered by `EngineDescription`, for a crash report."""
 
@@ -138,6 +153,8 @@ ToEngineCore = (
     | ResetPrefixCache
     | StartProfile
     | StopProfile
+    | AddAdapter
+    | RemoveAdapter
     | DescribeEngine
     | ShutdownEngine
 )
@@ -247,6 +264,13 @@ class ProfileAnswer(msgspec.Struct, tag="profile", kw_only=True):
     code: RefusalCode = "profile_failed"
 
 
+class AdapterAnswer(msgspec.Struct, tag="adapter"):
+    """Answers one call; `error` says why an adapter cannot be served."""
+
+    call_id: int
+    error: str = ""
+
+
 class EngineDescription(msgspec.Struct, tag="description"):
     """Answers `DescribeEngine`."""
 
@@ -275,6 +299,7 @@ FromEngineCore = (
     | PrefixOffered
     | PrefixCacheReset
     | ProfileAnswer
+    | AdapterAnswer
     | EngineDescription
     | PeerChanged
     | EngineDead

@@ -57,6 +57,10 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     name: str
     digest: str
 
+    def told(self) -> dict[str, str]:
+        """Returns what operators are told of it."""
+        return {"name": self.name, "digest": self.digest}
+
 
 class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A request as every node that works on it sees it.

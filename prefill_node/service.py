@@ -30,6 +30,7 @@ from edge.tracing.context import REQUEST_ID, TraceContext, current_trace, plain_
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequest
+from engine.frontend.adapter_calls import AdapterCalls
 from engine.frontend.input_processor import GenerationRequest, InputProcessor
 from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.frontend.wire import (
@@ -73,6 +74,8 @@ class Engine(Protocol):
     def ready(self) -> EngineReady: ...
     @property
     def stats(self) -> SchedulerStats: ...
+    @property
+    def adapters(self) -> AdapterCalls: ...
     def generate(self, request: GenerationRequest) -> OutputStream: ...
     def abort(self, request_id: str) -> None: ...
     async def wait_kv_result(self, request_id: str) -> KVTransferResult: ...
@@ -273,6 +276,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         spec = decode_spec(message.spec, list(message.prompt_token_ids))
         spec.check()
         check_sampling(spec.sampling, self._engine.config.model.vocab_size)
+        if spec.adapter is not None and not self._engine.adapters.has(spec.adapter.digest):
+            raise Refused(
+                grpc.StatusCode.NOT_FOUND,
+                f"adapter {spec.adapter.name} is not on this prefill node; load it on all nodes",
+            )
         spec = spec.for_one_token()
         request = self._input_processor.process(
             f"{message.transfer_id}-{message.attempt}", spec, max_tokens=spec.sampling.max_tokens

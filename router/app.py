@@ -38,6 +38,7 @@ from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
 from router.admission.model_gates import ModelGates
 from router.config import RouterSettings
+from router.edge.adapter_api import adapter_routes
 from router.edge.admin_api import admin_routes, probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
@@ -169,8 +170,10 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     open_paths = {"/health", "/ready", "/ping"}
     if settings.admin_port is None:
         # A key of the API is a client's.
-        admin = admin_routes(services.metrics, services.caches, lambda: not services.keys.asks)
-        serve(app, [*admin.routes, *status_routes(services.feed)])
+        may_change = services.keys.may_change_nodes
+        admin = admin_routes(services.metrics, services.caches, may_change)
+        adapters = adapter_routes(services.registry, services.credentials, may_change)
+        serve(app, [*admin.routes, *adapters.routes, *status_routes(services.feed)])
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)
@@ -195,6 +198,7 @@ def create_admin_app(services: Services) -> FastAPI:
     app.add_middleware(OuterEdge, is_draining=lambda: False)
     serve(app, _probe_routes(services).routes)
     serve(app, admin_routes(services.metrics, services.caches).routes)
+    serve(app, adapter_routes(services.registry, services.credentials).routes)
     serve(app, status_routes(services.feed))
     return app
 

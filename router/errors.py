@@ -34,6 +34,14 @@ class AdminOnly(HttpError):
     default_code = "permission_denied"
 
 
+class NodesRefused(HttpError):
+    """Nodes could not do what an operator asks of all of them."""
+
+    status = HTTPStatus.BAD_REQUEST
+    type = "invalid_request_error"
+    default_code = "nodes_refused"
+
+
 class RateLimited(HttpError):
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"

@@ -36,6 +36,7 @@ from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
 from edge.http.exposition import scrape_response
+from engine.frontend.adapter_calls import AdapterCalls
 from engine.node.profile_servicer import ProfiledEngine
 from engine.prefix_holder import checked_holder
 
@@ -76,6 +77,7 @@ class Api:
     tokenizer: TokenizerServing
     reset_prefix_cache: Callable[[], Awaitable[bool]]
     profiles: ProfiledEngine
+    adapters: AdapterCalls
 
     async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, RequestContext]:
         """Reads the body and the headers of a request. Raises `HttpError`."""
@@ -101,6 +103,7 @@ class Api:
             wants_journal=headers.get(names.JOURNAL) == "1",
             resume=resume,
             model=names.decode_name(headers.get(names.MODEL, "")),
+            adapter_digest=headers.get(names.ADAPTER, ""),
             cache_salt=headers.get(names.CACHE_SALT, ""),
             trace=trace,
             prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),

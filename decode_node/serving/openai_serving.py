@@ -43,7 +43,7 @@ from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_grammar import ChatGrammar
 from decode_node.serving.chat_reading import ChatReading
-from decode_node.serving.model_cards import check_served
+from decode_node.serving.model_cards import ServedModel
 from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
 from edge.http import long_work
@@ -79,6 +79,8 @@ class RequestContext:
     trace: TraceContext | None = None
     prefix_hash: int = 0
     """The name that routers give to the prompt's beginning."""
+    adapter_digest: str = ""
+    """Says what a router means by an adapter's name; "": whatever has it."""
     prefix_holder: str = ""
     """Names who may hold the prompt's KV, for a prefill node to fetch it."""
 
@@ -89,6 +91,7 @@ class OpenAIServing:
     def __init__(
         self,
         config: EngineConfig,
+        served: ServedModel,
         tokenizer: Tokenizer,
         proxy: DisaggProxy,
         metrics: DecodeMetrics,
@@ -103,6 +106,7 @@ class OpenAIServing:
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         self._model = config.model
+        self._served = served
         self._tokenizer = tokenizer
         self.prompts = Prompts(config.model, tokenizer, trusts_templates=trusts_templates)
         self._input_processor = InputProcessor(config)
@@ -121,7 +125,7 @@ class OpenAIServing:
 
     async def completions(self, body: CompletionRequest, context: RequestContext) -> Response:
         """Completes prompts. Raises `HttpError`."""
-        check_served(self._model, context.model or body.model)
+        self._served.check(context.model or body.model, context.adapter_digest)
         body.check_supported()
         self._limits.check(body, body.num_prompts)
         tokens, echoes = await self.prompts.of_texts(body, is_long=context.is_long)
@@ -151,7 +155,7 @@ class OpenAIServing:
         """Answers with the number of tokens that a request would have. Raises `HttpError`."""
         with body.named_fields():
             chat = body.to_chat()
-            check_served(self._model, context.model or body.model)
+            self._served.check(context.model or body.model, context.adapter_digest)
             tool_use = chat.tool_use()
             _, tokens = await self.prompts.of_chat(chat, tool_use, is_long=context.is_long)
         content = msgspec.json.encode({"input_tokens": len(tokens)})
@@ -164,7 +168,7 @@ class OpenAIServing:
         make: Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat],
     ) -> Response:
         """Answers what amounts to a chat; `make` forms the answer."""
-        check_served(self._model, context.model or body.model)
+        self._served.check(context.model or body.model, context.adapter_digest)
         body.check_supported()
         self._limits.check(body, 1)
         tool_use = body.tool_use()
@@ -207,7 +211,9 @@ class OpenAIServing:
             has_named_logprobs=bool(body.logprob_token_ids),
         )
         name = body.request_id or context.request_id
-        model = (context.model and body.model) or self._model.served_model_name
+        adapter = self._served.check(context.model or body.model, context.adapter_digest)
+        own = self._model.served_model_name if adapter is None else adapter.name
+        model = (context.model and body.model) or own
         return name, model, self._tokenizer, options
 
     def _answer(
@@ -311,6 +317,7 @@ class OpenAIServing:
                 sampling=await long_work.run(context.is_long, make),
                 priority=body.priority or 0,
                 cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
+                adapter=self._served.check(context.model or body.model, context.adapter_digest),
                 prefix_hash=context.prefix_hash,
             )
 

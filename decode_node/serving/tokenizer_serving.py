@@ -15,11 +15,10 @@ from decode_node.protocol.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from decode_node.serving.model_cards import check_served
+from decode_node.serving.model_cards import ServedModel
 from decode_node.serving.prompts import Prompts
 from edge.http import long_work
 from edge.http.errors import BadRequest
-from engine.config import ModelConfig
 from engine.frontend.tokenizer import Tokenizer
 
 _CONFIG_FILE = "tokenizer_config.json"
@@ -33,8 +32,9 @@ class TokenizerServing:
     """Serves one model's tokenizer. `is_long`: the body is long, and what is done to all of it
     happens beside the event loop; `model` is what a router calls the model, if it says so."""
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, prompts: Prompts) -> None:
-        self._model = model
+    def __init__(self, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts) -> None:
+        self._served = model
+        self._model = model.config
         self._tokenizer = tokenizer
         self._prompts = prompts
 
@@ -42,7 +42,7 @@ class TokenizerServing:
         self, body: TokenizeRequest, *, is_long: bool, model: str = ""
     ) -> TokenizeAnswer:
         """Returns the tokens that a prompt or a chat would have. Raises `HttpError`."""
-        check_served(self._model, model or body.model)
+        self._served.check(model or body.model)
         body.check_supported()
         ids = await self._encode(body, is_long=is_long)
         strings = partial(self._tokenizer.token_strings, ids)
@@ -69,7 +69,7 @@ class TokenizerServing:
         self, body: DetokenizeRequest, *, is_long: bool, model: str = ""
     ) -> DetokenizeAnswer:
         """Returns the text of tokens, special ones included. Raises `HttpError`."""
-        check_served(self._model, model or body.model)
+        self._served.check(model or body.model)
         ids, most = body.tokens, self._model.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < most:
             raise BadRequest(f"tokens must be 0 to {most - 1}", param="tokens")

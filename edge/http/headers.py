@@ -1,7 +1,8 @@
 """Names tandem's own HTTP headers, in lower case, and says who says each to whom.
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
-Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL
+Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL,
+                          ADAPTER
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED
 A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE
 """
@@ -34,13 +35,17 @@ MODEL = "x-tandem-model"
 """The name by which the node serves the model, where the client asked by one that only routers
 know. Percent-encoded, as is MODEL_VERSION."""
 
+ADAPTER = "x-tandem-adapter"
+"""Digest of the adapter that the router means by the model's name."""
 MODEL_VERSION = "x-tandem-model-version"
 """The name by which nodes serve the model that answered."""
 PREFILL_NODE = "x-tandem-prefill-node"
 PREFILL_WORK = "x-tandem-prefill-work"
 PREFILL_FAILED = "x-tandem-prefill-failed"
 
-FROM_ROUTERS = frozenset({PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL})
+FROM_ROUTERS = frozenset(
+    {PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL, ADAPTER}
+)
 
 
 def encode_name(name: str) -> str:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 
 from engine.config import EngineConfig
+from engine.core.adapter_session import AdapterSession
 from engine.core.scheduling import create_scheduling
 from engine.crash_facts import EngineFacts
 from engine.errors import EngineDeadError
@@ -85,6 +86,7 @@ class EngineCore:
         self._even_out(config)
         self.device_name = caches.device_name
         self._executor = executor
+        self.adapters = AdapterSession(self.scheduler, executor, config.parallel.num_ranks)
         self._batch_queue: deque[Step] = deque()
         self._batch_queue_size = steps_in_flight(config)
         self._results = EngineCoreOutputs()
@@ -127,6 +129,7 @@ class EngineCore:
         happened. Raises EngineDeadError."""
         for output in self._executor.collect():
             self._add(self._finish_step(output))
+        self._add(self.adapters.check())
         events = self.connector.get_finished()
         if events is not None:
             self._add(self.scheduler.update_from_connector(events))
@@ -161,6 +164,7 @@ class EngineCore:
     def _fill_batch_queue(self) -> None:
         while len(self._batch_queue) < self._batch_queue_size:
             step = self.scheduler.schedule()
+            self.adapters.send()
             if step is None:
                 return
             self._batch_queue.append(step)

@@ -30,6 +30,7 @@ from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
 from engine.life_places import CORE_PLACE
 from engine.messages import (
+    AddAdapter,
     DescribeEngine,
     EngineCoreOutputs,
     EngineDead,
@@ -41,6 +42,7 @@ from engine.messages import (
     PeerChanged,
     PrefixCacheReset,
     PrefixOffered,
+    RemoveAdapter,
     ResetPrefixCache,
     ShutdownEngine,
     StartProfile,
@@ -221,12 +223,18 @@ class EngineCoreProc:
                 self._profiles.start(call_id, options)
             case StopProfile(call_id):
                 self._profiles.stop(call_id)
+            case AddAdapter(call_id, digest, path):
+                core.adapters.add(call_id, digest, path)
+            case RemoveAdapter(call_id, digest):
+                core.adapters.remove(call_id, digest)
             case _:
                 core.handle(message)
         return True
 
     def _send_results(self, core: EngineCore, results: EngineCoreOutputs) -> None:
         now = results.timestamp
+        for answer in core.adapters.take_answers():
+            self._send(answer)
         if core.is_idle or now >= self._stats_sent_at + _STATS_INTERVAL_S:
             stats = core.stats()
             stats.num_dropped_messages += self._messages.num_dropped

@@ -17,8 +17,9 @@ from typing import Protocol
 
 import zmq
 
-from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
+from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats
+from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import Step, StepResult
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
@@ -66,6 +67,15 @@ class Executor(ABC):
 
     @abstractmethod
     def take_profile_replies(self) -> list[ProfileReply]:
+        """Returns what ranks have answered since the last call."""
+
+    @abstractmethod
+    def adapter(self, command: LoadAdapter | DropAdapter) -> None:
+        """Tells all ranks, in order with the steps. They answer a LoadAdapter through
+        `take_adapter_replies`, as with profiles."""
+
+    @abstractmethod
+    def take_adapter_replies(self) -> list[AdapterLoaded]:
         """Returns what ranks have answered since the last call."""
 
     @property

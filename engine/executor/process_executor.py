@@ -32,6 +32,7 @@ from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults
 from engine.executor.worker_messages import (
+    AdapterLoaded,
     BeginProfile,
     EndProfile,
     ExecuteGroupStep,
@@ -53,6 +54,7 @@ from engine.executor.worker_messages import (
 )
 from engine.life_places import worker_place
 from engine.outputs import GrammarStats
+from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import GroupStep, Step, StepResult
 from engine.sched.output import EncodingOutput
 from host.child_process import HostedProcess, ipc_address, stop_all
@@ -104,6 +106,7 @@ class ProcessExecutor(Executor):
         self._sent_at: deque[float] = deque()
         """The CLOCK_MONOTONIC seconds at which each step in flight was started, oldest first."""
         self._profile_replies: list[ProfileReply] = []
+        self._adapter_replies: list[AdapterLoaded] = []
         self._progress: dict[str, dict[int, float]] = {}
         """Stage to fraction by rank."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -220,6 +223,13 @@ class ProcessExecutor(Executor):
         replies, self._profile_replies = self._profile_replies, []
         return replies
 
+    def adapter(self, command: LoadAdapter | DropAdapter) -> None:
+        self._send(command)
+
+    def take_adapter_replies(self) -> list[AdapterLoaded]:
+        replies, self._adapter_replies = self._adapter_replies, []
+        return replies
+
     def _send(self, command: WorkerCommand) -> None:
         self._enqueue(self._encoder.encode(command))
 
@@ -243,6 +253,8 @@ class ProcessExecutor(Executor):
                     self._grammar_stats = grammar_stats or self._grammar_stats
             case ProfileBegun() | ProfileEnded():
                 self._profile_replies.append(reply)
+            case AdapterLoaded():
+                self._adapter_replies.append(reply)
             case WorkerAlive(rank):
                 if self._signs is not None:
                     self._signs.give(worker_place(rank))

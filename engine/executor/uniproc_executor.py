@@ -9,9 +9,11 @@ from collections import deque
 
 from engine.config import EngineConfig
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.step_profiler import StepProfiler
-from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
+from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats, ModelRunnerOutput
+from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import Step
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
@@ -26,6 +28,8 @@ class UniprocExecutor(Executor):
         self._worker = Worker(config, rank=0, rendezvous="")
         self._profile_replies: list[ProfileReply] = []
         self._profiler = StepProfiler(self._worker, socket.gethostname(), self._on_profile)
+        self._adapter_replies: list[AdapterLoaded] = []
+        self._adapters = AdapterLoader(self._worker, self._on_adapter)
         self._outputs: deque[AsyncOutput] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -53,6 +57,18 @@ class UniprocExecutor(Executor):
 
     def take_profile_replies(self) -> list[ProfileReply]:
         replies, self._profile_replies = self._profile_replies, []
+        return replies
+
+    def adapter(self, command: LoadAdapter | DropAdapter) -> None:
+        self._adapters.handle(command)
+
+    def _on_adapter(self, reply: AdapterLoaded) -> None:
+        """Keeps it; runs in the thread that reads adapters."""
+        self._adapter_replies.append(reply)
+        os.eventfd_write(self._event_fd, 1)
+
+    def take_adapter_replies(self) -> list[AdapterLoaded]:
+        replies, self._adapter_replies = self._adapter_replies, []
         return replies
 
     def collect(self) -> list[ModelRunnerOutput]:
@@ -91,6 +107,7 @@ class UniprocExecutor(Executor):
     def shutdown(self) -> None:
         if self._event_fd >= 0:
             self._profiler.close()
+            self._adapters.close()
             self._worker.shutdown()
             os.close(self._event_fd)
             self._event_fd = -1

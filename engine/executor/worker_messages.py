@@ -11,6 +11,7 @@ from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.profiles import RankTrace
+from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import GroupStep
 from engine.sched.output import EncodingOutput
 from host.life_signs import LifeSignHandle
@@ -80,7 +81,14 @@ class StopWorker(msgspec.Struct, tag="stop", array_like=True):
 
 
 WorkerCommand = (
-    InitializeKVCache | ExecuteStep | ExecuteGroupStep | BeginProfile | EndProfile | StopWorker
+    InitializeKVCache
+    | ExecuteStep
+    | ExecuteGroupStep
+    | BeginProfile
+    | EndProfile
+    | LoadAdapter
+    | DropAdapter
+    | StopWorker
 )
 
 # From a worker, over a socket -----------------------------------------------------------------
@@ -135,6 +143,14 @@ class ProfileEnded(msgspec.Struct, tag="profile_ended", array_like=True):
 ProfileReply = ProfileBegun | ProfileEnded
 
 
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", array_like=True):
+    """An adapter is in this rank's host memory, or `error` says why not."""
+
+    rank: int
+    digest: str
+    error: str = ""
+
+
 class WorkerAlive(msgspec.Struct, tag="alive", array_like=True):
     """A sign of life, from another host than the engine core's."""
 
@@ -155,6 +171,7 @@ WorkerReply = (
     | WorkerReady
     | StepDone
     | ProfileReply
+    | AdapterLoaded
     | WorkerAlive
     | WorkerFailed
 )

@@ -29,6 +29,7 @@ import zmq
 from edge.logs.setup import setup_logging
 from engine.crash_facts import chain_of
 from engine.errors import CannotStartError
+from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.open_queue import open_queue
 from engine.executor.result_thread import ResultThread
 from engine.executor.step_profiler import StepProfiler
@@ -48,6 +49,7 @@ from engine.executor.worker_messages import (
     WorkerReady,
     WorkerReply,
 )
+from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from host.child_process import read_config
@@ -80,6 +82,7 @@ class WorkerProc:
         )
         host = config.link.host_address if config.link is not None else socket.gethostname()
         self._profiler = StepProfiler(self._worker, host, self._reply)
+        self._adapters = AdapterLoader(self._worker, self._reply)
         self._results = ResultThread(self._finish_step)
         self._life = self._give_signs(config)
 
@@ -100,6 +103,7 @@ class WorkerProc:
                 self._life.close()
             self._results.close()
             self._profiler.close()
+            self._adapters.close()
             self._worker.shutdown()
             self._queue.close()
             self._context.destroy()
@@ -126,6 +130,8 @@ class WorkerProc:
                 self._results.put(self._profiler.run(step))
             case BeginProfile() | EndProfile():
                 self._profiler.handle(command)
+            case LoadAdapter() | DropAdapter():
+                self._adapters.handle(command)
             case InitializeKVCache(num_blocks):
                 handle = self._worker.initialize_kv_cache(num_blocks)
                 self._worker.capture_model(self._report)

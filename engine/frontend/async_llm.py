@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
+from engine.frontend.adapter_calls import AdapterCalls
 from engine.frontend.core_client import EngineCoreClient
 from engine.frontend.crash_reporter import FrontendFacts
 from engine.frontend.detokenizer import Decoder
@@ -38,6 +39,7 @@ from engine.frontend.request_stream import (
 )
 from engine.messages import (
     AbortRequests,
+    AdapterAnswer,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
@@ -92,6 +94,7 @@ class AsyncLLM:
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
         self.profiles = ProfileCalls(self._client.send)
+        self.adapters = AdapterCalls(config, self._client.send)
         self.prefixes = PrefixCalls(self._client.send)
         if self._client.crash is not None:
             self._client.crash.frontend = self._facts
@@ -133,8 +136,7 @@ class AsyncLLM:
 
     @property
     def crash_report(self) -> str:
-        """Returns the path of the report on the engine's death, which may still be written; empty:
-        there is none."""
+        """Returns the path of the report of the engine's death, which may come late; "": none."""
         return self._client.crash.path if self._client.crash is not None else ""
 
     @property
@@ -262,8 +264,7 @@ class AsyncLLM:
         return result
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False when running requests hold blocks; try again
-        later."""
+        """Forgets all cached prefixes. False: running requests hold blocks; try again later."""
         self._check_alive()
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._resets.append(answer)
@@ -277,8 +278,7 @@ class AsyncLLM:
         self._on_dead(reason)
 
     async def shutdown(self) -> None:
-        """Ends the engine and its processes. Streams that still run raise EngineDeadError.
-        Idempotent."""
+        """Ends the engine and its processes; open streams raise EngineDeadError. Idempotent."""
         self._on_dead("the engine was shut down")
         await self._client.shutdown()
 
@@ -339,6 +339,8 @@ class AsyncLLM:
                     self._ready.set_result(message)
             case PeerChanged():
                 self.ready.peer = message.peer
+            case AdapterAnswer():
+                self.adapters.on_answer(message)
             case ProfileAnswer():
                 self.profiles.on_answer(message)
             case PrefixOffered():
@@ -390,6 +392,7 @@ class AsyncLLM:
         self.dead_reason = reason
         self._dead.set()
         self.profiles.on_dead(reason)
+        self.adapters.on_dead(reason)
         self.prefixes.on_dead(reason)
         for state in self._states.values():
             state.queue.put_nowait(EngineDeadError(reason))

@@ -41,6 +41,7 @@ from engine.models.checkpoint import (
     resolve_model,
 )
 from engine.models.kv_scale_files import choose_kv_scales
+from engine.node.adapter_settings import AdapterSettings
 from engine.node.cache_settings import CacheSettings
 from engine.node.command_line import SettingsError as SettingsError
 from engine.node.command_line import parse_settings
@@ -60,6 +61,7 @@ _EPOCH_BITS = 63
 class EngineSettings(
     InspectionSettings,
     ImageSettings,
+    AdapterSettings,
     SpeculativeSettings,
     CacheSettings,
     TransferSettings,
@@ -305,7 +307,7 @@ class EngineSettings(
         config = self.with_drafts(config)
         check_stages(config)
         check_groups(config)
-        return config
+        return self.with_lora(config)
 
     def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
         """Returns our values for the fields of a dataclass, by name."""

@@ -25,9 +25,11 @@ from typing import Protocol
 import grpc
 
 from engine.errors import EngineDeadError
+from engine.frontend.adapter_calls import AdapterCalls
 from engine.kv_cache.capacity import tokens_that_fit
+from engine.node.adapter_servicer import AdapterServicer
 from engine.node.metrics import MeasuredEngine
-from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
+from engine.node.profile_servicer import ProfiledEngine
 from host.life_signs import Silence
 from kv_transfer.layout import KVLayout
 from tandem_pb import node_pb2
@@ -59,6 +61,8 @@ class WatchedEngine(MeasuredEngine, Protocol):
     async def reset_prefix_cache(self) -> bool: ...
     @property
     def profiles(self) -> ProfiledEngine: ...
+    @property
+    def adapters(self) -> AdapterCalls: ...
 
 
 @dataclass(slots=True)
@@ -91,6 +95,7 @@ class NodeStatus:
         self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
         self.profiles = engine.profiles
+        self.adapters = engine.adapters
         self.serves_prefixes = False
         self._engine = engine
         self._role = role
@@ -160,6 +165,10 @@ class NodeStatus:
             model_aliases=config.model.served_aliases,
             fingerprint=fingerprint(config.kv_layout),
             serves_prefixes=self.serves_prefixes,
+            adapters=[
+                node_pb2.Adapter(name=one.name, digest=one.digest)
+                for one in self.adapters.known.values()
+            ],
             version=_VERSION,
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,
@@ -219,11 +228,11 @@ class NodeStatus:
             self._engine.give_up(self.fault())
 
 
-class NodeStatusServicer(ProfileServicer):
+class NodeStatusServicer(AdapterServicer):
     """Serves `Watch`, and what routers and operators ask."""
 
     def __init__(self, status: NodeStatus) -> None:
-        super().__init__(status.profiles)
+        super().__init__(status.profiles, status.adapters)
         self._status = status
 
     async def ResetPrefixCache(

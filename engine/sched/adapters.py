@@ -112,12 +112,24 @@ class AdapterTable:
     def loaded(self, digest: str, error: str) -> None:
         """Hears that all ranks have an adapter, or `error`: why they do not. Then it is forgotten,
         and whoever waits for it must end."""
-        known = self._known.get(digest)
-        if known is None:
-            return
-        known.state = _State.LOADED
+        known = self._known[digest]
         if error:
+            known.state = _State.KNOWN
             self._forget(known)
+        else:
+            known.state = _State.LOADED
+
+    def is_loading(self, digest: str) -> bool:
+        """Returns whether ranks have yet to answer."""
+        return self._known[digest].state is _State.LOADING
+
+    def requests_of(self, digest: str) -> list[str]:
+        """Returns the ids of all requests that want an adapter."""
+        return [
+            name
+            for name, one in self._requests.items()
+            if one.spec.adapter is not None and one.spec.adapter.digest == digest
+        ]
 
     def remove(self, digest: str) -> None:
         """Takes an adapter out of use; `forget_leaving` ends it."""

@@ -49,6 +49,8 @@ class GroupScheduler:
 
     def __init__(self, groups: Sequence[Scheduler]) -> None:
         self.groups = groups
+        self.adapters = groups[0].adapters
+        """Knows none: settings refuse adapters of several groups."""
         self._sizes = [_StepSizes() for _ in groups]
         self._step_id = 0
         self._group_of: dict[str, Scheduler] = {}

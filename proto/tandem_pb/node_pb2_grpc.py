@@ -55,6 +55,16 @@ class NodeStatusStub(object):
                 request_serializer=tandem__pb_dot_node__pb2.StopProfileRequest.SerializeToString,
                 response_deserializer=tandem__pb_dot_node__pb2.Profile.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/tandem.v1.NodeStatus/LoadAdapter',
+                request_serializer=tandem__pb_dot_node__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/tandem.v1.NodeStatus/UnloadAdapter',
+                request_serializer=tandem__pb_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.Adapter.FromString,
+                _registered_method=True)
 
 
 class NodeStatusServicer(object):
@@ -90,6 +100,21 @@ class NodeStatusServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Serves an adapter from a folder below the one that settings name. FAILED_PRECONDITION where
+        they name none, INVALID_ARGUMENT for one that cannot be served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Returns once the last request of the adapter has ended. NOT_FOUND: there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +137,16 @@ def add_NodeStatusServicer_to_server(servicer, server):
                     servicer.StopProfile,
                     request_deserializer=tandem__pb_dot_node__pb2.StopProfileRequest.FromString,
                     response_serializer=tandem__pb_dot_node__pb2.Profile.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=tandem__pb_dot_node__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.Adapter.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=tandem__pb_dot_node__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.Adapter.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +258,60 @@ class NodeStatus(object):
             '/tandem.v1.NodeStatus/StopProfile',
             tandem__pb_dot_node__pb2.StopProfileRequest.SerializeToString,
             tandem__pb_dot_node__pb2.Profile.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/LoadAdapter',
+            tandem__pb_dot_node__pb2.LoadAdapterRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/UnloadAdapter',
+            tandem__pb_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.Adapter.FromString,
             options,
             channel_credentials,
             insecure,

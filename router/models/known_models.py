@@ -12,7 +12,7 @@ by one state of things, in whatever thread it is read.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -40,12 +40,15 @@ class ModelTable:
     Attributes:
         served: Every name by which decode nodes serve, and the first name of its model.
         expected: Models without a node, which should have or lately had one.
+        adapters: By name: the adapter's digest and its model. Of several digests, the one that most
+            decode nodes have.
         is_settling: A decode node has yet to say for the first time what it serves.
     """
 
     rules: ModelRules
     served: Mapping[str, str]
     expected: Collection[str] = ()
+    adapters: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_settling: bool = False
 
     def route(self, asked: str) -> ModelRoute:
@@ -62,6 +65,9 @@ class ModelTable:
         if split is not None:
             versions = {self.served.get(version, version): weight for version, weight in split}
             return ModelRoute(name, tuple(versions.items()))
+        if name in self.adapters and name not in self.served:
+            digest, model = self.adapters[name]
+            return ModelRoute(model, ((model, 1.0),), name, digest)
         may_come = len(asked) <= MAX_NAME and (self.is_settling or not self.served)
         if name in self.served or name in self.expected or may_come:
             return plain_route(self.served.get(name, name))
@@ -74,7 +80,7 @@ class ModelTable:
     def names(self) -> list[str]:
         """Returns every name that clients may use, in order."""
         rules = self.rules
-        return sorted({*self.served, *self.expected, *rules.aliases, *rules.splits})
+        return sorted({*self.served, *self.expected, *self.adapters, *rules.aliases, *rules.splits})
 
     def models(self) -> set[str]:
         """Returns the models, by their first names."""
@@ -147,11 +153,13 @@ class KnownModels:
         self._last_seen = {
             name: seen for name, seen in self._last_seen.items() if now - seen < self.remember_s
         }
-        expected = {*rules.targets(), *self._last_seen} - served.keys()
+        adapters = served_adapters(decodes)
+        expected = {*rules.targets(), *self._last_seen} - served.keys() - adapters.keys()
         self._table = ModelTable(
             rules=rules,
             served=served,
             expected=expected,
+            adapters=adapters,
             is_settling=self._is_settling(decodes, now),
         )
         self._counts = num_computing(decodes, registry.nodes(NodeRole.PREFILL))
@@ -180,6 +188,16 @@ def served_names(reports: Iterable[NodeReport]) -> dict[str, str]:
     known = sorted({(report.model_name, report.model_aliases) for report in reports})
     aliases = {alias: model for model, others in known for alias in others}
     return aliases | {model: model for model, _ in known if model}
+
+
+def served_adapters(decodes: Iterable[Node]) -> dict[str, tuple[str, str]]:
+    """Returns digest and model of each adapter, by its name. While a name stands for others here
+    than there, all routers make the same of it: what most nodes say, or the smallest digest."""
+    counts = Counter(
+        (one.name, one.digest, node.model) for node in decodes for one in node.adapters
+    )
+    ranked = sorted(counts, key=lambda known: (-counts[known], known), reverse=True)
+    return {name: (digest, model) for name, digest, model in ranked}
 
 
 def num_computing(decodes: Iterable[Node], prefills: Sequence[Node]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.node_get import NodeGet
 from router.nodes.registry import NodeRegistry
+from router.nodes.report import AdapterId
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,9 @@ class ModelCatalog:
     async def list_models(self) -> list[ModelCard]:
         """Returns all models, each asked of one node that serves it, with their aliases and splits.
         One whose nodes are all away is missing."""
-        by_model: dict[str, list[Node]] = {}
+        by_model: dict[tuple[str, frozenset[AdapterId]], list[Node]] = {}
         for node in self.registry.usable(NodeRole.DECODE):
-            by_model.setdefault(node.model, []).append(node)
+            by_model.setdefault((node.model, node.adapters), []).append(node)
         lists = await asyncio.gather(*map(self._ask_any, by_model.values()))
         cards = {str(card.get("id")): card for cards in lists for card in cards}
         cards |= self._ruled(cards)

@@ -24,7 +24,7 @@ from enum import StrEnum
 from router.nodes.address import NodeAddress
 from router.nodes.health import Health
 from router.nodes.pace import Pace
-from router.nodes.report import NodeReport
+from router.nodes.report import AdapterId, NodeReport
 from router.nodes.session import node_hash_seed
 
 
@@ -115,6 +115,15 @@ class Node:
     def model(self) -> str:
         """Returns the first name of the model it serves; empty before the first report."""
         return self.report.model_name if self.report else ""
+
+    @property
+    def adapters(self) -> frozenset[AdapterId]:
+        """Returns the adapters that requests may name there."""
+        return self.report.adapters if self.report else frozenset()
+
+    def has_weights(self, digest: str) -> bool:
+        """Returns whether it has an adapter of these weights, by whatever name."""
+        return any(one.digest == digest for one in self.adapters)
 
     @property
     def predicted_requests(self) -> int:

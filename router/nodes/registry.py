@@ -154,8 +154,8 @@ class NodeRegistry:
             return True
         stall_s = self.patience.stall_after_s
         return (
-            (old.draining, old.model_names, old.fingerprint)
-            != (new.draining, new.model_names, new.fingerprint)
+            (old.draining, old.model_names, old.fingerprint, old.adapters)
+            != (new.draining, new.model_names, new.fingerprint, new.adapters)
         ) or (old.seconds_since_progress > stall_s) != (new.seconds_since_progress > stall_s)
 
     def _check_partners(self, address: NodeAddress, report: NodeReport) -> None:

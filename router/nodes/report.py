@@ -11,6 +11,9 @@ from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
 
 _MAX_NAME = 512
 _MAX_ALIASES = 32
+_MAX_ADAPTERS = 4096
+"""Most adapters of one node that a router knows."""
+_MAX_DIGEST = 64
 _MAX_PREFIXES = 256
 """Most prefixes in one report; a node tells no more."""
 _MAX_VERSION = 64
@@ -20,6 +23,14 @@ _LEAST_RATE = 0.01
 """Tokens a second. With less, estimates would have no end."""
 
 _ROLES = {NODE_ROLE_PREFILL: NodeRole.PREFILL, NODE_ROLE_DECODE: NodeRole.DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterId:
+    """An adapter by the name that clients use, and by what it is."""
+
+    name: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +76,7 @@ class NodeReport:
     fingerprint: str = ""
     recent_prefixes: tuple[int, ...] = ()
     serves_prefixes: bool = False
+    adapters: frozenset[AdapterId] = frozenset()
     version: str = ""
     num_receiving: int = 0
     num_held: int = 0
@@ -90,6 +102,10 @@ class NodeReport:
             model_aliases=tuple(name[:_MAX_NAME] for name in load.model_aliases[:_MAX_ALIASES]),
             fingerprint=load.fingerprint[:_MAX_NAME],
             serves_prefixes=load.serves_prefixes,
+            adapters=frozenset(
+                AdapterId(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
+                for one in load.adapters[:_MAX_ADAPTERS]
+            ),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=load.version[:_MAX_VERSION],
             num_receiving=load.num_receiving,

@@ -15,6 +15,7 @@ from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
+from router.placement.adapter_homes import home_nodes
 from router.placement.decode_choice import DecodeChoice, OutputLengths, without
 from router.placement.node_pool import NodeGroup, NodePool
 from router.placement.policy import Placement, PrefillChoice
@@ -24,7 +25,7 @@ from router.request.info import RequestInfo
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN_NAME = 100
-_NOT_ITS_FAULT = {"resource_exhausted", "draining", "invalid_argument", "avoided"}
+_NOT_ITS_FAULT = {"resource_exhausted", "draining", "invalid_argument", "avoided", "not_found"}
 """Codes of a prefill node that works and does not want this request."""
 
 
@@ -67,7 +68,7 @@ class BasePolicy(ABC):
         if request.generates:
             num_kv_tokens = request.num_prompt_tokens + self.outputs.expected(request)
         decode = self._pick_decode(request, tried, num_kv_tokens)
-        group = self.pool.partners(decode)
+        group = self.pool.partners(decode, request.adapter_digest)
         if group.nodes and request.generates:
             ranked = self.rank(request, group, decode)
         else:
@@ -120,9 +121,11 @@ class BasePolicy(ABC):
     def _pick_decode(
         self, request: RequestInfo, tried: Collection[Node], num_kv_tokens: int
     ) -> Node:
-        nodes = without(self.pool.decodes(request.model).nodes, tried)
+        nodes = without(self.pool.decodes(request.model, request.adapter_digest).nodes, tried)
         if not nodes:
-            raise self._why_no_decode_node(request.model)
+            raise self._why_no_decode_node(request.adapter or request.model)
+        if request.adapter:
+            nodes = home_nodes(nodes, request.adapter_digest, num_kv_tokens)
         return self._decode_choice.pick(nodes, num_kv_tokens)
 
     def _why_no_decode_node(self, model: str) -> NoNodeAvailable:
@@ -132,7 +135,10 @@ class BasePolicy(ABC):
         of_model = [
             node
             for node in nodes
-            if not model or node.report is None or model in node.report.model_names
+            if not model
+            or node.report is None
+            or model in node.report.model_names
+            or any(one.name == model for one in node.adapters)
         ]
         states = [self.registry.state(node) for node in of_model]
         counts = ", ".join(f"{states.count(s)} {s}" for s in NodeState if s in states)

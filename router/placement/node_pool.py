@@ -45,19 +45,31 @@ class NodePool:
     """Grows with every refresh that changed a group."""
     _decodes: dict[str, NodeGroup] = field(default_factory=dict)
     _prefills: dict[Weights, NodeGroup] = field(default_factory=dict)
+    _adapted: dict[tuple[NodeGroup, str], NodeGroup] = field(default_factory=dict)
+    """Those of a group that have an adapter, by its digest."""
     _version: int = -1
     _refreshed_at: float = 0.0
 
-    def decodes(self, model: str) -> NodeGroup:
+    def decodes(self, model: str, digest: str = "") -> NodeGroup:
         """Returns those that serve `model`, or all for "". Where some have a prefill node to work
-        with, only those."""
+        with, only those. `digest`: of an adapter that they must have."""
         self._refresh()
-        return self._decodes.get(model, _NOBODY)
+        return self._with_adapter(self._decodes.get(model, _NOBODY), digest)
 
-    def partners(self, decode: Node) -> NodeGroup:
-        """Returns the prefill nodes whose KV `decode` can use, those of its model if there are."""
+    def partners(self, decode: Node, digest: str = "") -> NodeGroup:
+        """Returns the prefill nodes whose KV `decode` can use, those of its model if there are.
+        `digest`: of an adapter that they must have."""
         self._refresh()
-        return group_of(decode, self._prefills, _NOBODY)
+        return self._with_adapter(group_of(decode, self._prefills, _NOBODY), digest)
+
+    def _with_adapter(self, group: NodeGroup, digest: str) -> NodeGroup:
+        if not digest:
+            return group
+        key = group, digest
+        if key not in self._adapted:
+            nodes = tuple(node for node in group.nodes if node.has_weights(digest))
+            self._adapted[key] = NodeGroup(nodes)
+        return self._adapted[key]
 
     def _refresh(self) -> None:
         registry = self.registry
@@ -71,6 +83,7 @@ class NodePool:
             model: with_partner(nodes, fingerprints)
             for model, nodes in self._usable(by_model(registry.nodes(NodeRole.DECODE))).items()
         }
+        self._adapted.clear()
         before = (self._prefills, self._decodes)
         self._prefills = _regroup(self._prefills, prefills)
         self._decodes = _regroup(self._decodes, decodes)

@@ -185,8 +185,11 @@ class Attempts:
         headers[names.REQUEST_ID] = info.request_id
         if self.wants_journal and info.generates:
             headers[names.JOURNAL] = "1"
-        if info.model != info.asked_model:
-            headers[names.MODEL] = names.encode_name(info.model)
+        served = info.adapter or info.model
+        if served != info.asked_model:
+            headers[names.MODEL] = names.encode_name(served)
+        if info.adapter:
+            headers[names.ADAPTER] = info.adapter_digest
         if info.prefix_blocks:
             headers[names.PREFIX] = f"{info.prefix_blocks[-1]:016x}"
         if info.session_id:

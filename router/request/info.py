@@ -66,6 +66,8 @@ class RequestInfo:
         asked_model: The name that the client wrote; empty when it wrote none.
         model_name: The model it stands for, whose versions may be several.
         model: The version that serves it, by its nodes' first name for it.
+        adapter: The adapter of that model that answers; empty for the model itself.
+        adapter_digest: What it is.
         session_key: Empty when nothing tells the session.
         session_id: What the client called the session, if it did.
         is_later_turn: The conversation has gone on after its first question.
@@ -83,6 +85,8 @@ class RequestInfo:
     asked_model: str = ""
     model_name: str = ""
     model: str = ""
+    adapter: str = ""
+    adapter_digest: str = ""
     session_key: bytes = b""
     session_source: SessionSource = SessionSource.NONE
     session_id: str = ""
@@ -122,7 +126,7 @@ def read_request_info(
     if not first and form.takes_text:
         first = prompt[len(preamble) :][:_PREFIX_BYTES]
     source, session = _session(headers, fields, preamble + first if first else b"")
-    session_key = _session_key(tenant, led.name, source, session)
+    session_key = _session_key(tenant, led.name + led.adapter_digest, source, session)
     version = led.version(session_key or request_id.encode())
     num_tokens = estimate_tokens(prompt)
     return RequestInfo(
@@ -132,12 +136,14 @@ def read_request_info(
         asked_model=asked,
         model_name=led.name,
         model=version,
+        adapter=led.adapter,
+        adapter_digest=led.adapter_digest,
         session_key=session_key,
         session_source=source,
         session_id=session.decode() if source is not SessionSource.PROMPT else "",
         is_later_turn=is_later_turn,
         num_prompt_tokens=num_tokens,
-        prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, version)),
+        prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, version + led.adapter_digest)),
         tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
         max_tokens=_count(next((fields[k] for k in form.max_tokens if k in fields), None)),
         tenant=tenant,

@@ -26,10 +26,14 @@ class ModelRoute:
     Attributes:
         name: The model, whatever alias the client used; "" when it named none.
         versions: Names by which nodes serve it, with their weights.
+        adapter: The adapter of the model that is asked for; "": none.
+        adapter_digest: What it is.
     """
 
     name: str
     versions: tuple[tuple[str, float], ...]
+    adapter: str = ""
+    adapter_digest: str = ""
 
     def version(self, key: bytes) -> str:
         """Returns the version that a session gets, or a request without one. `key` is 16 bytes for

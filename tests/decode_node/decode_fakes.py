@@ -20,6 +20,7 @@ from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
+from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.frontend.still_profiles import StillProfiles
 
 TIMEOUT_S = 60.0
@@ -92,6 +93,7 @@ class FakeEngine:
         """The same by the ids of prompts."""
         self.on_generate: Callable[[FakeRequest], None] = lambda request: None
         self.profiles = StillProfiles()
+        self.adapters = StillAdapters(self.config)
         self._tokenizer = tokenizer
         self._auto = auto
         self.tokens_per_output = 1

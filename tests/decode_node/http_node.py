@@ -8,7 +8,7 @@ import json
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
+from engine.lora import LoRAConfig
 from engine.node.http_server import HttpServer, listen
 from tests.decode_node.decode_fakes import TIMEOUT_S, FakeEngine, FakePrefillNodes
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
@@ -110,6 +111,7 @@ async def http_node(
     scripts: Sequence[str] = (),
     context: int = CONTEXT,
     aliases: tuple[str, ...] = (),
+    lora: LoRAConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[HttpNode]:
     """At the end everything must be empty. `auto`: the engine answers by itself, with one of the
@@ -117,6 +119,7 @@ async def http_node(
     tokenizer = tokenizer or chat_tokenizer()
     vocab_size = max(VOCAB_SIZE, tokenizer.vocab_size)
     config = tiny_config(vocab_size=vocab_size, max_model_len=context, served_aliases=aliases)
+    config = replace(config, lora=lora)
     engine = FakeEngine(config, tokenizer, auto=auto)
     engine.scripts = [tokenizer.encode(text + "</s>") for text in scripts]
     nodes = FakePrefillNodes()

@@ -26,6 +26,7 @@ from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
+from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.frontend.still_profiles import StillProfiles
 
 TIMEOUT_S = 60.0
@@ -60,6 +61,7 @@ class FakePrefillEngine:
         self.crash_report = ""
         self.silence = Silence()
         self.profiles = StillProfiles()
+        self.adapters = StillAdapters(self.config)
         self.prompts: dict[str, FakePrompt] = {}
 
     def generate(self, request: GenerationRequest) -> RequestStream:

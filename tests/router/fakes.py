@@ -16,9 +16,12 @@ from router.request.proxied_path import PROXIED_PATHS
 from tandem_pb.node_pb2 import (
     NODE_ROLE_DECODE,
     NODE_ROLE_PREFILL,
+    Adapter,
+    LoadAdapterRequest,
     NodeLoad,
     ResetPrefixCacheAnswer,
     ResetPrefixCacheRequest,
+    UnloadAdapterRequest,
     WatchRequest,
 )
 from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
@@ -46,6 +49,9 @@ class StatusService(NodeStatusServicer):
         self.silent = False
         self.num_watchers = 0
         self.num_resets = 0
+        self.adapter_calls: list[str] = []
+        self.adapter_fault = ""
+        """Says why the node loads no adapter."""
         self._changed = asyncio.Condition()
 
     async def Watch(
@@ -66,6 +72,31 @@ class StatusService(NodeStatusServicer):
     ) -> ResetPrefixCacheAnswer:
         self.num_resets += 1
         return ResetPrefixCacheAnswer(is_reset=not self.load.num_running_requests)
+
+    async def LoadAdapter(
+        self, request: LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> Adapter:
+        self.adapter_calls.append(f"load {request.name}")
+        if self.adapter_fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_fault)
+        await self.serve_adapters({request.name: request.path})
+        return Adapter(name=request.name, digest=request.path)
+
+    async def UnloadAdapter(
+        self, request: UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> Adapter:
+        self.adapter_calls.append(f"unload {request.name}")
+        left = [one for one in self.load.adapters if one.name != request.name]
+        if len(left) == len(self.load.adapters):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
+        await self.serve_adapters({one.name: one.digest for one in left})
+        return Adapter(name=request.name)
+
+    async def serve_adapters(self, digests: dict[str, str]) -> None:
+        """Reports these adapters from now on: digest by name."""
+        del self.load.adapters[:]
+        self.load.adapters.extend(Adapter(name=n, digest=d) for n, d in digests.items())
+        await self.change()
 
     async def change(self, **fields: Any) -> None:
         """Sets fields of the load and reports them now."""

@@ -27,6 +27,7 @@ from host.life_signs import Silence
 from kv_transfer.layout import Plane
 from tandem_pb import node_pb2, node_pb2_grpc
 from tests.engine.core.tiny_engine import tiny_config
+from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.frontend.still_profiles import StillProfiles
 
 LONG_S = 60.0
@@ -48,6 +49,9 @@ class StillEngine:
 
     holds_blocks: bool = False
     profiles: StillProfiles = field(default_factory=StillProfiles)
+
+    def __post_init__(self) -> None:
+        self.adapters = StillAdapters(self.config)
 
     def give_up(self, reason: str) -> None:
         self.is_dead, self.dead_reason = True, reason

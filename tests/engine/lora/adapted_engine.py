@@ -80,6 +80,7 @@ class Adapted:
 
     def expected(self, message: EngineCoreRequest, index: int | None) -> list[int]:
         """Returns what the merged model answers, alone."""
+        message = self.with_adapter(message, None)
         key = index, msgspec.msgpack.encode(message.spec)
         if key not in self.known:
             model = self.model if index is None else self.folder / f"merged-{index}"

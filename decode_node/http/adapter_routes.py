@@ -1,0 +1,56 @@
+"""The routes by which an operator loads and unloads adapters of one node, as vLLM names them. A
+router's routes of the same names do so on all nodes."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from decode_node.errors import PermissionDenied, Unavailable
+from decode_node.http.callers import Caller
+from edge.http.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
+from edge.http.errors import BadRequest, NotFound
+from engine.errors import EngineDeadError, InvalidRequest
+from engine.frontend.adapter_calls import AdapterCalls
+
+
+def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
+    """Returns the routes. They are for routers and, where nobody has to show a key, for all."""
+    router = APIRouter()
+
+    @router.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        """Serves an adapter from a folder below `--lora-dir`. For operators alone."""
+        _check(request)
+        body = await read_adapter_body(request, LoadBody)
+        try:
+            ref = await adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
+        except InvalidRequest as error:
+            raise BadRequest(error.message, param=error.param) from None
+        except EngineDeadError as error:
+            raise Unavailable(str(error), code="engine_dead") from None
+        return Response(msgspec.json.encode(ref.told()), media_type="application/json")
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        """Takes an adapter out of use, and answers once its last request has ended. For operators
+        alone."""
+        _check(request)
+        body = await read_adapter_body(request, UnloadBody)
+        try:
+            await adapters.unload(body.lora_name)
+        except KeyError:
+            raise NotFound(
+                f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found"
+            ) from None
+        except EngineDeadError as error:
+            raise Unavailable(str(error), code="engine_dead") from None
+        return PlainTextResponse(f"adapter {body.lora_name} is unloaded")
+
+    return router
+
+
+def _check(request: Request) -> None:
+    if request.state.caller is not Caller.TRUSTED:
+        raise PermissionDenied("only operators may change adapters; ask the router's admin port")

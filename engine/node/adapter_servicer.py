@@ -1,0 +1,44 @@
+"""Serves the calls that load and unload adapters of a node, over gRPC: routers make them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import grpc
+
+from engine.errors import EngineDeadError, InvalidRequest
+from engine.frontend.adapter_calls import AdapterCalls
+from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
+from tandem_pb import node_pb2
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, node_pb2.Adapter]"
+
+
+class AdapterServicer(ProfileServicer):
+    """Serves `LoadAdapter` and `UnloadAdapter`, beside profiles."""
+
+    def __init__(self, profiles: ProfiledEngine, adapters: AdapterCalls) -> None:
+        super().__init__(profiles)
+        self._adapters = adapters
+
+    async def LoadAdapter(
+        self, request: node_pb2.LoadAdapterRequest, context: Context
+    ) -> node_pb2.Adapter:
+        try:
+            ref = await self._adapters.load(request.name, request.path, in_place=request.in_place)
+        except InvalidRequest as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        except EngineDeadError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return node_pb2.Adapter(name=ref.name, digest=ref.digest)
+
+    async def UnloadAdapter(
+        self, request: node_pb2.UnloadAdapterRequest, context: Context
+    ) -> node_pb2.Adapter:
+        try:
+            await self._adapters.unload(request.name)
+        except KeyError:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no adapter of this name")
+        except EngineDeadError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return node_pb2.Adapter(name=request.name)

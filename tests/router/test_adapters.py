@@ -1,0 +1,148 @@
+"""Adapters behind the router: requests reach nodes that have them, and operators load them on all
+nodes or on none."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from router.nodes.address import NodeRole
+from router.nodes.report import AdapterId
+from router.placement.tandem_policy import TandemParameters, TandemPolicy
+from tests.router.cluster import Cluster, RunningRouter, eventually
+from tests.router.factories import Fleet, request
+from tests.router.fakes import FakeDecodeNode, FakePrefillNode
+
+BODY = {"model": "poet", "prompt": "hello", "max_tokens": 2}
+POET, OTHER = "a" * 64, "b" * 64
+
+
+async def ask(router: RunningRouter, **changes: Any) -> tuple[int, dict[str, Any]]:
+    async with router.post({**BODY, **changes}) as response:
+        text = await response.text()
+        return response.status, json.loads(text) if response.status >= 400 else {}
+
+
+async def call(router: RunningRouter, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async with router.client.post(router.url + path, json=body) as response:
+        return response.status, await response.json()
+
+
+async def until_known(router: RunningRouter, *names: str) -> None:
+    models = router.services.models
+    await eventually(lambda: set(models.table.adapters) == set(names))
+
+
+async def test_requests_reach_nodes_that_have_the_adapter(cluster: Cluster) -> None:
+    has, lacks = await cluster.decode("has"), await cluster.decode("lacks")
+    p_has, p_lacks = await cluster.prefill("p-has"), await cluster.prefill("p-lacks")
+    router = await cluster.router(has, lacks, p_has, p_lacks)
+    for node in (has, p_has):
+        await node.status.serve_adapters({"poet": POET})
+    await until_known(router, "poet")
+    await eventually(
+        lambda: any(n.adapters for n in router.services.registry.nodes(NodeRole.PREFILL))
+    )
+    for _ in range(6):
+        assert (await ask(router))[0] == 200
+    assert (len(has.requests), len(lacks.requests)) == (6, 0)
+    for headers, _ in has.requests:
+        assert headers["x-tandem-adapter"] == POET
+        assert headers["x-prefiller-host-port"] == p_has.target
+        assert "x-tandem-model" not in headers
+    status, answer = await ask(router, model="painter")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert "'poet'" in answer["error"]["message"]
+    await has.status.serve_adapters({})
+    await until_known(router)
+    assert (await ask(router))[0] == 404
+
+
+async def test_a_name_means_the_same_weights_on_both_tiers(cluster: Cluster) -> None:
+    decode, prefill = await cluster.decode(), await cluster.prefill()
+    router = await cluster.router(decode, prefill)
+    await prefill.status.serve_adapters({"poet": OTHER})
+    await decode.status.serve_adapters({"poet": POET})
+    await until_known(router, "poet")
+    assert (await ask(router))[0] == 200
+    assert "x-prefiller-host-port" not in decode.requests[0][0]
+
+
+async def test_operators_load_on_prefill_nodes_first_and_unload_on_them_last(
+    cluster: Cluster,
+) -> None:
+    decode, prefill = await cluster.decode(), await cluster.prefill()
+    order: list[str] = []
+    for node, tier in ((decode, "decode"), (prefill, "prefill")):
+        node.status.adapter_calls = _Noted(order, tier)
+    router = await cluster.router(decode, prefill)
+    body = {"lora_name": "poet", "lora_path": POET}
+    status, answer = await call(router, "/v1/load_lora_adapter", body)
+    assert (status, set(answer["nodes"].values())) == (200, {"loaded"})
+    await until_known(router, "poet")
+    assert (await ask(router))[0] == 200
+    status, answer = await call(router, "/v1/unload_lora_adapter", {"lora_name": "poet"})
+    assert (status, set(answer["nodes"].values())) == (200, {"unloaded"})
+    assert order == ["prefill load poet", "decode load poet", "decode unload poet",
+                     "prefill unload poet"]  # fmt: skip
+    status, answer = await call(router, "/v1/unload_lora_adapter", {"lora_name": "poet"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_an_adapter_is_on_all_nodes_or_on_none(cluster: Cluster) -> None:
+    nodes: list[FakeDecodeNode | FakePrefillNode] = [
+        await cluster.decode("d"), await cluster.decode("e"), await cluster.prefill("p"),
+    ]  # fmt: skip
+    router = await cluster.router(*nodes)
+    nodes[1].status.adapter_fault = "has rank 64"
+    body = {"lora_name": "poet", "lora_path": POET}
+    status, answer = await call(router, "/v1/load_lora_adapter", body)
+    assert status == 400
+    assert "has rank 64" in answer["error"]["message"]
+    assert all(not node.status.load.adapters for node in nodes)
+    status, answer = await call(router, "/v1/load_lora_adapter", {"lora_name": "poet"})
+    assert (status, "lora_path" in answer["error"]["message"]) == (400, True)
+
+
+async def test_keys_of_clients_change_no_adapters(cluster: Cluster) -> None:
+    node = await cluster.decode()
+    router = await cluster.router(node, api_keys="secret")
+    headers = {"authorization": "Bearer secret"}
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        url = router.url + path
+        async with router.client.post(url, json={"lora_name": "x"}, headers=headers) as response:
+            assert response.status == 403
+    assert node.status.adapter_calls == []
+
+
+def test_an_adapter_keeps_to_few_nodes_until_they_are_full() -> None:
+    fleet = Fleet()
+    poet = AdapterId("poet", POET)
+    full = {"num_total_blocks": 100, "block_size": 16}
+    for i in range(8):
+        free = {"num_free_blocks": 100, "adapters": frozenset({poet})}
+        fleet.add(f"d{i}", **full, **free, fingerprint="f")
+    policy = TandemPolicy(fleet.registry, random.Random(1), TandemParameters())
+    info = request(model="demo", adapter="poet", adapter_digest=POET)
+    homes = Counter(policy.place(info).decode for _ in range(50))
+    assert len(homes) == 2
+    for node in homes:
+        assert node.report is not None
+        used = {"num_free_blocks": 5, "adapters": frozenset({poet}), "sequence": 2}
+        fleet.registry.apply_report(node.address, replace(node.report, **used))
+    next_homes = {policy.place(info).decode for _ in range(50)}
+    assert len(next_homes) == 2 and not next_homes & set(homes)
+
+
+class _Noted(list[str]):
+    """Notes calls of a tier in the order of all tiers."""
+
+    def __init__(self, order: list[str], tier: str) -> None:
+        super().__init__()
+        self._order, self._tier = order, tier
+
+    def append(self, call: str) -> None:
+        self._order.append(f"{self._tier} {call}")
