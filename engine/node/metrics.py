@@ -17,7 +17,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
+from engine.frontend.adapter_calls import AdapterCalls
 from engine.messages import EngineReady
+from engine.node.adapter_metrics import adapter_metrics
 from engine.node.device_peaks import DevicePeaks, peaks_of
 from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
 from engine.node.tier_metrics import tier_metrics
@@ -64,6 +66,8 @@ class MeasuredEngine(Protocol):
     def ready(self) -> EngineReady: ...
     @property
     def is_dead(self) -> bool: ...
+    @property
+    def adapters(self) -> AdapterCalls: ...
 
 
 class EngineCollector(Collector):
@@ -91,6 +95,9 @@ class EngineCollector(Collector):
             yield from self._images(stats.images)
         yield from residency_metrics(stats.residency, LABELS, self._labels)
         yield from work_metrics(stats.work, self._peaks, LABELS, self._labels)
+        known = self._engine.adapters.known
+        lora = self._engine.config.lora
+        yield from adapter_metrics(lora, stats.lora, known, LABELS, self._labels)
         yield from self._kv_transfer(stats.kv_transfer)
         yield from tier_metrics(self._engine.config, stats, LABELS, self._labels)
         yield self._cache_config()

@@ -25,7 +25,6 @@ from typing import Protocol
 import grpc
 
 from engine.errors import EngineDeadError
-from engine.frontend.adapter_calls import AdapterCalls
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.adapter_servicer import AdapterServicer
 from engine.node.metrics import MeasuredEngine
@@ -61,8 +60,6 @@ class WatchedEngine(MeasuredEngine, Protocol):
     async def reset_prefix_cache(self) -> bool: ...
     @property
     def profiles(self) -> ProfiledEngine: ...
-    @property
-    def adapters(self) -> AdapterCalls: ...
 
 
 @dataclass(slots=True)

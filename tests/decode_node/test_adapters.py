@@ -10,6 +10,7 @@ import pytest
 from edge.http import headers as names
 from engine.lora import LoRAConfig, LoRAModule
 from engine.models.adapter_files import read_adapter
+from engine.outputs import LoRAStats
 from tests.decode_node.http_node import http_node
 from tests.engine.lora.adapter_checkpoints import AdapterShape, write_adapter
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
@@ -122,3 +123,14 @@ async def test_without_a_folder_none_is_loaded_and_keys_of_clients_change_nothin
             as_client = {"authorization": "Bearer key"}
             refused = await node.client.post(path, json=body, headers=as_client)
             assert refused.status_code == 403
+
+
+async def test_metrics_name_the_adapters_of_requests(lora: LoRAConfig) -> None:
+    async with http_node(lora=lora) as node:
+        digest = node.engine.adapters.known["poet"].digest
+        node.engine.stats.lora = LoRAStats(running=[digest], loaded=[digest])
+        text = (await node.client.get("/metrics")).text
+    (info,) = (line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
+    for label in ('max_lora="1"', 'running_lora_adapters="poet"', 'waiting_lora_adapters=""'):
+        assert label in info
+    assert "tandem_lora_adapters_loaded{" in text
