@@ -84,7 +84,7 @@ class GroupScheduler:
 
         return min(self.groups, key=load)
 
-    def abort_requests(self, request_ids: Iterable[str]) -> EngineCoreOutputs:
+    def abort_requests(self, request_ids: Iterable[str], error: str = "") -> EngineCoreOutputs:
         by_group: dict[int, list[str]] = {}
         for name in request_ids:
             group = self._group_of.get(name)
@@ -93,7 +93,7 @@ class GroupScheduler:
                     by_group.setdefault(index, []).append(name)
         found = EngineCoreOutputs()
         for index, names in by_group.items():
-            _add(found, self._heard(self.groups[index].abort_requests(names)))
+            _add(found, self._heard(self.groups[index].abort_requests(names, error)))
         return found
 
     def supply_first_token(

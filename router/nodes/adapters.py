@@ -36,7 +36,7 @@ LOADED, UNLOADED, UNKNOWN = "loaded", "unloaded", "not there"
 _ORDER = (NodeRole.PREFILL, NodeRole.DECODE)
 
 Outcomes = dict[str, str]
-"""What became of a call on each node, by `role host:port`."""
+"""Tell what became of a call on each node, by `role host:port`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

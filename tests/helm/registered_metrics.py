@@ -15,6 +15,7 @@ from decode_node.metrics import DecodeMetrics
 from edge.security.metrics import CredentialsCollector
 from engine.config import DeviceConfig
 from engine.inspection_config import InspectionConfig
+from engine.lora import LoRAConfig
 from engine.node.metrics import EngineCollector
 from engine.outputs import ResidencyStats, SchedulerStats, WorkStats
 from kv_transfer.config import KVTransferConfig
@@ -67,10 +68,12 @@ def _engine() -> Any:
     """Builds as much of an engine as its metrics ask for."""
     counters = dict.fromkeys(_transfer_counters(), 0.0)
     return SimpleNamespace(
+        adapters=SimpleNamespace(known={}),
         config=SimpleNamespace(
             model=SimpleNamespace(served_model_name="m", quantization=None),
             cache=SimpleNamespace(block_size=16),
             decode_query_len=4,
+            lora=LoRAConfig(),
             inspection=InspectionConfig(
                 enable_mfu_metrics=True, device_peak_tflops=1.0, device_peak_gbps=1.0
             ),
