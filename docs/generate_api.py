@@ -99,7 +99,13 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-NO_BODY = {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
+NO_BODY = {
+    "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
 
 
 class Undocumented(Exception):
@@ -156,7 +162,7 @@ def node_paths() -> dict[str, tuple[set[str], str]]:
     """Returns methods and meaning of each path of a decode node."""
     settings = DecodeNodeSettings(model="any", enable_tokenizer_info_endpoint=True)
     api: Any = SimpleNamespace(
-        settings=settings, tokenizer=None, reset_prefix_cache=None, profiles=None
+        settings=settings, tokenizer=None, reset_prefix_cache=None, profiles=None, adapters=None
     )
     found = _paths(node_routes(api, lambda: 0))
     posts = {path for path, (how, _) in found.items() if how == {"POST"}}

@@ -21,7 +21,9 @@ def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
-        """Serves an adapter from a folder below `--lora-dir`. For operators alone."""
+        """Serves the adapter in the folder `lora_path`, below `--lora-dir`, as `lora_name`; with
+        `load_inplace` in place of another of that name. A router: on all nodes. For operators
+        alone."""
         _check(request)
         body = await read_adapter_body(request, LoadBody)
         try:
@@ -34,8 +36,8 @@ def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
 
     @router.post("/v1/unload_lora_adapter")
     async def unload(request: Request) -> Response:
-        """Takes an adapter out of use, and answers once its last request has ended. For operators
-        alone."""
+        """Takes the adapter `lora_name` out of use, and answers once its last request has ended. A
+        router: on all nodes. For operators alone."""
         _check(request)
         body = await read_adapter_body(request, UnloadBody)
         try:

@@ -21,7 +21,7 @@ class NotBuilt(NamedTuple):
 
 
 _SAMPLERS = "this sampling method is not built; use temperature, top_p, top_k or min_p"
-_ADAPTERS = "adapters are not built; serve the merged checkpoint"
+_ADAPTERS = "name a loaded adapter as `model` instead"
 _CODE = "code and parameters of extensions are not taken from requests"
 _STRUCTURE = "structured output is not supported by this API"
 _CHATS = "only /v1/chat/completions could have it, and it is not built"
