@@ -65,8 +65,7 @@ OnProgress = Callable[[LoadProgress], None]
 
 
 class AsyncLLM:
-    """Runs one engine; make it with `start`. Without a `tokenizer` streams carry tokens and no
-    text."""
+    """Runs one engine; make it with `start`. Without a `tokenizer` streams carry no text."""
 
     def __init__(
         self,
@@ -106,8 +105,7 @@ class AsyncLLM:
         on_progress: OnProgress | None = None,
         tokenizer: Decoder | None = None,
     ) -> AsyncLLM:
-        """Returns when the engine can serve. Raises EngineDeadError naming what went wrong and
-        the cure; then, and when cancelled, nothing is left running."""
+        """Returns when the engine can serve. Raises EngineDeadError; then nothing is left running."""
         llm = cls(config, on_progress, tokenizer)
         try:
             await llm._ready
@@ -272,8 +270,7 @@ class AsyncLLM:
         return await answer
 
     def give_up(self, reason: str) -> None:
-        """Declares the engine dead: streams raise EngineDeadError. This is for one that hangs;
-        `shutdown` ends its processes."""
+        """Declares one that hangs dead: streams raise EngineDeadError. `shutdown` ends it."""
         self._client.given_up(reason)
         self._on_dead(reason)
 
