@@ -105,7 +105,7 @@ class AsyncLLM:
         on_progress: OnProgress | None = None,
         tokenizer: Decoder | None = None,
     ) -> AsyncLLM:
-        """Returns when the engine can serve. Raises EngineDeadError; then nothing is left running."""
+        """Returns when the engine can serve. Raises EngineDeadError, with nothing left running."""
         llm = cls(config, on_progress, tokenizer)
         try:
             await llm._ready
