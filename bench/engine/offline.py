@@ -212,6 +212,7 @@ def shape_config(
     disabled_fast_paths: tuple[FastPath, ...] = (),
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
+    all_reduce: str = "nccl",
     quantization: str = "",
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> EngineConfig:
@@ -238,7 +239,7 @@ def shape_config(
             enable_prefix_caching=False,
             kv_scales=choose_kv_scales(model, kv_cache_dtype),
         ),
-        parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
+        parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size, all_reduce=all_reduce),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -169,6 +169,7 @@ def parse_arguments() -> argparse.Namespace:
         help="comma separated",
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--all-reduce", default="nccl", help="see the setting")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -212,6 +213,7 @@ def main() -> None:
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
         tensor_parallel_size=arguments.tp,
+        all_reduce=arguments.all_reduce,
         quantization=arguments.quantization,
         kv_cache_dtype=arguments.kv_cache_dtype,
     )

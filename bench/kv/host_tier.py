@@ -58,7 +58,7 @@ class Plan:
 
 
 PLANS = {
-    "cuda": Plan(8192, 64, 8, 4, 32, 128, 40, 24, 4),
+    "cuda": Plan(8192, 64, 14, 4, 32, 128, 40, 24, 4),
     "cpu": Plan(128, 8, 4, 2, 2, 16, 10, 4, 2),
 }
 
@@ -183,24 +183,25 @@ def _of_length(request: EngineCoreRequest, length: int) -> EngineCoreRequest:
 
 
 def engine_config(shape: str, device: str, plan: Plan) -> EngineConfig:
-    """Returns a prefill node's engine, whose cache holds about half of the prompts."""
+    """Returns a prefill node's engine, whose cache holds the rows and a third of the prompts."""
     block_size = 128 if device == "cuda" else 16
     longest = plan.prefix + 2 * plan.tail
+    row_length = plan.row_tokens + plan.steps_between * (plan.arrivals + 4)
     config = shape_config(
         shape,
         device=device,
-        max_model_len=max(longest, plan.row_tokens + plan.steps_between * (plan.arrivals + 4)),
+        max_model_len=max(longest, row_length),
         max_num_seqs=plan.rows + 2,
         max_num_batched_tokens=8192 if device == "cuda" else 256,
         block_size=block_size,
         capture_sizes=tuple(2**i for i in range(6)) if device == "cuda" else (),
     )
     of_prompt = -(-longest // block_size)
-    of_rows = plan.rows * -(-config.model.max_model_len // block_size)
+    of_rows = plan.rows * -(-row_length // block_size)
     cache = replace(
         config.cache,
         enable_prefix_caching=True,
-        num_blocks=of_prompt * (plan.prompts // 2) + of_rows // 4,
+        num_blocks=of_prompt * (plan.prompts // 3) + of_rows,
     )
     block_bytes = config.kv_layout.block_bytes
     transfer = KVTransferConfig(
