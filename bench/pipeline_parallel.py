@@ -97,7 +97,7 @@ def seconds_over(mbit: int, layout: str, lengths: list[int], chunk: int) -> list
                 )
             )
         found = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
-    last = found[config.parallel.answering_rank]
+    last = next(times for rank, times in enumerate(found) if config.parallel.answers(rank))
     return [end - min(of_rank[i][0] for of_rank in found) for i, (_, end) in enumerate(last)]
 
 

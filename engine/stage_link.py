@@ -23,6 +23,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,9 @@ from engine.distributed import connect_gloo, connect_nccl
 
 _NEVER = timedelta(days=3650)
 """The time that an idle stage waits for the next step."""
+_CLOSE_TIMEOUT = timedelta(seconds=1)
+_FAREWELL = -1
+"""Stands where the size of a message does, behind the last one."""
 
 
 class StageLostError(RuntimeError):
@@ -135,6 +139,15 @@ class StageLink:
         """Releases sockets. Idempotent."""
         if self.num_stages == 1 or self._group is None:
             return
+        listening = [] if self.is_last else [self.stage + 1]
+        if self.is_last:
+            listening = list(range(self.num_stages - 1))
+        elif isinstance(self._activations, _Direct):
+            listening = []
+        self._outbox.say_farewell(self._group, listening)
+        for inbox in (self._activations, self._tokens):
+            if isinstance(inbox, _Inbox):
+                inbox.join()
         self._group = self._activations = self._tokens = None
         self._outbox.close()
 
@@ -158,6 +171,13 @@ class _Outbox:
                 first.wait()
                 last.wait()
 
+    def say_farewell(self, group: Any, stages: list[int]) -> None:
+        """Tells stages that nothing will follow, as far as they listen."""
+        size = torch.tensor([_FAREWELL], dtype=torch.int64)
+        with suppress(RuntimeError):
+            for work in [group.send([size], stage, 0) for stage in stages]:
+                work.wait(_CLOSE_TIMEOUT)
+
     def close(self) -> None:
         self._on_their_way.clear()
 
@@ -167,10 +187,14 @@ class _Inbox:
 
     def __init__(self, group: Any, source: int) -> None:
         self._arrived: queue.SimpleQueue[Tensor | Exception] = queue.SimpleQueue()
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_receive_forever, args=(group, source, self._arrived), daemon=True
         )
-        thread.start()
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits a moment for the sender's farewell: an interpreter must not end in the thread."""
+        self._thread.join(_CLOSE_TIMEOUT.total_seconds())
 
     def take(self) -> Tensor:
         """Waits for the next message. Raises what ended the connection."""
@@ -198,6 +222,9 @@ def _receive_forever(
     try:
         while True:
             group.recv([size], source, 0).wait(_NEVER)
+            if int(size) == _FAREWELL:
+                arrived.put(StageLostError(f"stage {source} has ended"))
+                return
             message = torch.empty(int(size), dtype=torch.uint8)
             if message.numel():
                 group.recv([message], source, 0).wait(_NEVER)

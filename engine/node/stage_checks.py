@@ -38,6 +38,7 @@ def check_stages(config: EngineConfig) -> None:
     for is_asked, what in (
         (config.speculative is not None, "--speculative-config with a drafter that keeps KV"),
         (config.lora is not None, "--enable-lora"),
+        (config.parallel.data_parallel_size > 1, "--data-parallel-size"),
         (model.vision is not None, "a model that sees images"),
         (transfer is not None and transfer.shares_prefixes, "--kv-share-prefixes"),
         (config.inspection.enable_mfu_metrics, "--enable-mfu-metrics"),

@@ -159,5 +159,6 @@ class ThreadExecutor(Executor):
     def shutdown(self) -> None:
         for rank in self._ranks:
             rank.start(rank.worker.shutdown)
+        for rank in self._ranks:
             rank.close()
         os.close(self._event_fd)

@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from engine.distributed import meet
-from engine.stage_link import StageLink
+from engine.stage_link import StageLink, StageLostError
 from tests.engine.models.conftest import free_ports
 
 T = TypeVar("T")
@@ -76,6 +76,24 @@ def run_steps(link: StageLink) -> list[list[int]]:
 def test_steps_pass_all_stages_in_order() -> None:
     expected = [[step + 2, num_tokens_of(step)] for step in range(NUM_STEPS)]
     assert play(run_steps) == [expected, expected, []]
+
+
+def lose_the_middle(link: StageLink) -> str:
+    like = torch.empty(0, HIDDEN)
+    if link.stage == 1:
+        link.receive(3, like)
+        link.close()
+        return "left"
+    if link.is_first:
+        link.send(torch.ones(3, HIDDEN))
+        return "sent"
+    with pytest.raises(StageLostError, match="another stage of the pipeline is gone: stage 1"):
+        link.receive(3, like)
+    return "noticed"
+
+
+def test_a_stage_that_leaves_is_noticed_by_the_one_that_waits_for_it() -> None:
+    assert play(lose_the_middle) == ["sent", "left", "noticed"]
 
 
 def test_a_step_of_another_size_is_a_fault() -> None:
