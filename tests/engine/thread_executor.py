@@ -16,8 +16,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults
-from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileReply
+from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats, ModelRunnerOutput
+from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import Step, StepResult
 from engine.worker.worker import Worker
 from tests.engine.models.conftest import free_ports
@@ -132,6 +133,12 @@ class ThreadExecutor(Executor):
 
     def profile(self, command: BeginProfile | EndProfile) -> None:
         raise NotImplementedError
+
+    def adapter(self, command: LoadAdapter | DropAdapter) -> None:
+        raise NotImplementedError
+
+    def take_adapter_replies(self) -> list[AdapterLoaded]:
+        return []
 
     def take_profile_replies(self) -> list[ProfileReply]:
         return []
