@@ -9,6 +9,7 @@ order of ranks, bit for bit.
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def summed(parts: list[Tensor]) -> Tensor:
 def main(rank: int, size: int, rendezvous: str) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    store = meet(rank, size, rendezvous)
+    store = meet(rank, size, rendezvous, timedelta(seconds=60))
     reducer = PeerReducer.connect(store, rank, size, device)
     assert reducer is not None, "ranks of one host map each other's memory"
     for seed, count in enumerate(SIZES):
