@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings
 
 from engine.config import EngineConfig, ModelConfig
 from engine.lora import LoRAConfig, LoRAModule, check_adapter_name
 from engine.models.adapter_files import read_adapter
 from engine.node.command_line import SettingsError
+
+
+def _number(value: object) -> object:
+    """Reads a number of a command line or a variable, of which a choice of numbers takes none."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 class AdapterSettings(BaseSettings):
@@ -37,7 +42,7 @@ class AdapterSettings(BaseSettings):
     max_loras: int = Field(
         default=1, ge=1, le=256, description="Most adapters in one batch: slots in device memory."
     )
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = Field(
+    max_lora_rank: Annotated[Literal[8, 16, 32, 64, 128, 256], BeforeValidator(_number)] = Field(
         default=16, description="Largest rank of an adapter; slots have room for it."
     )
     max_cpu_loras: int | None = Field(

@@ -298,6 +298,7 @@ def restricted_violations(pod: Manifest) -> Iterator[str]:
         "configMap",
         "downwardAPI",
         "emptyDir",
+        "ephemeral",
         "persistentVolumeClaim",
         "projected",
         "secret",
@@ -306,6 +307,9 @@ def restricted_violations(pod: Manifest) -> Iterator[str]:
     for volume in spec.get("volumes", ()):
         if not set(volume) - {"name"} <= allowed:
             yield f"volume {volume['name']}"
+
+
+_TIER_VALUES = ("tierDefaults", "prefill", "decode")
 
 
 @each_scenario
@@ -318,6 +322,9 @@ def test_pods_are_restricted(name: str) -> None:
     }.items():
         if storage.get("type") == "hostPath":
             expected.add(f"volume {volume}")
+    disks = (values.get(part, {}).get("kvTiers", {}).get("disk") for part in _TIER_VALUES)
+    if any(disk and disk.get("type") == "hostPath" for disk in disks):
+        expected.add("volume kv-disk")
     if values.get("tierDefaults", {}).get("network", {}).get("ipcLock"):
         expected.add("engine: capabilities")
     if values.get("prefill", {}).get("network", {}).get("hostNetwork"):

@@ -108,8 +108,9 @@ def other_than_default(settings: type[BaseSettings], name: str) -> Any:
     default = field.get_default(call_default_factory=True)
     candidates = [
         True, False, 3, 0.25, 0.75, 65536, 3 << 20, "mistral", "debug", "warning", "dummy",
+        "auto",
         "triton", "priority", "text", [1, 2, 8], "/a/path", "float16", "10.0.0.0/8", "stream",
-        "https://a.example", '{"temperature": 0.5}',
+        "https://a.example", 32, ["sql=/adapters/sql"], '{"temperature": 0.5}',
         '{"method": "ngram", "num_speculative_tokens": 3}',
     ]  # fmt: skip
     enums = get_args(field.annotation)
@@ -145,6 +146,8 @@ def test_every_common_setting_goes_to_both_tiers(service: str) -> None:
     wanted = {
         value: other_than_default(settings, name) for value, name in offered("common").items()
     }
+    # Shared prefixes need it on decode nodes.
+    wanted["enablePrefixCaching"] = True
     values = overlay(MINIMAL, {"tierDefaults": {"settings": wanted}})
     effective = check(service, containers(HelmSdk.shared().render(values))[service])
     assert {value: effective[name] for value, name in offered("common").items()} == wanted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -22,7 +22,7 @@ from engine.request_spec import (
     decode_spec,
     encode_spec,
 )
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamParams, SamplingParams
 from tandem_pb import prefill_pb2
 
 TOKENS = st.integers(0, (1 << 31) - 1)
@@ -51,6 +51,8 @@ def any_values(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
     return {name: VALUES[hint] for name, hint in typing.get_type_hints(kind).items()}
 
 
+VALUES[bool | Literal["never"]] = st.sampled_from([False, True, "never"])
+VALUES[BeamParams | None] = st.one_of(st.none(), st.builds(BeamParams, **any_values(BeamParams)))
 VALUES[SamplingParams] = st.builds(SamplingParams, **any_values(SamplingParams))
 VALUES[AdapterRef | None] = st.one_of(st.none(), st.builds(AdapterRef, **any_values(AdapterRef)))
 SPECS = st.builds(RequestSpec, **any_values(RequestSpec))

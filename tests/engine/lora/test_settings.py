@@ -1,0 +1,48 @@
+"""Tests what settings of adapters take, from a command line too, and what they refuse by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from bench.engine.offline import shape_config
+from engine.node.adapter_settings import AdapterSettings
+from engine.node.command_line import SettingsError
+
+CONFIG = shape_config("tiny", device="cpu")
+
+
+@pytest.mark.parametrize("given", [64, "64"])
+def test_a_rank_is_a_number_of_the_list_wherever_it_is_written(given: int | str) -> None:
+    settings = AdapterSettings.model_validate({"enable_lora": True, "max_lora_rank": given})
+    lora = settings.with_lora(CONFIG).lora
+    assert lora is not None
+    assert lora.max_lora_rank == 64
+    for wrong in (63, "63", "many"):
+        with pytest.raises(ValidationError, match="8, 16, 32, 64, 128 or 256"):
+            AdapterSettings.model_validate({"max_lora_rank": wrong})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora_modules": ("a=/a",)}, "--lora-modules has no effect without --enable-lora"),
+        ({"lora_dir": "/a"}, "--lora-dir has no effect"),
+        ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "--max-cpu-loras is 2"),
+        ({"enable_lora": True, "lora_modules": ("a",)}, "must be NAME=FOLDER"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "needs a name and a path"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        AdapterSettings.model_validate(settings).with_lora(CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "data"])
+def test_stages_and_groups_have_no_adapters(kind: str) -> None:
+    parallel = replace(CONFIG.parallel, **{f"{kind}_parallel_size": 2})
+    config = replace(CONFIG, parallel=parallel)
+    with pytest.raises(SettingsError, match=f"--{kind}-parallel-size"):
+        AdapterSettings(enable_lora=True).with_lora(config)
