@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from engine.executor.worker_proc import main
+from engine.executor import worker_proc
 from tests.engine.kv_groups.grouped_model import register
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Runs a worker."""
     register()
-    main()
+    worker_proc.main()
