@@ -492,9 +492,13 @@ def test_a_killed_process_takes_the_tier_with_it(node: KVNode) -> None:
 def test_blocks_survive_crashes_or_are_computed_but_are_never_wrong(tmp_path: Path) -> None:
     """A slice of what `tier_stress` does for long."""
     stress = TierStress(tmp_path, seed=4)
-    stress.run(300, cycles_per_crash=120)
-    stress.close()
     seen = stress.seen
+    for _ in range(20):
+        # How much comes back depends on how quick the processes are.
+        stress.run(300, cycles_per_crash=120)
+        if seen["compared"] > 40 and seen["spilled_blocks"] and seen["fetched_blocks"]:
+            break
+    stress.close()
     assert seen["compared"] > 40 and seen["wrong"] == 0, seen
     assert seen["deaths of a process"] + seen["deaths of an engine"] >= 2, seen
     assert seen["found after a start"] and seen["spilled_blocks"] and seen["fetched_blocks"], seen

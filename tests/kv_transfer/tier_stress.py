@@ -60,9 +60,10 @@ class TierStress:
         self._start()
 
     def run(self, cycles: int, cycles_per_crash: int) -> None:
-        """Runs so many cycles. Raises AssertionError for the first wrong byte."""
-        next_crash = cycles_per_crash
-        while self.seen["cycles"] < cycles:
+        """Runs so many more cycles. Raises AssertionError for the first wrong byte."""
+        begun = self.seen["cycles"]
+        next_crash = begun + cycles_per_crash
+        while self.seen["cycles"] < begun + cycles:
             if len(self._jobs) >= 6 or len(self._free) < 2 * _MOST or not self._tier.is_ready:
                 self._take_answers()
             elif self.seen["cycles"] >= next_crash:
