@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.frontend.engine_calls import EngineCalls
 from engine.lora import check_adapter_name
 from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
 from engine.models.adapter_files import AdapterError, read_adapter
 from engine.request_spec import AdapterRef
 
 
-class AdapterCalls:
-    """Adapters by name, and calls that are not answered yet. `send` reaches the engine core."""
+class AdapterCalls(EngineCalls[AdapterAnswer]):
+    """Adapters by name, and the calls that change them."""
 
     def __init__(self, config: EngineConfig, send: Callable[[ToEngineCore], None]) -> None:
+        super().__init__(send)
         self._config = config
-        self._send = send
-        self._ids = count(1)
-        self._waiting: dict[int, asyncio.Future[AdapterAnswer]] = {}
-        self._dead_reason = ""
         self._lock = asyncio.Lock()
         modules = () if config.lora is None else config.lora.modules
         self.known = {module.name: AdapterRef(module.name, module.digest) for module in modules}
@@ -83,30 +80,6 @@ class AdapterCalls:
             is_last = not self.has(ref.digest)
         if is_last:
             await self._ask(RemoveAdapter(next(self._ids), ref.digest))
-
-    async def _ask(self, call: AddAdapter | RemoveAdapter) -> AdapterAnswer:
-        if self._dead_reason:
-            raise EngineDeadError(self._dead_reason)
-        waiting: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting[call.call_id] = waiting
-        try:
-            self._send(call)
-            return await waiting
-        finally:
-            del self._waiting[call.call_id]
-
-    def on_answer(self, answer: AdapterAnswer) -> None:
-        """Hears the engine core. The caller may have gone."""
-        waiting = self._waiting.get(answer.call_id)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
-
-    def on_dead(self, reason: str) -> None:
-        """Ends every call, and those to come, with EngineDeadError."""
-        self._dead_reason = reason
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(EngineDeadError(reason))
 
 
 def _below(root: str, path: str) -> Path:

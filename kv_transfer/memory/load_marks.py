@@ -14,11 +14,9 @@ somebody waits for lets him go too, and a mark of another place never does.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -26,53 +24,30 @@ from host.memory_file import MemoryFile
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import KVLayout
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.marks_page import MARK_BYTES, DevicePage, MarksPage
 from kv_transfer.metadata import LoadTicket
 
 NUM_PLACES = 4
 """Loads that may be followed at once; others are used when they are complete."""
-_MARK_BYTES = 4
 _LAST_NUMBER = (1 << 31) - 1
 """The device compares as if marks were signed."""
 _PAUSE_S = 0.00005
 
 
-class LoadMarks:
-    """`NUM_PLACES` times `num_layers` marks of 32 bits: a device reads no more at once."""
+class LoadMarks(MarksPage):
+    """`NUM_PLACES` times `num_layers` marks."""
+
+    name = "tandem-load-marks"
+    rows = NUM_PLACES
 
     def __init__(self, memory: MemoryFile, num_layers: int) -> None:
-        self._memory = memory
-        self.num_layers = num_layers
+        super().__init__(memory, num_layers)
         shape = NUM_PLACES, num_layers
         count = NUM_PLACES * num_layers
         self._marks = np.frombuffer(memory.buffer, np.uint32, count).reshape(shape)
 
-    @classmethod
-    def create(cls, num_layers: int) -> LoadMarks:
-        """Creates marks on pages of its own, because devices know memory by pages."""
-        num_pages = -(-NUM_PLACES * num_layers * _MARK_BYTES // mmap.PAGESIZE)
-        memory = MemoryFile.create("tandem-load-marks", num_pages * mmap.PAGESIZE)
-        return cls(memory, num_layers)
-
-    @classmethod
-    def attach(cls, pid: int, fd: int, num_layers: int) -> LoadMarks:
-        """Raises OSError when the owner has gone."""
-        return cls(MemoryFile.attach(pid, fd), num_layers)
-
-    @property
-    def fd(self) -> int:
-        return self._memory.fd
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.size
-
     def offset_of(self, place: int, layer: int) -> int:
-        return (place * self.num_layers + layer) * _MARK_BYTES
+        return (place * self.num_layers + layer) * MARK_BYTES
 
     def write(self, ticket: LoadTicket, layer: int) -> None:
         """Says that the layer's KV is in the blocks, and right."""
@@ -88,7 +63,7 @@ class LoadMarks:
 
     def close(self) -> None:
         del self._marks
-        self._memory.close()
+        super().close()
 
 
 class LoadMarksOfRanks:
@@ -145,24 +120,16 @@ class StreamGate(LoadGate):
     def __init__(self, marks: LoadMarks, current_stream: Callable[[], int]) -> None:
         """Raises `DeviceError`. The device's context must be current."""
         super().__init__(marks)
-        from kv_transfer.memory.cuda_driver import cuda_driver
-
-        self._driver = cuda_driver()
+        self._page = DevicePage(marks)
         self._current_stream = current_stream
-        self._host_address = marks.address
-        self._driver.register_host(self._host_address, marks.num_bytes)
-        self._address = self._driver.device_address(self._host_address)
 
     def wait(self, ticket: LoadTicket, layer: int) -> None:
         if layer < self.marks.num_layers:
-            address = self._address + self.marks.offset_of(ticket.place, layer)
-            self._driver.wait_value(self._current_stream(), address, ticket.number)
+            address = self._page.address + self.marks.offset_of(ticket.place, layer)
+            self._page.driver.wait_value(self._current_stream(), address, ticket.number)
 
     def close(self) -> None:
-        """Waits for the device. One that has failed holds nothing any more."""
-        with suppress(DeviceError):
-            self._driver.synchronize_context()
-            self._driver.unregister_host(self._host_address)
+        self._page.close()
         super().close()
 
 

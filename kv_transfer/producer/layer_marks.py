@@ -14,54 +14,24 @@ somebody waits for leave marks.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 
-from host.memory_file import MemoryFile
-from kv_transfer.memory.device import DeviceError
+from kv_transfer.memory.marks_page import MARK_BYTES, DevicePage, MarksPage
 from kv_transfer.metadata import StepProgress
 
-_MARK_BYTES = 4
 _RANGE = 1 << 32
 
 
-class LayerMarks:
-    """`num_layers` marks of 32 bits: a device writes no more at once."""
+class LayerMarks(MarksPage):
+    """`num_layers` marks."""
 
-    def __init__(self, memory: MemoryFile, num_layers: int) -> None:
-        self._memory = memory
-        self._num_layers = num_layers
-
-    @classmethod
-    def create(cls, num_layers: int) -> LayerMarks:
-        """Creates marks on pages of its own, because devices know memory by pages."""
-        num_pages = -(-num_layers * _MARK_BYTES // mmap.PAGESIZE)
-        memory = MemoryFile.create("tandem-layer-marks", num_pages * mmap.PAGESIZE)
-        return cls(memory, num_layers)
-
-    @classmethod
-    def attach(cls, pid: int, fd: int, num_layers: int) -> LayerMarks:
-        """Raises OSError when the owner has gone."""
-        return cls(MemoryFile.attach(pid, fd), num_layers)
-
-    @property
-    def fd(self) -> int:
-        return self._memory.fd
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.size
+    name = "tandem-layer-marks"
 
     def write(self, step_id: int, layer: int) -> None:
         """Leaves one mark, as a worker on the CPU does."""
-        marks = np.frombuffer(self._memory.buffer, np.uint32, self._num_layers)
+        marks = np.frombuffer(self._memory.buffer, np.uint32, self.num_layers)
         marks[layer] = mark_of(step_id)
 
     def progress(self, near_step: int) -> StepProgress | None:
@@ -69,17 +39,14 @@ class LayerMarks:
 
         `near_step`: any step of the last weeks, because marks count modulo 2^32.
         """
-        marks = np.frombuffer(self._memory.buffer, np.uint32, self._num_layers).copy()
+        marks = np.frombuffer(self._memory.buffer, np.uint32, self.num_layers).copy()
         newest = int(marks[0])
         if newest == 0:
             return None
         distance = (newest - mark_of(near_step) + _RANGE // 2) % _RANGE - _RANGE // 2
         others = np.flatnonzero(marks != newest)
-        num_layers = int(others[0]) if len(others) else self._num_layers
+        num_layers = int(others[0]) if len(others) else self.num_layers
         return StepProgress(near_step + distance, num_layers)
-
-    def close(self) -> None:
-        self._memory.close()
 
 
 def mark_of(step_id: int) -> int:
@@ -112,21 +79,12 @@ class StreamMarker(LayerMarker):
     def __init__(self, marks: LayerMarks, current_stream: Callable[[], int]) -> None:
         """Raises `DeviceError`. The device's context must be current."""
         super().__init__(marks)
-        from kv_transfer.memory.cuda_driver import cuda_driver
-
-        self._driver = cuda_driver()
+        self._page = DevicePage(marks)
         self._current_stream = current_stream
-        self._host_address = marks.address
-        self._driver.register_host(self._host_address, marks.num_bytes)
-        self._address = self._driver.device_address(self._host_address)
 
     def mark(self, step_id: int, layer: int) -> None:
-        self._driver.write_value(
-            self._current_stream(), self._address + _MARK_BYTES * layer, mark_of(step_id)
-        )
+        address = self._page.address + MARK_BYTES * layer
+        self._page.driver.write_value(self._current_stream(), address, mark_of(step_id))
 
     def close(self) -> None:
-        """Waits for the device. One that has failed holds nothing any more."""
-        with suppress(DeviceError):
-            self._driver.synchronize_context()
-            self._driver.unregister_host(self._host_address)
+        self._page.close()
