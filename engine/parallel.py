@@ -107,7 +107,7 @@ def take_place(
         if parallel.all_reduce != "auto":
             limits = ReduceLimits.parse(parallel.all_reduce)
         tp.share_memory(getattr(torch, config.model.dtype), limits)
-    pp = StageLink(stage, num_stages, device, stores["pp"], address or host_of(rendezvous))
+    pp = StageLink(stage, num_stages, device, stores["pp"], address or host_of(rendezvous), tp=tp)
     dp = group_of("dp", group, parallel.data_parallel_size)
     return ParallelPlace(
         layers_of_stage(config.model.num_layers, stage, num_stages),

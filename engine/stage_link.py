@@ -10,6 +10,12 @@
        for them only if a step begins that reads one of them
     4. `close`
 
+Where several ranks share the layers of a stage, all of them have the same activations. Each sends
+its part alone, and the receivers gather:
+
+    stage s   rank 0 ──[T × H / 2]──▶ rank 0 ─┐ all-gather    stage s + 1
+              rank 1 ──[T × H / 2]──▶ rank 1 ─┘ [T, H]
+
 Nobody waits for a receiver: a step's activations are on their way while the next one is computed,
 and a thread takes what arrives, so that it is there when its step begins. On a GPU activations go
 from device to device through NCCL, on its own stream, and only tokens pass the host. A stage that
@@ -28,10 +34,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from engine.distributed import connect_gloo, connect_nccl
+from engine.distributed import ParallelGroup, connect_gloo, connect_nccl
 
 _NEVER = timedelta(days=3650)
 """The time that an idle stage waits for the next step."""
@@ -52,6 +59,7 @@ class StageLink:
         store: Where the ranks of this pipeline meet, which no other group uses.
         address: Of this rank's host, as the others reach it.
         timeout_s: A rank that others wait for longer than this while they connect counts as dead.
+        tp: The ranks of this stage; other stages have as many.
     """
 
     def __init__(
@@ -62,9 +70,11 @@ class StageLink:
         store: Store | None = None,
         address: str = "",
         timeout_s: float = 120.0,
+        tp: ParallelGroup | None = None,
     ) -> None:
         self.stage = stage
         self.num_stages = num_stages
+        self._tp = tp or ParallelGroup(0, 1)
         self._tokens: _Inbox | None = None
         if store is None:
             return
@@ -98,26 +108,44 @@ class StageLink:
             StageLostError: That stage is gone.
             RuntimeError: It computes another step.
         """
+        hidden = like.shape[1]
+        part = self._receive_part(num_tokens * hidden, like)
+        if not num_tokens:
+            return like.new_empty(0, hidden)
+        return self._tp.gather_rows(part)[: num_tokens * hidden].view(num_tokens, hidden)
+
+    def _receive_part(self, total: int, like: Tensor) -> Tensor:
+        """Returns what this rank is sent of a step's `total` numbers, flat."""
+        num = self._part_size(total)
         activations = self._activations
         if isinstance(activations, _Direct):
-            return activations.receive(like.new_empty(num_tokens, like.shape[1]))
+            return activations.receive(like.new_empty(num))
         assert activations is not None
-        found = activations.take().view(like.dtype).view(-1, like.shape[1])
-        if len(found) != num_tokens:
+        found = activations.take().view(like.dtype)
+        if len(found) != num:
             raise RuntimeError(
-                f"stage {self.stage} computes {num_tokens} tokens and got {len(found)} from the "
-                "stage before; this is a fault of tandem: please report it with the log"
+                f"stage {self.stage} waits for {num} numbers of a step and got {len(found)} from "
+                "the stage before; this is a fault of tandem: please report it with the log"
             )
         return found
 
     def send(self, x: Tensor) -> Tensor:
-        """Sends [T, H] to the next stage and returns it. Nobody may write to its memory any more.
-        Raises `RuntimeError` when that stage is gone."""
+        """Sends [T, H] to the next stage, this rank's part of it, and returns it. Nobody may write
+        to its memory any more. Raises `RuntimeError` when that stage is gone."""
+        num = self._part_size(x.numel())
+        part = x.flatten()[num * self._tp.rank : num * (self._tp.rank + 1)]
+        if len(part) < num:
+            part = F.pad(part, (0, num - len(part)))
         if isinstance(self._activations, _Direct):
-            self._activations.send(x)
+            self._activations.send(part)
         else:
-            self._post(x, self.stage + 1)
+            self._post(part, self.stage + 1)
         return x
+
+    def _part_size(self, total: int) -> int:
+        """Returns how many numbers each rank of a stage sends of `total`; the last may send noughts
+        behind its own."""
+        return -(-total // self._tp.size)
 
     def give_back(self, token_ids: list[int]) -> None:
         """Tells all other stages what a step has sampled, from the last one; -1: nothing."""
