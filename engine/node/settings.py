@@ -303,8 +303,8 @@ class EngineSettings(
             inspection=self.inspection_config(),
             images=self.image_config(model, kv_role),
         )
-        self.check_host_tier(config)
         config = self.with_drafts(config)
+        self.check_host_tier(config)
         check_stages(config)
         check_groups(config)
         return self.with_lora(config)

@@ -360,6 +360,7 @@ def pool_config(config: TransferProcessConfig, num_slots: int) -> PoolConfig:
         num_slots=num_slots,
         share=(config.index, transfer.num_processes),
         process=config.process,
+        first_layer=config.layout.first_layer_on(config.rank),
         generation=config.generation,
         memory_path=Path(transfer.host_tier_path) if transfer.host_tier_path else None,
         disk_path=Path(transfer.disk_tier_path) if transfer.disk_tier_path else None,

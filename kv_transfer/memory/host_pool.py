@@ -10,7 +10,8 @@
     4. `close`
 
 Jobs answer with a `HostTierEvent` when nothing of them is on its way any more. A rank's
-processes share each block: process i of n has layers i, i + n, ... of it.
+processes share each block: process i of n has layers i, i + n, ... of it. With fewer layers than
+processes, as a stage of a pipeline may have, some have none, and agree to everything.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class PoolConfig:
     Attributes:
         num_slots: Blocks in host memory.
         share: (number of this process, processes of its rank).
+        first_layer: Of the model's layers, the first that this rank has.
         process, generation: Of this process, in its events.
         memory_path: Folder for the memory, if it shall outlive this process. None: it does not.
         disk_path: Folder of the disk tier. None: there is none.
@@ -70,6 +72,7 @@ class PoolConfig:
     num_slots: int
     share: tuple[int, int]
     process: int
+    first_layer: int = 0
     generation: int = 0
     memory_path: Path | None = None
     disk_path: Path | None = None
@@ -161,7 +164,9 @@ class HostPool:
         def wrong(place: int) -> set[int]:
             return {s for s in meta.slots if memory.checksum(s, place) != known[s][place]}
 
-        if not damaged:
+        if not damaged and not self._layers:
+            self._has_begun(meta)
+        elif not damaged:
             async with self._in_order:
                 self._copy(meta, 0, self._layers[0])
                 for place, layer in enumerate(self._layers):
@@ -237,6 +242,10 @@ class HostPool:
             return
         self._marks.write(meta.ticket, layer)
         if place == 0:
+            self._has_begun(meta)
+
+    def _has_begun(self, meta: LoadMeta) -> None:
+        if meta.ticket is not None:
             self._emit(LoadBegun(meta.job, self._config.process))
 
     def _copy(
@@ -306,7 +315,8 @@ class HostPool:
 
     @property
     def _identity(self) -> bytes:
-        return identity_of(self._cache.layout, self._cache.handle.rank, self._config.share)
+        config, cache = self._config, self._cache
+        return identity_of(cache.layout, cache.handle.rank, config.first_layer, config.share)
 
     def _turn_off(self, tier: Tier, why: str) -> None:
         if tier not in self._off:
@@ -314,7 +324,8 @@ class HostPool:
             self._emit(TierOff(self._config.process, tier, why))
 
 
-def identity_of(layout: KVLayout, rank: int, share: tuple[int, int]) -> bytes:
+def identity_of(layout: KVLayout, rank: int, first_layer: int, share: tuple[int, int]) -> bytes:
     """Returns 32 bytes that are equal exactly for bytes that mean the same: model, data types,
-    layout and share of a block."""
-    return hashlib.sha256(msgspec.json.encode((layout, rank, share))).digest()
+    layout, layers and share of a block. The layout of a pipeline's stage does not say which of the
+    model's layers it has."""
+    return hashlib.sha256(msgspec.json.encode((layout, rank, first_layer, share))).digest()

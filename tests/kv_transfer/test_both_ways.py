@@ -52,16 +52,22 @@ def place_of(holder: KVNode) -> KVPeer:
     return replace(holder.peer, is_decode=holder.config.kv_role == "kv_consumer")
 
 
-def offer(holder: KVNode, seed: int, blocks: list[int]) -> FakeRequest:
-    """Exports a prefix that has been in the cache for long. Returns its request."""
-    for cache in holder.caches:
-        for layer in range(holder.layout.num_layers):
-            cache.write(seed, layer, range(NUM_TOKENS), blocks)
+def offer(holder: KVNode, blocks: list[int], num_tokens: int) -> FakeRequest:
+    """Exports a prefix that is in the cache. Returns its request."""
     params = KVTransferParams(do_remote_decode=True, transfer_id=uuid.uuid4().hex)
-    request = FakeRequest("prefix", NUM_TOKENS, params)
+    request = FakeRequest("prefix", num_tokens, params)
     holder.connector.update_state_after_alloc(request, (blocks,), 0)
     holder.connector.request_finished(request)
     return request
+
+
+def offer_old(holder: KVNode, seed: int) -> FakeRequest:
+    """Exports a prefix that has been in the cache for long."""
+    blocks = holder.blocks.take(holder.layout, NUM_TOKENS)
+    for cache in holder.caches:
+        for layer in range(holder.layout.num_layers):
+            cache.write(seed, layer, range(NUM_TOKENS), blocks)
+    return offer(holder, blocks, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("first_token", [0, 32])
@@ -73,7 +79,7 @@ def test_a_prefix_that_exists_is_pulled_either_way(
     target = next(node for role, node in nodes.items() if role != holder)
     for node in nodes.values():
         node.renew()
-    request = offer(source, 5, source.blocks.take(source.layout, NUM_TOKENS))
+    request = offer_old(source, 5)
     blocks = target.blocks.take(target.layout, NUM_TOKENS)
     target.pull(place_of(source), request.transfer_id, NUM_TOKENS, blocks, first_token)
     poll_until(lambda: request.transfer_id in target.done.received, *nodes.values())
@@ -93,7 +99,7 @@ def test_calling_off_one_direction_leaves_the_other(nodes: dict[str, KVNode]) ->
         producer.peer, export.transfer_id, NUM_TOKENS,
         consumer.blocks.take(consumer.layout, NUM_TOKENS),
     )  # fmt: skip
-    other = offer(consumer, 6, consumer.blocks.take(consumer.layout, NUM_TOKENS))
+    other = offer_old(consumer, 6)
     assert consumer.connector.abort(pull)
     poll_until(lambda: export.transfer_id in consumer.done.aborted, *nodes.values())
     poll_until(lambda: export.transfer_id in producer.done.aborted, *nodes.values())
@@ -111,7 +117,7 @@ def test_a_holders_death_fails_the_pull(nodes: dict[str, KVNode]) -> None:
         node.renew()
     for pid in producer.connector.process_pids:
         os.kill(pid, signal.SIGSTOP)
-    request = offer(producer, 7, producer.blocks.take(producer.layout, NUM_TOKENS))
+    request = offer_old(producer, 7)
     blocks = consumer.blocks.take(consumer.layout, NUM_TOKENS)
     consumer.pull(producer.peer, request.transfer_id, NUM_TOKENS, blocks)
     for pid in producer.connector.process_pids:

@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,6 +48,10 @@ from kv_transfer.metadata import (
 from kv_transfer.tier import Tier
 
 SHAPE = layout(num_layers=3)
+ANOTHER_MODEL = msgspec.structs.replace(SHAPE, model_hash="another")
+OTHER_SCALES = msgspec.structs.replace(
+    SHAPE, groups=(msgspec.structs.replace(SHAPE.groups[0], scales="others"),)
+)
 
 
 def store(job: int, blocks: list[int], slots: list[int]) -> StoreMeta:
@@ -70,6 +75,7 @@ class Pools:
         *,
         shape: KVLayout = SHAPE,
         has_marks: bool = False,
+        first_layer: int = 0,
         **paths: Path,
     ) -> None:
         self.cache = RankCache(shape, 0, NUM_BLOCKS)
@@ -83,7 +89,13 @@ class Pools:
         self.pools = [
             HostPool(
                 view,
-                PoolConfig(num_slots=NUM_SLOTS, share=(index, 2), process=index, **paths),
+                PoolConfig(
+                    num_slots=NUM_SLOTS,
+                    share=(index, 2),
+                    process=index,
+                    first_layer=first_layer,
+                    **paths,
+                ),
                 self._hear,
             )
             for index, view in enumerate(self.views)
@@ -299,14 +311,35 @@ async def test_a_slot_that_was_being_written_holds_nothing_afterwards(tmp_path: 
     await again.close()
 
 
-async def test_memory_of_another_model_is_not_used(tmp_path: Path) -> None:
-    pools = Pools(memory_path=tmp_path)
-    pools.fill(1)
-    await pools.do(store(1, [0], [0]))
+@pytest.mark.parametrize(
+    "other",
+    [{"shape": ANOTHER_MODEL}, {"shape": OTHER_SCALES}, {"first_layer": 3}],
+    ids=["model", "scales", "stage"],
+)
+async def test_what_belongs_to_another_is_not_used(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Stages with equally many layers have equal layouts, and ranks may be the same if a node had
+    another number of stages."""
+    pools = Pools(memory_path=tmp_path / "memory", disk_path=tmp_path / "disk")
+    await spilled(pools)
     pools.crash()
-    other = msgspec.structs.replace(SHAPE, model_hash="another")
-    again = Pools(memory_path=tmp_path, shape=other)
-    assert [contents.slots for contents in again.contents] == [{}, {}]
+    again = Pools(memory_path=tmp_path / "memory", disk_path=tmp_path / "disk", **other)
+    assert [(contents.slots, contents.files) for contents in again.contents] == [({}, [])] * 2
+    await again.close()
+
+
+async def test_processes_without_a_layer_agree_to_everything(tmp_path: Path) -> None:
+    pools = Pools(
+        shape=layout(num_layers=1), has_marks=True, memory_path=tmp_path, disk_path=tmp_path
+    )
+    before = await spilled(pools)
+    assert await fetch(pools, 1, 5) == []
+    assert await pools.do(LoadMeta(4, [6, 7], [5, 2], LoadTicket(0, 4))) == [[]]
+    np.testing.assert_array_equal(pools.cache.words[:, [6, 7]], before[:, [1, 2]])
+    assert sorted(event.process for event in pools.others if isinstance(event, LoadBegun)) == [0, 1]
+    pools.crash()
+    again = Pools(shape=layout(num_layers=1), memory_path=tmp_path, disk_path=tmp_path)
+    assert all(set(contents.slots) == {0, 1, 2, 5} for contents in again.contents)
+    assert await again.do(LoadMeta(5, [0], [0])) == [[]]
     await again.close()
 
 

@@ -173,9 +173,17 @@ def told(outputs: list[EngineCoreOutput]) -> tuple[object, ...]:
     return tokens, [one.token_ids for one in scored], of_prompt, outputs[-1].finish_reason
 
 
+def with_host_memory(config: EngineConfig) -> EngineConfig:
+    """Gives each rank more transfer processes than its stage has layers."""
+    assert config.kv_transfer is not None
+    size = 60 * config.kv_layout.block_bytes
+    transfer = replace(config.kv_transfer, host_tier_bytes=size, num_processes=3)
+    return replace(config, kv_transfer=transfer)
+
+
 def test_stages_hand_their_layers_over() -> None:
     """Two stages of one and of two ranks, to one and to two ranks with other blocks; the second
-    time prompts are cached."""
+    time prompts are cached, or come back from host memory."""
     prompts = {name: prompt for name, prompt in PROMPTS.items() if len(prompt) <= 64}
     with ExitStack() as nodes:
 
@@ -183,10 +191,15 @@ def test_stages_hand_their_layers_over() -> None:
             return nodes.enter_context(running(stage_config(*sizes, **options)))
 
         oracle = Expected(start(1))
-        prefills = [start(2, ranks, role="kv_producer") for ranks in (1, 2)]
+        behind = with_host_memory(stage_config(2, num_blocks=16, role="kv_producer"))
+        small = nodes.enter_context(running(behind))
+        large = start(2, 2, role="kv_producer")
         one, two = (start(1, ranks, role="kv_consumer", block_size=16) for ranks in (1, 2))
-        pairs = [(prefills[0], one), (prefills[1], one), (prefills[0], two)]
-        for index, (prefill, decode) in enumerate(pairs):
+        run_until([small], lambda: small.core.connector.host_tier.is_ready)
+        for index, (prefill, decode) in enumerate(
+            [(small, one), (large, one), (small, two), (large, two)]
+        ):
             named = {f"{name}-{index}": prompt for name, prompt in prompts.items()}
             hand_over(prefill, decode, named, oracle)
-        assert prefills[0].core.stats().prefix_cache_hits > 0
+            assert (small.core.stats().prompt_tokens_loaded > 0) == (index >= 2)
+        assert large.core.stats().prefix_cache_hits > 0
