@@ -43,6 +43,8 @@ FastPath = Literal[
     "side-stream",
     "small-m-gemm",
 ]
+NewFastPath = Literal["few-row-gemm"]
+"""Fast paths that no GPU has timed yet, so that none is taken unless asked for."""
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
@@ -222,6 +224,8 @@ class DeviceConfig:
             prompts; `residual-gemm`, GEMMs of many rows that add to the residual stream
             themselves; `side-stream`, shared experts beside the others; `small-m-gemm`, GEMMs of
             few rows by our own kernels.
+        enabled_fast_paths: What to do beyond, on a GPU: `few-row-gemm`, linear layers and routers
+            of few rows by our own kernel where `small-m-gemm` does not serve them.
     """
 
     device: Device = "cpu"
@@ -232,9 +236,13 @@ class DeviceConfig:
     attention_backend: AttentionBackendName = "auto"
     deterministic: bool = False
     disabled_fast_paths: tuple[FastPath, ...] = ()
+    enabled_fast_paths: tuple[NewFastPath, ...] = ()
 
     def allows(self, path: FastPath) -> bool:
         return path not in self.disabled_fast_paths
+
+    def enables(self, path: NewFastPath) -> bool:
+        return path in self.enabled_fast_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from engine.config import (
     EngineConfig,
     FastPath,
     KVCacheDtype,
+    NewFastPath,
     ParallelConfig,
     SchedulerConfig,
 )
@@ -210,6 +211,7 @@ def shape_config(
     enforce_eager: bool = False,
     attention_backend: AttentionBackendName = "auto",
     disabled_fast_paths: tuple[FastPath, ...] = (),
+    enabled_fast_paths: tuple[NewFastPath, ...] = (),
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
     all_reduce: str = "nccl",
@@ -251,6 +253,7 @@ def shape_config(
             cudagraph_capture_sizes=capture_sizes,
             attention_backend=attention_backend,
             disabled_fast_paths=disabled_fast_paths,
+            enabled_fast_paths=enabled_fast_paths,
             deterministic=deterministic,
         ),
     )

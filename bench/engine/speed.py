@@ -186,6 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--disabled-fast-paths", default="", help="comma separated; see the setting"
     )
+    parser.add_argument("--enabled-fast-paths", default="", help="comma separated; see the setting")
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
     arguments = parser.parse_args()
@@ -211,6 +212,7 @@ def main() -> None:
         attention_backend=arguments.attention_backend,
         deterministic=arguments.deterministic,
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
+        enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
         tensor_parallel_size=arguments.tp,
         all_reduce=arguments.all_reduce,
@@ -220,6 +222,7 @@ def main() -> None:
     results["quantization"] = arguments.quantization
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
+    results["enabled_fast_paths"] = config.device.enabled_fast_paths
     if cases:
         with offline_engine(config) as engine:
             results["start_s"] = round(engine.start_s, 1)

@@ -17,7 +17,8 @@ _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
 _INT4_ROWS = 256
 """The largest size: with more, writing the weights out in half precision costs less."""
-
+_FEW_ROWS = 16
+"""The largest number of rows, as for small-M GEMMs: with more, the library is likely faster."""
 _BESIDE_ROWS = 512
 """The largest size: with more, either GEMM keeps all SMs busy."""
 
@@ -37,6 +38,9 @@ class GemmPolicy:
             written out in half precision first. 0: they are as they are loaded.
         beside_rows: A shared expert of at most so many rows is computed beside the others, on a
             stream of its own; 0: never.
+        few_rows: Linear layers and routers that no kernel above serves compute at most so many
+            rows by our own kernel for any size; 0: never.
+        adds_few_rows: And row layers add them to the residual stream themselves.
         fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
     """
 
@@ -47,6 +51,8 @@ class GemmPolicy:
     int4_rows: int = 0
     fp8: bool = False
     beside_rows: int = 0
+    few_rows: int = 0
+    adds_few_rows: bool = False
 
     @classmethod
     def choose(
@@ -65,12 +71,15 @@ class GemmPolicy:
         gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
         beside = config.allows("side-stream") and device.type == "cuda"
         residual = config.allows("residual-gemm") and device.type == "cuda" and tp_size == 1
+        few_rows = config.enables("few-row-gemm") and supports_pdl(device)
         return cls(
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
             residual_rows=_RESIDUAL_ROWS if residual else 0,
             int4_rows=int4_rows,
             beside_rows=_BESIDE_ROWS if beside else 0,
+            few_rows=_FEW_ROWS if few_rows else 0,
+            adds_few_rows=few_rows and tp_size == 1,
             fp8=config.allows("fp8-gemm") and _multiplies_fp8(device, dtype),
         )
 

@@ -31,6 +31,7 @@ from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.gemm import few_row_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class Router(nn.Module):
         self.options = options
         self.own_numbers = None if share is None else share.own_numbers(shard.device)
         self.deterministic = shard.gemms.deterministic
+        self.few_rows = shard.gemms.few_rows
         self.weight = shard.parameter(num_experts, hidden_size)
         self.bias, self.logit_bias = (
             shard.parameter(num_experts, dtype=torch.float32) if has_one else None
@@ -95,6 +97,8 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         if self.deterministic:
             return ops.invariant_gemm(x, self.weight, None, torch.float32)
+        if len(x) <= self.few_rows and few_row_shapes.takes(x, self.weight):
+            return ops.few_row_gemm(x, self.weight, out_dtype=torch.float32)
         if x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self.weight.float())

@@ -30,6 +30,7 @@ from engine.config import (
     FastPath,
     LoadFormat,
     ModelConfig,
+    NewFastPath,
     ParallelConfig,
     QuantizationName,
     SchedulerConfig,
@@ -203,6 +204,12 @@ class EngineSettings(
         "programmatic dependent launch. prompt-graphs: CUDA graphs of steps with short prompts. "
         "residual-gemm: GEMMs of many rows add to the residual stream themselves. side-stream: "
         "shared experts run beside the others. small-m-gemm: our own kernels for few rows.",
+    )
+    enabled_fast_paths: tuple[NewFastPath, ...] = Field(
+        default=(),
+        description="Fast paths on a GPU to turn on, which are off until they have been timed. "
+        "few-row-gemm: one kernel of our own computes linear layers of few rows, of any size, "
+        "with their bias and the addition to the residual stream.",
     )
     async_scheduling: bool | None = Field(
         default=None,

@@ -46,6 +46,7 @@ from tandem_kernels.experts import (
     route_tokens,
 )
 from tandem_kernels.gemm import (
+    few_row_gemm,
     fp8_activations,
     fp8_gemm,
     fused_gate_up,
@@ -143,6 +144,31 @@ def small_m_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": not gated,
                 "OVERLAP": capability >= 90,
                 **({"bias": None} if gated else {}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+
+
+def few_row_cases(capability: int) -> Iterator[Case]:
+    for rows, outputs in ((1, 5120), (4, 128), (16, 2880)) if capability >= 90 else ((16, 2880),):
+        tuning = few_row_gemm.few_row_tuning(rows, outputs)
+        in_registers = rows <= few_row_gemm.REGISTER_ROWS
+        is_router = outputs == 128
+        yield Case(
+            few_row_gemm.few_row_gemm_kernel,
+            f"rows={rows} outputs={outputs}",
+            {**named("*bf16", "x", "weight", "bias"), "out": "*fp32" if is_router else "*bf16"},
+            {
+                "ROWS": rows,
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "VECTOR": few_row_gemm.VECTOR,
+                "IN_REGISTERS": in_registers,
+                "HAS_BIAS": not is_router,
+                "ADDS": outputs == 2880,
+                "PRECISION": "tf32",
+                "OVERLAP": capability >= 90,
+                **({"bias": None} if is_router else {}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
         )
@@ -888,6 +914,7 @@ def compile_all(capability: int) -> None:
     cases = [
         elementwise_cases,
         small_m_cases,
+        few_row_cases,
         fp8_cases,
         fused_gate_up_cases,
         int4_cases,

@@ -68,6 +68,11 @@ def test_products_of_few_rows() -> None:
     check.small_m_gemm(*columns, (3, 128, 768), torch.float16)
 
 
+@pytest.mark.parametrize("shape", [(1, 5, 2096), (3, 2050, 32), (6, 40, 272)])
+def test_few_rows_of_any_size(shape: tuple[int, int, int]) -> None:
+    check.few_row_gemm(ops.few_row_gemm.kernel, shape, torch.float16)
+
+
 def test_fused_gate_up_of_many_rows() -> None:
     check.fused_gate_up(ops.fused_gate_up.kernel, (150, 256, 128), torch.float16)
 

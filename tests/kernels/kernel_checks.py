@@ -67,6 +67,30 @@ def small_m_gemm(
     assert oracle.relative_error(gated(x, weight), expected) < 2 * ELEMENTWISE[dtype]
 
 
+def few_row_gemm(
+    op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Checks a GEMM of any size, with all that it may add. `shape` is (rows, outputs, inner). Rows
+    of x lie apart, and so do those of the residual stream, in between which nothing changes."""
+    rows, outputs, inner = shape
+    x = torch.randn(rows, 2 * inner, device=device).to(dtype)[:, :inner]
+    weight = (torch.randn(outputs, inner, device=device) * inner**-0.5).to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype)
+    wide = torch.randn(rows, outputs + 8, device=device).to(dtype)
+    before = wide.clone()
+    residual = wide[:, :outputs]
+    exact = x.double() @ weight.double().t()
+    within = ELEMENTWISE[dtype]
+    assert oracle.relative_error(op(x, weight), exact) < within
+    assert oracle.relative_error(op(x, weight, bias), exact + bias) < within
+    logits = op(x, weight, out_dtype=torch.float32)
+    assert logits.dtype == torch.float32
+    assert oracle.relative_error(logits, exact) < ELEMENTWISE[torch.float32]
+    assert op(x, weight, bias, residual).data_ptr() == residual.data_ptr()
+    assert oracle.relative_error(residual, exact + bias + before[:, :outputs]) < within
+    assert torch.equal(wide[:, outputs:], before[:, outputs:])
+
+
 def fused_gate_up(
     op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> None:

@@ -37,6 +37,11 @@ def test_products_of_few_rows(dtype: torch.dtype) -> None:
 
 
 @dtypes
+def test_few_rows_of_any_size(dtype: torch.dtype) -> None:
+    check.few_row_gemm(ops.few_row_gemm, (3, 37, 272), dtype)
+
+
+@dtypes
 def test_fused_gate_up_of_many_rows(dtype: torch.dtype) -> None:
     check.fused_gate_up(ops.fused_gate_up, (40, 128, 64), dtype)
 

@@ -50,6 +50,13 @@ def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, i
     check.small_m_gemm(*columns, (rows, *shape), dtype, "cuda")
 
 
+@halves
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 16])
+@pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (128, 2880), (37, 272)])
+def test_few_rows_of_any_size(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
+    check.few_row_gemm(ops.few_row_gemm, (rows, *shape), dtype, "cuda")
+
+
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 2049), (torch.float16, 33)])
 def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:

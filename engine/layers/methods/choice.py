@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
+from engine.layers.methods.few_rows import FewRows
 from engine.layers.methods.fused_gate_up import FusedGateUp
 from engine.layers.methods.invariant import Invariant
 from engine.layers.methods.plain import Plain
@@ -15,7 +16,7 @@ from engine.quantization import Scheme
 
 def column_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
     """Returns the method of column layers, gate·up apart."""
-    plain = _small_m(_library(policy), policy)
+    plain = _small_m(_few_rows(_library(policy), policy), policy)
     return quantised_linear(scheme, plain, share, policy)
 
 
@@ -29,7 +30,7 @@ def gate_up_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare
 
 def row_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
     """Returns the method of row layers."""
-    method = _library(policy)
+    method = _few_rows(_library(policy), policy)
     if policy.residual_rows > 0:
         method = ResidualGemm(method, policy.residual_rows)
     return quantised_linear(scheme, method, share, policy)
@@ -37,6 +38,12 @@ def row_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) ->
 
 def _library(policy: GemmPolicy) -> LinearMethod:
     return Invariant() if policy.deterministic else Plain()
+
+
+def _few_rows(method: LinearMethod, policy: GemmPolicy) -> LinearMethod:
+    if policy.few_rows == 0:
+        return method
+    return FewRows(method, policy.few_rows, adds=policy.adds_few_rows)
 
 
 def _small_m(method: LinearMethod, policy: GemmPolicy) -> LinearMethod:

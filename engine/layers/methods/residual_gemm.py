@@ -13,6 +13,6 @@ class ResidualGemm(Wrapped):
 
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         if len(residual) < self.rows or layer.bias is not None:
-            return False
+            return self.inner.add_to(layer, x, residual)
         residual.addmm_(x, layer.weight.t())
         return True

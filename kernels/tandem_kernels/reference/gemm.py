@@ -23,6 +23,26 @@ def small_m_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     return silu_and_mul(F.linear(x, weight))
 
 
+def few_row_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies [T, K] x [N, K] -> [T, N], for few rows T, of sizes that need not be even.
+
+    Args:
+        residual: [T, N] that the product is added to in place; it is what is returned.
+        out_dtype: Without a residual: that of the result; by default that of `x`.
+    """
+    wide = (x.float(), weight.float(), None if bias is None else bias.float())
+    product = F.linear(*wide)
+    if residual is not None:
+        return residual.copy_(residual.float() + product)
+    return product.to(out_dtype or x.dtype)
+
+
 def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """Computes `small_m_gate_up` for many rows."""
     return small_m_gate_up(x, weight)

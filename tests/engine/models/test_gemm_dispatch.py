@@ -15,6 +15,7 @@ from engine.config import DeviceConfig, EngineConfig
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.shard import Shard
+from engine.layers.sparse_mlp import Router, RouterOptions
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.models.llama import LlamaForCausalLM
 from engine.models.registry import spec_of
@@ -26,22 +27,25 @@ from tests.engine.tiny_model import tiny_model
 CPU = torch.device("cpu")
 LAYERS = 2
 OWN = GemmPolicy(small_m_rows=16, fused_gate_up_rows=40, residual_rows=48)
+NEW = GemmPolicy(small_m_rows=16, residual_rows=48, few_rows=8, adds_few_rows=True)
 EXACT = GemmPolicy(deterministic=True)
 _RECORDED = (
-    "rms_norm", "fused_add_rms_norm", "small_m_gemm", "invariant_gemm", "small_m_gate_up",
-    "fused_gate_up", "silu_and_mul", "rope_and_cache",
+    "rms_norm", "fused_add_rms_norm", "small_m_gemm", "few_row_gemm", "invariant_gemm",
+    "small_m_gate_up", "fused_gate_up", "silu_and_mul", "rope_and_cache",
 )  # fmt: skip
 
 
 def steps_of(qkv: str, gate_up: str, row: str, head: str) -> list[str]:
     """Returns what a model does: each part is one operation, or several behind each other."""
-    norm = "rms_norm" if row == "addmm_" else "fused_add_rms_norm"
+    norm = "rms_norm" if row in ("addmm_", "few_row_gemm") else "fused_add_rms_norm"
     attention = [qkv, "rope_and_cache", row, norm]
     return ["rms_norm", *[*attention, *gate_up.split(), row, norm] * LAYERS, head]
 
 
 LIBRARY = steps_of("linear", "linear silu_and_mul", "linear", "linear")
 FEW = steps_of("small_m_gemm", "small_m_gate_up", "linear", "linear")
+FEW_ADDED = steps_of("small_m_gemm", "small_m_gate_up", "few_row_gemm", "linear")
+ANY_SIZE = steps_of("few_row_gemm", "linear silu_and_mul", "few_row_gemm", "linear")
 FUSED = steps_of("linear", "fused_gate_up", "linear", "linear")
 MANY = steps_of("linear", "fused_gate_up", "addmm_", "linear")
 MANY_APART = steps_of("linear", "linear silu_and_mul", "addmm_", "linear")
@@ -62,6 +66,9 @@ INVARIANT = steps_of(
         ),
         (OWN, "float32", 256, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
         (OWN, "bfloat16", 128, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
+        (NEW, "bfloat16", 256, {8: FEW_ADDED, 9: FEW, 48: MANY_APART}),
+        (NEW, "bfloat16", 128, {8: ANY_SIZE, 9: LIBRARY}),
+        (NEW, "float32", 128, {8: LIBRARY}),
         (EXACT, "bfloat16", 256, {1: INVARIANT, 16: INVARIANT, 40: INVARIANT, 48: INVARIANT}),
     ],
 )
@@ -90,6 +97,10 @@ def test_the_policy_follows_device_and_settings(
     assert choose(tp_size=2) == GemmPolicy(False, small_m, gate_up, 0, 256, fp8, 512)
     assert not GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float16).fp8
     assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256)
+    new = choose(enabled_fast_paths=("few-row-gemm",))
+    assert (new.few_rows, new.adds_few_rows) == (small_m, small_m > 0)
+    ranks = choose(tp_size=2, enabled_fast_paths=("few-row-gemm",))
+    assert (ranks.few_rows, ranks.adds_few_rows) == (small_m, False)
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
         ("fused-gate-up", "fused_gate_up_rows"),
@@ -102,6 +113,24 @@ def test_the_policy_follows_device_and_settings(
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()
     exact = GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float32)
     assert exact.int4_rows == 0
+
+
+@torch.inference_mode()
+def test_a_router_of_few_rows_has_its_kernel() -> None:
+    """It takes what is given in half precision, and gives logits in float32."""
+    torch.manual_seed(3)
+    shard = Shard(ParallelPlace(range(1)), torch.bfloat16, CPU, NEW)
+    router = Router(48, 6, RouterOptions(top_k=2), shard)
+    router.weight.normal_()
+    for rows, expected in ((8, "few_row_gemm"), (9, "linear")):
+        x = torch.randn(rows, 48).bfloat16()
+        with _recorded() as seen:
+            weights, experts = router(x, torch.arange(rows))
+        assert seen == [expected]
+        scores = (x.double() @ router.weight.double().t()).softmax(-1).topk(2)
+        assert torch.equal(experts.long(), scores.indices)
+        shares = scores.values / scores.values.sum(-1, keepdim=True)
+        torch.testing.assert_close(weights, shares.float())
 
 
 def _model(policy: GemmPolicy, dtype: str, size: int) -> CausalLM:

@@ -1,0 +1,36 @@
+"""GEMMs of few rows and any size, with their bias: those that `small_m` does not take."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
+from tandem_kernels import ops
+from tandem_kernels.gemm import few_row_shapes
+
+
+class FewRows(Wrapped):
+    """Computes at most `rows` rows by a kernel of our own.
+
+    Args:
+        adds: To the residual stream, too. For one rank only: others' parts of the sum would be
+            missing.
+    """
+
+    def __init__(self, inner: LinearMethod, rows: int, *, adds: bool) -> None:
+        super().__init__(inner, rows)
+        self.adds = adds
+
+    def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
+        if self._takes(layer, x):
+            return ops.few_row_gemm(x, layer.weight, layer.bias)
+        return self.inner.apply(layer, x)
+
+    def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
+        if not self.adds or not self._takes(layer, x):
+            return self.inner.add_to(layer, x, residual)
+        ops.few_row_gemm(x, layer.weight, layer.bias, residual)
+        return True
+
+    def _takes(self, layer: LinearLayer, x: Tensor) -> bool:
+        return len(x) <= self.rows and few_row_shapes.takes(x, layer.weight)
