@@ -24,6 +24,10 @@ class EngineDeadError(Exception):
         self.exceptions = exceptions or {}
 
 
+class RoleSwitchRefused(Exception):
+    """A node does not change its role, and goes on as it was. The message says why."""
+
+
 class InvalidRequest(ValueError):
     """The request cannot be served as it is. `param` names the field, `code` is for programs."""
 

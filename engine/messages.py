@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.crash_facts import EngineFacts
 from engine.images.image_input import ImagePixels
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
@@ -132,6 +133,16 @@ class RemoveAdapter(msgspec.Struct, tag="remove_adapter"):
     digest: str
 
 
+class SwitchRole(msgspec.Struct, tag="switch_role", kw_only=True):
+    """Makes the engine that of `engine`, for which its workers have everything already. Answered by
+    the `RoleSwitched` of this call. What is left of requests and transfers after `empty_within_s`
+    is given up."""
+
+    call_id: int
+    engine: EngineConfig
+    empty_within_s: float
+
+
 class DescribeEngine(msgspec.Struct, tag="describe"):
     """Is answered by `EngineDescription`, for a crash report."""
 
@@ -155,6 +166,7 @@ ToEngineCore = (
     | StopProfile
     | AddAdapter
     | RemoveAdapter
+    | SwitchRole
     | DescribeEngine
     | ShutdownEngine
 )
@@ -271,6 +283,14 @@ class AdapterAnswer(msgspec.Struct, tag="adapter"):
     error: str = ""
 
 
+class RoleSwitched(msgspec.Struct, tag="role_switched"):
+    """Answers `SwitchRole`. `ready` is the engine as it is now; None: refused, nothing changed."""
+
+    call_id: int
+    ready: EngineReady | None = None
+    refusal: str = ""
+
+
 class EngineDescription(msgspec.Struct, tag="description"):
     """Answers `DescribeEngine`."""
 
@@ -300,6 +320,7 @@ FromEngineCore = (
     | PrefixCacheReset
     | ProfileAnswer
     | AdapterAnswer
+    | RoleSwitched
     | EngineDescription
     | PeerChanged
     | EngineDead

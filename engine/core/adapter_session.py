@@ -70,6 +70,11 @@ class AdapterSession:
         self.send()
         return ends
 
+    def leftovers(self) -> list[str]:
+        """Names the calls that have no answer yet."""
+        open_calls = {*self._heard, *self._adding, *self._removing}
+        return [f"adapter {digest[:12]} on its way" for digest in sorted(open_calls)]
+
     def take_answers(self) -> list[AdapterAnswer]:
         """Returns the answers since the last call."""
         answers, self._answers = self._answers, []

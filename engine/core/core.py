@@ -20,7 +20,7 @@ from engine.core.adapter_session import AdapterSession
 from engine.core.scheduling import create_scheduling
 from engine.crash_facts import EngineFacts
 from engine.errors import EngineDeadError
-from engine.executor.abstract import Executor, ReportProgress
+from engine.executor.abstract import Executor, KVCaches, ReportProgress
 from engine.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -80,17 +80,25 @@ class EngineCore:
         crash report; None: there will be none."""
         caches = executor.initialize(report)
         self.num_blocks = caches.num_blocks
-        self.connector, self.scheduler = create_scheduling(config, caches, signs, step_log)
+        self.device_name = caches.device_name
+        self._executor = executor
+        self._signs, self._step_log = signs, step_log
+        self._batch_queue: deque[Step] = deque()
+        self._results = EngineCoreOutputs()
+        """Outputs of what happened since the last step."""
+        self._begin(config, caches)
+
+    def _begin(self, config: EngineConfig, caches: KVCaches) -> None:
+        """Makes what decides in this engine. Raises `KVTransferError`."""
+        self.config = config
+        self.connector, self.scheduler = create_scheduling(
+            config, caches, self._signs, self._step_log
+        )
         if config.inspection.enable_mfu_metrics and (cost := cost_of(config)) is not None:
             self.scheduler.measure(WorkMeter(cost))
         self._even_out(config)
-        self.device_name = caches.device_name
-        self._executor = executor
-        self.adapters = AdapterSession(self.scheduler, executor, config.parallel.num_ranks)
-        self._batch_queue: deque[Step] = deque()
+        self.adapters = AdapterSession(self.scheduler, self._executor, config.parallel.num_ranks)
         self._batch_queue_size = steps_in_flight(config)
-        self._results = EngineCoreOutputs()
-        """Outputs of what happened since the last step."""
 
     def _even_out(self, config: EngineConfig) -> None:
         """Lets chunks of a prompt take the same time where a stage waits for the next one's."""
@@ -201,6 +209,26 @@ class EngineCore:
         left = self.scheduler.check_empty()
         if left:
             raise RuntimeError(f"an idle engine still holds {', '.join(left)}")
+
+    def in_the_way(self) -> list[str]:
+        """Names what another role cannot begin beside; empty when nothing is left of this one."""
+        transfers = int(self.connector.counters.get("live_transfers", 0))
+        left = [f"{transfers} transfers"] if transfers else []
+        return left + self.adapters.leftovers() + self.scheduler.check_empty()
+
+    def hold_steps(self) -> bool:
+        """Starts no more steps. Returns whether the last one has ended."""
+        self._batch_queue_size = 0
+        return not self._batch_queue
+
+    def switch_role(self, config: EngineConfig) -> None:
+        """Becomes the engine of `config`, of which workers have everything already: their weights,
+        KV cache and graphs stay. What is left of requests and transfers is given up. Needs that no
+        step is in flight. Raises `EngineDeadError`, `KVTransferError`: then nothing goes on."""
+        known = self.scheduler.adapters
+        self.connector.shutdown()
+        self._begin(config, self._executor.switch_role(config))
+        self.scheduler.adapters.take_over(known)
 
     def shutdown(self) -> None:
         """Ends all transfers. Idempotent."""

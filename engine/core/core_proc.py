@@ -24,6 +24,7 @@ from edge.logs.setup import setup_logging
 from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
 from engine.core.profile_session import ProfileSession
+from engine.core.role_session import RoleSession
 from engine.crash_facts import EngineFacts, chain_of
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, PollSource
@@ -44,15 +45,17 @@ from engine.messages import (
     PrefixOffered,
     RemoveAdapter,
     ResetPrefixCache,
+    RoleSwitched,
     ShutdownEngine,
     StartProfile,
     StopProfile,
+    SwitchRole,
     ToEngineCore,
 )
 from engine.outputs import SchedulerStats
 from engine.sched.step_log import StepLog
 from host.child_process import read_config
-from host.life_signs import SIGN_INTERVAL_S, LifeSigns
+from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.local_socket import connect_socket
 from host.message_reader import MessageReader
 from host.termination import termination_fd
@@ -70,6 +73,7 @@ class EngineCoreProc:
 
     _executor: Executor
     _profiles: ProfileSession
+    _roles: RoleSession
 
     def __init__(self, config: CoreProcConfig) -> None:
         self._config = config.engine
@@ -86,6 +90,7 @@ class EngineCoreProc:
         self._core: EngineCore | None = None
         self._stats = SchedulerStats()
         self._stats_sent_at = 0.0
+        self._poller = zmq.Poller()
         self._connector_checked_at = 0.0
         self._peer: KVPeer | None = None
         """The peer as the node server knows it."""
@@ -99,6 +104,7 @@ class EngineCoreProc:
                 self._config, executor, self._report, self._signs, self._step_log
             )
             self._profiles = ProfileSession(self._config, executor, self._send)
+            self._roles = RoleSession(core)
             self._serve(core)
         except EngineDeadError as error:
             return self._die(str(error), error)
@@ -148,14 +154,13 @@ class EngineCoreProc:
     def _serve(self, core: EngineCore) -> None:
         """Returns when told to stop."""
         termination = termination_fd()
-        poller = zmq.Poller()
         for source in self._poll_sources(core, termination):
-            poller.register(source, zmq.POLLIN)
+            self._poller.register(source, zmq.POLLIN)
         self._send(self._ready(core))
         while True:
             if self._signs is not None:
                 self._signs.give(CORE_PLACE)
-            ready = dict(poller.poll(self._timeout_ms(core)))
+            ready = dict(self._poller.poll(self._timeout_ms(core)))
             if termination in ready:
                 return
             if self._client in ready and not self._handle_messages(core):
@@ -163,6 +168,7 @@ class EngineCoreProc:
             self._check_connector(core)
             self._send_results(core, core.step())
             self._profiles.check()
+            self._check_role(core)
 
     def _poll_sources(self, core: EngineCore, termination: int) -> list[PollSource]:
         executor = self._executor.poll_sources
@@ -178,6 +184,23 @@ class EngineCoreProc:
             transfer_pids=core.connector.process_pids,
         )
 
+    def _check_role(self, core: EngineCore) -> None:
+        """Goes on with a change of roles. Signs of life come from another thread meanwhile, as
+        transfer processes take a second or two to start."""
+        if not self._roles.is_due():
+            return
+        connector, signs = core.connector.fileno(), self._signs
+        thread = LifeThread(lambda: signs.give(CORE_PLACE)) if signs is not None else None
+        try:
+            call_id = self._roles.switch()
+        finally:
+            if thread is not None:
+                thread.close()
+        self._poller.unregister(connector)
+        self._poller.register(core.connector.fileno(), zmq.POLLIN)
+        self._config, self._stats = core.config, SchedulerStats()
+        self._send(RoleSwitched(call_id, self._ready(core)))
+
     def _timeout_ms(self, core: EngineCore) -> int:
         """Seconds until something must be looked at without being asked."""
         now = time.monotonic()
@@ -185,6 +208,7 @@ class EngineCoreProc:
             now + SIGN_INTERVAL_S,
             self._connector_checked_at + core.connector.check_interval_s,
             self._profiles.deadline,
+            self._roles.deadline,
         )
         if self._executor.deadline is not None:
             until = min(until, self._executor.deadline)
@@ -227,6 +251,9 @@ class EngineCoreProc:
                 core.adapters.add(call_id, digest, path)
             case RemoveAdapter(call_id, digest):
                 core.adapters.remove(call_id, digest)
+            case SwitchRole():
+                if (refusal := self._roles.ask(message)) is not None:
+                    self._send(refusal)
             case _:
                 core.handle(message)
         return True

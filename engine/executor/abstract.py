@@ -17,6 +17,8 @@ from typing import Protocol
 
 import zmq
 
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats
 from engine.sched.adapters import DropAdapter, LoadAdapter
@@ -51,6 +53,11 @@ class Executor(ABC):
     @abstractmethod
     def initialize(self, report: ReportProgress) -> KVCaches:
         """Returns when every rank can execute steps."""
+
+    def switch_role(self, config: EngineConfig) -> KVCaches:
+        """Returns the caches as transfer processes of the new role map them, once every rank has
+        forgotten its rows. No step may be in flight. Raises `EngineDeadError` where it cannot."""
+        raise EngineDeadError("workers that run so do not change their role")
 
     @abstractmethod
     def execute_model(self, step: Step) -> None:

@@ -43,6 +43,7 @@ from engine.executor.worker_messages import (
     ProfileReply,
     StepDone,
     StopWorker,
+    SwitchWorker,
     WorkerAlive,
     WorkerCommand,
     WorkerFailed,
@@ -62,6 +63,7 @@ from host.life_signs import LifeSignHandle, LifeSigns
 from host.local_socket import Context, bind_socket
 from host.message_reader import MessageReader
 from host.process_host import ProcessHost
+from kv_transfer.base import KVCacheHandle
 
 _WORKER_MODULE = "engine.executor.worker_proc"
 _STOP_TIMEOUT_S = 5.0
@@ -116,6 +118,8 @@ class ProcessExecutor(Executor):
             self._socket, WorkerReply, "a worker"
         )
         self._is_running = False
+        self._hosts: Sequence[ProcessHost] = ()
+        self._num_blocks, self._device_name = 0, ""
         self._host_s = 0.0
         self._grammar_stats = GrammarStats()
 
@@ -162,12 +166,20 @@ class ProcessExecutor(Executor):
             reserved.bind((self._core_address, 0))
             self._start_workers(hosts, reserved.getsockname()[1])
             loaded = self._wait_for_all(WorkerLoaded, report)
-        num_blocks = min(reply.num_blocks for reply in loaded)
-        self._send(InitializeKVCache(num_blocks))
+        self._hosts, self._device_name = hosts, loaded[0].device_name
+        self._num_blocks = min(reply.num_blocks for reply in loaded)
+        self._send(InitializeKVCache(self._num_blocks))
         ready = self._wait_for_all(WorkerReady, report)
         self._is_running = True
-        handles = [reply.handle for reply in ready]
-        return KVCaches(num_blocks, handles, hosts, loaded[0].device_name)
+        return self._caches([reply.handle for reply in ready])
+
+    def switch_role(self, config: EngineConfig) -> KVCaches:
+        self._send(SwitchWorker(config))
+        ready = self._wait_for_all(WorkerReady, lambda *_: None)
+        return self._caches([reply.handle for reply in ready])
+
+    def _caches(self, handles: list[KVCacheHandle]) -> KVCaches:
+        return KVCaches(self._num_blocks, handles, self._hosts, self._device_name)
 
     def _start_workers(self, hosts: Sequence[ProcessHost], port: int) -> None:
         env = {"OMP_NUM_THREADS": str(self._config.device.num_threads)}

@@ -43,6 +43,10 @@ class UniprocExecutor(Executor):
         self._worker.capture_model(report)
         return KVCaches(num_blocks, [handle], device_name=self._worker.device_name)
 
+    def switch_role(self, config: EngineConfig) -> KVCaches:
+        handle = self._worker.switch_role(config)
+        return KVCaches(handle.num_blocks, [handle], device_name=self._worker.device_name)
+
     def execute_model(self, step: Step) -> None:
         self._outputs.append(self._profiler.run(step))
         os.eventfd_write(self._event_fd, 1)

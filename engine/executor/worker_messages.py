@@ -76,6 +76,12 @@ class EndProfile(msgspec.Struct, tag="end_profile", array_like=True):
     """Ends the profile if it still runs. Either way there is one ProfileEnded of each."""
 
 
+class SwitchWorker(msgspec.Struct, tag="switch", array_like=True):
+    """Makes the rank one of an engine in the other role. Answered by WorkerReady."""
+
+    engine: EngineConfig
+
+
 class StopWorker(msgspec.Struct, tag="stop", array_like=True):
     pass
 
@@ -88,6 +94,7 @@ WorkerCommand = (
     | EndProfile
     | LoadAdapter
     | DropAdapter
+    | SwitchWorker
     | StopWorker
 )
 

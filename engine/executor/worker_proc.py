@@ -40,6 +40,7 @@ from engine.executor.worker_messages import (
     ExecuteStep,
     InitializeKVCache,
     StepDone,
+    SwitchWorker,
     WorkerAlive,
     WorkerCommand,
     WorkerFailed,
@@ -136,6 +137,8 @@ class WorkerProc:
                 handle = self._worker.initialize_kv_cache(num_blocks)
                 self._worker.capture_model(self._report)
                 self._reply(WorkerReady(self._rank, handle))
+            case SwitchWorker(engine):
+                self._reply(WorkerReady(self._rank, self._worker.switch_role(engine)))
             case _:
                 return False
         return True

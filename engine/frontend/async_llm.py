@@ -36,7 +36,9 @@ from engine.frontend.request_stream import (
     OutputQueue,
     RequestState,
     RequestStream,
+    ended_result,
 )
+from engine.frontend.role_calls import RoleCalls
 from engine.messages import (
     AbortRequests,
     AdapterAnswer,
@@ -52,8 +54,8 @@ from engine.messages import (
     PrefixOffered,
     ProfileAnswer,
     PromptComputed,
-    ResetPrefixCache,
     RetryRemotePrefill,
+    RoleSwitched,
     SupplyCandidates,
     SupplyFirstToken,
 )
@@ -87,14 +89,13 @@ class AsyncLLM:
         """Those of them that wait for their only token and are not in the engine core."""
         self._kv_results: dict[str, KVResults] = {}
         """Requests whose KV is or was in motion, by request id."""
-        self._resets: list[asyncio.Future[bool]] = []
-        """Resets that were asked for and not answered, oldest first."""
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
         self.profiles = ProfileCalls(self._client.send)
         self.adapters = AdapterCalls(config, self._client.send)
         self.prefixes = PrefixCalls(self._client.send)
+        self._roles = RoleCalls(self._client.send)
         if self._client.crash is not None:
             self._client.crash.frontend = self._facts
 
@@ -255,7 +256,7 @@ class AsyncLLM:
         self._check_alive()
         results = self._kv_results.get(request_id)
         if results is None:
-            return _ended(request_id, "the request has ended")
+            return ended_result(request_id, "the request has ended")
         result = await results.get()
         if results.outlive_stream and self._kv_results.get(request_id) is results:
             del self._kv_results[request_id]
@@ -263,11 +264,19 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False: running requests hold blocks; try again later."""
+        return await self.prefixes.reset()
+
+    async def switch_role(
+        self, config: EngineConfig, tokenizer: Decoder | None, empty_within_s: float
+    ) -> None:
+        """Becomes the engine of `config`, of which the workers have everything already; what is
+        open after `empty_within_s` is aborted. Raises `RoleSwitchRefused`, `EngineDeadError`."""
         self._check_alive()
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._resets.append(answer)
-        self._client.send(ResetPrefixCache())
-        return await answer
+        ready = await self._roles.switch(config, empty_within_s)
+        for request_id in [*self._states, *self._kv_results]:
+            self.abort(request_id)
+        self.config, self._tokenizer = config, tokenizer
+        self.ready.peer, self.ready.transfer_pids = ready.peer, ready.transfer_pids
 
     def give_up(self, reason: str) -> None:
         """Declares one that hangs dead: streams raise EngineDeadError. `shutdown` ends it."""
@@ -322,7 +331,7 @@ class AsyncLLM:
     def _end_kv(self, request_id: str, reason: str) -> None:
         results = self._kv_results.pop(request_id, None)
         if results is not None:
-            results.put(_ended(request_id, reason))
+            results.put(ended_result(request_id, reason))
 
     def _on_message(self, message: FromEngineCore) -> None:
         match message:
@@ -340,12 +349,13 @@ class AsyncLLM:
                 self.adapters.on_answer(message)
             case ProfileAnswer():
                 self.profiles.on_answer(message)
+            case RoleSwitched():
+                self.stats = SchedulerStats()
+                self._roles.on_answer(message)
             case PrefixOffered():
                 self.prefixes.on_offered(message)
             case PrefixCacheReset(ok):
-                answer = self._resets.pop(0)
-                if not answer.done():
-                    answer.set_result(ok)
+                self.prefixes.on_reset(ok)
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         if outputs.stats is not None:
@@ -365,7 +375,7 @@ class AsyncLLM:
         if output.prompt_logprobs is not None:
             state.processor.add_prompt_logprobs(output.prompt_logprobs)
             return
-        num_known = _num_known_tokens(state, output)
+        num_known = state.num_known_tokens(output)
         processed = state.processor.process(
             output.new_token_ids[num_known:],
             output.logprobs[num_known:] if output.logprobs else None,
@@ -391,30 +401,14 @@ class AsyncLLM:
         self.profiles.on_dead(reason)
         self.adapters.on_dead(reason)
         self.prefixes.on_dead(reason)
+        self._roles.on_dead(reason)
         for state in self._states.values():
             state.queue.put_nowait(EngineDeadError(reason))
         for results in self._kv_results.values():
             results.put(EngineDeadError(reason))
-        for answer in self._resets:
-            if not answer.done():
-                answer.set_exception(EngineDeadError(reason))
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(reason))
         self._states.clear()
         self._prompts.clear()
         self._outside.clear()
         self._kv_results.clear()
-        self._resets.clear()
-
-
-def _num_known_tokens(state: RequestState, output: EngineCoreOutput) -> int:
-    """Returns how many leading tokens of `output` the stream has: the peer's first token and our
-    engine's own may cross on their way when the prompt is computed on both sides. They are the same
-    token."""
-    if output.num_cached_tokens is None:
-        return 0
-    return max(0, state.processor.num_new_tokens - output.num_output_tokens_before)
-
-
-def _ended(request_id: str, reason: str) -> KVTransferResult:
-    return KVTransferResult(request_id, 0, ok=False, reason=reason, retryable=False)

@@ -1,11 +1,11 @@
-"""Calls that the engine core answers one by one, in its time: profiles and adapters."""
+"""Calls that the engine core answers one by one, in its time: profiles, adapters, roles."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from engine.errors import EngineDeadError
 from engine.messages import (
@@ -13,12 +13,15 @@ from engine.messages import (
     AddAdapter,
     ProfileAnswer,
     RemoveAdapter,
+    RoleSwitched,
     StartProfile,
     StopProfile,
+    SwitchRole,
     ToEngineCore,
 )
 
-AnswerT = TypeVar("AnswerT", ProfileAnswer, AdapterAnswer)
+AnswerT = TypeVar("AnswerT", ProfileAnswer, AdapterAnswer, RoleSwitched)
+Call: TypeAlias = StartProfile | StopProfile | AddAdapter | RemoveAdapter | SwitchRole
 
 
 class EngineCalls(Generic[AnswerT]):
@@ -30,7 +33,7 @@ class EngineCalls(Generic[AnswerT]):
         self._waiting: dict[int, asyncio.Future[AnswerT]] = {}
         self._dead_reason = ""
 
-    async def _ask(self, call: StartProfile | StopProfile | AddAdapter | RemoveAdapter) -> AnswerT:
+    async def _ask(self, call: Call) -> AnswerT:
         """Returns the answer. Raises `EngineDeadError`."""
         if self._dead_reason:
             raise EngineDeadError(self._dead_reason)

@@ -1,4 +1,4 @@
-"""The node server's side of prefixes that move between nodes.
+"""The node server's side of cached prefixes: they move between nodes, or are forgotten.
 
 peer ── Offer ──▶ `offer` ──▶ engine core: which blocks are cached?  ──▶ answer
 engine core: who holds this prefix? ──▶ `on_asks` ──▶ `ask` a peer ──▶ `PrefixAnswer`, always
@@ -10,10 +10,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from engine.errors import EngineDeadError
-from engine.messages import OfferPrefix, PrefixAnswer, PrefixAsk, PrefixOffered, ToEngineCore
+from engine.messages import (
+    OfferPrefix,
+    PrefixAnswer,
+    PrefixAsk,
+    PrefixOffered,
+    ResetPrefixCache,
+    ToEngineCore,
+)
 from kv_transfer.metadata import KVTransferParams
 
 logger = logging.getLogger(__name__)
@@ -32,6 +39,8 @@ class PrefixCalls:
         self._send = send
         self._ids = count(1)
         self._offers: dict[int, asyncio.Future[PrefixOffered]] = {}
+        self._resets: list[asyncio.Future[bool]] = []
+        """Resets that were asked for and not answered, oldest first."""
         self._asking: set[asyncio.Task[None]] = set()
         self._dead_reason = ""
 
@@ -48,6 +57,22 @@ class PrefixCalls:
             return await answer
         finally:
             del self._offers[call_id]
+
+    async def reset(self) -> bool:
+        """Forgets all cached prefixes. Returns False when running requests hold blocks. Raises
+        `EngineDeadError`."""
+        if self._dead_reason:
+            raise EngineDeadError(self._dead_reason)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets.append(answer)
+        self._send(ResetPrefixCache())
+        return await answer
+
+    def on_reset(self, ok: bool) -> None:
+        """Hears the engine core. Whoever asked may have gone."""
+        answer = self._resets.pop(0)
+        if not answer.done():
+            answer.set_result(ok)
 
     def on_offered(self, answer: PrefixOffered) -> None:
         """Hears the engine core. The peer may have gone."""
@@ -67,7 +92,8 @@ class PrefixCalls:
         self._dead_reason = reason
         for task in self._asking:
             task.cancel()
-        for waiting in self._offers.values():
+        open_calls: list[asyncio.Future[Any]] = [*self._offers.values(), *self._resets]
+        for waiting in open_calls:
             if not waiting.done():
                 waiting.set_exception(EngineDeadError(reason))
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from engine.crash_facts import RequestFacts, hash_id
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.messages import KVTransferResult
+from engine.messages import EngineCoreOutput, KVTransferResult
 from kv_transfer.metadata import KVTransferParams
 
 OutputQueue: TypeAlias = asyncio.Queue[RequestOutput | Exception]
@@ -33,6 +33,14 @@ class RequestState:
         self.prompt_id = prompt_id
         self.processor = processor
         self.queue = queue
+
+    def num_known_tokens(self, output: EngineCoreOutput) -> int:
+        """Returns how many leading tokens of `output` the stream has: the peer's first token and
+        our engine's own may cross on their way when the prompt is computed on both sides. They are
+        the same token."""
+        if output.num_cached_tokens is None:
+            return 0
+        return max(0, self.processor.num_new_tokens - output.num_output_tokens_before)
 
     def facts(self) -> RequestFacts:
         """Returns what a crash report says of it."""
@@ -117,3 +125,8 @@ class KVResults:
             self._results.put_nowait(result)
             raise result
         return result
+
+
+def ended_result(request_id: str, reason: str) -> KVTransferResult:
+    """Returns what becomes of the transfer of a request that has ended."""
+    return KVTransferResult(request_id, 0, ok=False, reason=reason, retryable=False)

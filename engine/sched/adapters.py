@@ -93,6 +93,11 @@ class AdapterTable:
             if index < self._config.max_cpu_loras:
                 known.state = _State.LOADED
 
+    def take_over(self, other: AdapterTable) -> None:
+        """Knows from now on what `other` does, of the same workers; no request uses either."""
+        self._known, self._slots, self._num_uses = other._known, other._slots, other._num_uses
+        self.commands = other.commands
+
     # Adapters come and go ---------------------------------------------------------------------
 
     def add(self, digest: str, path: str) -> _Adapter:

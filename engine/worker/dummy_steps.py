@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from engine.batch.row_states import RowStates
 from engine.config import EngineConfig, ModelConfig
 from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
@@ -24,6 +27,11 @@ _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Parameters of a batch lie behind each other; these sizes show all their alignments."""
+
+
+def step_without_rows(states: RowStates) -> SchedulerOutput:
+    """Returns the step that computes nothing and ends all requests there are."""
+    return SchedulerOutput(step_id=-1, finished_rows=np.flatnonzero(states.is_live_np).tolist())
 
 
 class DummyStep(NamedTuple):

@@ -3,7 +3,8 @@
 1. `register_kv_cache`    once, after allocation
 2. `pre_forward(step)`    a forward pass follows; returns what the model calls after a layer
    or `no_forward(step)`  the step computes nothing
-3. `shutdown`
+3. `replace`              the engine changes its role; then 1. again
+4. `shutdown`
 """
 
 from __future__ import annotations
@@ -65,6 +66,12 @@ class KVConnector:
         if step.kv is not None:
             self._worker.start_load_kv(step.step_id, step.kv)
 
+    def replace(self, config: EngineConfig, rank: int) -> None:
+        """Becomes the transfer side of another role, which has yet to be given the cache. No step
+        may be in flight."""
+        self._worker.shutdown()
+        self._worker = _create_worker(config, rank)
+
     def shutdown(self) -> None:
         self._worker.shutdown()
 
@@ -76,6 +83,9 @@ def _current_stream() -> int:
 
 def create_kv_connector(config: EngineConfig, rank: int) -> KVConnector:
     """Returns the half of this rank, counted in its group."""
+    return KVConnector(_create_worker(config, rank))
+
+
+def _create_worker(config: EngineConfig, rank: int) -> KVConnectorWorker:
     group, own = divmod(rank, config.parallel.group_size)
-    name = config.name_of_group(group)
-    return KVConnector(create_worker_connector(config.kv_transfer, name, own))
+    return create_worker_connector(config.kv_transfer, config.name_of_group(group), own)

@@ -34,6 +34,7 @@ from engine.parallel import ParallelPlace, take_place
 from engine.sched.group_output import GroupStep, Step
 from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
+from engine.worker.dummy_steps import step_without_rows
 from engine.worker.group_runner import GroupRunner
 from engine.worker.kv_cache import (
     KVCache,
@@ -84,6 +85,7 @@ class Worker:
     runner: ModelRunner
     load_log: LoadLog
     _device: torch.device
+    _cache_memory: torch.Tensor
     _place: ParallelPlace
 
     def __init__(
@@ -197,7 +199,20 @@ class Worker:
         logger.info("KV cache: %s", describe_capacity(config, num_blocks))
         self._closers.callback(kv_cache.close)
         self.runner.use_cache(kv_cache)
+        self._cache_memory = kv_cache.memory
         return self._connector.register_kv_cache(self._layout, kv_cache.memory)
+
+    def switch_role(self, config: EngineConfig) -> KVCacheHandle:
+        """Becomes a rank of the engine of `config`, which differs in what it exchanges with peers.
+        Rows are forgotten; weights, cache and graphs stay. Returns the new way to the cache. No
+        step may be in flight."""
+        self.config, self._last_step_id = config, None
+        if self._device.type == "cuda":
+            # Steps that sampled nothing may still be on their way, and mark layers for peers.
+            torch.cuda.synchronize(self._device)
+        self.runner.execute_model(step_without_rows(self.runner.states)).get_output()
+        self._connector.replace(config, self.rank)
+        return self._connector.register_kv_cache(self._layout, self._cache_memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
         """Captures the graphs; `report` hears what is done and fractions in 0..1. On the CPU there

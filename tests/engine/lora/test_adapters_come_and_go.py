@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,29 @@ def test_nobody_waits_for_ever_behind_an_adapter_that_everybody_wants(
         core.step()
     assert core.tokens["other"] == models.expected(request("other", seed=2), 1)
     assert "plain" in core.errors
+
+
+def test_an_engine_that_changes_its_role_keeps_its_adapters(core: Core, models: Adapted) -> None:
+    """Those in slots too: the row that a request left behind is another's then."""
+    for index in (0, 1):
+        assert core.load(models, index) == ""
+    message = models.with_adapter(request("before", seed=2), 0)
+    core.add(message)
+    core.until(lambda: "before" in core.errors)
+    expected = models.expected(message, 0)
+    assert core.core.in_the_way() == [] and core.tokens["before"] == expected
+    core.core.switch_role(replace(core.core.config, engine_id="adapted-again", epoch=2))
+    core.add(models.with_adapter(request("after", seed=2), 0))
+    core.add(other := models.with_adapter(request("other", seed=3), 1))
+    core.until(lambda: {"after", "other"} <= core.errors.keys())
+    assert core.tokens["after"] == expected
+    assert core.tokens["other"] == models.expected(other, 1)
+
+
+def test_an_adapter_on_its_way_is_in_the_way_of_a_change_of_roles(
+    core: Core, models: Adapted
+) -> None:
+    core.core.adapters.add(1, models.refs[0].digest, str(models.path(0)))
+    assert [one.split()[0] for one in core.core.in_the_way()] == ["adapter"]
+    core.until(lambda: 1 in core.answers)
+    assert core.core.in_the_way() == []
