@@ -38,15 +38,19 @@ def write_result(name: str, figures: Mapping[str, object] | Sequence[object]) ->
 
 def command_line() -> str:
     """Returns how the benchmark was called, from the repository's root; keys are left out."""
-    program = Path(sys.argv[0])
+    program = Path(sys.argv[0]).resolve()
     folder = "" if program.parent.name == "bench" else f"{program.parent.name}."
+    called = f"-m bench.{folder}{program.stem}"
+    tests = RESULTS.parents[1] / "tests"
+    if program.is_relative_to(tests):
+        called = f"tests/{program.relative_to(tests)}"
     arguments = list(sys.argv[1:])
     for index, word in enumerate(arguments):
         if word == "--api-key" and index + 1 < len(arguments):
             arguments[index + 1] = "…"
         elif word.startswith("--api-key="):
             arguments[index] = "--api-key=…"
-    return " ".join(["python", "-m", f"bench.{folder}{program.stem}", *arguments])
+    return " ".join(["python", called, *arguments])
 
 
 def machine() -> dict[str, object]:

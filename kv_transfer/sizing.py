@@ -19,6 +19,8 @@ MOST_PROCESSES = 4
 """A rank has at most so many when nobody asks for more."""
 PROCESS_GB_PER_S = 3.0
 _CORES_A_PROCESS = 4
+_MOST_CHECK_THREADS = 4
+"""One compares about 10 GB/s, and PCIe brings a rank's processes 50."""
 _FEWEST_STREAMS = 4
 _STREAMS_A_PROCESS = 2
 _FEWEST_STAGED_CHUNKS = 8
@@ -57,6 +59,12 @@ def choose_num_processes(
 def choose_num_streams(num_processes: int) -> int:
     """Returns how many serve one request and one rank of the peer."""
     return max(_FEWEST_STREAMS, _STREAMS_A_PROCESS * num_processes)
+
+
+def choose_check_threads(cores: int, processes_here: int) -> int:
+    """Returns the threads with which each of so many transfer processes compares checksums of what
+    it loads from host memory: half of the cores are for everybody else."""
+    return max(1, min(cores // 2 // processes_here, _MOST_CHECK_THREADS))
 
 
 def fewest_staging_bytes(num_processes: int, chunk_bytes: int) -> int:

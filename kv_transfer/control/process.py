@@ -61,6 +61,7 @@ from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.producer.step_watch import StepWatch
 from kv_transfer.producer.worker import steps_address
+from kv_transfer.sizing import available_cores, choose_check_threads
 from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.wire.chunk import HEADER
 from kv_transfer.wire.pull_server import PullServer
@@ -362,6 +363,9 @@ def pool_config(config: TransferProcessConfig, num_slots: int) -> PoolConfig:
         process=config.process,
         first_layer=config.layout.first_layer_on(config.rank),
         generation=config.generation,
+        check_threads=choose_check_threads(
+            available_cores(), transfer.num_processes * config.layout.num_ranks
+        ),
         memory_path=Path(transfer.host_tier_path) if transfer.host_tier_path else None,
         disk_path=Path(transfer.disk_tier_path) if transfer.disk_tier_path else None,
     )

@@ -30,7 +30,7 @@ from kv_transfer.memory.slot_memory import (
 )
 
 _MAGIC = b"tandem KV block\x00"
-_VERSION = 1
+_VERSION = 2
 _ENDING = ".kv"
 _UNFINISHED = ".part"
 _PAGE = 4096
@@ -51,7 +51,7 @@ class BlockFiles:
                 ("length", "<u4"),
                 ("identity", "V32"),
                 ("name", "V32"),
-                ("layers", "<u4", (memory.num_layers,)),
+                ("layers", "<u8", (memory.num_layers,)),
                 ("check", "<u4"),
             ]
         )

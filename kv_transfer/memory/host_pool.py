@@ -34,6 +34,7 @@ from kv_transfer.memory.block_files import BlockFiles
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_queue import CopyQueue
 from kv_transfer.memory.load_marks import LoadMarks
+from kv_transfer.memory.slot_checks import SlotChecks
 from kv_transfer.memory.slot_memory import SlotMemory, TierUnavailable
 from kv_transfer.metadata import (
     FetchMeta,
@@ -65,6 +66,7 @@ class PoolConfig:
         share: (number of this process, processes of its rank).
         first_layer: Of the model's layers, the first that this rank has.
         process, generation: Of this process, in its events.
+        check_threads: That compare checksums of loads.
         memory_path: Folder for the memory, if it shall outlive this process. None: it does not.
         disk_path: Folder of the disk tier. None: there is none.
     """
@@ -74,6 +76,7 @@ class PoolConfig:
     process: int
     first_layer: int = 0
     generation: int = 0
+    check_threads: int = 1
     memory_path: Path | None = None
     disk_path: Path | None = None
 
@@ -94,6 +97,7 @@ class HostPool:
         self._off: dict[Tier, str] = {}
         self._files: BlockFiles | None = None
         self._memory = self._take_memory()
+        self._checks = SlotChecks(self._memory, config.check_threads)
         self._threads = {job: ThreadPoolExecutor(1, job) for job in ("checksums", "files")}
         self._jobs: set[asyncio.Task[None]] = set()
         self._copies = CopyQueue(cache.device.new_stream())
@@ -111,6 +115,7 @@ class HostPool:
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
+        self._checks.close()
         for thread in self._threads.values():
             thread.shutdown()
         self._copies.close()
@@ -157,23 +162,19 @@ class HostPool:
         self._end(meta, [])
 
     async def _load(self, meta: LoadMeta) -> None:
-        memory = self._memory
+        memory, layers = self._memory, self._layers
         damaged = {slot for slot in meta.slots if memory.name_of(slot) is None}
-        known = {slot: memory.known_checksums(slot) for slot in meta.slots}
-
-        def wrong(place: int) -> set[int]:
-            return {s for s in meta.slots if memory.checksum(s, place) != known[s][place]}
-
-        if not damaged and not self._layers:
+        if not damaged and not layers:
             self._has_begun(meta)
         elif not damaged:
             async with self._in_order:
-                self._copy(meta, 0, self._layers[0])
-                for place, layer in enumerate(self._layers):
+                checks = self._checks.begin(meta.slots)
+                self._copy(meta, 0, layers[0])
+                for place, layer in enumerate(layers):
                     copied = self._copied()
-                    if place + 1 < len(self._layers):
-                        self._copy(meta, place + 1, self._layers[place + 1])
-                    damaged |= await self._in_thread("checksums", wrong, place)
+                    if place + 1 < len(layers):
+                        self._copy(meta, place + 1, layers[place + 1])
+                    damaged |= await checks.wrong_in(place)
                     await copied
                     if not damaged:
                         self._mark(meta, place, layer)

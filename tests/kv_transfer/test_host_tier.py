@@ -32,6 +32,8 @@ from kv_transfer.memory.device import DeviceError
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.memory.host_pool import HostPool, PoolConfig
 from kv_transfer.memory.load_marks import LoadGate, LoadMarks
+from kv_transfer.memory.slot_checks import SlotChecks
+from kv_transfer.memory.slot_memory import SlotMemory
 from kv_transfer.metadata import (
     FetchMeta,
     ForgetMeta,
@@ -45,6 +47,7 @@ from kv_transfer.metadata import (
     TierEvent,
     TierJob,
 )
+from kv_transfer.sizing import choose_check_threads
 from kv_transfer.tier import Tier
 
 SHAPE = layout(num_layers=3)
@@ -191,6 +194,29 @@ async def test_a_flipped_bit_is_found_and_the_slot_forgotten(
     assert await pools.do(LoadMeta(3, [2], [1])) == [[1]]
     assert await pools.do(LoadMeta(4, [2], [0])) == [[]]
     assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+async def test_every_page_is_compared_by_some_thread(num_threads: int) -> None:
+    """Whatever the number of slots; of damaged ones all are named, each in its layer."""
+    memory = SlotMemory.anonymous(num_slots=5, num_layers=2, page_bytes=64)
+    memory.data[:] = np.arange(memory.data.size) % 251
+    for slot in range(5):
+        memory.put(slot, name_of(slot), memory.checksums(slot))
+    memory.slot(3)[0] ^= 1
+    memory.slot(0)[64 + 63] ^= 128
+    checks = SlotChecks(memory, num_threads)
+    for slots, damaged in (([4], [set(), set()]), ([0, 1, 2, 3], [{3}, {0}]), ([3], [{3}, set()])):
+        layers = checks.begin(slots)
+        assert [await layers.wrong_in(place) for place in range(2)] == damaged
+    checks.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "wanted"), [(16, 4, 2), (2, 4, 1), (96, 8, 4), (192, 32, 3)]
+)
+def test_half_of_the_cores_compare(cores: int, processes: int, wanted: int) -> None:
+    assert choose_check_threads(cores, processes) == wanted
 
 
 async def test_a_slot_that_holds_nothing_is_not_loaded(pools: Pools) -> None:

@@ -8,6 +8,8 @@ random, in memory and files that are damaged at random: every block that comes b
 A cycle is one of 1 and 2. As a program it runs for long, and prints what it saw:
 
     PYTHONPATH=.:tests:tests/kv_transfer python tests/kv_transfer/tier_stress.py --cycles 100000
+
+With --write it writes bench/results/tier_stress.json.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import numpy as np
 from kv_caches import layout
 from kv_nodes import KVNode
 
+from bench.record import write_result
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import KVConnectorOutput
@@ -237,16 +240,20 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=100_000)
     parser.add_argument("--cycles-per-crash", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stress = TierStress(Path(folder), args.seed)
         started = time.monotonic()
-        part = max(1, args.cycles // 20)
-        for cycles in range(part, args.cycles + 1, part):
-            stress.run(cycles, args.cycles_per_crash)
+        while (left := args.cycles - stress.seen["cycles"]) > 0:
+            stress.run(min(left, max(1, args.cycles // 20)), args.cycles_per_crash)
             stress.report(time.monotonic() - started)
         stress.close()
-        print(json.dumps(dict(stress.seen), indent=1))
+        figures = {**stress.seen, "wrong": stress.seen["wrong"]}
+        figures["seconds"] = round(time.monotonic() - started)
+    print(json.dumps(figures, indent=1))
+    if args.write:
+        print(write_result("tier_stress", figures))
 
 
 if __name__ == "__main__":
