@@ -157,7 +157,7 @@ def _result(
         decision_p50_us=1e6 * statistics.median(decisions),
         decision_mean_us=1e6 * statistics.fmean(decisions[: int(0.99 * len(decisions))]),
         decode_overfull=measured.num_overfull,
-        choices=measured.choices,
+        choices=dict(measured.choices),
         wall_s=wall_s,
     )
 

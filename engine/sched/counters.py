@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine.outputs import DraftStats, TokensPerStep
 
-_DECAY = 0.9
-"""Weight that a step with prompt tokens leaves to those before it."""
+_MEMORY_TOKENS = 32_768
+"""A step's weight falls to 1/e while so many prompt tokens are computed."""
+_LEAST_STEPS = 4
+"""The rate is unknown before so many: the first steps of a process are slow, and one of few tokens
+says little."""
 
 
 class PrefillRate:
-    """Prompt tokens per second over the latest steps that computed any."""
+    """Measures how quickly a backlog of prompts is computed, in prompt tokens per second.
+
+    Steps weigh by their tokens, in the mean and in what is forgotten: a step costs some time
+    whatever it computes, so that steps with a few tokens each say nothing about full ones, which
+    are what a backlog makes. Small steps alone are still told as they were.
+    """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
+        self._num_steps = 0
 
     def add_step(self, num_tokens: int, seconds: float) -> None:
-        self._tokens = self._tokens * _DECAY + num_tokens
-        self._seconds = self._seconds * _DECAY + seconds
+        """Counts a step that computed `num_tokens` > 0 of prompts."""
+        keep = math.exp(-num_tokens / _MEMORY_TOKENS)
+        self._tokens = self._tokens * keep + num_tokens * num_tokens
+        self._seconds = self._seconds * keep + num_tokens * seconds
+        self._num_steps += 1
 
     @property
     def tokens_per_s(self) -> float:
-        """Returns the rate, which is 0 before the first step."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+        """Returns the rate, which is 0 while too few steps were seen."""
+        if self._num_steps < _LEAST_STEPS or self._seconds <= 0:
+            return 0.0
+        return self._tokens / self._seconds
 
 
 @dataclass(slots=True)

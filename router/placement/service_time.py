@@ -3,12 +3,17 @@
     seconds = base_s + per_token_s · u + per_pair_s · u · n
 
 `u` tokens are new, the prompt has `n`; the last term is attention. The three constants follow all
-nodes together (they serve the same model); what is special about one node is in its `Pace`.
+nodes together (they serve the same model) as they are; what is special about one node is in its
+`Pace`, which compares it with them. The fit never sees a time divided by a pace: then both could
+grow apart without end, since only their product would be measured.
 
 1. prior    nothing was measured: an assumed speed, no attention
 2. fitted   least squares over relative errors, so that short prompts count as much as long
             ones; old measurements fade with a memory of about `_MEMORY` prompts. No constant is
             negative (coordinate descent on the normal equations, from the last solution on).
+
+How quickly a queue goes on is another figure: prompts that wait are computed together, and those
+that were computed together took as long as all of them. It is what nodes report.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ _MEAN_OVER = 100
 _PRIOR_PROMPT = 1000
 _PRIOR_PROMPTS = 10
 """So many of so many tokens count as seen: one slow first prompt must not frighten everybody."""
+_QUEUE_PART = 0.1
 _SWEEPS = 8
 _SCALES = (1.0, 1e-3, 1e-8)
 """Bring base, tokens and pairs to about the same size."""
@@ -44,24 +50,24 @@ class ServiceTimeFit:
     time: ServiceTime = field(init=False)
     mean_s: float = field(init=False)
     """Seconds of one prompt, in which margins are measured."""
-    s_per_token: float = field(init=False)
-    """The pace of a queue: seconds of work for each new token, all sizes together."""
+    s_per_queued_token: float = field(init=False)
+    """Seconds in which a node gets through one token of its queue, by what nodes report."""
     num_observed: int = 0
-    _mean_new: float = _PRIOR_PROMPT
     _matrix: list[list[float]] = field(init=False)
     _right: list[float] = field(init=False)
     _x: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.s_per_token = 1 / self.tokens_per_s
-        self.mean_s = _PRIOR_PROMPT * self.s_per_token
-        self.time = ServiceTime(0.0, self.s_per_token, 0.0)
-        self._x = [0.0, self.s_per_token / _SCALES[1], 0.0]
+        per_token_s = 1 / self.tokens_per_s
+        self.s_per_queued_token = per_token_s
+        self.mean_s = _PRIOR_PROMPT * per_token_s
+        self.time = ServiceTime(0.0, per_token_s, 0.0)
+        self._x = [0.0, per_token_s / _SCALES[1], 0.0]
         self._matrix = [[_PRIOR_WEIGHT if i == j else 0.0 for j in range(3)] for i in range(3)]
         self._right = [_PRIOR_WEIGHT * x for x in self._x]
 
     def observe(self, num_new: int, num_prompt: int, seconds: float) -> None:
-        """Learns from one prompt; `seconds` are as they would be on an ordinary node."""
+        """Learns from one prompt, which took `seconds` on any node."""
         if num_new <= 0 or seconds <= 0:
             return
         row = [_SCALES[0], _SCALES[1] * num_new, _SCALES[2] * num_new * num_prompt]
@@ -72,7 +78,14 @@ class ServiceTimeFit:
             for j in range(3):
                 self._matrix[i][j] = keep * self._matrix[i][j] + weight * row[i] * row[j]
         self._solve()
-        self._follow_means(num_new, seconds)
+        self.num_observed += 1
+        part = 1 / min(self.num_observed + _PRIOR_PROMPTS, _MEAN_OVER)
+        self.mean_s += (seconds - self.mean_s) * part
+
+    def observe_queue(self, tokens_per_s: float) -> None:
+        """Learns how quickly a node says that it computes; 0 says nothing."""
+        if tokens_per_s > 0:
+            self.s_per_queued_token += (1 / tokens_per_s - self.s_per_queued_token) * _QUEUE_PART
 
     def _solve(self) -> None:
         x, a = self._x, self._matrix
@@ -81,12 +94,3 @@ class ServiceTimeFit:
                 others = sum(a[i][j] * x[j] for j in range(3) if j != i)
                 x[i] = max(0.0, (self._right[i] - others) / a[i][i])
         self.time = ServiceTime(*(value * scale for value, scale in zip(x, _SCALES, strict=True)))
-
-    def _follow_means(self, num_new: int, seconds: float) -> None:
-        """Moves both means over the same prompts, so that their quotient weighs tokens, not
-        prompts."""
-        self.num_observed += 1
-        part = 1 / min(self.num_observed + _PRIOR_PROMPTS, _MEAN_OVER)
-        self._mean_new += (num_new - self._mean_new) * part
-        self.mean_s += (seconds - self.mean_s) * part
-        self.s_per_token = self.mean_s / self._mean_new

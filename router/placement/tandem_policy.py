@@ -164,7 +164,9 @@ class TandemPolicy(BasePolicy):
         new, prompt = outcome.num_computed_tokens, outcome.num_prompt_tokens
         fit = self.knowledge(node).fit
         expected_s = fit.time.seconds(new, prompt)
-        fit.observe(new, prompt, outcome.compute_s / node.pace.factor)
+        fit.observe(new, prompt, outcome.compute_s)
+        if node.report is not None:
+            fit.observe_queue(node.report.prefill_tokens_per_s)
         node.pace.observe(outcome.compute_s, expected_s)
 
     def _learn_prefix(self, node: Node, request: RequestInfo) -> None:

@@ -5,8 +5,9 @@
     weight = base + per_queue · shortest queue / mean service time
 
 queue     tokens that wait there (its report, and our own dispatches since), at the rate that it
-          reports; more when the report is old, because others have dispatched too. Not at the
-          time that single prompts took: those computed in the same steps share it
+          reports, or that its like report while it knows none; more when the report is old,
+          because others have dispatched too. Not at the time that single prompts took: those
+          computed in the same steps share it
 service   the prompt itself, without the tokens that are cached there
 weight    a prompt's service also delays all who come after it, and its KV drives out what is
           cached for them. How much so depends on how busy the nodes are: when even the best of
@@ -57,16 +58,22 @@ class TtftEstimator:
         """Returns what a second of computing counts, in seconds of waiting."""
         return self.base_weight + self.queue_weight * shortest_queue_s / self.fit.mean_s
 
-    def _s_per_token(self, node: Node) -> float:
-        rate = node.report.prefill_tokens_per_s if node.report else 0.0
-        return 1 / rate if rate else self.fit.s_per_token * self.pace(node)
-
     def pace(self, node: Node) -> float:
         """Returns the pace of `node` as measured; before any prompt was, by the speed that it
         reports."""
-        if node.pace.is_known or node.report is None or not node.report.prefill_tokens_per_s:
+        rate = _reported_rate(node)
+        if node.pace.is_known or not rate:
             return node.pace.factor
-        return 1 / (node.report.prefill_tokens_per_s * self.fit.s_per_token)
+        return 1 / (rate * self.fit.s_per_queued_token)
+
+    def _s_per_token(self, node: Node) -> float:
+        rate = _reported_rate(node)
+        return 1 / rate if rate else self.fit.s_per_queued_token
+
+
+def _reported_rate(node: Node) -> float:
+    """Returns prompt tokens per second; 0 while the node knows none."""
+    return node.report.prefill_tokens_per_s if node.report else 0.0
 
 
 def doubt(report_age_s: float) -> float:

@@ -185,7 +185,19 @@ def test_no_prompt_ever_takes_negative_time(seen: list[tuple[int, int, float]]) 
     for new, more, seconds in seen:
         fit.observe(new, new + more, seconds)
     assert min(fit.time.base_s, fit.time.per_token_s, fit.time.per_pair_s) >= 0
-    assert fit.mean_s > 0 and fit.s_per_token > 0
+    assert fit.mean_s > 0
+
+
+def test_a_queue_goes_on_as_nodes_report() -> None:
+    """However long prompts take that share their steps."""
+    fit = ServiceTimeFit(tokens_per_s=8000)
+    for _ in range(100):
+        fit.observe(100, 100, 5.0)
+        fit.observe_queue(0.0)
+    assert fit.s_per_queued_token == 1 / 8000
+    for _ in range(100):
+        fit.observe_queue(2000.0)
+    assert fit.s_per_queued_token == pytest.approx(1 / 2000, rel=0.01)
 
 
 def test_the_pace_of_a_node_ignores_single_delays() -> None:
@@ -210,7 +222,7 @@ def test_the_estimate_is_queue_and_service() -> None:
     assert estimator().queue_s(busy, now=0.5) == pytest.approx(3.0)
     assert estimator().service_s(busy, 500, 500) == pytest.approx(0.5)
     busy.pace.factor, busy.pace.is_known = 2.0, True
-    assert estimator().queue_s(busy, now=0.5) == pytest.approx(6.0)
+    assert estimator().queue_s(busy, now=0.5) == pytest.approx(3.0)
     assert estimator().service_s(busy, 500, 500) == pytest.approx(1.0)
 
 
@@ -471,6 +483,39 @@ def test_measurements_teach_speed_and_pace() -> None:
     assert ratio == pytest.approx(3.0, rel=0.2)
     firsts = Counter(policy.place(request(num_prompt_tokens=1000)).prefills[0] for _ in range(20))
     assert firsts[fast] == 20
+
+
+def test_bursts_never_drive_speed_and_pace_apart() -> None:
+    """Prompts of a burst share their steps and take long each, the few between bursts do not. The
+    fit must stay within what was seen, and no node far from the others."""
+    fleet = fleet_of(2)
+    policy = tandem(fleet, prefill_tokens_per_s=1000)
+    nodes = fleet.node("p0"), fleet.node("p1")
+    for _ in range(100):
+        for took_s in (0.01, *(0.5 + 0.2 * i for i in range(12))):
+            for target in nodes:
+                placement = policy.place(request(num_prompt_tokens=100))
+                outcome = served(target, 100, 0, took_s)
+                policy.observe(request(num_prompt_tokens=100), placement, outcome)
+    fit = policy.knowledge(nodes[0]).fit
+    assert 0.01 <= fit.time.seconds(100, 100) <= 2.7
+    assert 0.01 <= nodes[0].pace.factor * fit.time.seconds(100, 100) <= 2.7
+
+
+def test_a_burst_on_a_node_that_restarted_is_not_thought_to_last_long() -> None:
+    """It knows no rate yet, and its prompts took as long as the burst."""
+    fleet = fleet_of(2, prefill_tokens_per_s=2000.0)
+    policy = tandem(fleet, prefill_tokens_per_s=1000)
+    old, new = fleet.node("p0"), fleet.node("p1")
+    fleet.registry.apply_report(new.address, report(PREFILL, epoch=9))
+    new = fleet.node("p1")
+    for _ in range(40):
+        for target in (old, new):
+            placement = policy.place(request(num_prompt_tokens=100))
+            policy.observe(request(num_prompt_tokens=100), placement, served(target, 100, 0, 4.0))
+    new.work.num_tokens = 4000
+    estimator = policy.knowledge(new).estimator
+    assert estimator.queue_s(new, fleet.registry.clock()) == pytest.approx(2.0, rel=0.05)
 
 
 def test_prefill_nodes_that_keep_failing_are_left_out() -> None:

@@ -34,6 +34,14 @@ def begin_to_ask(machine: StepMachine) -> Client:
     return client
 
 
+def learn_rate(machine: StepMachine) -> None:
+    """Computes prompts, none like another, until the machine knows how quickly it does so."""
+    for i in range(60, 68):
+        machine.add(make_request(f"other {i}", [i] * 9, max_tokens=1))
+        machine.finish()
+    assert machine.scheduler.stats().prefill_tokens_per_s
+
+
 def computed(machine: StepMachine) -> int:
     return machine.scheduler.stats().prompt_tokens_computed
 
@@ -173,12 +181,18 @@ def test_nobody_is_asked_where_prefixes_are_not_shared() -> None:
 # What beats computing -------------------------------------------------------------------------
 
 
+def compute(own: PrefillRate, num_tokens: int, seconds: float) -> None:
+    """Adds steps until the rate is known."""
+    while not own.tokens_per_s:
+        own.add_step(num_tokens, seconds)
+
+
 def test_measured_rates_decide() -> None:
     own = PrefillRate()
     rates = PullRates(own)
     rates.pulled("slow:1", 100, 10.0)
     assert rates.is_quicker("slow:1", 500), "how quickly we compute is not known"
-    own.add_step(1000, 1.0)
+    compute(own, 1000, 1.0)
     assert not rates.is_quicker("slow:1", 500)
     assert rates.is_quicker("new:1", 500)
     rates.pulled("quick:1", 100_000, 10.0)
@@ -190,7 +204,7 @@ def test_measured_rates_decide() -> None:
 
 def test_a_slow_peer_gets_another_chance() -> None:
     own = PrefillRate()
-    own.add_step(1000, 1.0)
+    compute(own, 1000, 1.0)
     rates = PullRates(own)
     rates.pulled("slow:1", 100, 10.0)
     decisions = [rates.is_quicker("slow:1", 500) for _ in range(64)]
@@ -199,8 +213,7 @@ def test_a_slow_peer_gets_another_chance() -> None:
 
 def test_a_slow_peer_is_not_asked() -> None:
     machine = machine_of()
-    machine.add(make_request("first", [60] * 9, max_tokens=1))
-    machine.finish()
+    learn_rate(machine)
     machine.scheduler.remote.peers._rates.pulled("peer:1", 1, 1e6)
     add(machine)
     machine.finish()
@@ -212,6 +225,7 @@ def test_a_slow_peer_is_not_asked() -> None:
 def test_a_slow_peer_does_not_keep_a_prompt_from_computing_while_it_is_loaded() -> None:
     transfer = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)
     machine = StepMachine(make_config(kv_transfer=transfer), 12, num_host_slots=64)
+    learn_rate(machine)
     machine.add(make_request("beginning", PROMPT[:9], max_tokens=1))
     machine.finish()
     machine.add(make_request("other", [50] * 46, max_tokens=1))

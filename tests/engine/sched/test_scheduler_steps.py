@@ -422,19 +422,19 @@ def test_without_prefix_caching_nothing_is_found(depth: int) -> None:
 
 def test_stats_add_up(depth: int) -> None:
     machine = StepMachine(make_config(max_num_seqs=2), num_blocks=32, depth=depth)
-    for name in "abc":
+    for name in "abcdefgh":
         machine.add(make_request(name, prompt(9, ord(name)), max_tokens=5))
     before = machine.scheduler.stats()
-    assert (before.num_waiting, before.num_waiting_tokens) == (3, 27)
+    assert (before.num_waiting, before.num_waiting_tokens) == (8, 72)
     assert (before.num_free_blocks, before.num_total_blocks) == (32, 32)
     machine.step()
     during = machine.scheduler.stats()
-    assert (during.num_running, during.num_waiting, during.num_free_rows) == (2, 1, 0)
+    assert (during.num_running, during.num_waiting, during.num_free_rows) == (2, 6, 0)
     finish(machine)
     after = machine.scheduler.stats()
-    assert after.generation_tokens == 15
-    assert after.prompt_tokens_computed == 27
-    assert (sum(after.step_tokens.counts), after.step_tokens.total) == (after.num_steps, 27 + 15)
+    assert after.generation_tokens == 40
+    assert after.prompt_tokens_computed == 72
+    assert (sum(after.step_tokens.counts), after.step_tokens.total) == (after.num_steps, 72 + 40)
     assert after.num_steps == machine.worker.last_step_id + 1
     assert after.prefill_tokens_per_s > 0
     assert after.last_step_at > 0
