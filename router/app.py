@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -43,6 +43,7 @@ from router.edge.admin_api import admin_routes, probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.edge.status_api import status_routes
+from router.make_adapters import make_adapters
 from router.make_discovery import make_discovery
 from router.make_scaling import make_prefill_hold, make_scaling
 from router.models.known_models import KnownModels
@@ -51,6 +52,7 @@ from router.models.models_metrics import ModelsCollector
 from router.models.per_model import PerModel
 from router.models.request_room import RequestRoom
 from router.models.rules_file import RulesFile
+from router.nodes.adapter_sync import AdapterSync
 from router.nodes.discovery import Discovery, Resolver, resolve_host
 from router.nodes.health import EjectionPolicy
 from router.nodes.load_monitor import LoadMonitor
@@ -65,7 +67,7 @@ from router.observe.status.snapshot import StatusSources
 from router.observe.status.status_feed import StatusFeed
 from router.placement.base_policy import BasePolicy
 from router.placement.choose_policy import PolicyName, choose_policy
-from router.placement.tandem_policy import TandemParameters, TandemPolicy
+from router.placement.tandem_policy import TandemParameters
 from router.relay.attempts import Attempts
 from router.relay.forward import Forwarder
 from router.relay.known_labels import start_at_zero
@@ -104,6 +106,7 @@ class Services:
     recent: RecentRequests
     credentials: Credentials
     caches: PrefixCaches
+    adapters: AdapterSync
     tracer: Tracer
     draining: bool = False
     sources: StatusSources = field(init=False)
@@ -172,7 +175,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         # A key of the API is a client's.
         may_change = services.keys.may_change_nodes
         admin = admin_routes(services.metrics, services.caches, may_change)
-        adapters = adapter_routes(services.registry, services.credentials, may_change)
+        adapters = adapter_routes(services.adapters.adapters, may_change)
         serve(app, [*admin.routes, *adapters.routes, *status_routes(services.feed)])
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
@@ -198,14 +201,9 @@ def create_admin_app(services: Services) -> FastAPI:
     app.add_middleware(OuterEdge, is_draining=lambda: False)
     serve(app, _probe_routes(services).routes)
     serve(app, admin_routes(services.metrics, services.caches).routes)
-    serve(app, adapter_routes(services.registry, services.credentials).routes)
+    serve(app, adapter_routes(services.adapters.adapters).routes)
     serve(app, status_routes(services.feed))
     return app
-
-
-def _forgetting(policy: BasePolicy) -> Callable[[], None]:
-    """Returns what makes a policy forget prefixes, if it learns any."""
-    return policy.forget_prefixes if isinstance(policy, TandemPolicy) else lambda: None
 
 
 def _bare_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
@@ -262,7 +260,8 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         registry=registry,
         keys=keys,
         credentials=credentials,
-        caches=PrefixCaches(registry=registry, credentials=credentials, forget=_forgetting(policy)),
+        caches=PrefixCaches(registry=registry, credentials=credentials, forget=policy.forget),
+        adapters=make_adapters(registry, credentials, metrics.registry),
         recent=RecentRequests(),
         metrics=metrics,
         transport=transport,
@@ -383,6 +382,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             services.keys.watch(),
             services.models.rules.watch(),
             services.sources.run(),
+            services.adapters.run(),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(work))
         yield

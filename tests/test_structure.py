@@ -87,7 +87,7 @@ ROUTER_ORDER = [
     {"scaling"},
     {"observe"},
     {"relay"},
-    {"edge", "make_discovery", "make_scaling"},
+    {"edge", "make_discovery", "make_adapters", "make_scaling"},
     {"app"},
     {"server", "garbage"},
     {"main"},

@@ -7,11 +7,14 @@ from typing import Any, TypeAlias
 import grpc
 
 from engine.errors import EngineDeadError, InvalidRequest
-from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.adapter_calls import AdapterCalls, OutdatedCall
+from engine.frontend.adapter_records import AdapterRecord
 from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
 from tandem_pb import node_pb2
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, node_pb2.Adapter]"
+
+_OUTDATED = "a newer call has changed this name"
 
 
 class AdapterServicer(ProfileServicer):
@@ -25,9 +28,17 @@ class AdapterServicer(ProfileServicer):
         self, request: node_pb2.LoadAdapterRequest, context: Context
     ) -> node_pb2.Adapter:
         try:
-            ref = await self._adapters.load(request.name, request.path, in_place=request.in_place)
+            ref = await self._adapters.load(
+                request.name,
+                request.path,
+                in_place=request.in_place,
+                version=request.version,
+                digest=request.digest,
+            )
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        except OutdatedCall:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _OUTDATED)
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return node_pb2.Adapter(name=ref.name, digest=ref.digest)
@@ -36,9 +47,18 @@ class AdapterServicer(ProfileServicer):
         self, request: node_pb2.UnloadAdapterRequest, context: Context
     ) -> node_pb2.Adapter:
         try:
-            await self._adapters.unload(request.name)
+            await self._adapters.unload(request.name, request.version)
         except KeyError:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no adapter of this name")
+        except OutdatedCall:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _OUTDATED)
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return node_pb2.Adapter(name=request.name)
+
+
+def adapter_call(record: AdapterRecord) -> node_pb2.AdapterCall:
+    """Returns a record as reports tell it."""
+    return node_pb2.AdapterCall(
+        name=record.name, digest=record.digest, path=record.path, version=record.version
+    )

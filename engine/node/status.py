@@ -26,7 +26,7 @@ import grpc
 
 from engine.errors import EngineDeadError
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.node.adapter_servicer import AdapterServicer
+from engine.node.adapter_servicer import AdapterServicer, adapter_call
 from engine.node.metrics import MeasuredEngine
 from engine.node.profile_servicer import ProfiledEngine
 from host.life_signs import Silence
@@ -251,12 +251,14 @@ class NodeStatusServicer(AdapterServicer):
     ) -> AsyncIterator[node_pb2.NodeLoad]:
         interval_s = request.interval_s if request.interval_s > 0 else _DEFAULT_INTERVAL_S
         interval_s = max(interval_s, _MIN_INTERVAL_S)
-        num_seen = 0
+        num_seen = num_told = 0
         while True:
             if not self._status.is_silent:
                 load = self._status.load()
                 prefixes, num_seen = self._status.prefixes_since(num_seen)
                 load.recent_prefixes.extend(prefixes)
+                calls, num_told = self._status.adapters.records.since(num_told)
+                load.adapter_calls.extend(map(adapter_call, calls))
                 yield load
             await asyncio.sleep(_MIN_INTERVAL_S)
             await self._status.wait_change(interval_s - _MIN_INTERVAL_S)

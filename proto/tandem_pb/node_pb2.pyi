@@ -25,20 +25,38 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path", "in_place")
+    __slots__ = ("name", "path", "in_place", "version", "digest")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     in_place: bool
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., in_place: bool = ...) -> None: ...
+    version: int
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., in_place: bool = ..., version: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class AdapterCall(_message.Message):
+    __slots__ = ("name", "digest", "path", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    path: str
+    version: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    version: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class StartProfileRequest(_message.Message):
     __slots__ = ("num_steps", "seconds", "with_stack", "record_shapes")
@@ -99,7 +117,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk")
+    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "adapter_calls", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +138,7 @@ class NodeLoad(_message.Message):
     RECENT_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     SERVES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CALLS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +171,7 @@ class NodeLoad(_message.Message):
     recent_prefixes: _containers.RepeatedScalarFieldContainer[int]
     serves_prefixes: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    adapter_calls: _containers.RepeatedCompositeFieldContainer[AdapterCall]
     version: str
     prompt_tokens_computed: int
     prompt_tokens_cached: int
@@ -164,4 +184,4 @@ class NodeLoad(_message.Message):
     num_accepted_per_pos: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens_from_host: int
     prompt_tokens_from_disk: int
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapter_calls: _Optional[_Iterable[_Union[AdapterCall, _Mapping]]] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ...) -> None: ...

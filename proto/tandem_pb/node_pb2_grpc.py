@@ -101,8 +101,8 @@ class NodeStatusServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Serves an adapter from a folder below the one that settings name. FAILED_PRECONDITION where
-        they name none, INVALID_ARGUMENT for one that cannot be served.
+        """Serves an adapter from a folder below the one that settings name. INVALID_ARGUMENT where they
+        name none, and for one that cannot be served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

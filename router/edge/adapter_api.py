@@ -12,20 +12,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from edge.http.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
-from edge.security.credentials import Credentials
 from router.errors import AdminOnly
 from router.nodes.adapters import ClusterAdapters
-from router.nodes.registry import NodeRegistry
 
 
 def adapter_routes(
-    registry: NodeRegistry,
-    credentials: Credentials,
+    adapters: ClusterAdapters,
     may_change: Callable[[], bool] = lambda: True,
 ) -> APIRouter:
     """Returns the routes. Where `may_change` is false they refuse."""
     routes = APIRouter()
-    adapters = ClusterAdapters(registry=registry, credentials=credentials)
 
     @routes.post("/v1/load_lora_adapter")
     async def load(request: Request) -> JSONResponse:

@@ -153,7 +153,8 @@ class KnownModels:
         self._last_seen = {
             name: seen for name, seen in self._last_seen.items() if now - seen < self.remember_s
         }
-        adapters = served_adapters(decodes)
+        adapters = served_adapters(decodes) | self._called(decodes, served)
+        adapters = {name: one for name, one in adapters.items() if one[0]}
         expected = {*rules.targets(), *self._last_seen} - served.keys() - adapters.keys()
         self._table = ModelTable(
             rules=rules,
@@ -164,6 +165,20 @@ class KnownModels:
         )
         self._counts = num_computing(decodes, registry.nodes(NodeRole.PREFILL))
         self._warn_hidden(rules.hidden(served))
+
+    def _called(self, decodes: list[Node], served: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Returns digest and model of adapters as calls have left them; no digest: it was unloaded.
+        Of one that no node has yet, or now, requests wait. A name keeps its old adapter until a
+        node has the new one."""
+        models = {*served.values(), *self._last_seen}
+        have = {(one.name, one.digest) for node in decodes for one in node.adapters}
+        names = {name for name, _ in have}
+        return {
+            call.name: (call.digest, model)
+            for model, call in self.registry.adapters.all_calls()
+            if model in models
+            and (not call.digest or call.name not in names or (call.name, call.digest) in have)
+        }
 
     def _is_settling(self, decodes: list[Node], now: float) -> bool:
         """Returns whether a node that is a member for a short time has not reported yet."""

@@ -3,37 +3,36 @@
     load      prefill nodes ──▶ decode nodes ──▶ clients find the name
     unload    decode nodes ──▶ prefill nodes
 
-So whoever answers by an adapter can have its prompts computed. Where a node cannot load one, those
-that have loaded it unload it again: it is on all nodes, or on none.
+So whoever answers by an adapter can have its prompts computed. Where a node cannot load one, all
+go back to what the name stood for: it is on all nodes, or on none. Nodes that are away follow when
+they come back (`router.nodes.adapter_sync`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import grpc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from edge.http.errors import BadRequest, NotFound
-from edge.security.config import PlaintextRefused, Role
-from edge.security.credentials import Credentials
 from router.errors import NodesRefused, NoNodeAvailable
+from router.nodes.adapter_asker import (
+    LOADED,
+    OUTDATED,
+    UNKNOWN,
+    UNLOADED,
+    AdapterAsker,
+    NodeAnswer,
+    failure,
+)
+from router.nodes.adapter_ledger import AdapterCall
 from router.nodes.address import NodeRole
-from router.nodes.node import Node
+from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
 from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
-from tandem_pb.node_pb2_grpc import NodeStatusStub
 
-logger = logging.getLogger(__name__)
-
-_LOAD_TIMEOUT_S = 120.0
-_UNLOAD_TIMEOUT_S = 600.0
-"""Requests of the adapter end first."""
-_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
-LOADED, UNLOADED, UNKNOWN = "loaded", "unloaded", "not there"
-_ORDER = (NodeRole.PREFILL, NodeRole.DECODE)
+_AWAY = (NodeState.JOINING, NodeState.DOWN)
 
 Outcomes = dict[str, str]
 """Tell what became of a call on each node, by `role host:port`."""
@@ -41,10 +40,15 @@ Outcomes = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAdapters:
-    """Reaches the nodes of the registry."""
+    """Reaches the nodes of the registry.
+
+    Attributes:
+        changing: Names that a call is about now, each with its model.
+    """
 
     registry: NodeRegistry
-    credentials: Credentials
+    asker: AdapterAsker
+    changing: set[tuple[str, str]] = field(default_factory=set)
 
     async def load(
         self, name: str, path: str, *, in_place: bool = False, model: str = ""
@@ -52,20 +56,32 @@ class ClusterAdapters:
         """Loads an adapter of `model`, which may be left out where there is one.
 
         Raises:
-            NodesRefused: A node could not; no node that could keeps it.
-            BadRequest: Several models are served, and none is named.
+            NodesRefused: A node could not; all nodes have what they had.
+            BadRequest: Several models are served, and none is named; or the name is taken.
             NoNodeAvailable: No decode node is known.
         """
-        request = LoadAdapterRequest(name=name, path=path, in_place=in_place)
+        tiers = self._tiers(model)
+        model = tiers[-1][0].model
+        before = self._known(model, tiers, name)
+        if before.digest and not in_place:
+            raise BadRequest(
+                f"the name {name!r} is taken already: unload it, or use load_inplace",
+                param="lora_name",
+            )
+        version = self.registry.adapters.next_version(model, name)
+        request = LoadAdapterRequest(name=name, path=path, in_place=in_place, version=version)
         outcomes: Outcomes = {}
-        loaded: list[Node] = []
-        for nodes in self._tiers(model):
-            found = await self._ask_all(nodes, request)
-            outcomes |= _by_name(nodes, found)
-            loaded += [n for n, said in zip(nodes, found, strict=True) if said == LOADED]
-            if any(said != LOADED for said in found):
-                await self._ask_all(loaded[::-1], UnloadAdapterRequest(name=name))
-                raise NodesRefused(_refusal(name, outcomes))
+        with self._change(model, name):
+            for nodes in tiers:
+                found = await self._ask_all(nodes, request)
+                request.digest = request.digest or next((one.digest for one in found), "")
+                found = [_checked(one, request.digest) for one in found]
+                outcomes |= _by_name(nodes, found)
+                if any(one.said != LOADED for one in found):
+                    await self._take_back(tiers, before, version + 1)
+                    raise NodesRefused(_refusal(name, outcomes))
+            call = AdapterCall(name, request.digest, path, version)
+            self.registry.adapters.learn(model, [call])
         return outcomes
 
     async def unload(self, name: str, *, model: str = "") -> Outcomes:
@@ -75,10 +91,16 @@ class ClusterAdapters:
             NotFound: No node has it.
             NodesRefused: A node could not.
         """
+        tiers = self._tiers(model)
+        model = tiers[-1][0].model
+        version = self.registry.adapters.next_version(model, name)
+        request = UnloadAdapterRequest(name=name, version=version)
         outcomes: Outcomes = {}
-        for nodes in reversed(self._tiers(model)):
-            found = await self._ask_all(nodes, UnloadAdapterRequest(name=name))
-            outcomes |= _by_name(nodes, found)
+        with self._change(model, name):
+            for nodes in reversed(tiers):
+                found = await self._ask_all(nodes, request)
+                outcomes |= _by_name(nodes, found)
+            self.registry.adapters.learn(model, [AdapterCall(name, "", "", version)])
         if all(said == UNKNOWN for said in outcomes.values()):
             raise NotFound(
                 f"no node has an adapter {name!r}", param="lora_name", code="model_not_found"
@@ -88,8 +110,9 @@ class ClusterAdapters:
         return outcomes
 
     def _tiers(self, model: str) -> list[list[Node]]:
-        """Returns the nodes of the model, prefill nodes first."""
-        decodes = [node for node in self.registry.nodes(NodeRole.DECODE) if node.report]
+        """Returns the nodes of the model that are not away, prefill nodes first. There is a decode
+        node."""
+        decodes = [n for n in self.registry.nodes(NodeRole.DECODE) if not self._is_away(n)]
         models = sorted({node.model for node in decodes})
         if not model and len(models) > 1:
             raise BadRequest(
@@ -101,39 +124,75 @@ class ClusterAdapters:
             raise NoNodeAvailable("No decode node of this model is known to the router now.")
         weights = {node.fingerprint for node in own}
         prefills = self.registry.nodes(NodeRole.PREFILL)
-        return [[node for node in prefills if node.fingerprint in weights], own]
+        return [[n for n in prefills if n.fingerprint in weights and not self._is_away(n)], own]
+
+    def _is_away(self, node: Node) -> bool:
+        return self.registry.state(node) in _AWAY
+
+    def _known(self, model: str, tiers: Sequence[Sequence[Node]], name: str) -> AdapterCall:
+        """Returns what a name stands for: by the newest call, or else by nodes' settings."""
+        known = self.registry.adapters.calls(model).get(name)
+        if known is not None:
+            return known
+        of_settings = {
+            one.digest for nodes in tiers for n in nodes for one in n.adapters if one.name == name
+        }
+        return AdapterCall(name, min(of_settings, default=""), "", 0)
+
+    async def _take_back(
+        self, tiers: Sequence[Sequence[Node]], before: AdapterCall, version: int
+    ) -> None:
+        """Makes all nodes go back to what a name stood for. Those that cannot now are asked again
+        later."""
+        request: LoadAdapterRequest | UnloadAdapterRequest
+        if before.digest:
+            request = LoadAdapterRequest(
+                name=before.name,
+                path=before.path,
+                in_place=True,
+                version=version,
+                digest=before.digest,
+            )
+        else:
+            request = UnloadAdapterRequest(name=before.name, version=version)
+        for nodes in reversed(tiers):
+            await self._ask_all(nodes, request)
+        call = AdapterCall(before.name, before.digest, before.path, version)
+        self.registry.adapters.learn(tiers[-1][0].model, [call])
+
+    @contextmanager
+    def _change(self, model: str, name: str) -> Iterator[None]:
+        """Keeps a name to one call at a time. Raises `BadRequest`."""
+        if (model, name) in self.changing:
+            raise BadRequest(
+                f"another call about {name!r} has not ended: try again shortly", param="lora_name"
+            )
+        self.changing.add((model, name))
+        try:
+            yield
+        finally:
+            self.changing.discard((model, name))
 
     async def _ask_all(
         self, nodes: Sequence[Node], request: LoadAdapterRequest | UnloadAdapterRequest
-    ) -> list[str]:
-        return list(await asyncio.gather(*(self._ask(node, request) for node in nodes)))
-
-    async def _ask(self, node: Node, request: LoadAdapterRequest | UnloadAdapterRequest) -> str:
-        target, role = node.address.status_target, Role(node.address.role)
-        try:
-            await self.credentials.meet(target)
-            async with self.credentials.channel(target, role, _OPTIONS) as channel:
-                stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
-                metadata = self.credentials.metadata()
-                if isinstance(request, LoadAdapterRequest):
-                    await stub.LoadAdapter(request, timeout=_LOAD_TIMEOUT_S, metadata=metadata)
-                    return LOADED
-                await stub.UnloadAdapter(request, timeout=_UNLOAD_TIMEOUT_S, metadata=metadata)
-                return UNLOADED
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return UNKNOWN
-            logger.warning("%s: %s for an adapter", node.address, error.code().name)
-            return f"failed: {error.details() or error.code().name}"
-        except PlaintextRefused as error:
-            return f"failed: {error}"
+    ) -> list[NodeAnswer]:
+        return list(await asyncio.gather(*(self.asker.ask(node, request) for node in nodes)))
 
 
-def _by_name(nodes: Sequence[Node], found: Sequence[str]) -> Outcomes:
+def _checked(answer: NodeAnswer, digest: str) -> NodeAnswer:
+    """Refuses what is another adapter than the first node's."""
+    if answer.said == LOADED and answer.digest != digest:
+        return failure("other files lie there than on other nodes: give all nodes the same")
+    return answer
+
+
+def _by_name(nodes: Sequence[Node], found: Sequence[NodeAnswer]) -> Outcomes:
     names = (f"{node.address.role} {node.address}" for node in nodes)
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, (one.said for one in found), strict=True))
 
 
 def _refusal(name: str, outcomes: Outcomes) -> str:
-    failed = [f"{node}: {said}" for node, said in outcomes.items() if said.startswith("failed")]
-    return f"adapter {name!r} is not on all nodes: {'; '.join(failed)}"
+    faults = {node: said for node, said in outcomes.items() if said.startswith("failed")}
+    faults |= {node: "a newer call came" for node, said in outcomes.items() if said == OUTDATED}
+    failed = "; ".join(f"{node}: {said}" for node, said in faults.items())
+    return f"adapter {name!r} is not on all nodes: {failed}"

@@ -36,7 +36,7 @@ _MAX_PAUSE_S = 1.0
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    ("grpc.max_receive_message_length", 64 << 10),
+    ("grpc.max_receive_message_length", 1 << 20),
 )
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.nodes.adapter_ledger import AdapterCall
 from router.nodes.address import NodeAddress
 from router.nodes.health import Health
 from router.nodes.pace import Pace
@@ -77,6 +78,8 @@ class Node:
     health: Health = field(default_factory=Health)
     work: OwnWork = field(default_factory=OwnWork)
     pace: Pace = field(default_factory=Pace)
+    followed: dict[str, AdapterCall] = field(default_factory=dict)
+    """The newest call about each adapter that the node says it has followed, by name."""
     hash_seed: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +108,7 @@ class Node:
         self.reported_at = now
         self.connected = True
         self.work.forget_recent()
+        self.followed.update((call.name, call) for call in report.adapter_calls)
 
     @property
     def fingerprint(self) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.nodes.adapter_ledger import AdapterLedger
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import EjectionPolicy
 from router.nodes.node import Node, NodeState, Patience
@@ -49,6 +50,8 @@ class NodeRegistry:
     ejection: EjectionPolicy = field(default_factory=EjectionPolicy)
     clock: Clock = time.monotonic
     version: int = 0
+    adapters: AdapterLedger = field(default_factory=AdapterLedger)
+    """Knows the calls about adapters that any node has told of."""
     on_prefixes: PrefixListener | None = None
     """Hears of prompts that nodes say they have the KV of."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
@@ -133,6 +136,8 @@ class NodeRegistry:
         if report.epoch in node.retired_epochs:
             return ReportOutcome.OUTDATED
         known = node.report
+        if self.adapters.learn(report.model_name, report.adapter_calls):
+            self.version += 1
         if known is not None and known.epoch != report.epoch:
             self._replace(node, known.epoch).apply(report, self.clock())
             self.version += 1

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
+from router.nodes.adapter_ledger import AdapterCall
 from router.nodes.address import NodeRole
+from tandem_pb import node_pb2
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
 
 _MAX_NAME = 512
@@ -14,6 +16,7 @@ _MAX_ALIASES = 32
 _MAX_ADAPTERS = 4096
 """Most adapters of one node that a router knows."""
 _MAX_DIGEST = 64
+_MAX_PATH = 8192
 _MAX_PREFIXES = 256
 """Most prefixes in one report; a node tells no more."""
 _MAX_VERSION = 64
@@ -77,6 +80,7 @@ class NodeReport:
     recent_prefixes: tuple[int, ...] = ()
     serves_prefixes: bool = False
     adapters: frozenset[AdapterId] = frozenset()
+    adapter_calls: tuple[AdapterCall, ...] = ()
     version: str = ""
     num_receiving: int = 0
     num_held: int = 0
@@ -105,6 +109,15 @@ class NodeReport:
             adapters=frozenset(
                 AdapterId(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
                 for one in load.adapters[:_MAX_ADAPTERS]
+            ),
+            adapter_calls=tuple(
+                AdapterCall(
+                    one.name[:_MAX_NAME],
+                    one.digest[:_MAX_DIGEST],
+                    one.path[:_MAX_PATH],
+                    one.version,
+                )
+                for one in load.adapter_calls[:_MAX_ADAPTERS]
             ),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=load.version[:_MAX_VERSION],
@@ -143,6 +156,11 @@ class NodeReport:
         if self.num_total_blocks == 0:
             return 0.0
         return 1.0 - min(self.num_free_blocks / self.num_total_blocks, 1.0)
+
+
+def _adapter_call(call: node_pb2.AdapterCall) -> AdapterCall:
+    name, digest = call.name[:_MAX_NAME], call.digest[:_MAX_DIGEST]
+    return AdapterCall(name, digest, call.path[:_MAX_PATH], call.version)
 
 
 def _usable(value: float, least: float = 0.0) -> float:

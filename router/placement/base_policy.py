@@ -110,6 +110,10 @@ class BasePolicy(ABC):
         if node is not None:
             self.registry.record_success(node)
 
+    def forget(self) -> None:
+        """Forgets which nodes have which prompts, if it learns that."""
+        return
+
     def finished(self, request: RequestInfo, num_tokens: int) -> None:
         self.outputs.observe(request.model, num_tokens)
 

@@ -204,7 +204,7 @@ class TandemPolicy(BasePolicy):
             known.index.max_entries = share
         return share
 
-    def forget_prefixes(self) -> None:
+    def forget(self) -> None:
         """Forgets what nodes have cached: their caches were reset."""
         for known in self._knowledge:
             known.index.retain(())

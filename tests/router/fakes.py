@@ -17,6 +17,7 @@ from tandem_pb.node_pb2 import (
     NODE_ROLE_DECODE,
     NODE_ROLE_PREFILL,
     Adapter,
+    AdapterCall,
     LoadAdapterRequest,
     NodeLoad,
     ResetPrefixCacheAnswer,
@@ -79,18 +80,29 @@ class StatusService(NodeStatusServicer):
         self.adapter_calls.append(f"load {request.name}")
         if self.adapter_fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_fault)
-        await self.serve_adapters({request.name: request.path})
+        served = {one.name: one.digest for one in self.load.adapters}
+        self._follow(AdapterCall(
+            name=request.name, digest=request.path, path=request.path, version=request.version
+        ))  # fmt: skip
+        await self.serve_adapters(served | {request.name: request.path})
         return Adapter(name=request.name, digest=request.path)
 
     async def UnloadAdapter(
         self, request: UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> Adapter:
         self.adapter_calls.append(f"unload {request.name}")
+        self._follow(AdapterCall(name=request.name, version=request.version))
         left = [one for one in self.load.adapters if one.name != request.name]
         if len(left) == len(self.load.adapters):
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
         await self.serve_adapters({one.name: one.digest for one in left})
         return Adapter(name=request.name)
+
+    def _follow(self, call: AdapterCall) -> None:
+        """Reports from now on that this was the newest call about its name."""
+        others = [one for one in self.load.adapter_calls if one.name != call.name]
+        del self.load.adapter_calls[:]
+        self.load.adapter_calls.extend([*others, call])
 
     async def serve_adapters(self, digests: dict[str, str]) -> None:
         """Reports these adapters from now on: digest by name."""
@@ -141,8 +153,9 @@ class FakeNode:
         return port
 
     async def restart(self) -> None:
-        """Restarts at the same addresses with another epoch."""
+        """Restarts at the same addresses with another epoch, and knows nothing of adapters."""
         await self.stop()
+        del self.status.load.adapters[:], self.status.load.adapter_calls[:]
         self.status.load.epoch = random.getrandbits(64)
         self.status.load.sequence = 0
         self.status.load.draining = False

@@ -17,6 +17,7 @@ from edge.security.config import Role
 from edge.security.credentials import Credentials
 from engine.config import EngineConfig, KVLayers
 from engine.errors import EngineDeadError
+from engine.frontend.adapter_records import AdapterRecord
 from engine.messages import EngineReady
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
@@ -247,6 +248,28 @@ async def test_each_watcher_hears_of_each_computed_prompt_once(
             while 2 not in told:
                 told += (await watch.read()).recent_prefixes
             assert told == [1, 2]
+            watch.cancel()
+
+
+async def test_each_watcher_hears_of_each_call_about_adapters_once(
+    status: NodeStatus, channel: grpc.aio.Channel
+) -> None:
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+    records = status.adapters.records
+    records.note(AdapterRecord("poet", "a" * 64, "poet-2", 7))
+    async with asyncio.timeout(LONG_S):
+        watches = [stub.Watch(node_pb2.WatchRequest(interval_s=0.02)) for _ in range(2)]
+        firsts = [await watch.read() for watch in watches]
+        records.note(AdapterRecord("poet", "", "", 8))
+        for watch, first in zip(watches, firsts, strict=True):
+            told = list(first.adapter_calls)
+            while len(told) < 2:
+                told += (await watch.read()).adapter_calls
+            assert [(one.name, one.digest, one.path, one.version) for one in told] == [
+                ("poet", "a" * 64, "poet-2", 7),
+                ("poet", "", "", 8),
+            ]
+            assert not (await watch.read()).adapter_calls
             watch.cancel()
 
 

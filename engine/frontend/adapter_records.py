@@ -1,0 +1,75 @@
+"""Remembers the calls that changed a node's adapters, so that other nodes can follow them.
+
+    1. nothing     a name is as the settings have it, or not there
+    2. loaded      a call gave the name an adapter
+    3. unloaded    a call took it away; remembered too, or a node that was away would bring it back
+
+Each call has a version, and only a newer one changes what is known: whoever tells of calls, in
+whatever order and how often, all nodes end alike. Versions are milliseconds since 1970 or, if a
+clock is late, one more than the last: a router that has just started makes newer ones as well.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import count
+
+_MAX_UNLOADED = 1024
+"""Unloaded names that are remembered; the oldest are forgotten."""
+_MAX_TOLD = 64
+"""Calls in one report."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """The newest call about a name. `digest` is empty where it was unloaded."""
+
+    name: str
+    digest: str
+    path: str
+    version: int
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Returns what is larger for the newer of two calls. Two routers may make the same version
+        at once: then all nodes choose the same one."""
+        return self.version, self.digest
+
+
+class AdapterRecords:
+    """Holds the newest call about each name."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, tuple[int, AdapterRecord]] = {}
+        """Keeps them by name, the oldest note first, each with its number."""
+        self._numbers = count(1)
+
+    def of(self, name: str) -> AdapterRecord | None:
+        """Returns the newest call about a name, if there was any."""
+        known = self._records.get(name)
+        return None if known is None else known[1]
+
+    def is_newer(self, version: int, digest: str, name: str) -> bool:
+        """Returns whether a call is newer than what is known of the name."""
+        known = self.of(name)
+        return known is None or (version, digest) > known.order
+
+    def next_version(self, name: str) -> int:
+        """Returns a version for a call that is made here."""
+        known = self.of(name)
+        return max(time.time_ns() // 1_000_000, known.version + 1 if known else 1)
+
+    def note(self, record: AdapterRecord) -> None:
+        """Notes a call that was followed."""
+        self._records.pop(record.name, None)
+        self._records[record.name] = next(self._numbers), record
+        unloaded = [name for name, (_, one) in self._records.items() if not one.digest]
+        for name in unloaded[:-_MAX_UNLOADED]:
+            del self._records[name]
+
+    def since(self, number: int) -> tuple[list[AdapterRecord], int]:
+        """Returns records noted after `number`, the oldest first and not too many at once, and the
+        number of the last of them. 0: from the first."""
+        new = [(at, one) for at, one in self._records.values() if at > number][:_MAX_TOLD]
+        return [one for _, one in new], new[-1][0] if new else number

@@ -1,0 +1,77 @@
+"""Asks one node to load or unload an adapter, over a connection of its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import grpc
+
+from edge.security.config import PlaintextRefused, Role
+from edge.security.credentials import Credentials
+from router.nodes.node import Node
+from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
+from tandem_pb.node_pb2_grpc import NodeStatusStub
+
+logger = logging.getLogger(__name__)
+
+_LOAD_TIMEOUT_S = 120.0
+_UNLOAD_TIMEOUT_S = 600.0
+"""Requests of the adapter end first."""
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+LOADED, UNLOADED, UNKNOWN, OUTDATED = "loaded", "unloaded", "not there", "outdated"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAnswer:
+    """Says what became of a call: one of the words above, or why it failed.
+
+    Attributes:
+        digest: What was loaded.
+    """
+
+    said: str
+    digest: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.said.startswith("failed")
+
+
+def failure(fault: str) -> NodeAnswer:
+    """Returns what is said of a node that could not."""
+    return NodeAnswer(f"failed: {fault}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAsker:
+    """Makes calls, with the router's credentials."""
+
+    credentials: Credentials
+
+    async def ask(
+        self, node: Node, request: LoadAdapterRequest | UnloadAdapterRequest
+    ) -> NodeAnswer:
+        """Returns what the node answers. Raises nothing that a node may cause."""
+        target, role = node.address.status_target, Role(node.address.role)
+        try:
+            await self.credentials.meet(target)
+            async with self.credentials.channel(target, role, _OPTIONS) as channel:
+                stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+                metadata = self.credentials.metadata()
+                if isinstance(request, LoadAdapterRequest):
+                    loaded = await stub.LoadAdapter(
+                        request, timeout=_LOAD_TIMEOUT_S, metadata=metadata
+                    )
+                    return NodeAnswer(LOADED, loaded.digest)
+                await stub.UnloadAdapter(request, timeout=_UNLOAD_TIMEOUT_S, metadata=metadata)
+                return NodeAnswer(UNLOADED)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return NodeAnswer(UNKNOWN)
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                return NodeAnswer(OUTDATED)
+            logger.warning("%s: %s for an adapter", node.address, error.code().name)
+            return failure(error.details() or error.code().name)
+        except PlaintextRefused as error:
+            return failure(str(error))

@@ -1,0 +1,71 @@
+"""Remembers the newest call about each adapter, whichever node or router told of it.
+
+    1. unknown     as nodes' settings have it
+    2. loaded      a call gave the name an adapter
+    3. unloaded    a call took it away; kept, so that a node that was away does not bring it back
+
+Routers that hear the same reports remember the same, in whatever order they come; one that has
+just started hears of all calls from nodes that followed them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+_MAX_UNLOADED = 1024
+"""Unloaded names of one model that are remembered; those of the oldest calls are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCall:
+    """The newest call about a name. `digest` is empty where it was unloaded."""
+
+    name: str
+    digest: str
+    path: str
+    version: int
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Returns what is larger for the newer of two calls, as nodes see it."""
+        return self.version, self.digest
+
+
+class AdapterLedger:
+    """Holds calls by the model and the name."""
+
+    def __init__(self) -> None:
+        self._models: defaultdict[str, dict[str, AdapterCall]] = defaultdict(dict)
+
+    def learn(self, model: str, calls: Iterable[AdapterCall]) -> bool:
+        """Takes in calls, and keeps those that are newer. Returns whether there were any."""
+        known, is_new = self._models[model], False
+        for call in calls:
+            old = known.get(call.name)
+            if old is None or call.order > old.order:
+                known[call.name] = call
+                is_new = True
+        unloaded = [call for call in known.values() if not call.digest]
+        if len(unloaded) > _MAX_UNLOADED:
+            for call in sorted(unloaded, key=lambda call: call.order)[:-_MAX_UNLOADED]:
+                del known[call.name]
+        return is_new
+
+    def calls(self, model: str) -> Mapping[str, AdapterCall]:
+        """Returns the newest call about each name of a model."""
+        return self._models.get(model, {})
+
+    def all_calls(self) -> Iterator[tuple[str, AdapterCall]]:
+        """Yields each model's calls."""
+        for model, calls in self._models.items():
+            for call in calls.values():
+                yield model, call
+
+    def next_version(self, model: str, name: str) -> int:
+        """Returns a version for a call that is newer than all that are known: milliseconds since
+        1970, or more."""
+        known = self.calls(model).get(name)
+        return max(time.time_ns() // 1_000_000, known.version + 1 if known else 1)

@@ -1,0 +1,133 @@
+"""Calls about adapters, as a node follows them: only newer ones change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.frontend.adapter_calls import OutdatedCall
+from engine.frontend.adapter_records import AdapterRecord, AdapterRecords
+from engine.models.adapter_files import read_adapter
+from tests.engine.frontend.still_adapters import StillAdapters
+from tests.engine.lora.adapted_engine import Adapted
+
+
+@pytest.fixture
+def models(adapted_family: Callable[[str], Adapted]) -> Adapted:
+    return adapted_family("llama")
+
+
+@pytest.fixture
+def adapters(models: Adapted) -> StillAdapters:
+    lora = models.lora(modules=models.lora().modules[:1], folder=str(models.folder))
+    return StillAdapters(models.config(lora=lora))
+
+
+def told(adapters: StillAdapters) -> list[str]:
+    return [type(call).__name__ for call in adapters.told]
+
+
+async def test_an_older_call_changes_nothing_and_the_same_one_is_followed_once(
+    adapters: StillAdapters, models: Adapted
+) -> None:
+    first, second = models.refs[1].digest, models.refs[2].digest
+    for _ in range(2):
+        ref = await adapters.load("poet", "adapter-1", in_place=True, version=10)
+        assert ref.digest == first
+    assert told(adapters) == ["AddAdapter"]
+    with pytest.raises(OutdatedCall):
+        await adapters.load("poet", "adapter-2", in_place=True, version=9)
+    with pytest.raises(OutdatedCall):
+        await adapters.unload("poet", 10)
+    await adapters.unload("poet", 11)
+    with pytest.raises(OutdatedCall):
+        await adapters.load("poet", "adapter-2", in_place=True, version=10)
+    assert "poet" not in adapters.known
+    with pytest.raises(KeyError):
+        await adapters.unload("poet", 11)
+    await adapters.load("poet", "adapter-2", version=12)
+    assert adapters.known["poet"].digest == second
+    assert told(adapters) == ["AddAdapter", "RemoveAdapter", "AddAdapter"]
+
+
+async def test_all_nodes_choose_the_same_of_two_calls_at_once(models: Adapted) -> None:
+    ends = set()
+    for order in ((1, 2), (2, 1)):
+        lora = models.lora(modules=(), folder=str(models.folder))
+        node = StillAdapters(models.config(lora=lora))
+        for index in order:
+            try:
+                await node.load("poet", f"adapter-{index}", in_place=True, version=10)
+            except OutdatedCall:
+                assert node.known["poet"].digest == max(models.refs[i].digest for i in order)
+        ends.add(node.known["poet"].digest)
+    assert ends == {max(models.refs[1].digest, models.refs[2].digest)}
+
+
+async def test_other_files_than_on_other_nodes_are_refused(
+    adapters: StillAdapters, models: Adapted
+) -> None:
+    with pytest.raises(InvalidRequest, match="give all nodes the same files"):
+        await adapters.load("poet", "adapter-1", version=10, digest=models.refs[2].digest)
+    assert adapters.told == [] and adapters.records.of("poet") is None
+
+
+async def test_a_name_goes_back_to_what_the_settings_say(
+    adapters: StillAdapters, models: Adapted
+) -> None:
+    name, digest = models.refs[0].name, models.refs[0].digest
+    await adapters.load(name, "adapter-1", in_place=True, version=10)
+    assert adapters.known[name].digest == models.refs[1].digest
+    await adapters.load(name, "", in_place=True, version=11, digest=digest)
+    assert adapters.known[name].digest == digest
+    with pytest.raises(InvalidRequest):
+        await adapters.load("poet", "", version=11, digest=digest)
+
+
+async def test_an_unloaded_name_is_remembered_where_it_never_was(
+    adapters: StillAdapters,
+) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            await adapters.unload("poet", 10)
+    with pytest.raises(OutdatedCall):
+        await adapters.load("poet", "adapter-1", version=9)
+    with pytest.raises(KeyError):
+        await adapters.unload("bard")
+    assert adapters.records.of("bard") is None
+
+
+async def test_calls_that_are_made_here_are_the_newest(
+    adapters: StillAdapters, models: Adapted
+) -> None:
+    future = 1 << 60
+    await adapters.load("poet", "adapter-1", version=future)
+    await adapters.load("poet", "adapter-2", in_place=True)
+    known = adapters.records.of("poet")
+    assert known == AdapterRecord("poet", models.refs[2].digest, "adapter-2", future + 1)
+    assert known.digest == read_adapter(models.path(2), 16).digest
+    await adapters.unload("poet")
+    assert adapters.records.of("poet") == AdapterRecord("poet", "", "", future + 2)
+
+
+def test_reports_tell_each_call_once_and_not_too_many_at_a_time() -> None:
+    records = AdapterRecords()
+    for i in range(150):
+        records.note(AdapterRecord(f"n{i}", "d", "p", i))
+    records.note(AdapterRecord("n0", "", "", 200))
+    seen: list[str] = []
+    number = 0
+    while True:
+        new, number = records.since(number)
+        if not new:
+            break
+        assert len(new) <= 64
+        seen += [one.name for one in new]
+    assert seen == [*(f"n{i}" for i in range(1, 150)), "n0"]
+    records.note(AdapterRecord("n7", "", "", 201))
+    assert [one.name for one in records.since(number)[0]] == ["n7"]
+    for i in range(3000):
+        records.note(AdapterRecord(f"g{i}", "", "", i))
+    assert records.of("g0") is None and records.of("g2999") and records.of("n9")

@@ -1,0 +1,243 @@
+"""Nodes that missed calls about adapters follow them later, and nothing that was unloaded comes
+back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from router.nodes.adapter_asker import LOADED, OUTDATED, UNKNOWN, UNLOADED, NodeAnswer, failure
+from router.nodes.adapter_ledger import AdapterCall, AdapterLedger
+from router.nodes.adapter_sync import AdapterSync
+from router.nodes.adapters import ClusterAdapters
+from router.nodes.address import NodeRole
+from router.nodes.node import Node
+from router.nodes.report import AdapterId
+from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
+from tests.router.cluster import Cluster, RunningRouter, eventually
+from tests.router.factories import Fleet, report
+from tests.router.fakes import FakeNode
+
+POET, OTHER = "a" * 64, "b" * 64
+OLD, NEW = AdapterCall("poet", POET, "poet", 7), AdapterCall("poet", OTHER, "poet-2", 9)
+GONE = AdapterCall("poet", "", "", 8)
+
+
+@dataclass
+class Nodes:
+    """A fleet whose nodes answer as a test says, and the sync that asks them."""
+
+    fleet: Fleet = field(default_factory=Fleet)
+    answers: dict[str, NodeAnswer] = field(default_factory=dict)
+    asked: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sync = AdapterSync(
+            adapters=ClusterAdapters(registry=self.fleet.registry, asker=self)  # type: ignore[arg-type]
+        )
+        self.sequence = 1
+
+    async def ask(
+        self, node: Node, request: LoadAdapterRequest | UnloadAdapterRequest
+    ) -> NodeAnswer:
+        name = node.address.target.partition(":")[0]
+        loads = isinstance(request, LoadAdapterRequest)
+        self.asked.append((name, "load" if loads else "unload", request.version))
+        if isinstance(request, LoadAdapterRequest):
+            assert request.in_place and request.digest and request.path
+        return self.answers.get(name, NodeAnswer(LOADED if loads else UNLOADED))
+
+    def add(self, name: str, role: NodeRole, *calls: AdapterCall) -> None:
+        self.fleet.add(name, role, fingerprint="f", adapters=served(*calls), adapter_calls=calls)
+
+    def tell(self, name: str, *calls: AdapterCall, epoch: int = 1) -> None:
+        """Reports that a node has followed calls; of another epoch: only these."""
+        node, self.sequence = self.fleet.node(name), self.sequence + 1
+        said = report(
+            node.address.role,
+            fingerprint="f",
+            epoch=epoch,
+            sequence=self.sequence,
+            adapters=served(*calls),
+            adapter_calls=calls,
+        )
+        self.fleet.registry.apply_report(node.address, said)
+
+    async def step(self) -> list[tuple[str, str, int]]:
+        """Returns what was asked since the last step."""
+        self.asked.clear()
+        self.sync.step()
+        await asyncio.sleep(0)
+        return sorted(self.asked)
+
+
+def served(*calls: AdapterCall) -> frozenset[AdapterId]:
+    return frozenset(AdapterId(call.name, call.digest) for call in calls if call.digest)
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes()
+
+
+async def test_a_node_that_comes_later_is_asked_once(nodes: Nodes) -> None:
+    nodes.add("p", NodeRole.PREFILL, OLD)
+    nodes.add("d", NodeRole.DECODE, OLD)
+    assert await nodes.step() == []
+    nodes.add("new", NodeRole.DECODE)
+    assert nodes.sync.num_behind() == {NodeRole.PREFILL: 0, NodeRole.DECODE: 1}
+    assert await nodes.step() == [("new", "load", 7)]
+    assert await nodes.step() == []
+    nodes.tell("new", OLD)
+    assert await nodes.step() == []
+    nodes.tell("new", epoch=2)
+    assert await nodes.step() == [("new", "load", 7)]
+
+
+async def test_prefill_nodes_load_first_and_unload_last(nodes: Nodes) -> None:
+    nodes.fleet.registry.adapters.learn("demo", [OLD])
+    nodes.add("p", NodeRole.PREFILL)
+    nodes.add("d", NodeRole.DECODE)
+    assert await nodes.step() == [("p", "load", 7)]
+    assert await nodes.step() == []
+    nodes.tell("p", OLD)
+    assert await nodes.step() == [("d", "load", 7)]
+    nodes.tell("d", OLD)
+    nodes.fleet.registry.adapters.learn("demo", [GONE])
+    assert await nodes.step() == [("d", "unload", 8)]
+    assert await nodes.step() == []
+    nodes.tell("d", GONE)
+    assert await nodes.step() == [("p", "unload", 8)]
+
+
+async def test_decode_nodes_without_prefill_nodes_load_at_once(nodes: Nodes) -> None:
+    nodes.fleet.registry.adapters.learn("demo", [OLD])
+    nodes.add("d", NodeRole.DECODE)
+    assert await nodes.step() == [("d", "load", 7)]
+
+
+async def test_what_was_unloaded_does_not_come_back_with_a_node_that_was_away(
+    nodes: Nodes,
+) -> None:
+    nodes.add("d", NodeRole.DECODE, GONE)
+    nodes.add("away", NodeRole.DECODE, OLD)
+    assert await nodes.step() == [("away", "unload", 8)]
+    nodes.answers["away"] = NodeAnswer(UNKNOWN)
+    nodes.tell("away", epoch=2)
+    assert await nodes.step() == [("away", "unload", 8)]
+    assert await nodes.step() == []
+
+
+async def test_the_newest_of_two_calls_decides_everywhere(nodes: Nodes) -> None:
+    nodes.add("p", NodeRole.PREFILL, NEW)
+    nodes.add("d", NodeRole.DECODE, OLD)
+    assert await nodes.step() == [("d", "load", 9)]
+    nodes.answers["d"] = NodeAnswer(OUTDATED)
+    nodes.tell("d", OLD, epoch=2)
+    assert await nodes.step() == [("d", "load", 9)]
+    assert await nodes.step() == []
+
+
+async def test_a_node_that_cannot_is_asked_again_after_longer_and_longer_pauses(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.add("p", NodeRole.PREFILL, OLD)
+    nodes.add("d", NodeRole.DECODE)
+    nodes.answers["d"] = failure("no such folder")
+    pauses = []
+    for _ in range(8):
+        assert await nodes.step() == [("d", "load", 7)]
+        began = nodes.fleet.clock.now
+        while True:
+            nodes.fleet.clock.now += 0.5
+            nodes.tell("d")
+            nodes.tell("p", OLD)
+            if nodes.sync.num_behind()[NodeRole.DECODE] and await nodes.step():
+                break
+        pauses.append(nodes.fleet.clock.now - began)
+        nodes.fleet.clock.now += 61
+        nodes.tell("d")
+        nodes.tell("p", OLD)
+    assert pauses == sorted(pauses) and pauses[0] == 1 and pauses[-1] == 60
+    assert "no such folder" in caplog.text and "'poet'" in caplog.text
+
+
+async def test_names_that_an_operator_changes_now_are_left_alone(nodes: Nodes) -> None:
+    nodes.add("p", NodeRole.PREFILL, OLD)
+    nodes.add("d", NodeRole.DECODE)
+    nodes.sync.adapters.changing.add(("demo", "poet"))
+    assert await nodes.step() == []
+    nodes.sync.adapters.changing.clear()
+    assert await nodes.step() == [("d", "load", 7)]
+
+
+def test_a_ledger_is_the_same_in_whatever_order_it_hears() -> None:
+    calls = [OLD, GONE, NEW, AdapterCall("poet", POET, "poet", 9), AdapterCall("bard", "", "", 1)]
+    one, other = AdapterLedger(), AdapterLedger()
+    assert one.learn("demo", calls)
+    assert not one.learn("demo", calls)
+    for call in reversed(calls):
+        other.learn("demo", [call])
+    assert dict(one.calls("demo")) == dict(other.calls("demo"))
+    assert one.calls("demo")["poet"] == NEW
+    many = [AdapterCall(f"n{i}", "", "", i) for i in range(3000)]
+    one.learn("demo", many)
+    assert len(one.calls("demo")) == 1025 and "n2999" in one.calls("demo")
+
+
+async def test_routers_bring_nodes_up_to_date_after_restarts_of_all(cluster: Cluster) -> None:
+    nodes: list[FakeNode] = [
+        await cluster.decode("d"), await cluster.decode("e"), await cluster.prefill("p"),
+    ]  # fmt: skip
+    router = await cluster.router(*nodes)
+    body = {"lora_name": "poet", "lora_path": POET}
+    async with router.client.post(router.url + "/v1/load_lora_adapter", json=body) as response:
+        assert response.status == 200
+    async with router.client.post(router.url + "/v1/load_lora_adapter", json=body) as response:
+        assert (response.status, "taken" in await response.text()) == (400, True)
+    for node in nodes:  # The router remembers what none of the nodes does.
+        await node.restart()
+    await eventually(lambda: all(has(node, "poet") for node in nodes))
+    other = await cluster.router(*nodes)  # It has heard of no call.
+    await nodes[0].restart()
+    await eventually(lambda: has(nodes[0], "poet"))
+    async with other.post({"model": "poet", "prompt": "hello", "max_tokens": 2}) as answer:
+        assert answer.status == 200
+    await nodes[1].stop()
+    left = list(nodes[1].status.load.adapters)
+    await eventually(lambda: num_connected(router) == 2)
+    url = router.url + "/v1/unload_lora_adapter"
+    async with router.client.post(url, json={"lora_name": "poet"}) as response:
+        assert response.status in (200, 400), await response.text()
+    assert list(nodes[1].status.load.adapters) == left
+    await nodes[1].start()
+    await eventually(lambda: not any(has(node, "poet") for node in nodes))
+    await eventually(lambda: "poet" not in router.services.models.table.adapters)
+
+
+async def test_requests_wait_for_an_adapter_that_its_only_node_has_lost(cluster: Cluster) -> None:
+    decode, prefill = await cluster.decode(), await cluster.prefill()
+    router = await cluster.router(decode, prefill, no_node_wait_s=60.0)
+    body = {"lora_name": "poet", "lora_path": POET}
+    async with router.client.post(router.url + "/v1/load_lora_adapter", json=body) as response:
+        assert response.status == 200
+    decode.status.adapter_fault = "not now"
+    await decode.restart()
+    await eventually(lambda: "load poet" in decode.status.adapter_calls[1:])
+    asked = asyncio.create_task(router.text({"model": "poet", "prompt": "hi", "max_tokens": 2}))
+    await eventually(lambda: router.num_open == 1)
+    assert decode.requests == []
+    decode.status.adapter_fault = ""
+    assert "t1" in await asked
+    async with router.post({"model": "painter", "prompt": "hi"}) as response:
+        assert response.status == 404
+
+
+def has(node: FakeNode, name: str) -> bool:
+    return any(one.name == name for one in node.status.load.adapters)
+
+
+def num_connected(router: RunningRouter) -> int:
+    return sum(node.connected for node in router.services.registry.all_nodes())
