@@ -1,8 +1,8 @@
 """Schedules data-parallel groups: one scheduler for each, with rows, blocks and a connector of its
 own, and this one above them.
 
-    request ──▶ the group that it names, or the one with most room; a prompt for a peer, the group
-                that its transfer's id means to both sides
+    request ──▶ the group that it names, or the best by load and cached prefix (`group_choice`);
+                its choices and beams share KV, so they stay together
     schedule    every group's scheduler decides; if any has a step, all ranks get one
     results     go to the scheduler that decided the step
 
@@ -20,6 +20,7 @@ from engine.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.outputs import SchedulerStats, TokenLogprobs, merged_stats
 from engine.request import Request
 from engine.sched.admission import Admission
+from engine.sched.group_choice import choose_group
 from engine.sched.group_output import GroupOutput, GroupStep
 from engine.sched.output import SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
@@ -55,6 +56,9 @@ class GroupScheduler:
         self._step_id = 0
         self._group_of: dict[str, Scheduler] = {}
         """Maps each known request to the group that has it."""
+        self._choices_of: dict[str, set[str]] = {}
+        """Holds the choices of each prompt that go on."""
+        self._prompt_of: dict[str, str] = {}
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -66,23 +70,19 @@ class GroupScheduler:
         chosen = self._choose(request)
         for name in (request.request_id, *request.choice_ids):
             self._group_of[name] = chosen
+        if request.choice_ids:
+            self._choices_of[request.request_id] = set(request.choice_ids)
+            self._prompt_of |= dict.fromkeys(request.choice_ids, request.request_id)
         return self._heard(chosen.add_request(request))
 
     def _choose(self, request: Request) -> Scheduler:
         params = request.kv_transfer_params
         if params is not None and params.do_remote_decode:
             return self.groups[group_of_transfer(params.transfer_id, len(self.groups))]
-        return self.groups[request.group] if request.group >= 0 else self._roomiest()
+        return self.groups[request.group] if request.group >= 0 else self._best(request)
 
-    def _roomiest(self) -> Scheduler:
-        """Returns the group with the fewest tokens to compute and, of equals, most free blocks."""
-
-        def load(group: Scheduler) -> tuple[int, int, int]:
-            stats = group.stats()
-            waiting = stats.num_waiting_tokens
-            return waiting, stats.num_running + stats.num_waiting, -stats.num_free_blocks
-
-        return min(self.groups, key=load)
+    def _best(self, request: Request) -> Scheduler:
+        return self.groups[choose_group([group.offer(request) for group in self.groups])]
 
     def abort_requests(self, request_ids: Iterable[str], error: str = "") -> EngineCoreOutputs:
         by_group: dict[int, list[str]] = {}
@@ -196,7 +196,8 @@ class GroupScheduler:
             for index, group in enumerate(self.groups)
             for what in group.check_empty()
         ]
-        return left + [f"the group of {name}" for name in self._group_of]
+        known = {*self._group_of, *self._choices_of, *self._prompt_of}
+        return left + [f"the group of {name}" for name in sorted(known)]
 
     def _ask(
         self, request_id: str, do: Callable[[Scheduler], EngineCoreOutputs]
@@ -211,8 +212,17 @@ class GroupScheduler:
         return outputs
 
     def _note_end(self, output: EngineCoreOutput) -> None:
-        if output.finish_reason:
-            self._group_of.pop(output.request_id, None)
+        if not output.finish_reason:
+            return
+        name = output.request_id
+        self._group_of.pop(name, None)
+        prompt = self._prompt_of.pop(name, None)
+        if prompt is not None:
+            choices = self._choices_of[prompt]
+            choices.discard(name)
+            if not choices:
+                del self._choices_of[prompt]
+                self._group_of.pop(prompt, None)
 
 
 def _add(to: EngineCoreOutputs, more: EngineCoreOutputs) -> None:

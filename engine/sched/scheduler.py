@@ -35,6 +35,7 @@ from engine.sched.choices import Choices
 from engine.sched.counters import SchedulerCounters
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
+from engine.sched.group_choice import GroupOffer
 from engine.sched.in_flight import StepsInFlight
 from engine.sched.output import SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
@@ -396,6 +397,9 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return self._view.stats()
+
+    def offer(self, request: Request) -> GroupOffer:
+        return self._view.offer(request)
 
     def measure(self, meter: WorkMeter) -> None:
         """Counts from now on what steps compute and move."""

@@ -15,6 +15,7 @@ from engine.request import Request
 from engine.sched.adapters import AdapterTable
 from engine.sched.counters import SchedulerCounters
 from engine.sched.forks import Forks
+from engine.sched.group_choice import GroupOffer
 from engine.sched.in_flight import StepsInFlight
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_queue import RequestQueue
@@ -80,6 +81,21 @@ class SchedulerView:
             residency=self._kv_cache.residency(),
             work=self._steps.meter.stats() if self._steps.meter is not None else None,
             **counters.by_name(),
+        )
+
+    def offer(self, request: Request) -> GroupOffer:
+        """Returns what this scheduler could do for a request that it does not have."""
+        kv_cache, waiting = self._kv_cache, self._waiting
+        most = request.num_tokens - 1
+        cached, num_cached = kv_cache.get_computed_blocks(request, most)
+        num_outside = self._remote.host.num_loadable(request, num_cached)
+        fits = kv_cache.can_allocate(request.num_tokens, cached)
+        return GroupOffer(
+            num_cached_tokens=num_cached + num_outside,
+            num_waiting_tokens=waiting.num_tokens + self._running.num_prompt_tokens_left,
+            num_requests=len(self._requests),
+            num_free_blocks=kv_cache.num_free_blocks,
+            has_room=fits and self._running.table.num_free > len(waiting),
         )
 
     def leftovers(self) -> list[str]:

@@ -1,0 +1,57 @@
+"""Chooses the data-parallel group that computes a request: by load, and by what each has of its
+prompt already.
+
+    cost of a group   tokens that it computes before the request's first one: those that wait there,
+                      and those of the prompt that it has not cached
+                      + `TOKENS_PER_REQUEST` for each request that it has, as each takes a row, and
+                      the step of all groups is as long as that of the fullest
+    has room          a row and all blocks are free: what has none may wait for how long nobody knows
+
+The cheapest of the groups with room is taken. A prefix is thus followed as long as the tokens that
+it saves outweigh the longer queue, and no longer: then another group computes it once, has it too,
+and the load of a prefix that everybody asks for spreads by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+TOKENS_PER_REQUEST = 64
+"""What a request weighs in tokens of prompts. A row costs a step less than a token of a prompt, but
+for as many steps as its answer has tokens."""
+
+
+class GroupOffer(NamedTuple):
+    """What one group can do for a request.
+
+    Attributes:
+        num_cached_tokens: Tokens of the prompt that it need not compute.
+        num_waiting_tokens: Known tokens of other requests that it has yet to compute.
+        num_requests: Requests that it has.
+        num_free_blocks: Of its KV cache.
+        has_room: It could begin with the request now.
+    """
+
+    num_cached_tokens: int
+    num_waiting_tokens: int
+    num_requests: int
+    num_free_blocks: int
+    has_room: bool
+
+    @property
+    def cost(self) -> int:
+        """Returns the cost in tokens, short of the prompt's length, which is the same for all."""
+        load = self.num_waiting_tokens + TOKENS_PER_REQUEST * self.num_requests
+        return load - self.num_cached_tokens
+
+
+def choose_group(offers: Sequence[GroupOffer]) -> int:
+    """Returns the index of the best offer. Of equals, the one with most free blocks and, of those,
+    the first."""
+
+    def rank(index: int) -> tuple[bool, int, int]:
+        offer = offers[index]
+        return not offer.has_room, offer.cost, -offer.num_free_blocks
+
+    return min(range(len(offers)), key=rank)
