@@ -5,7 +5,7 @@ prompt already.
                       and those of the prompt that it has not cached
                       + `TOKENS_PER_REQUEST` for each request that it has, as each takes a row, and
                       the step of all groups is as long as that of the fullest
-    has room          a row and all blocks are free: what has none may wait for how long nobody knows
+    has room          a row and all blocks are free: without, nobody knows how long it waits
 
 The cheapest of the groups with room is taken. A prefix is thus followed as long as the tokens that
 it saves outweigh the longer queue, and no longer: then another group computes it once, has it too,
