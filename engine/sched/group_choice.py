@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TOKENS_PER_REQUEST = 64
-"""What a request weighs in tokens of prompts. A row costs a step less than a token of a prompt, but
+"""A request weighs as much as so many tokens of prompts. A row costs a step less than a token of a prompt, but
 for as many steps as its answer has tokens."""
 
 
 class GroupOffer(NamedTuple):
-    """What one group can do for a request.
+    """Says what one group can do for a request.
 
     Attributes:
         num_cached_tokens: Tokens of the prompt that it need not compute.
