@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TOKENS_PER_REQUEST = 64
-"""A request weighs as much as so many tokens of prompts. A row costs a step less than a token of a prompt, but
-for as many steps as its answer has tokens."""
+"""A request weighs as much as so many tokens of prompts. A row costs a step less than a token of a
+prompt, but for as many steps as its answer has tokens."""
 
 
 class GroupOffer(NamedTuple):

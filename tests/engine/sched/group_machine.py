@@ -29,7 +29,7 @@ class Answer:
 
 
 class GroupMachine:
-    """`depth`: steps that may be out at once."""
+    """Steps all groups; `depth` steps may be out at once."""
 
     def __init__(
         self, config: EngineConfig, num_blocks: int, num_groups: int = 2, depth: int = 1
