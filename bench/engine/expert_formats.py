@@ -15,9 +15,10 @@ from tandem_kernels import ops
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.fp8_experts import fp8_gemm
-from tandem_kernels.experts.fused_experts import expert_gemm
+from tandem_kernels.experts.fused_experts import expert_gemm, sum_pairs
 from tandem_kernels.experts.int4_experts import int4_expert_gemm
 from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
+from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm, takes_each_pair
 from tandem_kernels.experts.mxfp4_tiles import NUMBER_WORDS, tiles_of
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.int4_packing import padded_inputs
@@ -25,6 +26,12 @@ from tandem_kernels.reference.fp8 import GROUP
 
 _BF16_FLOPS_PER_US = 690e6
 """A large bf16 GEMM on an H200, as measured inside our steps."""
+_EACH_PAIR = (
+    (8, 64, 64, 1, 3), (8, 64, 64, 1, 5), (8, 64, 64, 2, 3), (8, 64, 64, 2, 5), (8, 64, 128, 2, 3),
+    (8, 128, 64, 2, 3), (8, 128, 64, 2, 5), (16, 64, 128, 4, 3),
+)  # fmt: skip
+"""Rows, cols, depth, warps and stages of MXFP4 pairs by themselves. With 8 rows four warps would
+have to share rows and outputs, and shuffle."""
 _POWERS = 0x76767676
 """Bytes of exponents, as `mxfp4_tiles` keeps them, of small weights."""
 
@@ -223,11 +230,22 @@ class Mxfp4Weights(ExpertWeights):
     def gemm(
         self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
     ) -> None:
+        """Computes one of both GEMMs; the second with the sum over a token's pairs."""
         weight = self.w13 if gated else self.w2
-        mxfp4_gemm(x, weight, weights, rows, self._outputs(weights, gated), tuning)
+        pairs = self._outputs(weights, gated)
+        out = pairs if gated else pairs.new_empty(len(weights), pairs.shape[1])
+        if takes_each_pair(tuning, weights.numel(), out.shape[1]):
+            mxfp4_pair_gemm(x, weight, weights, rows.experts, out, tuning)
+            return
+        mxfp4_gemm(x, weight, weights, rows, pairs, tuning)
+        if not gated:
+            sum_pairs(pairs, rows.experts, out)
 
     @classmethod
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+        if rows_per_expert < 0.3:
+            for size, splits in itertools.product(_EACH_PAIR, (3, 5, 9, 15)):
+                yield ExpertTuning(*size, splits=splits, each_pair=True)
         if rows_per_expert <= 8:
             few = (
                 (16, 64, 128, 4, 4), (16, 64, 256, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 4, 4),

@@ -32,7 +32,7 @@ from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import TABLES, ExpertTable, ExpertTuning, Range
 
-_TOKENS = (1, 16, 64, 256, 2048, 8192)
+_TOKENS = (1, 4, 16, 64, 256, 2048, 8192)
 _SETS = 8
 Timed = dict[int, list[tuple[float, ExpertTuning]]]
 """Microseconds of tunings, by tokens of a step."""

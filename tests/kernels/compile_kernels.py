@@ -43,6 +43,7 @@ from tandem_kernels.experts import (
     fused_experts,
     int4_experts,
     mxfp4_experts,
+    mxfp4_pairs,
     route_tokens,
 )
 from tandem_kernels.gemm import (
@@ -596,6 +597,37 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def mxfp4_pair_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "out", "bias"),
+        **named("*i32", "weight", "experts", "arrived"),
+        **named("fp32", "limit", "alpha"),
+        **named("*fp32", "pair_weights", "sums"),
+    }
+    for gated, num_warps in ((True, 2), (False, 4)) if capability >= 90 else ((True, 2),):
+        yield Case(
+            mxfp4_pairs.mxfp4_pair_gemm_kernel,
+            f"gated={gated}",
+            types,
+            {
+                "TOP_K": 4,
+                "ROWS": 8 if num_warps < 4 else 16,
+                "COLS": 64,
+                "DEPTH": 64 if gated else 128,
+                "SPLITS": 5,
+                "GATED": gated,
+                "HAS_BIAS": True,
+                "CLAMPED": gated,
+                "BY_WARP": num_warps < 4,
+                "EVEN": gated,
+                "IN_PAIRS": True,
+                "PRECISION": "tf32",
+                "OVERLAP": capability >= 90,
+            },
+            {"num_warps": num_warps, "num_stages": 4},
+        )
+
+
 def latent_cases(capability: int) -> Iterator[Case]:
     """Yields cases of caches in 16 bits, and in FP8 where the GPU has its conversions."""
     for is_fp8 in (False, True) if capability >= 90 else (False,):
@@ -924,6 +956,7 @@ def compile_all(capability: int) -> None:
         expert_cases,
         fp8_expert_cases,
         mxfp4_expert_cases,
+        mxfp4_pair_cases,
         latent_cases,
         ragged_cases,
         linear_attention_cases,

@@ -10,6 +10,8 @@ import triton
 from interpreted_fixtures import rounds_to_e4m3, rows_by_themselves  # noqa: F401
 
 from tandem_kernels import ops
+from tandem_kernels.experts import mxfp4_experts, mxfp4_pairs
+from tandem_kernels.experts.expert_tuning import ExpertTuning
 
 pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
 
@@ -59,3 +61,30 @@ def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
 def test_tilings_of_mxfp4_experts() -> None:
     check.mxfp4_tilings(check.FEW_ROWS, (2, 2, 8, 160, 96), torch.float32)
     check.mxfp4_tilings(check.MANY_ROWS, (65, 2, 2, 32, 64), torch.float32)
+
+
+@pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=lambda tuning: f"splits={tuning.splits}")
+def test_mxfp4_pairs_by_themselves(tuning: ExpertTuning) -> None:
+    clamped = tuning.splits > 1
+    check.mxfp4_pairs(tuning, (3, 2, 4, 160, 96), torch.float32, clamped=clamped)
+
+
+def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each GEMM follows its own range; with more tiles than there are counters neither does."""
+    sizes = 3, 2, 4, 96, 64
+    pairs, usual = check.EACH_PAIR[0], check.FEW_ROWS[2]
+    launched = []
+    monkeypatch.setattr(
+        mxfp4_experts, "mxfp4_pair_gemm",
+        lambda *args, **options: launched.append(args[1].shape[1])
+        or mxfp4_pairs.mxfp4_pair_gemm(*args, **options),
+    )  # fmt: skip
+    for chosen, parts in (((pairs, usual), [2]), ((usual, pairs), [1]), ((pairs, pairs), [2, 1])):
+        monkeypatch.setattr(
+            mxfp4_experts, "expert_tuning",
+            lambda *args, gated, chosen=chosen: chosen[0] if gated else chosen[1],
+        )  # fmt: skip
+        launched.clear()
+        check.mxfp4_experts(ops.mxfp4_experts.kernel, sizes, torch.float32, clamped=True)
+        assert launched == parts
+    assert not mxfp4_pairs.takes_each_pair(pairs, 1 << 14, 65)

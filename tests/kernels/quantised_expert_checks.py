@@ -13,6 +13,7 @@ from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
+from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm
 from tandem_kernels.experts.mxfp4_tiles import tile_mxfp4, tiles_of
 
 Op = Callable[..., Any]
@@ -37,6 +38,11 @@ FEW_ROWS = [
 MANY_ROWS = [
     ExpertTuning(32, 64, 64, 4, 3, extra_rows=16),
     ExpertTuning(16, 128, 64, 4, 3, group=2, extra_rows=32),
+]
+EACH_PAIR = [
+    ExpertTuning(8, 64, 64, 2, 3, splits=3, each_pair=True),
+    ExpertTuning(16, 128, 128, 4, 3, each_pair=True),
+    ExpertTuning(8, 64, 128, 1, 3, splits=2, each_pair=True),
 ]
 
 
@@ -132,6 +138,40 @@ def mxfp4_experts(
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
         part = weights[start:end], chosen[start:end]
         assert torch.equal(op(x[start:end], *given[1:4], *part, True, **more), found[start:end])
+
+
+def mxfp4_pairs(
+    tuning: ExpertTuning,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    clamped: bool = False,
+) -> None:
+    """Pairs that are computed by themselves give what the format means, call after call the same
+    bits: whichever program is last, it adds in the order of pairs and parts. Pairs that go nowhere
+    are not waited for, and a token of such alone gets zeros."""
+    num_tokens, top_k, num_experts, hidden, width = sizes
+    blocks, exponents, wide13 = mxfp4_weight((num_experts, 2, width, hidden), device)
+    w13 = mxfp4_tiles(blocks, exponents)
+    blocks, exponents, wide2 = mxfp4_weight((num_experts, 1, hidden, width), device)
+    w2 = mxfp4_tiles(blocks, exponents)
+    x, weights, chosen = _step(sizes, dtype, device)
+    x /= 16
+    chosen[-1, 0] = -1
+    more, plain = _gate(sizes, dtype, device) if clamped else ({}, ())
+    expected = oracle.experts(x, wide13.flatten(1, 2), wide2[:, 0], weights, chosen, *plain)
+    outs = []
+    for _ in range(3 if device == "cuda" else 2):
+        between = torch.full((num_tokens * top_k, width), torch.nan, dtype=dtype, device=device)
+        out = torch.full((num_tokens, hidden), torch.nan, dtype=dtype, device=device)
+        given = weights, chosen
+        mxfp4_pair_gemm(x, w13, *given, between, tuning, more.get("b13"), more.get("gate"))
+        mxfp4_pair_gemm(between, w2, *given, out, tuning, more.get("b2"))
+        outs.append(out)
+    assert not out[num_tokens // 3].any()
+    assert oracle.relative_error(out, expected) < ROUNDED[dtype]
+    assert all(torch.equal(other, out) for other in outs)
 
 
 def _step(sizes: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,6 +46,14 @@ def test_shipped_tables(path: Path) -> None:
         assert tuning.splits >= 1
 
 
+def test_what_a_format_alone_has_is_written_where_it_is_asked_for() -> None:
+    pairs = ExpertTuning(8, 64, 64, 2, 3, splits=5, each_pair=True)
+    table = ExpertTable(gate_up=(Range(0.1, pairs), Range(None, SMALL)), down=(Range(None, pairs),))
+    data = table.to_json()
+    assert ExpertTable.from_json(data) == table
+    assert data.count(b'"each_pair":true') == 2 and b'"each_pair":false' not in data
+
+
 def test_a_measured_shape_has_its_own_table(caplog: pytest.LogCaptureFixture) -> None:
     nearest_table.cache_clear()
     assert {path.parent.name for path in SHIPPED} >= {"NVIDIA_H200"}

@@ -8,6 +8,7 @@ import quantised_expert_checks as check
 import torch
 
 from tandem_kernels import ops
+from tandem_kernels.experts.expert_tuning import ExpertTuning
 
 pytestmark = pytest.mark.gpu
 
@@ -54,6 +55,12 @@ def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
 def test_tilings_of_mxfp4_experts() -> None:
     check.mxfp4_tilings(check.FEW_ROWS, (17, 4, 32, 992, 320), torch.bfloat16, "cuda")
     check.mxfp4_tilings(check.MANY_ROWS, (100, 4, 8, 992, 320), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=lambda tuning: f"splits={tuning.splits}")
+@pytest.mark.parametrize("sizes", [(1, 4, 32, 2880, 2880), (7, 4, 32, 992, 320)])
+def test_mxfp4_pairs_by_themselves(tuning: ExpertTuning, sizes: check.Sizes) -> None:
+    check.mxfp4_pairs(tuning, sizes, torch.bfloat16, "cuda", clamped=True)
 
 
 def test_mxfp4_experts_in_fp16() -> None:

@@ -41,6 +41,8 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         splits: Parts of the inner dimension, which different programs take; in formats that can.
         extra_rows: Of a tile besides its `rows`, in formats that can: experts seldom have just as
             many as a power of two.
+        each_pair: Every (token, expert) pair has programs of its own, and the second GEMM sums
+            those of a token; in formats that can.
     """
 
     rows: int
@@ -51,6 +53,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: int = 1
     splits: int = 1
     extra_rows: int = 0
+    each_pair: bool = False
 
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -111,8 +114,8 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def to_json(self) -> bytes:
-        """Writes the file's contents, a range a line; `splits` and `extra_rows` where
-        they are not as usual."""
+        """Writes the file's contents, a range a line; what formats do not all have only where
+        it is not as usual."""
         kinds = []
         for kind in ("gate_up", "down"):
             lines = [_line(part) for part in getattr(self, kind)]
@@ -132,7 +135,7 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _line(part: Range) -> bytes:
     fields = {"up_to": part.up_to, **msgspec.structs.asdict(part.tuning)}
-    for name, usual in (("splits", 1), ("extra_rows", 0)):
+    for name, usual in (("splits", 1), ("extra_rows", 0), ("each_pair", False)):
         if fields[name] == usual:
             del fields[name]
     return msgspec.json.encode(fields)

@@ -7,12 +7,11 @@
 Weights become half precision in registers, in the order in which warps multiply from them there:
 they are the first operand, and rows the second. Four warps multiply together, with rows in shared
 memory; fewer multiply each by itself, which takes fewer instructions where rows are few. Where
-there are few tiles, the inner dimension is split, too.
+there are few tiles, the inner dimension is split, too; and of few rows a tuning may ask that each
+pair be computed by itself (`mxfp4_pairs`).
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
@@ -21,15 +20,15 @@ from torch import Tensor
 
 from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
 from tandem_kernels.experts.expert_outputs import write_pairs
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 from tandem_kernels.experts.fused_experts import sum_pairs
-from tandem_kernels.experts.mxfp4_numbers import mxfp4_weights, tile_places
+from tandem_kernels.experts.mxfp4_numbers import in_order_of_warps, mxfp4_weights, tile_places
+from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm, takes_each_pair
 
 FORMAT = "mxfp4"
-MAX_TILES = 1 << 14
-"""Steps of more tiles have programs enough without parts of the inner dimension."""
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
 
@@ -60,11 +59,7 @@ def _loaded(
     """Loads rows [ROWS, DEPTH] in the order of inputs in which warps multiply."""
     given = tl.load(places) if EVEN else tl.load(places, mask=real_k, other=0.0)
     if BY_WARP:
-        # Four inputs of a thread lie beside each other, which in a tile are two and two.
-        ROWS: tl.constexpr = given.shape[0]
-        DEPTH: tl.constexpr = given.shape[1]
-        pieces = given.reshape(ROWS, DEPTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
-        given = pieces.reshape(ROWS, DEPTH)
+        given = in_order_of_warps(given)
     return given
 
 
@@ -231,9 +226,16 @@ def mxfp4_experts(
     )
     rows = ExpertRows.of(experts, num_experts)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+    if takes_each_pair(first, num_pairs, width):
+        mxfp4_pair_gemm(x, w13, weights, experts, hidden, first, bias=b13, gate=gate)
+    else:
+        mxfp4_gemm(x, w13, weights, rows, hidden, first, bias=b13, gate=gate)
+    w2 = w2.unsqueeze(1)
+    if takes_each_pair(second, num_pairs, hidden_size):
+        mxfp4_pair_gemm(hidden, w2, weights, experts, out, second, bias=b2)
+        return out
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    mxfp4_gemm(x, w13, weights, rows, hidden, first, bias=b13, gate=gate)
-    mxfp4_gemm(hidden, w2.unsqueeze(1), weights, rows, parts, second, bias=b2)
+    mxfp4_gemm(hidden, w2, weights, rows, parts, second, bias=b2)
     sum_pairs(parts, experts, out)
     return out
 
@@ -268,7 +270,7 @@ def mxfp4_gemm(
     if splits > 1:
         size = splits, num_pairs, num_parts * num_outputs
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrived = _arrival_counts(x.device)
+        arrived = arrival_counts(x.device)
     mxfp4_expert_gemm_kernel[(num_tiles, splits)](
         x,
         weight,
@@ -306,9 +308,3 @@ def mxfp4_gemm(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
-
-
-@cache
-def _arrival_counts(device: torch.device) -> Tensor:
-    """Returns a counter for each tile, zero between kernels. Kernels on one stream share them."""
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

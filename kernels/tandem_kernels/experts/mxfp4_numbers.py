@@ -102,6 +102,16 @@ def tile_places(
 
 
 @triton.jit
+def in_order_of_warps(given: tl.tensor) -> tl.tensor:
+    """Orders rows [ROWS, DEPTH] as warps multiply that do so by themselves (BY_WARP below): four
+    inputs of a thread lie beside each other, which in a tile are two and two."""
+    ROWS: tl.constexpr = given.shape[0]
+    DEPTH: tl.constexpr = given.shape[1]
+    pieces = given.reshape(ROWS, DEPTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
+    return pieces.reshape(ROWS, DEPTH)
+
+
+@triton.jit
 def mxfp4_weights(
     places: tl.tensor,
     inside: tl.tensor,
