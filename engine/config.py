@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.eplb_config import EplbConfig
 from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
 from engine.inspection_config import InspectionConfig
@@ -143,20 +144,21 @@ class ParallelConfig:
             own. They compute their steps together, as they share the experts.
         enable_expert_parallel: Each rank has some experts as a whole, in place of a slice of
             every one.
+        eplb: Experts have copies and move between ranks, by observed load; None: they stay.
         pipeline_parallel_size: Stages, each of which has a range of the layers.
         all_reduce: Who sums over the tensor-parallel ranks of a host, on GPUs. `nccl`; `auto`:
             small messages go over memory that ranks share, as far as a measurement at the start
             finds that quicker; or the largest such messages, in bytes, in one shot and in two.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
             cluster.
-        ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else the cluster that
-            this host belongs to.
+        ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else this host's cluster.
         ray_timeout_s: The hosts of all ranks must be there after this time.
     """
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    eplb: EplbConfig | None = None
     pipeline_parallel_size: int = 1
     all_reduce: str = "nccl"
     distributed_executor_backend: ExecutorBackend = "mp"

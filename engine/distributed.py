@@ -13,6 +13,7 @@ ranks sample the same token.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
@@ -41,6 +42,11 @@ class Collectives(Protocol):
 
     def sum_own_rows(self, x: Tensor, rank: int) -> Tensor:
         """Sums `x` over ranks and returns the part of `rank`, this one; see `ParallelGroup`."""
+
+    def exchange_rows(
+        self, x: Tensor, counts: Sequence[int], out: Tensor, counts_out: Sequence[int]
+    ) -> None:
+        """Sends rows to each rank; see `ParallelGroup`."""
 
     def close(self) -> None:
         """Releases sockets and threads."""
@@ -140,6 +146,13 @@ class ParallelGroup:
             total += part
         return total
 
+    def exchange_rows(
+        self, x: Tensor, counts: Sequence[int], out: Tensor, counts_out: Sequence[int]
+    ) -> None:
+        """Sends the next `counts[r]` rows of `x` to each rank r, this one included, and fills `out`
+        with those that each sends to this one, `counts_out[r]`, in the order of ranks."""
+        self._collectives.exchange_rows(x, counts, out, counts_out)
+
     def close(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
@@ -171,6 +184,11 @@ class _Alone:
 
     def sum_own_rows(self, x: Tensor, rank: int) -> Tensor:
         return x
+
+    def exchange_rows(
+        self, x: Tensor, counts: Sequence[int], out: Tensor, counts_out: Sequence[int]
+    ) -> None:
+        out.copy_(x)
 
     def close(self) -> None:
         """Does nothing, as nothing is open."""
@@ -206,6 +224,11 @@ class _Backend:
         out = x.new_empty((len(x) // self._size, *x.shape[1:]))
         self._group._reduce_scatter_base(out, x).wait()
         return out
+
+    def exchange_rows(
+        self, x: Tensor, counts: Sequence[int], out: Tensor, counts_out: Sequence[int]
+    ) -> None:
+        self._group.alltoall_base(out, x, list(counts_out), list(counts)).wait()
 
     def close(self) -> None:
         del self._group, self.store

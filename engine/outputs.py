@@ -279,6 +279,23 @@ class GrammarStats(msgspec.Struct, array_like=True):
         self.num_masks += count
 
 
+class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
+    """Says how evenly experts are chosen, where ranks balance them.
+
+    Attributes:
+        balancedness: The mean load of ranks by the highest, of all layers together, in the last
+            steps that counted: 1 is even.
+        planned_balancedness: What it would have been with the placement that followed.
+        num_rearrangements: Times that layers were placed anew.
+        num_moved: Experts that ranks have got, all together.
+    """
+
+    balancedness: float = 1.0
+    planned_balancedness: float = 1.0
+    num_rearrangements: int = 0
+    num_moved: int = 0
+
+
 class DraftStats(msgspec.Struct, array_like=True):
     """Counts drafts of all requests so far.
 
@@ -367,6 +384,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     residency: ResidencyStats | None = None
     work: WorkStats | None = None
     lora: LoRAStats | None = None
+    experts: ExpertStats | None = None
 
 
 def merged_stats(of_groups: list[SchedulerStats]) -> SchedulerStats:

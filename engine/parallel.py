@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -28,11 +28,14 @@ class ExpertRanks:
 
     Attributes:
         are_whole: Each rank has whole experts, some of them; else a slice of every one.
+        num_redundant: Copies of experts beyond one of each, on all ranks together, where experts
+            move while the engine runs; None: they stay where they are.
     """
 
     rank: int
     size: int
     are_whole: bool = False
+    num_redundant: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class ParallelPlace:
         ep: Ranks that share the experts; None: those of `tp`, a slice of every expert each.
         dp: Ranks that hold the same weights and other requests.
         exchange: See `token_exchange`; None: all ranks have the same tokens.
+        movers: The ranks of `ep`, between which experts move; None: they stay where they are.
     """
 
     layers: range
@@ -54,6 +58,13 @@ class ParallelPlace:
     ep: ExpertRanks | None = None
     dp: ParallelGroup = field(default_factory=_alone)
     exchange: TokenExchange | None = None
+    movers: ParallelGroup | None = None
+
+    @property
+    def with_fixed_experts(self) -> ParallelPlace:
+        """Returns the place for layers whose experts never move, such as a drafter's."""
+        ep = None if self.ep is None else replace(self.ep, num_redundant=None)
+        return replace(self, ep=ep, movers=None)
 
     @property
     def token_exchange(self) -> TokenExchange:
@@ -66,6 +77,8 @@ class ParallelPlace:
 
     def close(self) -> None:
         """Leaves all groups."""
+        if self.movers is not None:
+            self.movers.close()
         for group in (self.dp, self.pp, self.tp):
             group.close()
 
@@ -88,10 +101,10 @@ def take_place(
     size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     group, own = divmod(rank, parallel.group_size)
     stage, tp_rank = divmod(own, size)
-    stores: dict[str, PrefixStore | None] = {"tp": None, "pp": None, "dp": None}
-    if parallel.num_ranks > size:
+    stores: dict[str, PrefixStore | None] = dict.fromkeys(("tp", "pp", "dp", "ep"))
+    if parallel.num_ranks > size or parallel.eplb is not None:
         store = meet(rank, parallel.num_ranks, rendezvous, _CONNECT_TIMEOUT)
-        numbers = {"tp": rank // size, "pp": group * size + tp_rank, "dp": own}
+        numbers = {"tp": rank // size, "pp": group * size + tp_rank, "dp": own, "ep": 0}
         stores = {kind: PrefixStore(f"{kind}{number}", store) for kind, number in numbers.items()}
 
     def group_of(kind: str, number: int, count: int) -> ParallelGroup:
@@ -116,13 +129,15 @@ def take_place(
         _expert_ranks(parallel, rank, tp_rank),
         dp,
         GatherScatter(dp) if dp.size > 1 else None,
+        None if parallel.eplb is None else group_of("ep", rank, parallel.num_ranks),
     )
 
 
 def _expert_ranks(parallel: ParallelConfig, rank: int, tp_rank: int) -> ExpertRanks | None:
     """Returns who shares the experts of a layer: the ranks of all groups, or of one stage."""
     are_whole = parallel.enable_expert_parallel
+    redundant = None if parallel.eplb is None else parallel.eplb.num_redundant_experts
     if parallel.data_parallel_size > 1:
-        return ExpertRanks(rank, parallel.num_ranks, are_whole=are_whole)
+        return ExpertRanks(rank, parallel.num_ranks, are_whole, redundant)
     size = parallel.tensor_parallel_size
-    return ExpertRanks(tp_rank, size, are_whole=True) if are_whole else None
+    return ExpertRanks(tp_rank, size, True, redundant) if are_whole else None

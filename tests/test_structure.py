@@ -39,6 +39,8 @@ SOURCE_ROOTS = {
 ENGINE_ORDER = [
     {
         "config",
+        "eplb_config",
+        "expert_placement",
         "crash_facts",
         "life_places",
         "inspection_config",
@@ -167,6 +169,8 @@ TORCH_FREE = [
     "kv_transfer.errors",
     "engine.config",
     "engine.crash_facts",
+    "engine.eplb_config",
+    "engine.expert_placement",
     "engine.life_places",
     "engine.profiles",
     "engine.step_work",

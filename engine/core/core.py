@@ -190,6 +190,7 @@ class EngineCore:
         stats = self.scheduler.stats()
         stats.worker_host_s = self._executor.host_s
         stats.grammar = self._executor.grammar_stats
+        stats.experts = self._executor.expert_stats
         stats.num_dropped_messages = self._executor.num_dropped_messages
         return stats
 

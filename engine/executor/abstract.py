@@ -20,7 +20,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
-from engine.outputs import GrammarStats
+from engine.outputs import ExpertStats, GrammarStats
 from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import Step, StepResult
 from host.process_host import ProcessHost
@@ -107,6 +107,11 @@ class Executor(ABC):
     @abstractmethod
     def grammar_stats(self) -> GrammarStats:
         """Returns what grammars have cost rank 0."""
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """Returns how evenly experts were chosen; None: nobody balances them."""
+        return None
 
     @property
     def num_dropped_messages(self) -> int:

@@ -54,7 +54,7 @@ from engine.executor.worker_messages import (
     WorkerReply,
 )
 from engine.life_places import worker_place
-from engine.outputs import GrammarStats
+from engine.outputs import ExpertStats, GrammarStats
 from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import GroupStep, Step, StepResult
 from engine.sched.output import EncodingOutput
@@ -122,6 +122,7 @@ class ProcessExecutor(Executor):
         self._num_blocks, self._device_name = 0, ""
         self._host_s = 0.0
         self._grammar_stats = GrammarStats()
+        self._expert_stats: ExpertStats | None = None
 
     # Where the workers are --------------------------------------------------------------------
 
@@ -257,12 +258,13 @@ class ProcessExecutor(Executor):
     def _receive(self) -> WorkerReply | None:
         reply = self._replies.next()
         match reply:
-            case StepDone(output, host_s, grammar_stats, group) if self._sent_at:
+            case StepDone(output, host_s, grammar_stats, group, expert_stats) if self._sent_at:
                 if self._results.add(group, output):
                     self._sent_at.popleft()
                 if group == 0:
                     self._host_s = host_s
                     self._grammar_stats = grammar_stats or self._grammar_stats
+                    self._expert_stats = expert_stats
             case ProfileBegun() | ProfileEnded():
                 self._profile_replies.append(reply)
             case AdapterLoaded():
@@ -359,6 +361,10 @@ class ProcessExecutor(Executor):
     @property
     def grammar_stats(self) -> GrammarStats:
         return self._grammar_stats
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        return self._expert_stats
 
     @property
     def num_dropped_messages(self) -> int:

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.crash_facts import ExceptionFacts
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
-from engine.outputs import GrammarStats, ModelRunnerOutput
+from engine.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.profiles import RankTrace
 from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import GroupStep
@@ -124,13 +124,15 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
     """Comes from one rank of each data-parallel group (`ParallelConfig.answers`), as all that
-    sample do so alike. `host_s` and `grammar_stats`: see `Executor`; None: no grammar has come yet.
+    sample do so alike. `host_s`, `grammar_stats` and `expert_stats`: see `Executor`; None: no
+    grammar has come yet, and nobody balances experts.
     """
 
     output: ModelRunnerOutput
     host_s: float
     grammar_stats: GrammarStats | None = None
     group: int = 0
+    expert_stats: ExpertStats | None = None
 
 
 class ProfileBegun(msgspec.Struct, tag="profile_begun", array_like=True):

@@ -149,7 +149,9 @@ class WorkerProc:
         if self._answers:
             stats = self._worker.grammar_stats
             known = stats if stats.has_any else None
-            self._reply(StepDone(result, self._worker.host_s, known, self._worker.group))
+            worker = self._worker
+            done = StepDone(result, worker.host_s, known, worker.group, worker.expert_stats)
+            self._reply(done)
 
     def _next_command(self) -> WorkerCommand:
         message = self._queue.dequeue()

@@ -54,6 +54,11 @@ class Router(nn.Module):
 
     Args:
         share: Of the experts; None: all are on this rank.
+
+    Attributes:
+        own_numbers: See `tandem_kernels.reference.experts.route_tokens`; overwritten where experts
+            move.
+        loads: [slots of this rank] int64, to which routed tokens are added; None: nobody counts.
     """
 
     bias: nn.Parameter | None
@@ -70,6 +75,7 @@ class Router(nn.Module):
         super().__init__()
         self.options = options
         self.own_numbers = None if share is None else share.own_numbers(shard.device)
+        self.loads: Tensor | None = None
         self.deterministic = shard.gemms.deterministic
         self.few_rows = shard.gemms.few_rows
         self.weight = shard.parameter(num_experts, hidden_size)
@@ -92,6 +98,7 @@ class Router(nn.Module):
             top_groups=options.top_groups,
             logit_bias=self.logit_bias,
             own_numbers=self.own_numbers,
+            loads=self.loads,
         )
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from engine.config import Dtype, LoadFormat, ModelConfig, ParallelConfig, QuantizationName
+from engine.expert_placement import initial_placement
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
 from engine.models.errors import CheckpointError
 from engine.models.quantization.reader import read_quantization
@@ -225,6 +226,16 @@ def check_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
             "start without --enable-expert-parallel",
         )
     spec.check_parallel(model, parallel)
+    if parallel.eplb is not None:
+        num_redundant = parallel.eplb.num_redundant_experts
+        try:
+            initial_placement(spec.num_experts, num_redundant, parallel.num_ranks)
+        except ValueError as error:
+            raise CheckpointError(
+                model.path,
+                f"has experts that cannot be balanced: {error}",
+                "choose another num_redundant_experts in --eplb-config",
+            ) from error
 
 
 @contextmanager

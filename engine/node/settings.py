@@ -46,6 +46,7 @@ from engine.node.adapter_settings import AdapterSettings
 from engine.node.cache_settings import CacheSettings
 from engine.node.command_line import SettingsError as SettingsError
 from engine.node.command_line import parse_settings
+from engine.node.expert_settings import ExpertSettings, check_eplb
 from engine.node.group_settings import check_groups
 from engine.node.image_settings import ImageSettings
 from engine.node.inspection_settings import InspectionSettings
@@ -64,6 +65,7 @@ class EngineSettings(
     ImageSettings,
     AdapterSettings,
     SpeculativeSettings,
+    ExpertSettings,
     CacheSettings,
     TransferSettings,
     TraceSettings,
@@ -337,7 +339,9 @@ class EngineSettings(
                 "with ray as --distributed-executor-backend Ray hands out the GPUs: leave "
                 "--first-gpu, and give `ray start` the GPUs to use in CUDA_VISIBLE_DEVICES"
             )
-        return ParallelConfig(**self._named_as_in(ParallelConfig))
+        parallel = ParallelConfig(**self._named_as_in(ParallelConfig), eplb=self.eplb)
+        check_eplb(parallel, deterministic=self.deterministic)
+        return parallel
 
     def _device_config(self) -> DeviceConfig:
         device = detect_device() if self.device == "auto" else self.device

@@ -29,12 +29,13 @@ from engine.errors import CannotStartError
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
-from engine.outputs import GrammarStats, ModelRunnerOutput
+from engine.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.parallel import ParallelPlace, take_place
 from engine.sched.group_output import GroupStep, Step
 from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
 from engine.worker.dummy_steps import step_without_rows
+from engine.worker.expert_balancer import ExpertBalancer, create_balancer
 from engine.worker.group_runner import GroupRunner
 from engine.worker.kv_cache import (
     KVCache,
@@ -84,6 +85,7 @@ class Worker:
 
     runner: ModelRunner
     load_log: LoadLog
+    balancer: ExpertBalancer | None
     _device: torch.device
     _cache_memory: torch.Tensor
     _place: ParallelPlace
@@ -140,16 +142,17 @@ class Worker:
             log = self.load_log = LoadLog(report)
             skipped = load_weights(model, config, log.report, log.start)
             log.finish(skipped, tells_skipped=self.rank == 0)
+            self.balancer = create_balancer(config, self._place, model)
             draft = None
             if config.draft is not None:
-                draft = create_draft(config, self._place, self._device, model)
+                place = self._place.with_fixed_experts
+                draft = create_draft(config, place, self._device, model)
                 load_weights(draft, config_of_draft(config), lambda fraction: None)
             tower = create_tower(config, self._place, self._device)
             if tower is not None:
                 load_weights(tower, config, lambda fraction: None, is_tower=True)
             if config.parallel.data_parallel_size > 1:
-                place = self._place
-                self.runner = GroupRunner(config, model, self._connector, self._device, place)
+                self.runner = GroupRunner(config, model, self._connector, self._device, self._place)
             else:
                 self.runner = create_runner(
                     self._place.pp,
@@ -225,6 +228,8 @@ class Worker:
         if self._device.type == "cuda":
             self._capture_graphs(report)
         self.runner.sampler.grammars.wait_until_prepared()
+        if self.balancer is not None:
+            self.balancer.begin()
 
     def _capture_graphs(self, report: Callable[[str, float], None]) -> None:
         full = cure_of_full_cache(self.config)
@@ -260,6 +265,8 @@ class Worker:
         grammars = self.runner.sampler.grammars
         started = time.perf_counter() - grammars.waited_s
         try:
+            if self.balancer is not None:
+                self.balancer.before_step(step.step_id)
             if isinstance(step, GroupStep):
                 assert isinstance(self.runner, GroupRunner)
                 return self.runner.run(step)
@@ -289,6 +296,11 @@ class Worker:
     def grammar_stats(self) -> GrammarStats:
         """Returns what grammars have cost this rank."""
         return self.runner.sampler.grammars.stats
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """Returns how evenly experts were chosen; None: they stay where they are."""
+        return None if self.balancer is None else self.balancer.stats
 
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""

@@ -457,7 +457,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
         **named("*fp32", "pair_weights", "weights", "bias", "logit_bias", "logits"),
         **named("*i32", "experts", "order", "counts", "own_numbers"),
         **named("fp32", "scaling", "limit", "alpha"),
-        "slot_mapping": "*i64",
+        **named("*i64", "slot_mapping", "loads"),
     }
     route = {"NUM_EXPERTS": 60, "LANES": 64, "TOP_K": 6, "K_LANES": 8, "TOP_GROUPS": 2}
     for has_bias in (False, True):
@@ -473,6 +473,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": has_bias,
                 "HAS_LOGIT_BIAS": not has_bias,
                 "COPIES": 3 if has_bias else 0,
+                "COUNTED": has_bias,
                 "OVERLAP": capability >= 90,
             },
             {"num_warps": 1},

@@ -587,8 +587,10 @@ def route_to_own_experts(op: Op, device: str = "cpu") -> None:
     second = torch.tensor([[-1, -1, -1, 0, 1, 2], [-1, 3, -1, 0, 1, 2]], dtype=torch.int32)
     found = []
     for table in (first, second):
-        same, own = op(logits, slots, None, 3, own_numbers=table.to(device))
+        loads = torch.full((4,), 5, dtype=torch.int64, device=device)
+        same, own = op(logits, slots, None, 3, own_numbers=table.to(device), loads=loads)
         assert torch.equal(same, weights)
+        assert loads.tolist() == [5 + int((own == number).sum()) for number in range(4)]
         found.append(own)
     assert all((own[4] == -1).all() for own in found)
     for token in (0, 1, 2, 3, 5, 6, 7, 8):

@@ -25,6 +25,7 @@ def route_tokens_kernel(
     bias: tl.tensor,
     logit_bias: tl.tensor,
     own_numbers: tl.tensor,
+    loads: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
     logits_stride: tl.tensor,
@@ -40,6 +41,7 @@ def route_tokens_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_LOGIT_BIAS: tl.constexpr,
     COPIES: tl.constexpr,
+    COUNTED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Routes one token in each program."""
@@ -93,6 +95,8 @@ def route_tokens_kernel(
     if tl.load(slot_mapping + token) < 0:
         chosen = tl.full([K_LANES], -1, tl.int32)
         share = tl.zeros([K_LANES], tl.float32)
+    if COUNTED:
+        tl.atomic_add(loads + chosen, 1, mask=(k < TOP_K) & (chosen >= 0), sem="relaxed")
     tl.store(weights + token * TOP_K + k, share * scaling, mask=k < TOP_K)
     tl.store(experts + token * TOP_K + k, chosen, mask=k < TOP_K)
 
@@ -110,6 +114,7 @@ def route_tokens(
     top_groups: int = 1,
     logit_bias: Tensor | None = None,
     own_numbers: Tensor | None = None,
+    loads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.experts.route_tokens`."""
     num_tokens, num_experts = logits.shape
@@ -123,6 +128,7 @@ def route_tokens(
             bias,
             logit_bias,
             own_numbers,
+            loads,
             weights,
             experts,
             logits.stride(0),
@@ -138,6 +144,7 @@ def route_tokens(
             HAS_BIAS=bias is not None,
             HAS_LOGIT_BIAS=logit_bias is not None,
             COPIES=0 if own_numbers is None else len(own_numbers),
+            COUNTED=loads is not None,
             OVERLAP=overlap,
             num_warps=1,
             **({"launch_pdl": True} if overlap else {}),

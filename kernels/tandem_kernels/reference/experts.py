@@ -27,6 +27,7 @@ def route_tokens(
     top_groups: int = 1,
     logit_bias: Tensor | None = None,
     own_numbers: Tensor | None = None,
+    loads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token, and how much each counts.
 
@@ -43,6 +44,7 @@ def route_tokens(
         logit_bias: [E] float32 or None, added to the logits.
         own_numbers: [C, E] int32 or None: what an expert is numbered here, -1 if it is elsewhere.
             Token t looks in row t % C, so that copies of an expert share its tokens.
+        loads: [experts that are here] int64 or None: each gets the number of its tokens added.
 
     Returns:
         (weights [T, k] float32, experts [T, k] int32); -1 and 0.0 for padding, and -1 for experts
@@ -67,10 +69,10 @@ def route_tokens(
     if own_numbers is not None:
         row = torch.arange(len(logits), device=logits.device) % len(own_numbers)
         experts = own_numbers[row[:, None], experts]
-    return (
-        (weights * scaling).masked_fill(padding, 0.0),
-        experts.int().masked_fill(padding, -1),
-    )
+    experts = experts.int().masked_fill(padding, -1)
+    if loads is not None:
+        loads += torch.bincount(experts[experts >= 0], minlength=len(loads))
+    return (weights * scaling).masked_fill(padding, 0.0), experts
 
 
 def fused_experts(

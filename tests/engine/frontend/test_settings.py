@@ -97,7 +97,7 @@ def test_engine_config_of_the_demo_checkpoint(demo_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("part", [CacheConfig, ParallelConfig, DeviceConfig, SchedulerConfig])
 def test_every_part_of_the_engine_can_be_told(part: type[Any]) -> None:
-    names = {field.name for field in fields(part)} - {"policy", "kv_scales"}
+    names = {field.name for field in fields(part)} - {"policy", "kv_scales", "eplb"}
     assert names <= EngineSettings.model_fields.keys()
 
 
