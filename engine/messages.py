@@ -218,6 +218,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """First tokens of further answers, of a request that draws for several."""
     draft_feature: bytes | None = None
     """Holds what a drafter reads of the last prompt token, with a prefill node's first token."""
+    group: int = -1
+    """The data-parallel group that was chosen for a prompt whose KV a peer pulls, before anything
+    else is told of it; -1: this tells of none."""
 
 
 class KVTransferResult(msgspec.Struct, array_like=True):

@@ -40,7 +40,8 @@ class GroupConnector:
         first, *others = (connector.peer_info for connector in self.groups)
         if first is None:
             return None
-        return msgspec.structs.replace(first, groups=tuple(one for one in others if one))
+        groups = tuple(one for one in others if one)
+        return msgspec.structs.replace(first, groups=groups, names_group=True)
 
     @property
     def process_pids(self) -> list[int]:

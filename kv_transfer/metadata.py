@@ -27,7 +27,7 @@ from kv_transfer.tier import Tier
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
     """A node as seen from the data plane. `endpoints[rank]` are host:port strings. `is_decode`: it
     is a decode node, whose certificate says so. `groups`: further data-parallel groups of the same
-    node, whose blocks are their own."""
+    node, whose blocks are their own. `names_group`: it says which of them computes a prompt."""
 
     engine_id: str
     epoch: int
@@ -35,19 +35,22 @@ class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[tuple[str, ...], ...] = ()
     is_decode: bool = False
     groups: tuple[KVPeer, ...] = ()
+    names_group: bool = False
 
     def of(self, transfer_id: str) -> KVPeer:
-        """Returns the group that holds the KV of a transfer, as the node itself chooses it."""
-        group = group_of_transfer(transfer_id, 1 + len(self.groups))
-        return self if group == 0 and not self.groups else [self._alone(), *self.groups][group]
+        """Returns the group that holds the KV of a transfer whose group nobody named."""
+        return self.group(group_of_transfer(transfer_id, 1 + len(self.groups)))
 
-    def _alone(self) -> KVPeer:
-        return msgspec.structs.replace(self, groups=())
+    def group(self, index: int) -> KVPeer:
+        """Returns one of the groups, alone. Raises IndexError."""
+        if not self.groups and index == 0:
+            return self
+        alone = msgspec.structs.replace(self, groups=(), names_group=False)
+        return (alone, *self.groups)[index]
 
 
 def group_of_transfer(transfer_id: str, num_groups: int) -> int:
-    """Returns the group whose blocks a transfer is of. Both sides compute it: the puller begins
-    before the holder could tell it."""
+    """Returns the group of a transfer where one side is of a release that cannot tell the other."""
     return int(transfer_id[:8], 16) % num_groups if num_groups > 1 else 0
 
 

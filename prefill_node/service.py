@@ -5,7 +5,7 @@ Life of a call:
     1. refused at once: stopping (UNAVAILABLE), handshake was with another process
        (FAILED_PRECONDITION), wrong request (INVALID_ARGUMENT), queue too long
        (RESOURCE_EXHAUSTED, with our load)
-    2. `accepted`
+    2. `accepted`; of several data-parallel groups it names the one that the engine has chosen
     3. `first_token`, as soon as it is sampled, behind the prompt's log probabilities if they were
        asked for, and with the first tokens of further answers to the prompt; KV moves meanwhile
     4. `done` when all KV was taken, or `failed`
@@ -46,7 +46,12 @@ from engine.prefix_holder import checked_holder
 from engine.request_spec import UnknownSpecVersion, decode_spec
 from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
+from kv_transfer.metadata import (
+    KVPeer,
+    KVTransferParams,
+    group_of_transfer,
+    is_transfer_id,
+)
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from prefill_node.images import read_pixels
 from prefill_node.metrics import PrefillMetrics
@@ -97,6 +102,8 @@ class _Call:
     record: PromptRecord
     is_told: bool = False
     """Its trace is written."""
+    reads_group: bool = False
+    """The caller waits to hear which data-parallel group the engine chooses."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -118,6 +125,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._tracer = tracer or Tracer()
         self._requests = requests or RequestLog()
+        self._num_groups = engine.config.parallel.data_parallel_size
         self._model_name = engine.config.model.served_model_name
         self._input_processor = InputProcessor(engine.config)
         self._max_waiting_requests = max_waiting_requests
@@ -167,11 +175,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         context.add_done_callback(
             lambda _: self._engine.abort(work.request_id)  # type: ignore[arg-type]
         )
-        call = _Call(work, record)
+        call = _Call(work, record, reads_group=self._is_placed_by_engine(request))
         try:
-            yield prefill_pb2.PrefillEvent(
-                accepted=prefill_pb2.Accepted(), load=self._status.load()
-            )
+            if not call.reads_group:
+                yield self._accepted(0)
             async with aclosing(self._serve(call)) as events:
                 async for event in events:
                     if event.WhichOneof("event") == "failed":
@@ -192,6 +199,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             stream = self._engine.generate(work)
             async for output in stream:
                 if output.is_replay:
+                    continue
+                if output.group >= 0:
+                    if call.reads_group:
+                        yield self._accepted(output.group)
                     continue
                 if output.token_ids:
                     self._status.work.num_computing -= 1
@@ -288,6 +299,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         request.prefix_holder = checked_holder(message.prefix_holder)
         request.pixels = read_pixels(message, self._engine.config.model.vision)
         if not message.first_token_only:
+            if not message.reads_group:
+                request.group = group_of_transfer(message.transfer_id, self._num_groups)
             request.kv_transfer_params = KVTransferParams(
                 do_remote_decode=True,
                 transfer_id=message.transfer_id,
@@ -344,6 +357,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._requests.end(f"prefill {record.outcome}", **record.facts())
         if self._tracer.wants(trace):
             self._tracer.write(trace, spans_of(record, self._model_name))
+
+    def _is_placed_by_engine(self, message: prefill_pb2.PrefillRequest) -> bool:
+        """Returns whether the engine says which group has the prompt, and the caller reads it."""
+        return self._num_groups > 1 and message.reads_group and not message.first_token_only
+
+    def _accepted(self, group: int) -> prefill_pb2.PrefillEvent:
+        accepted = prefill_pb2.Accepted(group=group)
+        return prefill_pb2.PrefillEvent(accepted=accepted, load=self._status.load())
 
     def _done(self, kv_bytes: int) -> prefill_pb2.PrefillEvent:
         done = prefill_pb2.Done(kv_bytes=kv_bytes)

@@ -122,7 +122,9 @@ class PrefillClient:
         metadata = (*trace.items(), *self._credentials.metadata())
         stub = await node.stub()
         call = stub.Prefill(_message(request, params), metadata=metadata)
-        events = PrefillEvents(request.prefill_spec, self._vocab_size)
+        peer = params.peer
+        num_groups = 1 + len(peer.groups) if peer is not None and peer.names_group else 0
+        events = PrefillEvents(request.prefill_spec, self._vocab_size, num_groups)
         try:
             async for message in call:
                 event = events.read(message)
@@ -185,6 +187,7 @@ def _message(request: GenerationRequest, params: KVTransferParams) -> prefill_pb
         spec=encode_spec(request.prefill_spec),
         first_token_only=params.first_token_only,
         prefix_holder=request.prefix_holder,
+        reads_group=params.peer.names_group,
         images=[
             prefill_pb2.ImagePixels(rows=one.rows, columns=one.columns, patches=one.patches)
             for one in request.pixels

@@ -65,17 +65,26 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPlaced:
+    """The data-parallel group `group` of the prefill node computes the prompt."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVTaken:
     """The prefill node holds nothing more of this request."""
 
 
-PrefillEvent = PromptLogprobs | FirstToken | KVTaken
+PrefillEvent = PromptPlaced | PromptLogprobs | FirstToken | KVTaken
 
 
 class PrefillEvents:
-    """Reads the messages of one call, in their order."""
+    """Reads the messages of one call, in their order. `num_groups`: data-parallel groups of which
+    the node names one; 0: it names none."""
 
-    def __init__(self, spec: RequestSpec, vocab_size: int) -> None:
+    def __init__(self, spec: RequestSpec, vocab_size: int, num_groups: int = 0) -> None:
+        self._num_groups = num_groups
         self._prompt = spec.prompt_token_ids
         self._num_own = spec.num_own_prompt_tokens
         self._num_top = spec.sampling.logprobs
@@ -89,6 +98,10 @@ class PrefillEvents:
         """Returns the event, or None for a message that means nothing to us. Raises
         `PrefillError`: the node reports a failure, or says what cannot be."""
         match message.WhichOneof("event"):
+            case "accepted" if self._num_groups:
+                group = message.accepted.group
+                _check(group < self._num_groups, "a group that it does not have")
+                return PromptPlaced(group)
             case "first_token":
                 return self._first_token(message.first_token)
             case "prompt_logprobs":

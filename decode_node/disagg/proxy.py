@@ -153,6 +153,7 @@ class DisaggProxy:
         }
         self.open.enter()
         claim: Claim | None = None
+        remote: RemotePrefill | None = None
         stream: OutputStream | None = None
         task: asyncio.Task[None] | None = None
         try:
@@ -190,6 +191,8 @@ class DisaggProxy:
                 stream.close()
             if claim is not None:
                 claim.release()
+            if remote is not None:
+                await remote.close()
 
     def abort_all(self) -> None:
         """Ends every request: streams that the engine has end with `abort`, requests that wait

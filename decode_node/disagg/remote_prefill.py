@@ -4,6 +4,9 @@ failures.
 Each attempt has two sources of news, the `Prefill` call and the KV transfer, in any order;
 `decode_node/disagg/prefill_join.py` draws what they lead to.
 
+A node with data-parallel groups chooses one for the prompt, and says so at once: it is called
+before our engine gets the request, which then pulls from that group.
+
 If it is known before that the first token ends the answer (one token is asked for), no KV is asked
 for, and the engine is left out of it.
 
@@ -29,13 +32,17 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from decode_node.disagg.prefill_client import AVOIDED
 from decode_node.disagg.prefill_events import (
     CANNOT_FOLLOW,
+    WRONG_ANSWER,
     FirstToken,
     KVTaken,
     PrefillError,
     PrefillEvent,
+    PromptPlaced,
 )
 from decode_node.disagg.prefill_join import JoinInput, JoinState, following
 from decode_node.observe.timeline import PrefillRecord
@@ -106,6 +113,18 @@ class RemotePrefillLimits:
 News = PrefillEvent | KVTransferResult | PrefillError | EngineDeadError
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Is an open `Prefill` call, whose events `task` puts into `news`."""
+
+    news: asyncio.Queue[News]
+    task: asyncio.Task[None]
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
 class RemotePrefill:
     """Follows one prompt: `choose` a node before the engine gets the request; then `run` until all
     is joined. `state` changes in `take` alone."""
@@ -130,6 +149,8 @@ class RemotePrefill:
         self._address = ""
         self._attempt = -1
         self._of_prompt: list[PromptLogprobs] = []
+        self._placed: _Call | None = None
+        """The call of an attempt that is not followed yet."""
         self.state = JoinState.CHOOSING
 
     async def choose(self) -> KVTransferParams | None:
@@ -147,16 +168,51 @@ class RemotePrefill:
             self._record.prefill_node = address
             self._record.path = "remote"
             self.take(JoinInput.CALLED)
-            return KVTransferParams(
+            params = KVTransferParams(
                 do_remote_prefill=True,
                 transfer_id=self._transfer_id,
                 attempt=self._attempt,
-                peer=peer.of(self._transfer_id),
+                peer=peer if peer.names_group else peer.of(self._transfer_id),
                 first_token_only=self._request.spec.needs_one_token,
             )
+            if not peer.names_group or params.first_token_only:
+                return params
+            try:
+                return await self._place(params, peer)
+            except PrefillError as error:
+                self._failed(error)
         self._record.prefill_node = None
         self._record.path = "local"
         return None
+
+    async def _place(self, params: KVTransferParams, peer: KVPeer) -> KVTransferParams:
+        """Calls the node, and returns what is to be pulled once it has said from which group.
+        Raises `PrefillError`."""
+        news: asyncio.Queue[News] = asyncio.Queue()
+        call = self._placed = _Call(news, asyncio.create_task(self._listen_to_call(params, news)))
+        try:
+            async with asyncio.timeout(self._limits.first_token_s):
+                first = await news.get()
+        except TimeoutError:
+            self.take(JoinInput.TOO_SLOW)
+            first = PrefillError("timeout", f"{self._address}: no group in time")
+        else:
+            if isinstance(first, PrefillError):
+                self.take(JoinInput.CALL_FAILED)
+            elif not isinstance(first, PromptPlaced):
+                self.take(JoinInput.CALL_FAILED)
+                first = PrefillError(WRONG_ANSWER, f"{self._address}: it named no group")
+        if isinstance(first, PrefillError):
+            self._placed = None
+            await call.close()
+            raise first
+        return msgspec.structs.replace(params, peer=peer.group(first.group))
+
+    async def close(self) -> None:
+        """Ends a call that nobody follows. Idempotent."""
+        call, self._placed = self._placed, None
+        if call is not None:
+            await call.close()
 
     async def run(self, params: KVTransferParams) -> None:
         """Follows attempts until the engine has KV and first token, or has to compute the prompt
@@ -168,11 +224,7 @@ class RemotePrefill:
             except EngineDeadError:
                 return
             except PrefillError as error:
-                self._note(self._address, error)
-                if error.code == "failed_precondition":
-                    self._addresses.appendleft(self._address)
-                elif error.code == CANNOT_FOLLOW:
-                    self._addresses.clear()
+                self._failed(error)
             except Exception:
                 logger.exception("request %s: remote prefill broke off", request_id)
                 self._addresses.clear()
@@ -189,8 +241,13 @@ class RemotePrefill:
 
     async def _run_attempt(self, params: KVTransferParams) -> None:
         """Runs one attempt. Raises `PrefillError` when this attempt will bring nothing more."""
-        news: asyncio.Queue[News] = asyncio.Queue()
-        call = asyncio.create_task(self._listen_to_call(params, news))
+        placed, self._placed = self._placed, None
+        news = asyncio.Queue[News]() if placed is None else placed.news
+        call = (
+            asyncio.create_task(self._listen_to_call(params, news))
+            if placed is None
+            else placed.task
+        )
         tasks = [call]
         if not params.first_token_only:
             tasks.append(asyncio.create_task(self._listen_to_kv(params.attempt, news)))
@@ -243,7 +300,7 @@ class RemotePrefill:
                     raise news
             case EngineDeadError():
                 raise news
-            case KVTaken():
+            case KVTaken() | PromptPlaced():
                 return
 
     def take(self, came: JoinInput) -> None:
@@ -300,6 +357,14 @@ class RemotePrefill:
             news.put_nowait(KVTransferResult(request_id, attempt, False, reason=ended))
         except EngineDeadError as error:
             news.put_nowait(error)
+
+    def _failed(self, error: PrefillError) -> None:
+        """Notes that the attempt has failed, and who is asked next."""
+        self._note(self._address, error)
+        if error.code == "failed_precondition":
+            self._addresses.appendleft(self._address)
+        elif error.code == CANNOT_FOLLOW:
+            self._addresses.clear()
 
     def _note(self, address: str, error: PrefillError) -> None:
         self._record.failures.append(error.code)

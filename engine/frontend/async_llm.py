@@ -386,7 +386,7 @@ class AsyncLLM:
             error=output.error,
         )
         processed.siblings = output.siblings
-        processed.draft_feature = output.draft_feature or b""
+        processed.draft_feature, processed.group = output.draft_feature or b"", output.group
         state.queue.put_nowait(processed)
         if processed.finished:
             self._forget(state)

@@ -43,6 +43,8 @@ class RequestOutput:
             several: the first tokens of the others.
         draft_feature: With the first token on a prefill node: what a drafter reads of the last
             prompt token.
+        group: Comes alone and first, on a prefill node with data-parallel groups: the one that
+            computes the prompt. -1 otherwise.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class RequestOutput:
     is_replay: bool = False
     siblings: SiblingTokens | None = None
     draft_feature: bytes = b""
+    group: int = -1
 
     @property
     def finished(self) -> bool:

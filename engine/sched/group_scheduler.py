@@ -20,6 +20,7 @@ from engine.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.outputs import SchedulerStats, TokenLogprobs, merged_stats
 from engine.request import Request
 from engine.sched.admission import Admission
+from engine.sched.exports import is_exported
 from engine.sched.group_choice import choose_group
 from engine.sched.group_output import GroupOutput, GroupStep
 from engine.sched.output import SchedulerOutput
@@ -27,7 +28,7 @@ from engine.sched.remote_kv import RemoteKV
 from engine.sched.scheduler import Scheduler
 from engine.sched.work_meter import WorkMeter
 from kv_transfer.group_connector import GroupEvents
-from kv_transfer.metadata import KVConnectorOutput, KVTransferParams, group_of_transfer
+from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
 
 
 class _StepSizes:
@@ -63,26 +64,26 @@ class GroupScheduler:
     # Requests ---------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> EngineCoreOutputs:
-        """Adds a request to the group that it names, or that has most room. Raises ValueError like
-        `Scheduler`."""
+        """Adds a request to the group that it names, or to the best one, which is told to the peer
+        of a prompt. Raises ValueError like `Scheduler`."""
         if request.request_id in self._group_of:
             raise ValueError(f"request {request.request_id!r} exists already")
-        chosen = self._choose(request)
+        group = self._choose(request)
+        chosen = self.groups[group]
         for name in (request.request_id, *request.choice_ids):
             self._group_of[name] = chosen
         if request.choice_ids:
             self._choices_of[request.request_id] = set(request.choice_ids)
             self._prompt_of |= dict.fromkeys(request.choice_ids, request.request_id)
-        return self._heard(chosen.add_request(request))
+        results = self._heard(chosen.add_request(request))
+        if is_exported(request) and not results.outputs:
+            results.outputs.append(EngineCoreOutput(request.request_id, [], group=group))
+        return results
 
-    def _choose(self, request: Request) -> Scheduler:
-        params = request.kv_transfer_params
-        if params is not None and params.do_remote_decode:
-            return self.groups[group_of_transfer(params.transfer_id, len(self.groups))]
-        return self.groups[request.group] if request.group >= 0 else self._best(request)
-
-    def _best(self, request: Request) -> Scheduler:
-        return self.groups[choose_group([group.offer(request) for group in self.groups])]
+    def _choose(self, request: Request) -> int:
+        if request.group >= 0:
+            return request.group
+        return choose_group([group.offer(request) for group in self.groups])
 
     def abort_requests(self, request_ids: Iterable[str], error: str = "") -> EngineCoreOutputs:
         by_group: dict[int, list[str]] = {}

@@ -40,6 +40,7 @@ def peer_to_proto(peer: KVPeer) -> pb.KVPeer:
         layout=_layout_to_proto(peer.layout),
         ranks=[pb.RankEndpoints(addresses=addresses) for addresses in peer.endpoints],
         groups=[peer_to_proto(group) for group in peer.groups],
+        names_group=peer.names_group,
     )
 
 
@@ -51,6 +52,7 @@ def peer_from_proto(message: pb.KVPeer, *, is_decode: bool = False) -> KVPeer:
         layout=_layout_from_proto(message.layout),
         endpoints=tuple(tuple(rank.addresses) for rank in message.ranks),
         groups=tuple(peer_from_proto(group) for group in message.groups[:_MAX_GROUPS]),
+        names_group=message.names_group,
     )
 
 

@@ -53,7 +53,7 @@ class KVPlane(_message.Message):
     def __init__(self, name: _Optional[str] = ..., heads: _Optional[int] = ..., row_bytes: _Optional[int] = ..., replicated: bool = ...) -> None: ...
 
 class KVPeer(_message.Message):
-    __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "transports", "groups")
+    __slots__ = ("engine_id", "epoch", "layout", "ranks", "host_id", "transports", "groups", "names_group")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class KVPeer(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_GROUP_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     layout: KVLayout
@@ -68,7 +69,8 @@ class KVPeer(_message.Message):
     host_id: str
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
     groups: _containers.RepeatedCompositeFieldContainer[KVPeer]
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[KVPeer, _Mapping]]] = ...) -> None: ...
+    names_group: bool
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[KVPeer, _Mapping]]] = ..., names_group: bool = ...) -> None: ...
 
 class Transport(_message.Message):
     __slots__ = ("id", "data")

@@ -26,7 +26,7 @@ from tandem_pb import kv_transfer_pb2 as tandem__pb_dot_kv__transfer__pb2
 from tandem_pb import node_pb2 as tandem__pb_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem_pb/prefill.proto\x12\ttandem.v1\x1a\x1btandem_pb/kv_transfer.proto\x1a\x14tandem_pb/node.proto\"5\n\x10HandshakeRequest\x12!\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\"W\n\x0eHandshakeReply\x12\"\n\x07prefill\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\x12!\n\x04load\x18\x02 \x01(\x0b\x32\x13.tandem.v1.NodeLoad\"\x87\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x16\n\x0e\x65xpected_epoch\x18\x04 \x01(\x06\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10\x66irst_token_only\x18\x0c \x01(\x08\x12\x0c\n\x04spec\x18\r \x01(\x0c\x12\x15\n\rprefix_holder\x18\x0e \x01(\t\x12&\n\x06images\x18\x0f \x03(\x0b\x32\x16.tandem.v1.ImagePixelsJ\x04\x08\t\x10\nJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0c\"=\n\x0bImagePixels\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x02 \x01(\r\x12\x0f\n\x07patches\x18\x03 \x01(\x0c\"\x8d\x02\n\x0cPrefillEvent\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\x1f\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12#\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x19.tandem.v1.PromptLogprobsH\x00\x12!\n\x04load\x18\n \x01(\x0b\x32\x13.tandem.v1.NodeLoadB\x07\n\x05\x65vent\"\n\n\x08\x41\x63\x63\x65pted\"\xcb\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12)\n\x08siblings\x18\x06 \x03(\x0b\x32\x17.tandem.v1.SiblingToken\x12\x15\n\rdraft_feature\x18\x07 \x01(\x0c\"L\n\x0cSiblingToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\"B\n\rTokenLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"m\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"\x18\n\x04\x44one\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\":\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x32\x8f\x01\n\x07Prefill\x12\x43\n\tHandshake\x12\x1b.tandem.v1.HandshakeRequest\x1a\x19.tandem.v1.HandshakeReply\x12?\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x17.tandem.v1.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem_pb/prefill.proto\x12\ttandem.v1\x1a\x1btandem_pb/kv_transfer.proto\x1a\x14tandem_pb/node.proto\"5\n\x10HandshakeRequest\x12!\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\"W\n\x0eHandshakeReply\x12\"\n\x07prefill\x18\x01 \x01(\x0b\x32\x11.tandem.v1.KVPeer\x12!\n\x04load\x18\x02 \x01(\x0b\x32\x13.tandem.v1.NodeLoad\"\x9c\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x16\n\x0e\x65xpected_epoch\x18\x04 \x01(\x06\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10\x66irst_token_only\x18\x0c \x01(\x08\x12\x0c\n\x04spec\x18\r \x01(\x0c\x12\x15\n\rprefix_holder\x18\x0e \x01(\t\x12&\n\x06images\x18\x0f \x03(\x0b\x32\x16.tandem.v1.ImagePixels\x12\x13\n\x0breads_group\x18\x10 \x01(\x08J\x04\x08\t\x10\nJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0bJ\x04\x08\x0b\x10\x0c\"=\n\x0bImagePixels\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x02 \x01(\r\x12\x0f\n\x07patches\x18\x03 \x01(\x0c\"\x8d\x02\n\x0cPrefillEvent\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\x1f\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12#\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x19.tandem.v1.PromptLogprobsH\x00\x12!\n\x04load\x18\n \x01(\x0b\x32\x13.tandem.v1.NodeLoadB\x07\n\x05\x65vent\"\x19\n\x08\x41\x63\x63\x65pted\x12\r\n\x05group\x18\x01 \x01(\r\"\xcb\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\x12\x11\n\tprefill_s\x18\x05 \x01(\x01\x12)\n\x08siblings\x18\x06 \x03(\x0b\x32\x17.tandem.v1.SiblingToken\x12\x15\n\rdraft_feature\x18\x07 \x01(\x0c\"L\n\x0cSiblingToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\"B\n\rTokenLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"m\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\r\n\x05ranks\x18\x05 \x01(\x0c\"\x18\n\x04\x44one\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\":\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x32\x8f\x01\n\x07Prefill\x12\x43\n\tHandshake\x12\x1b.tandem.v1.HandshakeRequest\x1a\x19.tandem.v1.HandshakeReply\x12?\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x17.tandem.v1.PrefillEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,25 +38,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDSHAKEREPLY']._serialized_start=144
   _globals['_HANDSHAKEREPLY']._serialized_end=231
   _globals['_PREFILLREQUEST']._serialized_start=234
-  _globals['_PREFILLREQUEST']._serialized_end=497
-  _globals['_IMAGEPIXELS']._serialized_start=499
-  _globals['_IMAGEPIXELS']._serialized_end=560
-  _globals['_PREFILLEVENT']._serialized_start=563
-  _globals['_PREFILLEVENT']._serialized_end=832
-  _globals['_ACCEPTED']._serialized_start=834
-  _globals['_ACCEPTED']._serialized_end=844
-  _globals['_FIRSTTOKEN']._serialized_start=847
-  _globals['_FIRSTTOKEN']._serialized_end=1050
-  _globals['_SIBLINGTOKEN']._serialized_start=1052
-  _globals['_SIBLINGTOKEN']._serialized_end=1128
-  _globals['_TOKENLOGPROBS']._serialized_start=1130
-  _globals['_TOKENLOGPROBS']._serialized_end=1196
-  _globals['_PROMPTLOGPROBS']._serialized_start=1198
-  _globals['_PROMPTLOGPROBS']._serialized_end=1307
-  _globals['_DONE']._serialized_start=1309
-  _globals['_DONE']._serialized_end=1333
-  _globals['_FAILED']._serialized_start=1335
-  _globals['_FAILED']._serialized_end=1393
-  _globals['_PREFILL']._serialized_start=1396
-  _globals['_PREFILL']._serialized_end=1539
+  _globals['_PREFILLREQUEST']._serialized_end=518
+  _globals['_IMAGEPIXELS']._serialized_start=520
+  _globals['_IMAGEPIXELS']._serialized_end=581
+  _globals['_PREFILLEVENT']._serialized_start=584
+  _globals['_PREFILLEVENT']._serialized_end=853
+  _globals['_ACCEPTED']._serialized_start=855
+  _globals['_ACCEPTED']._serialized_end=880
+  _globals['_FIRSTTOKEN']._serialized_start=883
+  _globals['_FIRSTTOKEN']._serialized_end=1086
+  _globals['_SIBLINGTOKEN']._serialized_start=1088
+  _globals['_SIBLINGTOKEN']._serialized_end=1164
+  _globals['_TOKENLOGPROBS']._serialized_start=1166
+  _globals['_TOKENLOGPROBS']._serialized_end=1232
+  _globals['_PROMPTLOGPROBS']._serialized_start=1234
+  _globals['_PROMPTLOGPROBS']._serialized_end=1343
+  _globals['_DONE']._serialized_start=1345
+  _globals['_DONE']._serialized_end=1369
+  _globals['_FAILED']._serialized_start=1371
+  _globals['_FAILED']._serialized_end=1429
+  _globals['_PREFILL']._serialized_start=1432
+  _globals['_PREFILL']._serialized_end=1575
 # @@protoc_insertion_point(module_scope)

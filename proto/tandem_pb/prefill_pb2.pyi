@@ -23,7 +23,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, prefill: _Optional[_Union[_kv_transfer_pb2.KVPeer, _Mapping]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "first_token_only", "spec", "prefix_holder", "images")
+    __slots__ = ("request_id", "transfer_id", "attempt", "expected_epoch", "prompt_token_ids", "first_token_only", "spec", "prefix_holder", "images", "reads_group")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class PrefillRequest(_message.Message):
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HOLDER_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    READS_GROUP_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     transfer_id: str
     attempt: int
@@ -42,7 +43,8 @@ class PrefillRequest(_message.Message):
     spec: bytes
     prefix_holder: str
     images: _containers.RepeatedCompositeFieldContainer[ImagePixels]
-    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ..., prefix_holder: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImagePixels, _Mapping]]] = ...) -> None: ...
+    reads_group: bool
+    def __init__(self, request_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., expected_epoch: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., first_token_only: bool = ..., spec: _Optional[bytes] = ..., prefix_holder: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImagePixels, _Mapping]]] = ..., reads_group: bool = ...) -> None: ...
 
 class ImagePixels(_message.Message):
     __slots__ = ("rows", "columns", "patches")
@@ -71,8 +73,10 @@ class PrefillEvent(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("group",)
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    def __init__(self, group: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "logprobs", "num_cached_tokens", "queue_s", "prefill_s", "siblings", "draft_feature")

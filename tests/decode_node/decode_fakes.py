@@ -9,7 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvent
+from decode_node.disagg.prefill_events import (
+    FirstToken,
+    KVTaken,
+    PrefillError,
+    PrefillEvent,
+    PromptPlaced,
+)
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.frontend.detokenizer import Decoder
@@ -318,6 +324,9 @@ class FakeCall:
         self.is_open = True
         self._events: asyncio.Queue[PrefillEvent | PrefillError | None] = asyncio.Queue()
 
+    def placed(self, group: int) -> None:
+        self._events.put_nowait(PromptPlaced(group))
+
     def first_token(self, token_id: int | None = None) -> None:
         for part in prompt_logprobs_of(self.request):
             self._events.put_nowait(part)
@@ -358,13 +367,14 @@ class FakePrefillNodes:
         self.forgotten: list[str] = []
         self.calls: list[FakeCall] = []
         self.on_call: Callable[[FakeCall], None] = lambda call: None
+        self.peer = kv_peer(tiny_config())
 
     async def handshake(self, address: str) -> KVPeer:
         self.handshakes.append(address)
         await asyncio.sleep(0)
         if address in self.unreachable:
             raise PrefillError("unreachable", f"{address} does not answer")
-        return kv_peer(tiny_config())
+        return self.peer
 
     def forget(self, address: str) -> None:
         self.forgotten.append(address)

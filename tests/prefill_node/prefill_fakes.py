@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
+from engine.config import ParallelConfig
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
@@ -46,8 +47,9 @@ class FakePrompt:
 class FakePrefillEngine:
     """Behaves as `AsyncLLM` on a prefill node."""
 
-    def __init__(self) -> None:
-        self.config = tiny_config()
+    def __init__(self, parallel: ParallelConfig | None = None) -> None:
+        config = tiny_config()
+        self.config = replace(config, parallel=parallel or config.parallel)
         self.stats = SchedulerStats(num_free_blocks=NUM_BLOCKS, num_total_blocks=NUM_BLOCKS)
         peer = KVPeer(
             engine_id=self.config.engine_id,
@@ -95,6 +97,11 @@ class FakePrefillEngine:
     async def added(self, count: int = 1) -> FakePrompt:
         await until(lambda: len(self.prompts) >= count, f"{count} prompts in the engine")
         return list(self.prompts.values())[-1]
+
+    def places(self, prompt: FakePrompt, group: int) -> None:
+        output = prompt.state.processor.process([])
+        output.group = group
+        prompt.state.queue.put_nowait(output)
 
     def samples(self, prompt: FakePrompt, token: int = 42, finish_reason: str = "length") -> None:
         logprobs = None
@@ -161,10 +168,10 @@ class ServedPrefill:
 
 @asynccontextmanager
 async def served_prefill(
-    tracer: Tracer | None = None, **limits: int
+    tracer: Tracer | None = None, parallel: ParallelConfig | None = None, **limits: int
 ) -> AsyncIterator[ServedPrefill]:
     """At the end no call is open."""
-    engine = FakePrefillEngine()
+    engine = FakePrefillEngine(parallel)
     status = NodeStatus(engine, node_pb2.NODE_ROLE_PREFILL, stuck_after_s=60)
     metrics = PrefillMetrics(engine.config)
     servicer = PrefillServicer(

@@ -14,11 +14,12 @@ from prometheus_client import generate_latest
 
 from edge.tracing.file import TraceFile
 from edge.tracing.tracer import Tracer
+from engine.config import ParallelConfig
 from engine.outputs import SchedulerStats
 from engine.request_spec import SPEC_VERSION, RequestSpec, encode_spec
 from engine.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout
-from kv_transfer.metadata import KVPeer
+from kv_transfer.metadata import KVPeer, group_of_transfer
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import prefill_pb2
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
@@ -428,3 +429,38 @@ async def test_the_trace_of_a_prompt_has_every_layer(tmp_path: Path) -> None:
         text = generate_latest(node.metrics.registry).decode()
         assert 'tandem_kv_layer_save_seconds_count{engine="0",model_name="tiny"} 2.0' in text
     tracer.close()
+
+
+# Data-parallel groups ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads_group", [True, False])
+async def test_the_group_of_a_prompt_is_named_before_anything_else(reads_group: bool) -> None:
+    """Callers of an older release count on the group that the transfer's id means."""
+    groups = ParallelConfig(data_parallel_size=2)
+    async with served_prefill(parallel=groups) as node:
+        call = node.stub.Prefill(request(node, reads_group=reads_group))
+        prompt = await node.engine.added()
+        assert prompt.request.group == (-1 if reads_group else group_of_transfer(TRANSFER, 2))
+        if not reads_group:
+            assert (await read(call)).WhichOneof("event") == "accepted"
+        node.engine.places(prompt, 1)
+        node.engine.samples(prompt)
+        if reads_group:
+            event = await read(call)
+            assert event.WhichOneof("event") == "accepted"
+            assert event.accepted.group == 1
+        assert (await read(call)).first_token.token_id == 42
+        node.engine.kv_is_taken(prompt)
+        assert (await read(call)).WhichOneof("event") == "done"
+        assert await read(call) is grpc.aio.EOF
+
+
+async def test_a_prompt_that_exports_nothing_waits_for_no_name() -> None:
+    async with served_prefill(parallel=ParallelConfig(data_parallel_size=2)) as node:
+        call = node.stub.Prefill(request(node, reads_group=True, first_token_only=True))
+        assert (await read(call)).WhichOneof("event") == "accepted"
+        prompt = await node.engine.added()
+        node.engine.samples(prompt)
+        assert (await read(call)).WhichOneof("event") == "first_token"
+        assert (await read(call)).WhichOneof("event") == "done"

@@ -58,7 +58,7 @@ def engine_config(
 @dataclass
 class GroupedNode:
     """Runs one engine. `tokens[request id]`: what the engine has answered; `ended`: requests that
-    have ended.
+    have ended; `groups[request id]`: the data-parallel group that a prompt for a peer came to.
     """
 
     config: EngineConfig
@@ -68,6 +68,7 @@ class GroupedNode:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     results: list[KVTransferResult] = field(default_factory=list)
+    groups: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: EngineConfig) -> GroupedNode:
@@ -108,6 +109,8 @@ class GroupedNode:
         outputs = self.core.step()
         for output in outputs.outputs:
             assert not output.error
+            if output.group >= 0:
+                self.groups[output.request_id] = output.group
             self.tokens[output.request_id] += output.new_token_ids
             if output.siblings is not None:
                 self.tokens[output.request_id] += output.siblings.token_ids
@@ -166,10 +169,14 @@ def hand_over(
         export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
         peer = prefill.core.connector.peer_info
         assert peer is not None
-        pull = KVTransferParams(
-            do_remote_prefill=True, transfer_id=transfer_id, peer=peer.of(transfer_id)
-        )
         prefill.add(name, prompt, 1, export, num_choices)
+        prefill.step()
+        assert (name in prefill.groups) == peer.names_group
+        pull = KVTransferParams(
+            do_remote_prefill=True,
+            transfer_id=transfer_id,
+            peer=peer.group(prefill.groups.get(name, 0)),
+        )
         decode.add(name, prompt, 24, pull, num_choices)
     waiting = set(prompts)
 

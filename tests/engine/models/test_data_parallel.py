@@ -138,10 +138,11 @@ def known(checkpoints: Path) -> Known:
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
+        (ParallelConfig(data_parallel_size=2), ParallelConfig()),
         (DP2, ParallelConfig()),
         (ParallelConfig(tensor_parallel_size=2), DP2),
     ],
-    ids=["DP 2 to 1", "TP 2 to DP 2"],
+    ids=["DP 2 to 1", "DP 2 and EP 2 to 1", "TP 2 to DP 2"],
 )
 def test_nodes_of_different_layouts_hand_over(
     prefill: ParallelConfig, decode: ParallelConfig, known: Known, checkpoints: Path
@@ -155,5 +156,6 @@ def test_nodes_of_different_layouts_hand_over(
         hand_over(nodes[0], nodes[1], asked, known)
         assert nodes[1].core.stats().prompt_tokens_computed == 0
         assert nodes[1].core.stats().prompt_tokens_transferred > 0
-        if isinstance(scheduler := nodes[1].core.scheduler, GroupScheduler):
-            assert all(group.stats().num_steps > 0 for group in scheduler.groups)
+        for node in nodes:
+            if isinstance(scheduler := node.core.scheduler, GroupScheduler):
+                assert all(group.stats().num_steps > 0 for group in scheduler.groups)
