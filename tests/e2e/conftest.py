@@ -151,11 +151,14 @@ class _Clusters:
         prefill_args: Iterable[str] = (),
         decode_args: Iterable[str] = (),
         router_args: Iterable[str] = (),
+        each_prefill_args: Sequence[Iterable[str]] = (),
         each_decode_args: Sequence[Iterable[str]] = (),
     ) -> Cluster:
-        """Starts it. `each_decode_args` has those of one decode node alone, in their order."""
-        each = [[*decode_args, *own] for own in each_decode_args or [()] * decode]
-        cluster = _make_cluster(self._model, prefill, prefill_args, each, router_args)
+        """Starts it. `each_decode_args` has those of one decode node alone, in their order, as
+        `each_prefill_args` has those of prefill nodes."""
+        prefills = [[*prefill_args, *own] for own in each_prefill_args or [()] * prefill]
+        decodes = [[*decode_args, *own] for own in each_decode_args or [()] * decode]
+        cluster = _make_cluster(self._model, prefills, decodes, router_args)
         self._running.append(cluster)
         async with asyncio.timeout(START_TIMEOUT_S):
             await cluster.supervisor.start()
@@ -194,8 +197,7 @@ async def share_cluster(demo_checkpoint: Path) -> AsyncIterator[StartCluster]:
 
 def _make_cluster(
     model: Path,
-    prefill: int,
-    prefill_args: Iterable[str],
+    each_prefill_args: Sequence[Iterable[str]],
     each_decode_args: Sequence[Iterable[str]],
     router_args: Iterable[str],
 ) -> Cluster:
@@ -203,7 +205,7 @@ def _make_cluster(
     listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
     specs: list[ServiceSpec] = []
     addresses: list[tuple[str, str]] = []
-    for i in range(prefill):
+    for i, prefill_args in enumerate(each_prefill_args):
         port, metrics_port = free_ports(2)
         ports = ("--port", str(port), "--metrics-port", str(metrics_port))
         argv = _argv("prefill_node", *_node_args(model, prefill_args), *ports)
@@ -218,6 +220,7 @@ def _make_cluster(
         addresses.append((f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/metrics"))
         decode_targets.append(f"127.0.0.1:{port}/{grpc_port}")
     (router_port,) = free_ports(1)
+    prefill = len(each_prefill_args)
     prefill_targets = [address for address, _ in addresses[:prefill]]
     router = _argv(
         "router", "--port", str(router_port), "--decode", ",".join(decode_targets),

@@ -19,9 +19,9 @@ TWO_TOPOLOGIES = [
         id="tp2-tp1-block16to64-stream1",
     ),
     pytest.param(
-        ["--block-size", "64", "--max-num-batched-tokens", "48"],
+        ["--block-size", "64", "--max-num-batched-tokens", "48", "--pipeline-parallel-size", "2"],
         ["--tensor-parallel-size", "2", "--kv-streams", "8"],
-        id="tp1-tp2-block64to16-streams8-chunked",
+        id="pp2-tp2-block64to16-streams8-chunked",
     ),
     pytest.param(
         ["--kv-processes", "2"],

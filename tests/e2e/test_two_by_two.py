@@ -1,5 +1,5 @@
 """Two prefill and two decode nodes behind a router: many clients, clients that leave, and every
-kind of process killed, drained and hung under load.
+kind of process killed, drained and hung under load. One prefill node has two pipeline stages.
 
 As long as one node of a tier lives no request notices; afterwards everything is back, and dead
 services run again.
@@ -18,7 +18,10 @@ import openai
 import pytest
 import pytest_asyncio
 
+from tests.processes import find_processes
+
 REMOTE = ["--local-prefill-threshold", "0"]
+STAGES = ("--pipeline-parallel-size", "2")
 PATIENCE = ["--stale-after-s", "2", "--down-after-s", "4"]
 WORKER, CORE, TRANSFER = (
     "engine.executor.worker_proc",
@@ -44,7 +47,9 @@ def body(i: int) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def cluster(share_cluster: Any) -> Any:
-    return await share_cluster(prefill=2, decode=2, decode_args=REMOTE, router_args=PATIENCE)
+    return await share_cluster(
+        each_prefill_args=[(), STAGES], decode=2, decode_args=REMOTE, router_args=PATIENCE
+    )
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -155,12 +160,13 @@ class Victim:
 
 
 @pytest.fixture
-def victim(cluster: Any, find: Any) -> Any:
-    """Finds a process, as `victim("prefill", 0, WORKER)`; None stands for the node's server."""
+def victim(cluster: Any) -> Any:
+    """Finds a process, as `victim("prefill", 0, WORKER)`: of stages it is the last one. None stands
+    for the node's server."""
 
     def choose(tier: str, index: int, pattern: str | None = None) -> Victim:
         node = (cluster.prefills if tier == "prefill" else cluster.decodes)[index]
-        pid = node.pid if pattern is None else find(node.pid, pattern)
+        pid = node.pid if pattern is None else find_processes(node.pid, pattern)[-1]
         return Victim(node, pid, node_dies=pattern != TRANSFER)
 
     return choose
@@ -183,7 +189,7 @@ async def recovered(cluster: Any, victims: list[Victim]) -> None:
         [("prefill", 0, CORE), ("prefill", 1, TRANSFER), ("decode", 1, TRANSFER)],
         [("prefill", 0), ("prefill", 1)],
     ],
-    ids=["server", "worker and transfer", "core and transfers", "all prefill nodes"],
+    ids=["server", "stage and transfer", "core and transfers", "all prefill nodes"],
 )
 async def test_no_request_notices(
     cluster: Any, complete: Any, expected: list[str], victim: Any, names: list[Any]

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from msgspec import to_builtins
 
 from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
@@ -26,18 +27,23 @@ from engine.messages import LoadProgress
 from engine.node.status import NodeStatus
 from engine.request_spec import RequestSpec
 from tandem_pb import node_pb2
-from tests.engine.core.tiny_engine import NUM_BLOCKS, make_request, tiny_config, until
+from tests.engine.core.pd_pair import tokens_of
+from tests.engine.core.tiny_engine import NUM_BLOCKS, Oracle, make_request, tiny_config, until
 from tests.processes import descendants, is_gone
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @asynccontextmanager
-async def doomed_engine(tp_size: int, folder: Path) -> AsyncIterator[AsyncLLM]:
+async def doomed_engine(
+    tp_size: int, folder: Path, num_stages: int = 1
+) -> AsyncIterator[AsyncLLM]:
     """Whatever the test does to it, afterwards it is dead, all its processes are gone, and there is
     one report of it in `folder`."""
+    config = tiny_config(tp_size)
+    parallel = replace(config.parallel, pipeline_parallel_size=num_stages)
     inspection = InspectionConfig(crash_report_dir=str(folder))
-    llm = await AsyncLLM.start(replace(tiny_config(tp_size), inspection=inspection))
+    llm = await AsyncLLM.start(replace(config, parallel=parallel, inspection=inspection))
     try:
         yield llm
         assert llm.is_dead
@@ -59,7 +65,8 @@ def report_of(llm: AsyncLLM) -> dict[str, Any]:
     assert report["engine_id"] == llm.config.engine_id
     assert {"tandem", "torch", "python"} <= report["versions"].keys()
     settings = report["settings"]
-    assert settings["parallel"]["tensor_parallel_size"] == len(llm.ready.worker_pids)
+    assert settings["parallel"] == to_builtins(llm.config.parallel)
+    assert llm.config.parallel.num_ranks == len(llm.ready.worker_pids)
     assert report["memory"]["host_MemAvailable_kib"] > 0
     numbers = [step["step_id"] for step in report["steps"]]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -99,10 +106,12 @@ async def _reason(llm: AsyncLLM, kill: Callable[[], Awaitable[None]]) -> str:
     return reasons.pop()
 
 
-async def test_killed_worker(tmp_path: Path) -> None:
-    """A worker dies that answers no steps. The report has what the engine core knows, and the
-    stacks of all that live."""
-    async with doomed_engine(2, tmp_path) as llm:
+async def test_killed_worker(tmp_path: Path, oracle: Oracle) -> None:
+    """Two stages of two ranks compute as one process does, until a worker dies that answers no
+    steps. The report has what the engine core knows, and the stacks of all that live."""
+    async with doomed_engine(2, tmp_path, num_stages=2) as llm:
+        answers = [tokens_of(llm.generate(make_request(f"s{seed}", seed))) for seed in range(8)]
+        assert await asyncio.gather(*answers) == [oracle.tokens(seed) for seed in range(8)]
 
         async def kill() -> None:
             os.kill(llm.ready.worker_pids[1], signal.SIGKILL)
