@@ -12,11 +12,12 @@ from engine.images.image_config import ImageConfig
 from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamParams, SamplingParams
 from tests.engine.images.vision_checkpoints import (
     Prompt,
     picture,
     prompt,
+    reference_beams,
     reference_greedy,
     save_checkpoint,
 )
@@ -94,4 +95,27 @@ def test_tokens_are_those_of_transformers(
         assert engine.tokens[f"first-{index}"] == tokens
         assert engine.tokens[f"again-{index}"] == tokens
     assert engine.scheduler.stats().prefix_cache_hits > 0
+    assert engine.scheduler.check_empty() == []
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5", "qwen3"])
+def test_beams_behind_images_are_those_of_transformers(folders: dict[str, Path], kind: str) -> None:
+    """The encoder's cache is too small for all images: beams that lose their blocks need theirs
+    again."""
+    engine = engine_of(folders[kind], budget=32, encoder_budget=54, cache_tokens=60)
+    for index, asked in enumerate(prompts(kind)):
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=8, ignore_eos=True, beam=BeamParams(3)
+        )
+        names = tuple(f"{index}.{i}" for i in range(3))
+        spec = RequestSpec(asked.tokens, sampling, images=asked.spans, sibling_seeds=(1, 2))
+        engine.add(
+            EngineCoreRequest(
+                request_id=f"{index}", spec=spec, pixels=asked.pixels, choice_ids=names
+            )
+        )
+    engine.finish()
+    for index, asked in enumerate(prompts(kind)):
+        found = [engine.tokens[f"{index}.{i}"] for i in range(3)]
+        assert found == reference_beams(folders[kind], kind, asked, 8, 3), index
     assert engine.scheduler.check_empty() == []

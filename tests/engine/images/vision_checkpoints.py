@@ -140,8 +140,8 @@ def prompt(pictures: list[Picture], seed: int, num_text: int = 7) -> Prompt:
 
 
 @torch.no_grad()
-def reference_greedy(folder: Path, kind: str, asked: Prompt, count: int) -> list[int]:
-    """Returns the next `count` tokens by transformers, each the clear best."""
+def _generated(folder: Path, kind: str, asked: Prompt, count: int, **wanted: Any) -> Any:
+    """Returns what transformers' `generate` gives for a prompt with its pictures."""
     model = _CLASSES[kind][0].from_pretrained(folder, attn_implementation="eager").eval()
     ids = torch.tensor([asked.tokens])
     inputs: dict[str, torch.Tensor] = {}
@@ -150,7 +150,7 @@ def reference_greedy(folder: Path, kind: str, asked: Prompt, count: int) -> list
         inputs["pixel_values"] = torch.cat([one.pixel_values(mean, std) for one in asked.pictures])
         grids = [[1, 2 * one.rows, 2 * one.columns] for one in asked.pictures]
         inputs["image_grid_thw"] = torch.tensor(grids)
-    output = model.generate(
+    return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         mm_token_type_ids=(ids == IMAGE).long(),
@@ -158,9 +158,25 @@ def reference_greedy(folder: Path, kind: str, asked: Prompt, count: int) -> list
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
         **inputs,
+        **wanted,
+    )
+
+
+def reference_beams(
+    folder: Path, kind: str, asked: Prompt, count: int, width: int
+) -> list[list[int]]:
+    """Returns the `width` answers of a beam search of transformers, best first."""
+    wanted = {"num_beams": width, "num_return_sequences": width}
+    found = _generated(folder, kind, asked, count, **wanted)
+    answers: list[list[int]] = found[:, len(asked.tokens) :].tolist()
+    return answers
+
+
+def reference_greedy(folder: Path, kind: str, asked: Prompt, count: int) -> list[int]:
+    """Returns the next `count` tokens by transformers, each the clear best."""
+    output = _generated(
+        folder, kind, asked, count, output_logits=True, return_dict_in_generate=True
     )
     best = torch.cat(output.logits).topk(2).values
     assert float((best[:, 0] - best[:, 1]).min()) > 1e-4, "another seed: two tokens are near a tie"
