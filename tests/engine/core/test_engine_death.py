@@ -35,9 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @asynccontextmanager
-async def doomed_engine(
-    tp_size: int, folder: Path, num_stages: int = 1
-) -> AsyncIterator[AsyncLLM]:
+async def doomed_engine(tp_size: int, folder: Path, num_stages: int = 1) -> AsyncIterator[AsyncLLM]:
     """Whatever the test does to it, afterwards it is dead, all its processes are gone, and there is
     one report of it in `folder`."""
     config = tiny_config(tp_size)

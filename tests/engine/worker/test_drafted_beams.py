@@ -39,6 +39,8 @@ def test_beams_beside_requests_that_draft(tmp_path: Path) -> None:
     for name, tokens in alone.tokens.items():
         assert engine.tokens[name] == tokens
     ends = {tuple(p.spec.prompt_token_ids) for p in requests}
-    assert drafted and all(any(tuple(known[: len(p)]) == p for p in ends) for known, _, _ in drafted)
+    assert drafted and all(
+        any(tuple(known[: len(p)]) == p for p in ends) for known, _, _ in drafted
+    )
     assert engine.scheduler.stats().drafts.num_draft_tokens > 0
     check_empty(engine)
