@@ -14,7 +14,7 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -84,20 +84,36 @@ class Switch:
         return f"{self._name}-{name}"
 
 
+class NoNamespacesError(RuntimeError):
+    """Network namespaces cannot be had here; says why."""
+
+
 @contextmanager
-def switched(*names: str) -> Iterator[Switch]:
-    """Skips the test where namespaces cannot be had."""
+def opened_switch(*names: str) -> Iterator[Switch]:
+    """Raises `NoNamespacesError`."""
     switch = Switch(names)
     try:
         try:
             switch.open()
-        except FileNotFoundError:
-            pytest.skip("there is no `ip` here (Debian: iproute2)")
+        except FileNotFoundError as error:
+            raise NoNamespacesError("there is no `ip` here (Debian: iproute2)") from error
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be had here: {error.stderr.strip()}")
+            reason = f"network namespaces cannot be had here: {error.stderr.strip()}"
+            raise NoNamespacesError(reason) from error
         yield switch
     finally:
         switch.close()
+
+
+@contextmanager
+def switched(*names: str) -> Iterator[Switch]:
+    """Skips the test where namespaces cannot be had."""
+    with ExitStack() as stack:
+        try:
+            switch = stack.enter_context(opened_switch(*names))
+        except NoNamespacesError as error:
+            pytest.skip(str(error))
+        yield switch
 
 
 def _ip(namespace: str, *lines: str) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from edge.security.config import SecurityConfig
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.factory import create_executor
@@ -30,7 +31,8 @@ from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty
 from tests.engine.core.trace_file import steps_of
-from tests.engine.executor.ray_hosts import OTHER, ROOT, RayHosts, ray_hosts
+from tests.engine.executor.ray_hosts import ROOT, RayHosts, ray_hosts
+from tests.network_namespaces import Switch
 from tests.processes import is_alive, is_gone
 
 NUM_REQUESTS = 12
@@ -62,11 +64,13 @@ def ray_config(hosts: RayHosts, kv_role: KVRole | None = None) -> EngineConfig:
         ray_address=hosts.address,
         ray_timeout_s=60,
     )
-    return replace(config, parallel=parallel, kv_transfer=transfer_config(kv_role))
+    transfer = transfer_config(kv_role, hosts.addresses[0]) if kv_role else None
+    return replace(config, parallel=parallel, kv_transfer=transfer)
 
 
-def transfer_config(kv_role: KVRole | None) -> KVTransferConfig | None:
-    return KVTransferConfig(kv_role=kv_role, num_streams=2) if kv_role else None
+def transfer_config(kv_role: KVRole, address: str) -> KVTransferConfig:
+    trusting = SecurityConfig(allow_plaintext=True)
+    return KVTransferConfig(kv_role=kv_role, num_streams=2, hosts=(address,), security=trusting)
 
 
 async def tokens(stream: RequestStream) -> list[int]:
@@ -103,6 +107,53 @@ def test_no_cluster_at_the_address(address: str) -> None:
     cluster.close()
 
 
+def decode_engine(hosts: RayHosts) -> Awaitable[AsyncLLM]:
+    transfer = transfer_config("kv_consumer", hosts.addresses[0])
+    return AsyncLLM.start(replace(tiny_config(), kv_transfer=transfer))
+
+
+async def started(*starting: Awaitable[AsyncLLM]) -> list[AsyncLLM]:
+    """Starts engines side by side. If one fails, none stays."""
+    found = await asyncio.gather(*starting, return_exceptions=True)
+    engines = [one for one in found if isinstance(one, AsyncLLM)]
+    for error in found:
+        if isinstance(error, BaseException):
+            await asyncio.gather(*(engine.shutdown() for engine in engines))
+            raise error
+    return engines
+
+
+async def check_joined(prefill: AsyncLLM, decode: AsyncLLM, oracle: Oracle) -> None:
+    """The one engine computes prompts, the other goes on behind them with KV from both hosts."""
+
+    async def joined(seed: int) -> None:
+        request_id, transfer_id = f"joined-{seed}", f"{seed:032x}"
+        export = make_request(request_id, seed, max_tokens=1)
+        export.kv_transfer_params = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
+        pull = make_request(request_id, seed)
+        pull.kv_transfer_params = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=prefill.ready.peer
+        )
+        stream = decode.generate(pull)
+        received = asyncio.create_task(decode.wait_kv_result(request_id))
+        for token_id in await tokens(prefill.generate(export)):
+            decode.supply_first_token(request_id, token_id)
+        assert (await prefill.wait_kv_result(request_id)).ok
+        assert await tokens(stream) == oracle.tokens(seed), seed
+        result = await received
+        assert result.ok and result.stats.num_bytes > 0
+
+    await asyncio.gather(*(joined(seed) for seed in range(NUM_REQUESTS)))
+
+
+def test_hosts_have_nothing_but_a_network_in_common(hosts: RayHosts) -> None:
+    if not isinstance(hosts.switch, Switch):
+        pytest.skip(hosts.switch)
+    processes = [*(str(node.raylet) for node in hosts.nodes), "thread-self"]
+    leader, other, own = (Path(f"/proc/{process}/ns/net").stat().st_ino for process in processes)
+    assert leader == own != other
+
+
 async def test_prefill_over_two_hosts_equals_one(
     hosts: RayHosts, oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -112,11 +163,12 @@ async def test_prefill_over_two_hosts_equals_one(
     """
     inspection = InspectionConfig(torch_profiler_dir=str(tmp_path))
     progress: list[LoadProgress] = []
-    prefill, decode = await asyncio.gather(
+    leader, other = hosts.addresses
+    prefill, decode = await started(
         AsyncLLM.start(
             replace(ray_config(hosts, "kv_producer"), inspection=inspection), progress.append
         ),
-        AsyncLLM.start(replace(tiny_config(), kv_transfer=transfer_config("kv_consumer"))),
+        decode_engine(hosts),
     )
     try:
         stages = [one.stage for one in progress]
@@ -124,38 +176,19 @@ async def test_prefill_over_two_hosts_equals_one(
         peer = prefill.ready.peer
         assert peer is not None
         listening = [addresses[0].rpartition(":")[0] for addresses in peer.endpoints]
-        assert listening == ["127.0.0.1", OTHER], "each rank's KV is at its own host"
+        assert listening == [leader, other], "each rank's KV is at its own host"
 
         async def alone(seed: int) -> None:
             found = await tokens(prefill.generate(make_request(f"alone-{seed}", seed)))
             assert found == oracle.tokens(seed), seed
 
-        async def joined(seed: int) -> None:
-            request_id, transfer_id = f"joined-{seed}", f"{seed:032x}"
-            export = make_request(request_id, seed, max_tokens=1)
-            export.kv_transfer_params = KVTransferParams(
-                do_remote_decode=True, transfer_id=transfer_id
-            )
-            pull = make_request(request_id, seed)
-            pull.kv_transfer_params = KVTransferParams(
-                do_remote_prefill=True, transfer_id=transfer_id, peer=peer
-            )
-            stream = decode.generate(pull)
-            received = asyncio.create_task(decode.wait_kv_result(request_id))
-            for token_id in await tokens(prefill.generate(export)):
-                decode.supply_first_token(request_id, token_id)
-            assert (await prefill.wait_kv_result(request_id)).ok
-            assert await tokens(stream) == oracle.tokens(seed), seed
-            result = await received
-            assert result.ok and result.stats.num_bytes > 0
-
         await asyncio.gather(*(alone(seed) for seed in range(NUM_REQUESTS)))
         await prefill.profiles.start(ProfileOptions())
         await alone(NUM_REQUESTS)
         here, there = (await prefill.profiles.stop()).traces
-        assert (here.host, there.host) == (socket.gethostname(), OTHER)
+        assert (here.host, there.host) == (socket.gethostname(), other)
         assert steps_of(here.path) == steps_of(there.path) != []
-        await asyncio.gather(*(joined(seed) for seed in range(NUM_REQUESTS)))
+        await check_joined(prefill, decode, oracle)
         await until_empty(prefill)
         os.kill(prefill.ready.transfer_pids[1], signal.SIGKILL)
         await until(
@@ -216,16 +249,16 @@ async def test_hanging_worker_then_killed_actor(hosts: RayHosts) -> None:
         return json.loads(line)
 
     try:
-        reason = await answer()
+        reason, other = await answer(), hosts.addresses[1]
         stopped = "has not taken the step (process state T)"
         assert str(reason).startswith(
-            f"a step did not finish within 0.5 s: worker 0 {stopped}, worker 1 on {OTHER} {stopped}"
+            f"a step did not finish within 0.5 s: worker 0 {stopped}, worker 1 on {other} {stopped}"
         )
         (actor,) = hosts.nodes[1].actors()
         os.kill(actor, signal.SIGKILL)
         driver.stdin.write(b"\n")
         reason = await answer()
-        assert str(reason).startswith(f"worker 1 on {OTHER} was lost with its Ray actor or host")
+        assert str(reason).startswith(f"worker 1 on {other} was lost with its Ray actor or host")
         pids = await answer()
         assert isinstance(pids, list) and len(pids) == 2
         assert await driver.wait() == 0
@@ -238,13 +271,18 @@ async def test_hanging_worker_then_killed_actor(hosts: RayHosts) -> None:
 
 
 async def test_killed_raylet(hosts: RayHosts, oracle: Oracle) -> None:
-    """Two hosts are pipeline stages, until that of the raylet is lost. Too few hosts are left for
-    another engine, which says so."""
-    config = ray_config(hosts)
+    """Two hosts are pipeline stages, each of which hands its layers over, until that of the raylet
+    is lost."""
+    config = ray_config(hosts, "kv_producer")
     stages = replace(config.parallel, tensor_parallel_size=1, pipeline_parallel_size=2)
     async with doomed_engine(hosts, replace(config, parallel=stages)) as llm:
+        decode = await decode_engine(hosts)
+        try:
+            await check_joined(llm, decode, oracle)
+        finally:
+            await decode.shutdown()
         asked = [llm.generate(make_request(f"alone-{seed}", seed)) for seed in range(NUM_REQUESTS)]
         for seed, found in enumerate(await asyncio.gather(*map(tokens, asked))):
             assert found == oracle.tokens(seed), seed
         reason = await reason_of_death(llm, hosts.nodes[1].raylet)
-        assert reason.startswith(f"worker 1 on {OTHER} was lost with its Ray actor or host")
+        assert reason.startswith(f"worker 1 on {hosts.addresses[1]} was lost with its Ray actor")
