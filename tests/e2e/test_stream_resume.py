@@ -1,5 +1,6 @@
 """Real nodes killed, frozen and drained, and single processes of theirs frozen, in the middle of
-thirty answers: every answer is the one of an undisturbed run, and nothing is left behind."""
+thirty answers: every answer is the one of an undisturbed run, and nothing is left behind. Adapters
+that were loaded meanwhile are there again when a node comes back."""
 
 from __future__ import annotations
 
@@ -7,15 +8,19 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from bench.serving.node_metrics import read_metrics
+from tests.engine.lora.adapter_checkpoints import AdapterShape, write_adapter
 
 NUM_STREAMS = 30
+ADAPTERS = ("ada", "bob")
 WORKER, CORE = "engine.executor.worker_proc", "engine.core.core_proc"
 TRANSFER = "kv_transfer.control.process"
 DECODE = ["--local-prefill-threshold", "8", "--drain-timeout-s", "0.2"]
@@ -46,9 +51,21 @@ def body(i: int) -> dict[str, Any]:
     return wish
 
 
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path) -> Path:
+    """Returns a folder with two adapters, `ada` and `bob`."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(folder / name, demo_checkpoint, AdapterShape(seed, alpha=2.0))
+    return folder
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def cluster(share_cluster: Any) -> Any:
-    return await share_cluster(prefill=2, decode=3, decode_args=DECODE, router_args=ROUTER)
+async def cluster(share_cluster: Any, adapters: Path) -> Any:
+    lora = ["--enable-lora", "--max-loras", "2", "--lora-dir", str(adapters)]
+    return await share_cluster(
+        prefill=2, decode=3, prefill_args=lora, decode_args=[*DECODE, *lora], router_args=ROUTER
+    )
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -178,4 +195,73 @@ async def test_a_beam_search_whose_node_dies_begins_again(cluster: Any, http: An
     assert found["choices"] == expected["choices"]
     assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
     await cluster.wait_whole()
+    await cluster.wait_empty()
+
+
+def adapted_body(i: int) -> dict[str, Any]:
+    """Request `i` to an adapter or to the model itself, with a prompt of its own."""
+    return {
+        "model": ("demo", *ADAPTERS)[i % 3],
+        "prompt": [10 + i // 3, *range(20, (60, 180)[i % 2])],
+        "max_tokens": 60,
+        "temperature": (0.0, 0.8)[i // 3 % 2],
+        "seed": i // 3,
+        "ignore_eos": True,
+    }
+
+
+@pytest.mark.e2e
+async def test_a_killed_node_has_again_what_was_loaded_while_it_ran(
+    cluster: Any, complete: Any, http: Any, router_metrics: Any
+) -> None:
+    """Answers are those of one node alone: through two tiers, in batches of several adapters, and
+    where their node dies."""
+
+    async def call(path: str, body: dict[str, Any]) -> None:
+        async with http.post(cluster.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+
+    async def ask(url: str) -> list[Any]:
+        async with asyncio.timeout(100):
+            asked = (complete(url, **adapted_body(i)) for i in range(12))
+            return [summary(answer) for answer in await asyncio.gather(*asked)]
+
+    async def node_with_adapters() -> Any:
+        while True:
+            for node in cluster.decodes:
+                async with http.get(node.metrics_url) as response:
+                    if re.search('running_lora_adapters="[a-z]', await response.text()):
+                        return node
+            await asyncio.sleep(0.01)
+
+    async def until_served(node: Any, *names: str) -> None:
+        served: set[str] = set()
+        while served != {"demo", *names}:
+            async with http.get(f"{node.url}/v1/models") as response:
+                served = {card["id"] for card in (await response.json())["data"]}
+            await asyncio.sleep(0.05)
+
+    for name in ADAPTERS:
+        await call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": name})
+    one_node = await ask(cluster.decodes[0].url)
+    assert [answer[0] for answer in one_node] == [200] * 12, one_node
+    assert len({answer[2] for answer in one_node}) == 12, "adapters must change answers"
+    assert await ask(cluster.url) == one_node
+    asking = asyncio.create_task(ask(cluster.url))
+    async with asyncio.timeout(60):
+        node = await node_with_adapters()
+        assert not asking.done()
+        os.kill(node.pid, signal.SIGKILL)
+    assert await asking == one_node
+    await cluster.wait_whole()
+    async with asyncio.timeout(60):
+        await until_served(node, *ADAPTERS)
+    assert await ask(node.url) == one_node
+    for name in ADAPTERS:
+        await call("/v1/unload_lora_adapter", {"lora_name": name})
+    async with asyncio.timeout(60):
+        for one in cluster.decodes:
+            await until_served(one)
+        while (await router_metrics(http, cluster.url))["tandem_router_adapters_behind"]:
+            await asyncio.sleep(0.05)
     await cluster.wait_empty()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,14 @@ class Adapted:
         return self.known[key]
 
 
-def adapted(folder: Path) -> Adapted:
-    """Writes adapters for the model in `folder`, and merged models."""
+def adapted(folder: Path, *wanted: AdapterShape) -> Adapted:
+    """Writes adapters for the model in `folder`, those of `SHAPES` unless others are wanted, and
+    merged models."""
     names = load_file(folder / "model" / "model.safetensors")
     targets = FUSED if any("qkv_proj" in name for name in names) else ALL
     shapes = tuple(
-        msgspec_replace(shape, targets if shape.targets == ALL else shape.targets)
-        for shape in SHAPES
+        replace(shape, targets=targets if shape.targets == ALL else shape.targets)
+        for shape in wanted or SHAPES
     )
     found = Adapted(folder, shapes)
     for index, shape in enumerate(shapes):
@@ -107,10 +108,6 @@ def adapted(folder: Path) -> Adapted:
         digest = read_adapter(found.path(index), MAX_RANK).digest
         found.refs.append(AdapterRef(f"adapter-{index}", digest))
     return found
-
-
-def msgspec_replace(shape: AdapterShape, targets: tuple[str, ...]) -> AdapterShape:
-    return AdapterShape(shape.seed, shape.rank, shape.alpha, targets, shape.config)
 
 
 def request(name: str, seed: int, **sampling: Any) -> EngineCoreRequest:

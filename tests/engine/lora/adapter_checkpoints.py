@@ -19,13 +19,15 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Describes an adapter; its numbers follow from `seed`."""
+    """Describes an adapter of the modules that have `within` in their names; its numbers follow
+    from `seed`."""
 
     seed: int
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ALL
     config: dict[str, Any] = field(default_factory=dict)
+    within: str = ""
 
     def scale(self, module: str) -> float:
         """Returns by what the product of the matrices is multiplied."""
@@ -78,7 +80,7 @@ def write_merged(folder: Path, model: Path, shape: AdapterShape) -> None:
 def _matrices(model: Path, shape: AdapterShape) -> dict[str, tuple[Tensor, Tensor]]:
     noise = torch.Generator().manual_seed(shape.seed)
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, weight in sorted(_targets(load_file(model / "model.safetensors"), shape.targets)):
+    for name, weight in sorted(_targets(load_file(model / "model.safetensors"), shape)):
         outputs, inputs = weight.shape
         rank = shape.rank_of(name)
         a = 0.3 * torch.randn(rank, inputs, generator=noise)
@@ -86,8 +88,9 @@ def _matrices(model: Path, shape: AdapterShape) -> dict[str, tuple[Tensor, Tenso
     return found
 
 
-def _targets(weights: dict[str, Tensor], targets: tuple[str, ...]) -> Iterable[tuple[str, Tensor]]:
+def _targets(weights: dict[str, Tensor], shape: AdapterShape) -> Iterable[tuple[str, Tensor]]:
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in targets and module != name:
+        is_target = module.rpartition(".")[2] in shape.targets and shape.within in name
+        if is_target and module != name:
             yield module, weight
