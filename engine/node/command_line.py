@@ -6,7 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource
@@ -33,13 +33,14 @@ def parse_settings(settings: type[S], program: str, args: list[str] | None) -> S
 
     `args` None stands for the process's own.
     """
-    if wrong := unknown_flag(sys.argv[1:] if args is None else args, flags_of(settings)):
+    args = sys.argv[1:] if args is None else args
+    if wrong := unknown_flag(args, flags_of(settings)):
         print(f"{program}: {wrong} (--help lists all)", file=sys.stderr)
         raise SystemExit(2)
     source: Any = CliSettingsSource(
         settings,
         cli_prog_name=program,
-        cli_parse_args=True if args is None else args,
+        cli_parse_args=repeat_flags(args, list_flags_of(settings)),
         formatter_class=HelpFormatter,
     )
     try:
@@ -57,6 +58,32 @@ def flags_of(settings: type[BaseSettings]) -> set[str]:
         kebab = name.replace("_", "-")
         flags |= {f"--{kebab}", f"--no-{kebab}"}
     return flags
+
+
+def list_flags_of(settings: type[BaseSettings]) -> set[str]:
+    """Returns the flags that take several values."""
+    fields = settings.model_fields.items()
+    return {
+        f"--{name.replace('_', '-')}"
+        for name, field in fields
+        if get_origin(field.annotation) is tuple
+    }
+
+
+def repeat_flags(args: Sequence[str], list_flags: Collection[str]) -> list[str]:
+    """Returns `args` with the flag of a list before each of its values: peers take them one behind
+    the other, `--lora-modules a=/a b=/b`."""
+    found: list[str] = []
+    flag = ""
+    is_first = False
+    for arg in args:
+        if arg.startswith("-"):
+            flag, is_first = (arg if arg in list_flags else ""), True
+        elif flag:
+            found += [] if is_first else [flag]
+            is_first = False
+        found.append(arg)
+    return found
 
 
 def unknown_flag(args: Sequence[str], flags: Collection[str]) -> str:

@@ -69,6 +69,13 @@
   severity: warning
   summary: routers cannot use the changed rules of models, and go on with the old ones
 {{- end }}
+{{- if include "tandem.hasAdapters" .root }}
+- alert: TandemAdaptersBehind
+  expr: max by (tier) (tandem_router_adapters_behind{ {{- .router -}} }) > 0
+  for: 10m
+  severity: warning
+  summary: {{ `'{{ $labels.tier }} nodes lack {{ $value }} adapters that were loaded by calls, or have not unloaded them; the log of the router says why'` }}
+{{- end }}
 - alert: TandemKvCacheFull
   expr: avg(vllm:kv_cache_usage_perc{ {{- .decode -}} }) > 0.9
   for: 15m

@@ -114,7 +114,10 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $resources "requests" $requests -}}
 {{- end -}}
 {{- end -}}
-{{- if .of.kvTiers -}}{{- include "tandem.addKvMemory" (dict "resources" $resources "of" .of) -}}{{- end -}}
+{{- if .of.kvTiers -}}
+{{- $more := add (mul (include "tandem.kvHostGiB" . | int) 1073741824) (include "tandem.adapterBytes" . | int64) -}}
+{{- include "tandem.addMemory" (dict "resources" $resources "more" $more) -}}
+{{- end -}}
 {{- $claims := list -}}
 {{- if include "tandem.claimsGpus" . -}}{{- $claims = append $claims (dict "name" "gpus") -}}{{- end -}}
 {{- range .of.resourceClaims -}}{{- $claims = append $claims (dict "name" .name) -}}{{- end -}}

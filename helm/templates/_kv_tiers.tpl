@@ -76,9 +76,9 @@
 {{- mulf (float64 $number) (get $units (trimPrefix $number $text) | float64) | int64 -}}
 {{- end -}}
 
-{{/* Adds host memory for KV to the requests and limits of memory that are there: resources, of */}}
-{{- define "tandem.addKvMemory" -}}
-{{- $more := mul (include "tandem.kvHostGiB" . | int) 1073741824 -}}
+{{/* Adds bytes of host memory to the requests and limits of memory that are there: resources, more */}}
+{{- define "tandem.addMemory" -}}
+{{- $more := .more -}}
 {{- $resources := .resources -}}
 {{- if $more -}}
 {{- range $side := list "limits" "requests" -}}

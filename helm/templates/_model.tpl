@@ -100,7 +100,7 @@
 {{- $model := .Values.model -}}
 {{- $image := include "tandem.image" (dict "root" . "image" .Values.image.engine) -}}
 {{- $tier := pick .Values.tierDefaults "podSecurityContext" "securityContext" -}}
-{{- $parts := list (omit $model "servedName" "dtype" "kvCacheDtype" "maxModelLen") $image $tier .Values.global.imagePullSecrets -}}
+{{- $parts := list (omit $model "adapters" "servedName" "dtype" "kvCacheDtype" "maxModelLen") $image $tier .Values.global.imagePullSecrets -}}
 {{- $what := toJson $parts | sha256sum | trunc 8 -}}
 {{- printf "%s-%s" (include "tandem.name" (dict "root" . "component" "preload")) $what -}}
 {{- end -}}

@@ -76,6 +76,7 @@ spec:
 - --device={{ ternary "cuda" "cpu" $tier.gpu.enabled }}
 - --drain-timeout-s={{ int $tier.drain.drainSeconds }}
 {{- include "tandem.kvTierFlags" . }}
+{{- include "tandem.adapterFlags" . }}
 {{- include "tandem.crashReportFlags" . }}
 {{- include "tandem.serviceFlags" (dict "root" .root "settings" $tier.settings) }}
 {{- end -}}
@@ -169,6 +170,7 @@ livenessProbe:
 {{- end }}
 {{- include "tandem.fabricMounts" . }}
 {{- include "tandem.kvTierMounts" . }}
+{{- include "tandem.adapterMounts" . }}
 {{- include "tandem.crashReportMounts" . }}
 {{- with .of.extraVolumeMounts }}
 {{ toYaml . }}
@@ -198,6 +200,7 @@ livenessProbe:
 {{- end }}
 {{- include "tandem.fabricVolumes" . }}
 {{- include "tandem.kvTierVolumes" . }}
+{{- include "tandem.adapterVolumes" . }}
 {{- include "tandem.crashReportVolumes" . }}
 {{- with .of.extraVolumes }}
 {{ toYaml . }}

@@ -126,6 +126,7 @@
 {{- include "tandem.mistakes.fabric" . -}}
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" $name "of" $tier) -}}
 {{- include "tandem.mistakes.kvTiers" (dict "found" $found "name" $name "of" $tier) -}}
+{{- include "tandem.mistakes.adapters" (dict "root" .root "found" $found "name" $name "of" $tier) -}}
 {{- $flags := include "tandem.tierArgs" (dict "root" .root "component" $name "of" $tier "part" (ternary "leader" "" (gt (int $tier.parallelism.hosts) 1))) -}}
 {{- include "tandem.mistakes.extras" (dict "root" .root "found" $found "name" $name "of" $tier "own" "engine" "flags" $flags) -}}
 {{- end -}}

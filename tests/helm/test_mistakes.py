@@ -11,6 +11,7 @@ from tests.helm.scenarios import overlay
 
 MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
 ONE_CLAIM = {"storage": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}}}
+ADAPTERS = {"enabled": True, "volume": {"claim": "adapters"}}
 
 BETWEEN_VALUES = [
     ({"model": {"name": ""}}, "set it to a name on the hub"),
@@ -56,6 +57,26 @@ BETWEEN_VALUES = [
     (
         {"prefill": {"kvTiers": {"hostGiB": 1, "diskGiB": 9, "disk": {"type": "hostPath"}}}},
         "say where in prefill.kvTiers.disk.hostPath",
+    ),
+    (
+        {"model": {"adapters": {"enabled": True}}},
+        "say in model.adapters.volume.claim where the adapters are",
+    ),
+    (
+        {"model": {"adapters": ADAPTERS | {"loadable": False}}},
+        "there would never be an adapter",
+    ),
+    (
+        {"model": {"adapters": ADAPTERS | {"maxCpuLoras": 2}}},
+        "maxCpuLoras (2) is less than maxLoras (8)",
+    ),
+    (
+        {"model": {"adapters": ADAPTERS}, "prefill": {"parallelism": {"pipeline": 2}}},
+        "model.adapters does not work with prefill.parallelism.pipeline",
+    ),
+    (
+        {"model": {"adapters": ADAPTERS}, "decode": {"settings": {"maxLoras": 4}}},
+        "decode.settings.maxLoras is said by model.adapters",
     ),
     (
         {"prefill": {"ports": {"kv": 65535}}},

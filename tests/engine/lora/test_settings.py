@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from bench.engine.offline import shape_config
 from engine.node.adapter_settings import AdapterSettings
-from engine.node.command_line import SettingsError
+from engine.node.command_line import SettingsError, parse_settings
+from prefill_node.config import PrefillNodeSettings
 
 CONFIG = shape_config("tiny", device="cpu")
 
@@ -46,3 +47,18 @@ def test_stages_and_groups_have_no_adapters(kind: str) -> None:
     config = replace(CONFIG, parallel=parallel)
     with pytest.raises(SettingsError, match=f"--{kind}-parallel-size"):
         AdapterSettings(enable_lora=True).with_lora(config)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--lora-modules", "a=/a", "b=/b", "--max-loras", "2"],
+        ["--lora-modules", "a=/a", "--max-loras", "2", "--lora-modules", "b=/b"],
+        ["--max-loras=2", "--lora-modules=a=/a,b=/b"],
+        ["--max-loras=2", "--lora-modules", "a=/a", "b=/b"],
+    ],
+)
+def test_several_adapters_are_named_in_any_way(given: list[str]) -> None:
+    """Peers take them one behind the other."""
+    settings = parse_settings(PrefillNodeSettings, "node", ["--model", "m", *given])
+    assert (settings.lora_modules, settings.max_loras) == (("a=/a", "b=/b"), 2)
