@@ -280,6 +280,7 @@ class EngineSettings(
     def to_engine_config(self, kv_role: KVRole | None) -> EngineConfig:
         """Finds and reads the checkpoint. Raises `CheckpointError`, `KVCacheDtypeError`. May
         download."""
+        check_eplb(self._parallel_config(), deterministic=self.deterministic)
         folder = resolve_model(self.model, load_format=self.load_format, revision=self.revision)
         model = load_model_config(
             folder,
@@ -339,9 +340,7 @@ class EngineSettings(
                 "with ray as --distributed-executor-backend Ray hands out the GPUs: leave "
                 "--first-gpu, and give `ray start` the GPUs to use in CUDA_VISIBLE_DEVICES"
             )
-        parallel = ParallelConfig(**self._named_as_in(ParallelConfig), eplb=self.eplb)
-        check_eplb(parallel, deterministic=self.deterministic)
-        return parallel
+        return ParallelConfig(**self._named_as_in(ParallelConfig), eplb=self.eplb)
 
     def _device_config(self) -> DeviceConfig:
         device = detect_device() if self.device == "auto" else self.device

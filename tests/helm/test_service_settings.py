@@ -111,7 +111,7 @@ def other_than_default(settings: type[BaseSettings], name: str) -> Any:
         "auto",
         "triton", "priority", "text", [1, 2, 8], "/a/path", "float16", "10.0.0.0/8", "stream",
         "https://a.example", 32, ["sql=/adapters/sql"], '{"temperature": 0.5}',
-        '{"method": "ngram", "num_speculative_tokens": 3}',
+        '{"method": "ngram", "num_speculative_tokens": 3}', '{"num_redundant_experts": 3}',
     ]  # fmt: skip
     enums = get_args(field.annotation)
     words = [word for part in (field.annotation, *enums) for word in get_args(part)]

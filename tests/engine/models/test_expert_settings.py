@@ -43,11 +43,10 @@ def test_vllms_flags_are_taken() -> None:
     ],
 )
 def test_what_does_not_go_together_is_named(flags: list[str], message: str) -> None:
+    """They are refused before a checkpoint is looked for."""
+    settings = PrefillNodeSettings.from_args("x", ["--model", "nowhere", *flags])
     with pytest.raises(SettingsError, match=message):
-        parallel_of(*flags)
-    settings = PrefillNodeSettings.from_args("x", ["--model", "m", *flags])
-    with pytest.raises(SettingsError, match=message):
-        settings._kv_transfer_config("kv_producer", is_check=True)
+        settings.to_engine_config("kv_producer")
 
 
 @pytest.mark.parametrize(
