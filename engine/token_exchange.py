@@ -65,6 +65,8 @@ class GatherScatter:
 
     def gather(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
         num_rows = len(x) if self.num_rows is None else self.num_rows
+        if num_rows < len(x):
+            raise ValueError(f"{len(x)} tokens to exchange, and all ranks count on {num_rows}")
         if num_rows > len(x):
             missing = num_rows - len(x)
             x = torch.cat((x, x.new_zeros((missing, x.shape[1]))))

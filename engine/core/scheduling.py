@@ -31,7 +31,7 @@ def create_scheduling(
     ]
     if num_groups == 1:
         return connectors[0], schedulers[0]
-    return GroupConnector(connectors), GroupScheduler(schedulers)
+    return GroupConnector(connectors), GroupScheduler(schedulers, config.decode_query_len)
 
 
 def _connector(

@@ -14,7 +14,8 @@ def check_groups(config: EngineConfig) -> None:
     for is_set, what in (
         (config.parallel.distributed_executor_backend == "ray", "ray as executor backend"),
         (config.parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size"),
-        (config.speculative is not None, "--speculative-config"),
+        (config.is_adaptive, "adaptive in --speculative-config"),
+        (config.draft is not None, "a drafter with weights in --speculative-config"),
         (config.lora is not None, "--enable-lora"),
         (config.model.vision is not None, "a model that sees images"),
         (transfer is not None and transfer.shares_prefixes, "--kv-share-prefixes"),

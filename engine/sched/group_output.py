@@ -16,7 +16,8 @@ class GroupStep(msgspec.Struct, array_like=True):
         step_id: Grows by one; the steps inside count for themselves.
         steps: By group; None: it has nothing to compute, and takes part with its experts.
         num_tokens: Tokens of the group that has most.
-        num_decodes: Requests of the group that has most, if all groups only decode; else 0.
+        num_decodes: Requests of the group that has most, if all groups only decode and none waits
+            for layers of KV; else 0.
     """
 
     step_id: int

@@ -47,10 +47,12 @@ class _StepSizes:
 
 
 class GroupScheduler:
-    """Has the methods of a `Scheduler`, over those of all groups."""
+    """Has the methods of a `Scheduler`, over those of all groups. `query_len`: tokens that a row
+    which decodes computes in a step, with its drafts."""
 
-    def __init__(self, groups: Sequence[Scheduler]) -> None:
+    def __init__(self, groups: Sequence[Scheduler], query_len: int = 1) -> None:
         self.groups = groups
+        self._query_len = query_len
         self.adapters = groups[0].adapters
         """Knows none: settings refuse adapters of several groups."""
         self._sizes = [_StepSizes() for _ in groups]
@@ -136,11 +138,12 @@ class GroupScheduler:
             return None
         sizes = [size.of(step) for size, step in zip(self._sizes, steps, strict=True)]
         only_decode = not any(of_prompts for _, of_prompts in sizes)
+        only_decode &= not any(step is not None and _waits_for_layers(step) for step in steps)
         self._step_id += 1
         return GroupStep(
             self._step_id,
             steps,
-            max(decodes + of_prompts for decodes, of_prompts in sizes),
+            max(decodes * self._query_len + of_prompts for decodes, of_prompts in sizes),
             max(decodes for decodes, _ in sizes) if only_decode else 0,
         )
 
@@ -224,6 +227,12 @@ class GroupScheduler:
             if not choices:
                 del self._choices_of[prompt]
                 self._group_of.pop(prompt, None)
+
+
+def _waits_for_layers(step: SchedulerOutput) -> bool:
+    """Returns whether the step reads KV while it is loaded: then its kernels are launched one by
+    one, and so must be those of the other groups."""
+    return step.kv is not None and step.kv.load is not None
 
 
 def _add(to: EngineCoreOutputs, more: EngineCoreOutputs) -> None:

@@ -12,6 +12,8 @@ them are the same. Other steps launch their kernels one by one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -30,20 +32,21 @@ from engine.worker.model_runner import ModelRunner
 
 class GroupRunner(ModelRunner):
     """A `ModelRunner` whose steps are those of its group. `run` in place of `execute_model`, which
-    runs steps that are the same in all groups, as at the start."""
+    runs steps that are the same in all groups, as at the start. `more`: see there."""
 
     _num_decodes: int | None = None
     """See `GroupStep`; None: no such step runs."""
 
     def __init__(
         self,
+        place: ParallelPlace,
         config: EngineConfig,
         model: CausalLM,
         connector: KVConnector,
         device: torch.device,
-        place: ParallelPlace,
+        *more: Any,
     ) -> None:
-        super().__init__(config, model, connector, device)
+        super().__init__(config, model, connector, device, *more)
         assert isinstance(place.exchange, GatherScatter)
         self._exchange = place.exchange
         self._number = place.dp.rank
@@ -74,7 +77,7 @@ class GroupRunner(ModelRunner):
     def _graph_of(self, num_decodes: int, samples: bool) -> GraphKey | None:
         if self._graphs is None or num_decodes == 0:
             return None
-        return self._graphs.dispatch(num_decodes, 1, samples)
+        return self._graphs.dispatch(num_decodes, self._decode_query_len, samples)
 
     @torch.inference_mode()
     def _take_part(self, num_decodes: int) -> None:

@@ -151,20 +151,11 @@ class Worker:
             tower = create_tower(config, self._place, self._device)
             if tower is not None:
                 load_weights(tower, config, lambda fraction: None, is_tower=True)
+            parts = config, model, self._connector, self._device, draft, tower, adapters
             if config.parallel.data_parallel_size > 1:
-                self.runner = GroupRunner(config, model, self._connector, self._device, self._place)
+                self.runner = GroupRunner(self._place, *parts)
             else:
-                self.runner = create_runner(
-                    self._place.pp,
-                    self._layout,
-                    config,
-                    model,
-                    self._connector,
-                    self._device,
-                    draft,
-                    tower,
-                    adapters,
-                )
+                self.runner = create_runner(self._place.pp, self._layout, *parts)
         self._closers.callback(self.runner.sampler.grammars.close)
         if self._place.pp.is_last:
             self.runner.sampler.grammars.prepare()

@@ -17,8 +17,17 @@ from tests.engine.sched.factories import make_config
 GROUPS = ParallelConfig(data_parallel_size=2)
 
 
+NGRAMS = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=2, prompt_lookup_max=2, prompt_lookup_min=1
+)
+
+
 def config_of(**changes: Any) -> EngineConfig:
     return replace(make_config(), **{"parallel": GROUPS, **changes})
+
+
+def test_groups_go_with_drafts() -> None:
+    check_groups(config_of(speculative=NGRAMS, decode_query_len=3))
 
 
 def test_groups_go_with_pd() -> None:
@@ -32,14 +41,10 @@ def test_groups_go_with_pd() -> None:
         ({"parallel": replace(GROUPS, distributed_executor_backend="ray")}, "ray"),
         (
             {
-                "speculative": SpeculativeConfig(
-                    method="ngram",
-                    num_speculative_tokens=2,
-                    prompt_lookup_max=2,
-                    prompt_lookup_min=1,
-                )
+                "speculative": replace(NGRAMS, adaptive=True),
+                "decode_query_len": 3,
             },
-            "--speculative-config",
+            "adaptive in --speculative-config",
         ),
         ({"lora": LoRAConfig()}, "--enable-lora"),
         (

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from engine.config import (
     EngineConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from engine.core.core import EngineCore
 from engine.messages import AbortRequests
@@ -31,7 +33,10 @@ DP2 = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
 
 @contextmanager
 def node_of(
-    folder: Path, parallel: ParallelConfig, kv_transfer: KVTransferConfig | None = None
+    folder: Path,
+    parallel: ParallelConfig,
+    kv_transfer: KVTransferConfig | None = None,
+    **more: Any,
 ) -> Iterator[GroupedNode]:
     config = EngineConfig(
         engine_id=f"groups-{secrets.token_hex(4)}",
@@ -41,6 +46,7 @@ def node_of(
         parallel=parallel,
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48, async_scheduling=True),
         kv_transfer=kv_transfer,
+        **more,
     )
     executor = ThreadExecutor(config)
     node = GroupedNode(config, EngineCore(config, executor, lambda *_: None), executor, None)
@@ -110,6 +116,24 @@ def test_a_group_without_requests_takes_part(checkpoints: Path) -> None:
         assert node.tokens["alone"] == node.tokens["goes on"] == expected
         assert len(node.tokens["is taken away"]) < NUM_TOKENS
         node.check_empty()
+
+
+NGRAMS = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+)
+
+
+@pytest.mark.parametrize("parallel", [DP2, ParallelConfig(data_parallel_size=2)])
+def test_drafts_do_not_change_answers(parallel: ParallelConfig, checkpoints: Path) -> None:
+    """Groups have different numbers of rows, each of which computes its drafts too."""
+    folder = checkpoints / ("deepseek_v2" if parallel is DP2 else "mixtral")
+    with node_of(folder, ParallelConfig()) as alone:
+        expected = answers(alone)
+    with node_of(folder, parallel, speculative=NGRAMS, decode_query_len=4) as groups:
+        assert answers(groups) == expected
+        assert isinstance(groups.core.scheduler, GroupScheduler)
+        for group in groups.core.scheduler.groups:
+            assert group.stats().drafts.num_accepted_tokens > 0
 
 
 # Two nodes --------------------------------------------------------------------------------------
