@@ -20,6 +20,7 @@ one service, for clusters over several hosts
   router    takes OpenAI requests and places them
   prefill   computes prompts
   decode    streams tokens; works alone, too
+  node      is one of both, and changes to the other when asked
 
 a running node
   profile   records what its GPUs do, for a few seconds
@@ -35,7 +36,12 @@ sizes
 tandem COMMAND --help describes each; every option is also an environment variable.
 """
 
-_SERVICES = {"router": "router", "prefill": "prefill_node", "decode": "decode_node"}
+_SERVICES = {
+    "router": "router",
+    "prefill": "prefill_node",
+    "decode": "decode_node",
+    "node": "role_node",
+}
 _TOOLS = {"calibrate-kv": "engine.calibration", "plan": "planner", "bench": "engine.speed"}
 _COMMANDS = {
     "demo": "demo",

@@ -7,7 +7,8 @@ import sys
 import uvloop
 
 from decode_node.config import DecodeNodeSettings
-from decode_node.server import create_parsers, serve
+from decode_node.served_text import create_parsers
+from decode_node.server import serve
 from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError

@@ -34,8 +34,8 @@ from decode_node.http.routes import Api, ApiState
 from decode_node.images.create_reader import create_image_reader
 from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
-from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
 from decode_node.prefix_sharing import only_kept_answers, serve_answers
+from decode_node.served_text import ServedText, create_parsers
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.model_cards import ModelCards, ServedModel
@@ -50,7 +50,7 @@ from edge.security.server_tls import ServerTls
 from edge.security.tls_http import TlsConfig
 from edge.tracing.metrics import TracerCollector
 from edge.tracing.tracer import Tracer
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer
 from engine.kv_cache.capacity import tokens_that_fit
@@ -61,7 +61,7 @@ from engine.node.lifetime import NodeLifetime
 from engine.node.metrics import EngineCollector
 from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
 from engine.node.process import StopSignal, emit_ready, start_engine
-from engine.node.settings import SettingsError
+from engine.node.role_switch import RoleSwitch
 from engine.node.status import NodeStatus
 from tandem_pb import node_pb2
 
@@ -76,24 +76,29 @@ with the connection."""
 
 
 class DecodeNode:
-    """Holds everything of a running node. `start` → `run` → `close`."""
+    """Holds everything of a running node. `run` → `close`; engine and traces belong to the caller.
+    `switch`: takes the wish for another role; None: it has one."""
 
     def __init__(
         self,
         settings: DecodeNodeSettings,
         engine: AsyncLLM,
-        tokenizer: Tokenizer,
+        text: ServedText,
         ports: NodePorts,
         credentials: Credentials,
         tracer: Tracer,
-        defaults: SamplingDefaults,
+        switch: RoleSwitch | None = None,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._ports = ports
         self._state = ApiState()
         self._status = NodeStatus(
-            engine, node_pb2.NODE_ROLE_DECODE, settings.stuck_after_s, settings.frozen_after_s
+            engine,
+            node_pb2.NODE_ROLE_DECODE,
+            settings.stuck_after_s,
+            settings.frozen_after_s,
+            switch,
         )
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
@@ -115,20 +120,21 @@ class DecodeNode:
         app = create_node_app(
             settings,
             engine,
-            tokenizer,
+            text.tokenizer,
             self._proxy,
             self._metrics,
             self._state,
             callers,
             self._checker,
             self._images,
-            defaults,
+            text.defaults,
         )
         self._tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
         self._http = _create_http_server(settings, app, self._tls, callers)
 
     async def run(self, stop: StopSignal) -> int:
-        """Serves until told to stop or until the engine dies; returns the exit code."""
+        """Serves until told to stop, or to become another node, or until the engine dies; returns
+        the exit code."""
         serve_answers(self._engine, self._status, self._proxy, self._ports.grpc)
         await self._ports.grpc.start(self._status)
         if self._ports.probes is not None:
@@ -144,6 +150,7 @@ class DecodeNode:
             await asyncio.gather(serving, watching, return_exceptions=True)
 
     async def close(self) -> None:
+        await self._ports.close()
         await asyncio.to_thread(self._checker.close)
         await asyncio.to_thread(self._images.close)
         await self._client.close()
@@ -230,23 +237,15 @@ async def serve(settings: DecodeNodeSettings) -> int:
     ports = NodePorts.take(settings, credentials)
     config = settings.to_engine_config("kv_consumer")
     tracer = Tracer.open(settings, "tandem-decode", config.engine_id)
-    tokenizer = Tokenizer.of_model(config.model)
-    defaults = find_defaults(settings, config.model)
-    parsers = create_parsers(settings, tokenizer)  # A wrong name costs no loading of weights.
-    logger.info(
-        "tool calls are read as %s, reasoning as %s",
-        parsers.tool_call_parser or "text",
-        parsers.reasoning_parser or "text",
-    )
-    config = only_kept_answers(config, tokenizer, parsers)
-    engine = await start_engine(config, tokenizer, stop)
+    text = ServedText.read(settings, config.model)
+    config = only_kept_answers(config, text.tokenizer, text.parsers)
+    engine = await start_engine(config, text.tokenizer, stop)
     if engine is None:
         return 0
-    node = DecodeNode(settings, engine, tokenizer, ports, credentials, tracer, defaults)
+    node = DecodeNode(settings, engine, text, ports, credentials, tracer)
     try:
         return await node.run(stop)
     finally:
-        await ports.close()
         await node.close()
         await engine.shutdown()
         await asyncio.to_thread(tracer.close)
@@ -381,36 +380,3 @@ def read_api_keys(settings: DecodeNodeSettings) -> CallerKeys:
     if settings.api_key_file is not None:
         keys += settings.api_key_file.read_text(encoding="utf-8").splitlines()
     return CallerKeys(key.strip() for key in keys)
-
-
-def find_defaults(settings: DecodeNodeSettings, model: ModelConfig) -> SamplingDefaults:
-    """Returns the sampling parameters of requests that do not say, and tells them in the log.
-    Raises `CannotStartError`."""
-    source, override = settings.generation_config, settings.override_generation_config
-    defaults = SamplingDefaults.find(model, source, override)
-    if told := defaults.told():
-        values = ", ".join(f"{name}={value:g}" for name, value in told.items())
-        logger.info(
-            "requests that do not say are sampled with %s (--generation-config %s); "
-            "--generation-config none leaves it at the API's defaults",
-            values,
-            source,
-        )
-    return defaults
-
-
-def create_parsers(settings: DecodeNodeSettings, tokenizer: Tokenizer) -> OutputParsers:
-    """Chooses the parsers of the model's output. Raises `SettingsError`."""
-    try:
-        return OutputParsers.of_model(
-            tokenizer,
-            tokenizer.template_sources,
-            reasoning_parser=_unless_none(settings.reasoning_parser),
-            tool_call_parser=_unless_none(settings.tool_call_parser),
-        )
-    except UnknownParser as error:
-        raise SettingsError(str(error)) from None
-
-
-def _unless_none(name: str) -> str:
-    return "" if name == "none" else name

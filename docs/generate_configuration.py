@@ -15,6 +15,7 @@ from cli.cluster import UpSettings
 from cli.node_profile import ProfileSettings
 from decode_node.config import DecodeNodeSettings
 from prefill_node.config import PrefillNodeSettings
+from role_node.config import RoleNodeSettings
 from router.config import RouterSettings
 
 PAGE = Path(__file__).parent / "configuration.md"
@@ -32,9 +33,12 @@ SERVICES: list[tuple[str, type[BaseSettings]]] = [
     ("tandem router", RouterSettings),
     ("tandem prefill", PrefillNodeSettings),
     ("tandem decode", DecodeNodeSettings),
+    ("tandem node", RoleNodeSettings),
     ("tandem chat", ChatSettings),
     ("tandem profile", ProfileSettings),
 ]
+PARENTS: dict[type[BaseSettings], str] = {RoleNodeSettings: "tandem decode"}
+"""Those that only add to another service's settings, or say what differs."""
 
 
 def flag(name: str, field: FieldInfo) -> str:
@@ -67,13 +71,17 @@ def default(field: FieldInfo) -> str:
 
 def section(title: str, settings: type[BaseSettings]) -> str:
     prefix = settings.model_config.get("env_prefix", "")
+    parent = PARENTS.get(settings)
     lines = [
         f"## {title}",
         "",
+        *([f"All settings of `{parent}`, and:", ""] if parent else []),
         "| flag | environment | type | default | meaning |",
         "|---|---|---|---|---|",
     ]
     for name, field in settings.model_fields.items():
+        if parent and name not in settings.__annotations__:
+            continue
         meaning = (field.description or "").replace("|", "\\|").replace("\n", " ")
         lines.append(
             f"| `{flag(name, field)}` | `{(prefix + name).upper()}` | {type_name(field)} "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from edge.address import join_address
 from edge.logs.request_log import RequestLog
@@ -28,6 +29,7 @@ from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS as PREFIX_CALLERS
 from engine.node.prefix_servicer import PrefixServicer
 from engine.node.process import StopSignal, emit_ready, start_engine
+from engine.node.role_switch import RoleSwitch
 from engine.node.status import NodeStatus
 from prefill_node.config import PrefillNodeSettings
 from prefill_node.metrics import PrefillMetrics
@@ -41,84 +43,131 @@ _MAX_MESSAGE = 160 << 20
 """Bytes of a call: patches of images are most of it."""
 
 
+class PrefillNode:
+    """Holds everything of a running node. `run` → `close`; engine and traces belong to the caller.
+    `switch`: takes the wish for another role; None: it has one."""
+
+    def __init__(
+        self,
+        settings: PrefillNodeSettings,
+        engine: AsyncLLM,
+        ports: PrefillPorts,
+        credentials: Credentials,
+        tracer: Tracer,
+        switch: RoleSwitch | None = None,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._ports = ports
+        self._status = NodeStatus(
+            engine,
+            node_pb2.NODE_ROLE_PREFILL,
+            settings.stuck_after_s,
+            settings.frozen_after_s,
+            switch,
+        )
+        self._metrics = metrics = PrefillMetrics(engine.config)
+        metrics.registry.register(EngineCollector(engine))
+        metrics.registry.register(CredentialsCollector(credentials))
+        metrics.registry.register(TracerCollector(tracer))
+        self._servicer = PrefillServicer(
+            engine,
+            self._status,
+            metrics,
+            max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            tracer=tracer,
+            requests=RequestLog(is_on=settings.log_requests),
+        )
+        self._client = PrefixClient(self._servicer.peer, credentials)
+
+    async def run(self, stop: StopSignal) -> int:
+        """Serves until told to stop, or to become another node, or until the engine dies; returns
+        the exit code."""
+        await self._start_services()
+        self._emit_ready()
+        lifetime = NodeLifetime(
+            self._engine,
+            self._status,
+            self._servicer.open,
+            self._servicer.abort_all,
+            self._settings.drain_timeout_s,
+        )
+        watching = asyncio.create_task(_let_go_of_frozen(self._status, self._servicer))
+        try:
+            return await lifetime.run(stop)
+        finally:
+            watching.cancel()
+
+    async def close(self) -> None:
+        await self._client.close()
+        self._engine.prefixes.ask = None
+        await self._ports.close()
+
+    async def _start_services(self) -> None:
+        server = self._ports.grpc.server
+        prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
+            self._servicer, server
+        )
+        if self._settings.shares_prefixes:
+            self._status.serves_prefixes = True
+            prefixes_pb2_grpc.add_PrefixesServicer_to_server(  # type: ignore[no-untyped-call]
+                PrefixServicer(self._engine, self._status), server
+            )
+            self._engine.prefixes.ask = self._client.ask
+        await self._ports.grpc.start(self._status)
+        if self._ports.probes is not None:
+            self._ports.probes.start(self._status, self._metrics.registry)
+
+    def _emit_ready(self) -> None:
+        address = join_address(self._settings.host, self._ports.grpc.port)
+        facts: dict[str, object] = {"role": "prefill", "address": address}
+        if self._ports.probes is not None:
+            facts["metrics_port"] = self._ports.probes.port
+        emit_ready(self._engine, **facts)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPorts:
+    """The ports that a node listens on. Call `take` before anything that needs time."""
+
+    grpc: NodeGrpcServer
+    probes: ProbeServer | None
+
+    @classmethod
+    def take(cls, settings: PrefillNodeSettings, credentials: Credentials) -> PrefillPorts:
+        """Takes the ports. Raises `PortInUse`, `PlaintextRefused`."""
+        callers = CALLERS | (PREFIX_CALLERS if settings.shares_prefixes else {})
+        host, port = settings.host, settings.metrics_port
+        return cls(
+            NodeGrpcServer(host, settings.port, credentials, callers, _MAX_MESSAGE),
+            None if port is None else ProbeServer(host, port),
+        )
+
+    async def close(self) -> None:
+        if self.probes is not None:
+            await self.probes.stop()
+        await self.grpc.stop()
+
+
 async def serve(settings: PrefillNodeSettings) -> int:
     """Runs the node and returns its exit code. Raises `CheckpointError`, `EngineDeadError`,
     `PortInUse`, `SecurityError`, `TracingError`."""
     stop = StopSignal()
     credentials = Credentials(settings.security_config())
-    callers = CALLERS | (PREFIX_CALLERS if settings.shares_prefixes else {})
-    server = NodeGrpcServer(settings.host, settings.port, credentials, callers, _MAX_MESSAGE)
-    probes = None
-    if settings.metrics_port is not None:
-        probes = ProbeServer(settings.host, settings.metrics_port)
+    ports = PrefillPorts.take(settings, credentials)
     config = settings.to_engine_config("kv_producer")
     tracer = Tracer.open(settings, "tandem-prefill", config.engine_id)
     engine = await start_engine(config, None, stop)
     if engine is None:
         return 0
+    node = PrefillNode(settings, engine, ports, credentials, tracer)
     try:
-        return await _serve_engine(settings, credentials, server, probes, engine, stop, tracer)
+        return await node.run(stop)
     finally:
-        if probes is not None:
-            await probes.stop()
-        await server.stop()
+        await node.close()
         await engine.shutdown()
         await asyncio.to_thread(tracer.close)
-
-
-async def _serve_engine(
-    settings: PrefillNodeSettings,
-    credentials: Credentials,
-    server: NodeGrpcServer,
-    probes: ProbeServer | None,
-    engine: AsyncLLM,
-    stop: StopSignal,
-    tracer: Tracer,
-) -> int:
-    status = NodeStatus(
-        engine, node_pb2.NODE_ROLE_PREFILL, settings.stuck_after_s, settings.frozen_after_s
-    )
-    metrics = PrefillMetrics(engine.config)
-    metrics.registry.register(EngineCollector(engine))
-    metrics.registry.register(CredentialsCollector(credentials))
-    metrics.registry.register(TracerCollector(tracer))
-    servicer = PrefillServicer(
-        engine,
-        status,
-        metrics,
-        max_waiting_requests=settings.max_waiting_requests,
-        max_waiting_tokens=settings.max_waiting_tokens,
-        tracer=tracer,
-        requests=RequestLog(is_on=settings.log_requests),
-    )
-    prefill_pb2_grpc.add_PrefillServicer_to_server(  # type: ignore[no-untyped-call]
-        servicer, server.server
-    )
-    client = PrefixClient(servicer.peer, credentials)
-    if settings.shares_prefixes:
-        status.serves_prefixes = True
-        prefixes_pb2_grpc.add_PrefixesServicer_to_server(  # type: ignore[no-untyped-call]
-            PrefixServicer(engine, status), server.server
-        )
-        engine.prefixes.ask = client.ask
-    await server.start(status)
-    facts: dict[str, object] = {
-        "role": "prefill",
-        "address": join_address(settings.host, server.port),
-    }
-    if probes is not None:
-        probes.start(status, metrics.registry)
-        facts["metrics_port"] = probes.port
-    emit_ready(engine, **facts)
-    lifetime = NodeLifetime(
-        engine, status, servicer.open, servicer.abort_all, settings.drain_timeout_s
-    )
-    watching = asyncio.create_task(_let_go_of_frozen(status, servicer))
-    try:
-        return await lifetime.run(stop)
-    finally:
-        watching.cancel()
-        await client.close()
 
 
 async def _let_go_of_frozen(status: NodeStatus, servicer: PrefillServicer) -> None:

@@ -29,6 +29,7 @@ RANKS = {
     "prefill_node": 3,
     "decode_node": 3,
     "cli": 3,
+    "role_node": 4,
     "planner": 4,
 }
 SOURCE_ROOTS = {
@@ -104,7 +105,7 @@ DECODE_NODE_ORDER = [
     {"answer", "metrics"},
     {"serving"},
     {"http"},
-    {"app", "prefix_sharing"},
+    {"app", "prefix_sharing", "served_text"},
     {"server"},
     {"main"},
     {"__main__"},
@@ -158,6 +159,7 @@ TORCH_FREE = [
     "router",
     "prefill_node",
     "decode_node",
+    "role_node",
     "cli",
     "kv_transfer.memory",
     "kv_transfer.control",
@@ -327,7 +329,7 @@ def test_one_file_knows_how_kv_lies_in_memory() -> None:
 
 def test_header_names_stand_in_one_place() -> None:
     own_headers = re.compile(r"""["']x-(tandem|request|session|slo|prefiller)-[a-z-]*["']""")
-    for package in ("router", "decode_node", "prefill_node", "cli", "edge/http"):
+    for package in ("router", "decode_node", "prefill_node", "role_node", "cli", "edge/http"):
         for path in (ROOT / package).rglob("*.py"):
             if path != ROOT / "edge/http/headers.py":
                 assert not own_headers.search(path.read_text()), path
@@ -401,7 +403,14 @@ def test_torch_free_modules_name_no_torch_anywhere_below_them() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    ["router.main", "prefill_node.main", "decode_node.main", "cli.__main__", "planner.__main__"],
+    [
+        "router.main",
+        "prefill_node.main",
+        "decode_node.main",
+        "role_node.main",
+        "cli.__main__",
+        "planner.__main__",
+    ],
 )
 def test_services_start_without_torch(program: str) -> None:
     code = f"import sys, {program}; sys.exit('torch' in sys.modules)"

@@ -3,6 +3,9 @@
 serving ── told to stop ──▶ draining ── open requests have ended, or the time is up ──▶ exit 0
    │                           │
    └─────── the engine dies ───┴──▶ last words: open requests end with an error ──▶ exit 1
+
+A node that shall change its role drains as one that stops; whoever runs it sees by its `RoleSwitch`
+that it goes on.
 """
 
 from __future__ import annotations
@@ -46,10 +49,15 @@ class NodeLifetime:
         """Returns the exit code once the node was told to stop, or its engine has died."""
         dead = asyncio.create_task(self._engine.wait_dead())
         stopping = asyncio.create_task(stop.wait())
+        switching = asyncio.create_task(self._status.switch.wished())
+        ends = {dead, stopping, switching}
         try:
-            await asyncio.wait({dead, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not dead.done():
-                drained = asyncio.create_task(self._drain())
+                limit_s = self._drain_timeout_s
+                if switching.done():
+                    limit_s = min(limit_s, switching.result().drain_timeout_s)
+                drained = asyncio.create_task(self._drain(limit_s))
                 await asyncio.wait({dead, drained}, return_when=asyncio.FIRST_COMPLETED)
                 if drained.done():
                     return 0
@@ -61,15 +69,15 @@ class NodeLifetime:
             await self._open.wait_idle(_LAST_WORDS_S)
             return 1
         finally:
-            dead.cancel()
-            stopping.cancel()
+            for end in ends:
+                end.cancel()
 
-    async def _drain(self) -> None:
+    async def _drain(self, limit_s: float) -> None:
         """Waits for open requests; those still open at the end of the time end with an error."""
         self._status.work.draining = True
         self._tell()
         logger.info("draining: %d requests are open", self._open.count)
-        if not await self._open.wait_idle(self._drain_timeout_s):
+        if not await self._open.wait_idle(limit_s):
             logger.warning("%d requests are cut off", self._open.count)
             self._abort_all()
             await self._open.wait_idle(_LAST_WORDS_S)

@@ -26,9 +26,11 @@ import grpc
 
 from engine.errors import EngineDeadError
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.node.adapter_servicer import AdapterServicer, adapter_call
+from engine.node.adapter_servicer import adapter_call
 from engine.node.metrics import MeasuredEngine
 from engine.node.profile_servicer import ProfiledEngine
+from engine.node.role_servicer import RoleServicer
+from engine.node.role_switch import RoleSwitch
 from host.life_signs import Silence
 from kv_transfer.layout import KVLayout
 from tandem_pb import node_pb2
@@ -87,14 +89,19 @@ class NodeStatus:
         role: node_pb2.NodeRole,
         stuck_after_s: float,
         frozen_after_s: float = 3.0,
+        switch: RoleSwitch | None = None,
     ) -> None:
+        """Begins. `switch` takes the wish for another role; None: this node has one role."""
         self.work = NodeWork()
+        self.switch = switch or RoleSwitch(role)
         self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
         """Forgets cached prefixes, here and wherever the node's owner remembers them."""
         self.profiles = engine.profiles
         self.adapters = engine.adapters
         self.serves_prefixes = False
         self._engine = engine
+        self._config = engine.config
+        """Belongs to this life of the node: its engine may be another's while this one ends."""
         self._role = role
         self._stuck_after_s = stuck_after_s
         self._frozen_after_s = frozen_after_s
@@ -141,7 +148,7 @@ class NodeStatus:
     def load(self) -> node_pb2.NodeLoad:
         """Returns a report. Newer ones have greater `sequence`."""
         self._sequence += 1
-        config, stats, work = self._engine.config, self._engine.stats, self.work
+        config, stats, work = self._config, self._engine.stats, self.work
         total = stats.num_total_blocks or self._engine.ready.num_blocks
         return node_pb2.NodeLoad(
             node_id=config.engine_id,
@@ -162,6 +169,7 @@ class NodeStatus:
             model_aliases=config.model.served_aliases,
             fingerprint=fingerprint(config.kv_layout),
             serves_prefixes=self.serves_prefixes,
+            http_port=self.switch.http_port,
             adapters=[
                 node_pb2.Adapter(name=one.name, digest=one.digest)
                 for one in self.adapters.known.values()
@@ -181,6 +189,11 @@ class NodeStatus:
             num_drafts=stats.drafts.num_drafts,
             num_accepted_per_pos=stats.drafts.num_accepted_per_pos[:_MAX_PLACES],
         )
+
+    def identity(self) -> node_pb2.SwitchRoleAnswer:
+        """Returns who this node is in this life."""
+        config = self._config
+        return node_pb2.SwitchRoleAnswer(node_id=config.engine_id, epoch=config.epoch)
 
     def seconds_since_progress(self) -> float:
         """Seconds since the engine made progress; 0 while there is nothing to compute."""
@@ -225,11 +238,11 @@ class NodeStatus:
             self._engine.give_up(self.fault())
 
 
-class NodeStatusServicer(AdapterServicer):
+class NodeStatusServicer(RoleServicer):
     """Serves `Watch`, and what routers and operators ask."""
 
     def __init__(self, status: NodeStatus) -> None:
-        super().__init__(status.profiles, status.adapters)
+        super().__init__(status.profiles, status.adapters, status.switch, status.identity())
         self._status = status
 
     async def ResetPrefixCache(

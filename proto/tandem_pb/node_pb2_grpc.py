@@ -65,6 +65,11 @@ class NodeStatusStub(object):
                 request_serializer=tandem__pb_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=tandem__pb_dot_node__pb2.Adapter.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/tandem.v1.NodeStatus/SwitchRole',
+                request_serializer=tandem__pb_dot_node__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.SwitchRoleAnswer.FromString,
+                _registered_method=True)
 
 
 class NodeStatusServicer(object):
@@ -115,6 +120,14 @@ class NodeStatusServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Answers once the node has begun to drain. It then changes its role, and reports as the new node
+        that it is. FAILED_PRECONDITION where it cannot: nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +160,11 @@ def add_NodeStatusServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=tandem__pb_dot_node__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=tandem__pb_dot_node__pb2.Adapter.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=tandem__pb_dot_node__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.SwitchRoleAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -312,6 +330,33 @@ class NodeStatus(object):
             '/tandem.v1.NodeStatus/UnloadAdapter',
             tandem__pb_dot_node__pb2.UnloadAdapterRequest.SerializeToString,
             tandem__pb_dot_node__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/SwitchRole',
+            tandem__pb_dot_node__pb2.SwitchRoleRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.SwitchRoleAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,8 @@ from decode_node.grammar.grammar_checker import GrammarChecker
 from decode_node.http.callers import CallerCheck
 from decode_node.http.routes import ApiState
 from decode_node.images.create_reader import create_image_reader
-from decode_node.server import create_metrics, create_node_app, find_defaults, read_api_keys
+from decode_node.served_text import find_defaults
+from decode_node.server import create_metrics, create_node_app, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer

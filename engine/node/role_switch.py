@@ -1,0 +1,73 @@
+"""The wish that a node change its role: from prefill to decode, or back.
+
+serving ── `ask` ──▶ draining ── its requests have ended, or the time is up ──▶ the engine switches
+   │                                                                             │
+   └─ refused: nothing changes                  a new node of the other tier ◀───┘
+
+A switch belongs to one life of a node in one role. Whoever runs the node waits for `wished` and
+makes the next life; a node that dies in between starts in the role that its command line names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from engine.errors import RoleSwitchRefused
+from tandem_pb import node_pb2
+
+NAMES: dict[node_pb2.NodeRole, str] = {
+    node_pb2.NODE_ROLE_PREFILL: "prefill",
+    node_pb2.NODE_ROLE_DECODE: "decode",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoleWish:
+    """Says what the node shall be, and the seconds for what it has begun."""
+
+    role: node_pb2.NodeRole
+    drain_timeout_s: float
+
+
+class RoleSwitch:
+    """Takes the wish of one life of a node. `drain_timeout_s`: the longest that it may take;
+    `http_port`: of the API while it is a decode node."""
+
+    def __init__(
+        self, role: node_pb2.NodeRole, drain_timeout_s: float = 0.0, http_port: int = 0
+    ) -> None:
+        self.role = role
+        self.http_port = http_port
+        self.wish: RoleWish | None = None
+        self._drain_timeout_s = drain_timeout_s
+        self._wished = asyncio.Event()
+
+    def ask(self, role: node_pb2.NodeRole, drain_timeout_s: float = 0.0) -> None:
+        """Asks for another role. `drain_timeout_s` 0: as long as settings allow. Raises
+        `RoleSwitchRefused`."""
+        if role not in NAMES:
+            raise RoleSwitchRefused("say which role the node shall have: prefill or decode")
+        if not self.http_port:
+            raise RoleSwitchRefused(
+                f"this node is a {NAMES[self.role]} node for good: only one that was started by "
+                "`tandem node` changes its role"
+            )
+        if self.wish is not None:
+            raise RoleSwitchRefused(
+                f"this node changes its role already: it will be a {NAMES[self.wish.role]} node"
+            )
+        if role == self.role:
+            raise RoleSwitchRefused(f"this node is a {NAMES[role]} node already")
+        if not math.isfinite(drain_timeout_s) or drain_timeout_s < 0:
+            raise RoleSwitchRefused("the seconds for draining must be a number from 0 on")
+        limit = self._drain_timeout_s
+        self.wish = RoleWish(role, min(drain_timeout_s, limit) if drain_timeout_s else limit)
+        self._wished.set()
+
+    async def wished(self) -> RoleWish:
+        """Returns the wish once there is one."""
+        await self._wished.wait()
+        assert self.wish is not None
+        return self.wish

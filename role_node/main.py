@@ -1,0 +1,50 @@
+"""Starts a node that changes its role, from its flags, and says why one cannot start."""
+
+from __future__ import annotations
+
+import sys
+
+import uvloop
+
+from decode_node.served_text import create_parsers
+from edge.logs.setup import setup_logging, tell_failure
+from edge.security.config import SecurityError
+from edge.tracing.errors import TracingError
+from engine.errors import CannotStartError, EngineDeadError
+from engine.frontend.tokenizer import Tokenizer, TokenizerError
+from engine.node.grpc_server import PortInUse
+from engine.node.settings import SettingsError
+from role_node.config import RoleNodeSettings
+from role_node.server import serve
+
+
+def main() -> int:
+    settings = RoleNodeSettings.from_args("python -m role_node")
+    if settings.check:
+        return _check(settings)
+    setup_logging(settings.log_style(), "node")
+    try:
+        return uvloop.run(serve(settings))
+    except (
+        CannotStartError,
+        EngineDeadError,
+        PortInUse,
+        SecurityError,
+        SettingsError,
+        TokenizerError,
+        TracingError,
+        OSError,
+    ) as error:
+        tell_failure("node", error)
+        return 1
+
+
+def _check(settings: RoleNodeSettings) -> int:
+    """Does what `--check` asks, for both roles, and returns the exit code. Reads no model."""
+    try:
+        create_parsers(settings, Tokenizer.stand_in(1))
+        settings.check_roles()
+    except SettingsError as error:
+        print(f"wrong settings: {error}", file=sys.stderr)
+        return 2
+    return settings.print_checked("kv_producer")

@@ -1,0 +1,158 @@
+"""Runs a node that is a prefill or a decode node, and changes from one to the other when asked.
+
+         ┌────────────────────── one engine, one set of workers ──────────────────────┐
+    ports held, checkpoint read, engine started
+         │
+         ▼
+    services of its role ── asked for the other: drained, like a node that stops ──▶ engine switches
+         ▲                                                                                │
+         └────────── services of the other role, a new epoch, ready again ◀───────────────┘
+
+-  SIGTERM, at any moment: as on a node of one role; exit code 0
+-  the engine dies, also while it switches: exit code 1. Whoever starts the node again gets it in
+   the role that `--role` names
+-  a switch that is refused changes nothing (`RoleSwitch`, `refuse_what_has_one_role`)
+
+While the engine switches, the services of the old role still say that the node drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from decode_node.prefix_sharing import only_kept_answers
+from decode_node.served_text import ServedText
+from decode_node.server import DecodeNode, NodePorts
+from edge.security.credentials import Credentials
+from edge.tracing.tracer import Tracer
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.tokenizer import Tokenizer
+from engine.node.process import StopSignal, start_engine
+from engine.node.role_switch import RoleSwitch
+from prefill_node.server import PrefillNode, PrefillPorts
+from role_node.config import RoleNodeSettings
+from role_node.ports import HeldPorts
+from role_node.role_engines import KV_ROLES, RoleEngines, RoleName
+from tandem_pb import node_pb2
+
+logger = logging.getLogger(__name__)
+
+_ROLES: dict[RoleName, node_pb2.NodeRole] = {
+    "prefill": node_pb2.NODE_ROLE_PREFILL,
+    "decode": node_pb2.NODE_ROLE_DECODE,
+}
+
+
+class OneLife(Protocol):
+    """Is a node in one role."""
+
+    async def run(self, stop: StopSignal) -> int: ...
+    async def close(self) -> None: ...
+
+
+class RoleNode:
+    """Is one node after the other. `settings` name ports, none of them 0."""
+
+    def __init__(
+        self,
+        settings: RoleNodeSettings,
+        engines: RoleEngines,
+        text: ServedText,
+        credentials: Credentials,
+    ) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._text = text
+        self._credentials = credentials
+        self._role: RoleName = settings.role
+
+    async def run(self, stop: StopSignal) -> int:
+        """Serves until told to stop, or until the engine dies; returns the exit code. Raises
+        `EngineDeadError`, `PortInUse`."""
+        ports = self._take_ports()
+        config = self._engines.of(self._role)
+        engine = await start_engine(config, self._tokenizer(self._role), stop)
+        if engine is None:
+            return 0
+        try:
+            while True:
+                code, role = await self._live(engine, ports, stop)
+                if role is None:
+                    return code
+                self._role = role
+                ports = self._take_ports()
+        finally:
+            await engine.shutdown()
+
+    async def _live(
+        self, engine: AsyncLLM, ports: NodePorts | PrefillPorts, stop: StopSignal
+    ) -> tuple[int, RoleName | None]:
+        """Is a node in one role until its end. Returns the exit code, and what it shall be next;
+        None: nothing."""
+        limit_s, http_port = self._settings.drain_timeout_s, self._settings.port
+        switch = RoleSwitch(_ROLES[self._role], limit_s, http_port)
+        name = f"tandem-{self._role}"
+        tracer = Tracer.open(self._settings, name, engine.config.engine_id)
+        node = self._node(engine, ports, tracer, switch)
+        try:
+            code = await node.run(stop)
+            if code or stop.is_set or switch.wish is None:
+                return code, None
+            role: RoleName = "prefill" if self._role == "decode" else "decode"
+            await self._switch(engine, role)
+            return 0, role
+        finally:
+            await node.close()
+            await asyncio.to_thread(tracer.close)
+
+    async def _switch(self, engine: AsyncLLM, role: RoleName) -> None:
+        started_at = asyncio.get_running_loop().time()
+        config = self._engines.of(role)
+        await engine.switch_role(config, self._tokenizer(role), self._settings.switch_empty_s)
+        taken_s = asyncio.get_running_loop().time() - started_at
+        logger.info("the engine is that of a %s node after %.2f s", role, taken_s)
+
+    def _tokenizer(self, role: RoleName) -> Tokenizer | None:
+        return self._text.tokenizer if role == "decode" else None
+
+    def _take_ports(self) -> NodePorts | PrefillPorts:
+        """Takes the ports of the role. Raises `PortInUse`."""
+        if self._role == "decode":
+            return NodePorts.take(self._settings, self._credentials)
+        return PrefillPorts.take(self._settings.for_prefill(), self._credentials)
+
+    def _node(
+        self, engine: AsyncLLM, ports: NodePorts | PrefillPorts, tracer: Tracer, switch: RoleSwitch
+    ) -> OneLife:
+        credentials = self._credentials
+        if isinstance(ports, PrefillPorts):
+            settings = self._settings.for_prefill()
+            return PrefillNode(settings, engine, ports, credentials, tracer, switch)
+        return DecodeNode(self._settings, engine, self._text, ports, credentials, tracer, switch)
+
+
+def hold_ports(settings: RoleNodeSettings, held: HeldPorts) -> RoleNodeSettings:
+    """Returns the settings with the ports that the node has in either role. Raises `PortInUse`."""
+    names = ["port", "grpc_port", *(["metrics_port"] if settings.metrics_port is not None else [])]
+    return settings.model_copy(update={name: held.hold(getattr(settings, name)) for name in names})
+
+
+async def serve(settings: RoleNodeSettings) -> int:
+    """Runs the node and returns its exit code. Raises `CannotStartError`, `EngineDeadError`,
+    `PortInUse`, `SecurityError`, `SettingsError`, `TokenizerError`, `TracingError`."""
+    stop = StopSignal()
+    settings.check_roles()
+    credentials = Credentials(settings.security_config())
+    credentials.check_listen(settings.host)
+    held = HeldPorts(settings.host)
+    try:
+        settings = hold_ports(settings, held)
+        prefill, decode = (settings.to_engine_config(role) for role in KV_ROLES.values())
+        text = ServedText.read(settings, decode.model)
+        decode = only_kept_answers(decode, text.tokenizer, text.parsers)
+        engines = RoleEngines(prefill, decode)
+        return await RoleNode(settings, engines, text, credentials).run(stop)
+    finally:
+        held.close()
