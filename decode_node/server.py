@@ -357,7 +357,7 @@ def create_node_app(
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
     cards = ModelCards(served, settings.model, defaults)
-    asked = TokenizerServing(served, tokenizer, serving.prompts)
+    asked = TokenizerServing(served, tokenizer, serving.prompts, serving.images)
     api = Api(
         settings,
         cards,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decode_node.protocol.chat_messages import ChatMessage, ImagePart
+from decode_node.protocol.chat import ChatCompletionRequest
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels, ImageSpan
 
@@ -34,14 +34,11 @@ class ImagePrompt:
 NO_IMAGES = ImagePrompt([])
 
 
-def image_places(messages: Sequence[ChatMessage]) -> list[ImagePlace]:
+def image_places(body: ChatCompletionRequest) -> list[ImagePlace]:
     """Returns the images of all messages, in order."""
+    images = [part for message in body.messages for _, part in message.images()]
     return [
-        ImagePlace(f"messages.{i}.content.{j}", part.url)
-        for i, message in enumerate(messages)
-        if isinstance(message.content, list)
-        for j, part in enumerate(message.content)
-        if isinstance(part, ImagePart)
+        ImagePlace(param, part.url) for param, part in zip(body.image_params, images, strict=True)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -77,6 +78,15 @@ class ChatCompletionRequest(GenerationBody):
 
     other_names: ClassVar[dict[str, str]] = {}
     """Fields that the client knows by another name, in an API that amounts to a chat."""
+
+    @property
+    def image_params(self) -> Sequence[str]:
+        """Returns the names of the parts that are images, in order."""
+        return [
+            f"messages.{i}.content.{j}"
+            for i, message in enumerate(self.messages)
+            for j, _ in message.images()
+        ]
 
     def param_name(self, name: str) -> str:
         if name == "max_tokens" and self.max_completion_tokens is not None:

@@ -125,6 +125,11 @@ class ChatMessage(_OpenBody):
             message |= {"reasoning_content": thought, "reasoning": thought}
         return message
 
+    def images(self) -> list[tuple[int, ImagePart]]:
+        """Returns the images among the parts, with their indices."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [(j, part) for j, part in enumerate(parts) if isinstance(part, ImagePart)]
+
     def _content(self) -> str | list[dict[str, str]] | None:
         """Returns text, or with images parts, which templates of models that see images take."""
         if isinstance(self.content, list):

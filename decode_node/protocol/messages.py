@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from decode_node.protocol.body import Ignored, Int, Name, StrictBody
-from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.messages_input import chat_messages, chat_tools
+from decode_node.protocol.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
-from decode_node.protocol.parse_body import validate
 from edge.http.errors import BadRequest
 
 _SAME_IN_CHATS = ("model", "temperature", "top_p", "top_k", "stream", "priority", "cache_salt")
@@ -42,7 +41,7 @@ class AnthropicToolChoice(StrictBody):
     """At most one call."""
 
 
-class ChatOfMessages(ChatCompletionRequest):
+class ChatOfMessages(ChatOfAnother):
     """A request as the chat that it amounts to."""
 
     other_names: ClassVar[dict[str, str]] = {
@@ -99,8 +98,7 @@ class CountTokensRequest(StrictBody):
     def to_chat(self) -> ChatOfMessages:
         """Returns the same request as a chat. Raises `BadRequest`."""
         self.check_supported()
-        fields = {k: v for k, v in self._chat_fields().items() if v is not None}
-        return validate(fields, ChatOfMessages)
+        return ChatOfMessages.of(self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
         messages, is_open = chat_messages(self.system, self.messages)

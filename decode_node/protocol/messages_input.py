@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from decode_node.protocol.other_chat import content_of, image_part
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -57,23 +58,26 @@ def _blocks(content: Any, place: str) -> list[Json]:
 
 
 def _of_user(role: str, blocks: list[Json], place: str) -> list[Json]:
-    results, texts = [], []
+    results, pieces = [], []
     for i, block in enumerate(blocks):
         if block.get("type") == "tool_result":
             results.append(_result(block, f"{place}.{i}"))
         else:
-            texts.append(_text(block, f"{place}.{i}"))
-    messages = [{"role": role, "content": "\n".join(texts)}] if texts or not results else []
+            pieces.append(_piece(block, f"{place}.{i}"))
+    messages = [{"role": role, "content": content_of(pieces)}] if pieces or not results else []
     return [*results, *messages]
 
 
 def _result(block: Json, place: str) -> Json:
-    content = block.get("content") or ""
-    text = _texts(content, f"{place}.content")
+    where = f"{place}.content"
+    blocks = _blocks(block.get("content") or "", where)
+    pieces = [_piece(one, f"{where}.{i}") for i, one in enumerate(blocks)]
+    content = content_of(pieces)
     if block.get("is_error"):
-        text = f"Error: {text}"
+        is_text = isinstance(content, str)
+        content = f"Error: {content}" if is_text else content_of(["Error:", *pieces])
     name = _string(block, "tool_use_id", place)
-    return {"role": "tool", "tool_call_id": name, "content": text}
+    return {"role": "tool", "tool_call_id": name, "content": content}
 
 
 def _of_assistant(blocks: list[Json], place: str) -> Json:
@@ -105,11 +109,29 @@ def _texts(content: Any, place: str) -> str:
     return "\n".join(_text(block, f"{place}.{i}") for i, block in enumerate(blocks))
 
 
+def _piece(block: Json, place: str) -> str | Json:
+    """Returns a text, or an image as chats have it."""
+    if block.get("type") != "image":
+        return _text(block, place)
+    given, where = block.get("source"), f"{place}.source"
+    source: Json = given if isinstance(given, dict) else {}
+    match source.get("type"):
+        case "base64":
+            kind, data = _string(source, "media_type", where), _string(source, "data", where)
+            return image_part(f"data:{kind};base64,{data}", place)
+        case "url":
+            return image_part(_string(source, "url", where), place)
+        case _:
+            raise BadRequest(
+                f"{where}: images come as base64 or url; no files are kept here", param=where
+            )
+
+
 def _text(block: Json, place: str) -> str:
     if block.get("type") != "text":
         raise BadRequest(
-            f"{place}: blocks can be text, tool_use, tool_result and thinking, in turns that have "
-            "them; nothing else is supported",
+            f"{place}: blocks can be text, image, tool_use, tool_result and thinking, in turns "
+            "that have them; nothing else is supported",
             param=f"{place}.type",
         )
     return _string(block, "text", place)

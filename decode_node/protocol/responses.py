@@ -11,9 +11,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from decode_node.protocol.body import Ignored, Int, Name, StrictBody
-from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
-from decode_node.protocol.parse_body import validate
 from decode_node.protocol.responses_input import chat_messages
 from edge.http.errors import BadRequest
 
@@ -46,7 +45,7 @@ class ResponseText(StrictBody):
     """Only `medium`: ask for the length in the instructions."""
 
 
-class ChatOfResponses(ChatCompletionRequest):
+class ChatOfResponses(ChatOfAnother):
     """A request as the chat that it amounts to."""
 
     other_names: ClassVar[dict[str, str]] = {
@@ -196,7 +195,7 @@ class ResponsesRequest(StrictBody):
         }
         # The last event tells usage.
         fields["stream_options"] = {"include_usage": True} if self.stream else None
-        return validate({k: v for k, v in fields.items() if v is not None}, ChatOfResponses)
+        return ChatOfResponses.of(fields)
 
 
 def _refused(name: str, advice: str) -> BadRequest:

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from decode_node.protocol.other_chat import content_of, image_part
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
 
+Content = str | list[Json]
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def chat_messages(instructions: str | None, items: str | list[Json]) -> list[Json]:
-    """Returns the messages. Raises `BadRequest` for items that need state, or more than text."""
+    """Returns the messages. Raises `BadRequest` for items that need state, or are neither text nor
+    images."""
     messages = _Messages()
     if instructions:
         messages.add("system", instructions)
@@ -45,7 +48,7 @@ class _Messages:
             "reasoning": self._take_reasoning,
         }
 
-    def add(self, role: str, content: str | None, **fields: Any) -> None:
+    def add(self, role: str, content: Content | None, **fields: Any) -> None:
         self.found.append({"role": role, "content": content, **fields})
         self._is_open = False
 
@@ -64,6 +67,7 @@ class _Messages:
         if role != "assistant":
             self.add(role, content)
             return
+        _check_text(content, place)
         turn = self._turn()
         if turn["content"] is not None or "tool_calls" in turn:
             turn = self._turn(is_new=True)
@@ -80,6 +84,7 @@ class _Messages:
 
     def _take_reasoning(self, item: Json, place: str) -> None:
         thought = _content(item.get("content") or item.get("summary") or "", place)
+        _check_text(thought, place)
         turn = self._turn(is_new=True)
         if thought:
             turn["reasoning_content"] = thought
@@ -99,18 +104,30 @@ def _text(item: Json, name: str, place: str) -> str:
     return value
 
 
-def _content(content: Any, place: str) -> str:
-    """Returns the text of a content, its parts a line each."""
+def _content(content: Any, place: str) -> Content:
+    """Returns the text of a content, its parts a line each, or the parts if there are images."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRequest(f"{place}.content must be a string or a list", param=f"{place}.content")
-    return "\n".join(_part(part, f"{place}.content.{i}") for i, part in enumerate(content))
+    return content_of([_part(part, f"{place}.content.{i}") for i, part in enumerate(content)])
 
 
-def _part(part: Any, place: str) -> str:
-    if isinstance(part, dict) and part.get("type") in _TEXT_PARTS:
+def _check_text(content: Content, place: str) -> None:
+    if not isinstance(content, str):
+        place = f"{place}.content"
+        raise BadRequest(f"{place}: what a model said has no images", param=place)
+
+
+def _part(part: Any, place: str) -> str | Json:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _TEXT_PARTS:
         return _text(part, "text", place)
-    if isinstance(part, dict) and part.get("type") == "refusal":
+    if kind == "refusal":
         return _text(part, "refusal", place)
-    raise BadRequest(f"{place}: only text is supported", param=place)
+    if kind != "input_image":
+        raise BadRequest(f"{place}: only text and images are supported", param=place)
+    if part.get("file_id") is not None:
+        place = f"{place}.file_id"
+        raise BadRequest(f"{place}: no files are kept here; send image_url", param=place)
+    return image_part(_text(part, "image_url", place), place)

@@ -31,7 +31,7 @@ from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonR
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.grammar.answer_grammars import AnswerGrammars
-from decode_node.images.image_parts import NO_IMAGES, ImagePrompt, expanded, image_places
+from decode_node.images.image_parts import NO_IMAGES, ImagePrompt
 from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
 from decode_node.observe.timeline import RequestRecord
@@ -43,6 +43,7 @@ from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_grammar import ChatGrammar
 from decode_node.serving.chat_reading import ChatReading
+from decode_node.serving.image_prompts import ImagePrompts
 from decode_node.serving.model_cards import ServedModel
 from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
@@ -54,7 +55,6 @@ from engine.errors import InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer
-from engine.images.image_input import ImagePixels
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.request_spec import RequestSpec
 
@@ -118,7 +118,7 @@ class OpenAIServing:
         self._heartbeats = heartbeats
         self._reading = reading
         self._grammars = grammars
-        self._images = images
+        self.images = ImagePrompts(images, config.model.vision)
         self._chat_grammar = ChatGrammar(grammars, reading.parsers, config.model.eos_token_ids)
         self._serial = itertools.count()
         """Makes request ids of the engine unique, whatever ids clients send."""
@@ -157,8 +157,10 @@ class OpenAIServing:
             chat = body.to_chat()
             self._served.check(context.model or body.model, context.adapter_digest)
             tool_use = chat.tool_use()
+            images = await self.images.read(chat)
             _, tokens = await self.prompts.of_chat(chat, tool_use, is_long=context.is_long)
-        content = msgspec.json.encode({"input_tokens": len(tokens)})
+            prompt = self.images.with_images(chat, tokens, images)
+        content = msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
         return Response(content, media_type="application/json")
 
     async def _chat(
@@ -173,9 +175,9 @@ class OpenAIServing:
         self._limits.check(body, 1)
         tool_use = body.tool_use()
         self._reading.check(tool_use)
-        images = await self._images.read(image_places(body.messages))
+        images = await self.images.read(body)
         text, tokens = await self.prompts.of_chat(body, tool_use, is_long=context.is_long)
-        prompt = self._with_images(body, tokens, images)
+        prompt = self.images.with_images(body, tokens, images)
         form = make(*self._format(body, context), self._reading.options(body, tool_use, text))
         markers = self._reading.marker_token_ids(tool_use)
         state = self._reading.reasoning_state(body, text)
@@ -183,20 +185,6 @@ class OpenAIServing:
         prompts = [prompt.token_ids]
         choices = await self._choices(body, prompts, [""], [grammar], context, markers, prompt)
         return self._answer(body, choices, form, context)
-
-    def _with_images(
-        self, body: ChatCompletionRequest, tokens: list[int], images: list[ImagePixels]
-    ) -> ImagePrompt:
-        """Returns the prompt with room for the tokens of its images. Raises `BadRequest`."""
-        if not images:
-            return ImagePrompt(tokens)
-        if body.truncate_prompt_tokens is not None:
-            name = "truncate_prompt_tokens"
-            raise BadRequest("a prompt with images cannot be truncated", param=name)
-        assert self._model.vision is not None
-        token_ids, spans = expanded(tokens, images, self._model.vision.image_token_id)
-        pixels = {image.digest: image for image in images}
-        return ImagePrompt(token_ids, spans, tuple(pixels.values()))
 
     def _format(
         self, body: CompletionRequest | ChatCompletionRequest, context: RequestContext

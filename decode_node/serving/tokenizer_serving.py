@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode_node.images.image_parts import image_places
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
@@ -15,6 +14,7 @@ from decode_node.protocol.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from decode_node.serving.image_prompts import ImagePrompts
 from decode_node.serving.model_cards import ServedModel
 from decode_node.serving.prompts import Prompts
 from edge.http import long_work
@@ -32,11 +32,14 @@ class TokenizerServing:
     """Serves one model's tokenizer. `is_long`: the body is long, and what is done to all of it
     happens beside the event loop; `model` is what a router calls the model, if it says so."""
 
-    def __init__(self, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts) -> None:
+    def __init__(
+        self, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts, images: ImagePrompts
+    ) -> None:
         self._served = model
         self._model = model.config
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._images = images
 
     async def tokenize(
         self, body: TokenizeRequest, *, is_long: bool, model: str = ""
@@ -56,14 +59,14 @@ class TokenizerServing:
     async def _encode(self, body: TokenizeRequest, *, is_long: bool) -> list[int]:
         """Returns all tokens, of a text longer than the context as well."""
         text, param, with_special = body.prompt, "prompt", body.add_special_tokens is not False
+        images = await self._images.read(body)
         if text is None:
-            if places := image_places(body.messages):
-                raise BadRequest("images have no tokens here", param=places[0].param)
             text = await self._prompts.render(body, body.tool_use(), is_long=is_long)
             param, with_special = "messages", bool(body.add_special_tokens)
-        return await self._prompts.encode(
+        ids = await self._prompts.encode(
             text, param, KeptPart(_ALL), is_long=is_long, add_special_tokens=with_special
         )
+        return self._images.with_images(body, ids, images).token_ids
 
     async def detokenize(
         self, body: DetokenizeRequest, *, is_long: bool, model: str = ""

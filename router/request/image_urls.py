@@ -1,7 +1,8 @@
 """Shortens images in the JSON text of a prompt, for what the router makes of it.
 
-An image in a `data:` URL is text of any length, of which tokens cannot be guessed: in its place
-stands a name of the same image, as long as the text of about a thousand tokens. Nothing grows.
+An image in a `data:` URL, or in base64 under `data` as /v1/messages has it, is text of any length,
+of which tokens cannot be guessed: in its place stands a name of the same image, as long as the text
+of about a thousand tokens. Nothing grows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 
 import xxhash
 
-_URL = re.compile(rb'data:image\\?/[^"]*')
+_IMAGE = re.compile(rb'data:image\\?/[^"]*|(?<="data":")[^"]{64,}|(?<="data": ")[^"]{64,}')
 _LONGEST = 4096
 """Bytes of a name: about 1024 tokens, as a picture of a million pixels has."""
 _NAME = re.compile(rb"img-[0-9a-f]{32}")
@@ -18,7 +19,9 @@ _NAME = re.compile(rb"img-[0-9a-f]{32}")
 
 def shortened(text: bytes) -> bytes:
     """Returns the text with a name in place of each image."""
-    return _URL.sub(_name, text) if b"data:image" in text else text
+    if b"data:image" not in text and b'"data":' not in text:
+        return text
+    return _IMAGE.sub(_name, text)
 
 
 def image_names(text: bytes) -> list[bytes]:
@@ -27,7 +30,7 @@ def image_names(text: bytes) -> list[bytes]:
 
 
 def _name(found: re.Match[bytes]) -> bytes:
-    url = found.group()
-    name = b"img-" + xxhash.xxh3_128_hexdigest(url).encode()
-    length = min(len(url), _LONGEST)
+    image = found.group()
+    name = b"img-" + xxhash.xxh3_128_hexdigest(image).encode()
+    length = min(len(image), _LONGEST)
     return (name * (length // len(name) + 1))[:length]

@@ -200,13 +200,33 @@ async def test_a_whole_message_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> N
             assert data_of(rest[-2]) == data_of(whole[-2])
 
 
+IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+}
+FILE = {"type": "file", "file_id": "f"}
+
+
+def turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}]}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+    (turn("user", {"type": "document"}), "messages.0.content.0.type"),
+    (turn("user", {"type": "image"}), "messages.0.content.0.source"),
+    (turn("user", {"type": "image", "source": FILE}), "messages.0.content.0.source"),
+    (turn("user", {"type": "text", "text": "a"}, IMAGE), "messages.0.content.1: "),
+    ({"system": "s", **turn("user", IMAGE)}, "messages.0.content.0: "),
+    (turn("assistant", IMAGE), "messages.0.content.0.type"),
+    (
+        turn("user", {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}),
+        "messages.0.content.0.content.0: ",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
         "messages.0.content.0.tool_use_id",

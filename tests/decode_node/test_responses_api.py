@@ -169,11 +169,27 @@ def test_tools_and_forms_are_those_of_chats() -> None:
     assert (chat.reasoning_effort, chat.wanted_max_tokens) == ("none", 5)
 
 
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
+
+
+def user_with(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": list(parts)}]}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+    (user_with({"type": "input_file", "file_id": "f"}), "input.0.content.0"),
+    (user_with({"type": "input_image"}), "input.0.content.0.image_url"),
+    (user_with({"type": "input_image", "file_id": "f"}), "input.0.content.0.file_id"),
+    (user_with({"type": "input_text", "text": "a"}, IMAGE), "input.0.content.1"),
+    ({"instructions": "b", **user_with(IMAGE)}, "input.0.content.0"),
+    ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input.0.content"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [IMAGE]}]},
+        "input.0.output.content.0",
+    ),
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"content": "a"}]}, "input.0.role"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),

@@ -95,12 +95,28 @@ async def cluster(checkpoint: Path) -> AsyncIterator[Cluster]:
     await clusters.stop()
 
 
-async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+async def ask(
+    url: str, body: dict[str, Any], path: str = "/v1/chat/completions"
+) -> tuple[int, dict[str, Any]]:
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/chat/completions", json=body) as response,
+        session.post(f"{url}{path}", json=body) as response,
     ):
         return response.status, await response.json()
+
+
+def for_responses(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "input_text", "text": part["text"]}
+    return {"type": "input_image", "detail": "auto", "image_url": part["image_url"]["url"]}
+
+
+def for_messages(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return part
+    media, _, data = part["image_url"]["url"].partition(";base64,")
+    source = {"type": "base64", "media_type": media.removeprefix("data:"), "data": data}
+    return {"type": "image", "source": source}
 
 
 @pytest.mark.e2e
@@ -119,6 +135,36 @@ async def test_answers_are_those_of_transformers(
     assert _value(told, "tandem_image_tokens_total") == NUM_ENCODED
     assert _value(told, "vllm:mm_cache_hits_total") > 0
     await cluster.wait_empty()
+
+
+@pytest.mark.e2e
+async def test_all_apis_see_the_same(cluster: Cluster, questions: list[Question]) -> None:
+    asked = questions[3]
+    same = {"temperature": 0.0, "model": "demo"}
+    limit = {**same, "max_tokens": COUNT}
+    _, chat = await ask(cluster.url, {**limit, **messages_of(asked.content)})
+    text = chat["choices"][0]["message"]["content"]
+    items = messages_of([for_responses(part) for part in asked.content])["messages"]
+    turns = messages_of([for_messages(part) for part in asked.content])
+    status, answer = await ask(
+        cluster.url, {**same, "max_output_tokens": COUNT, "input": items}, "/v1/responses"
+    )
+    assert status == 200, answer
+    assert answer["output"][0]["content"][0]["text"] == text
+    assert answer["usage"]["input_tokens"] == asked.num_prompt_tokens
+    status, answer = await ask(cluster.url, {**limit, **turns}, "/v1/messages")
+    assert status == 200, answer
+    assert answer["content"][0]["text"] == text
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == asked.num_prompt_tokens
+    counted = await ask(cluster.url, {"model": "demo", **turns}, "/v1/messages/count_tokens")
+    assert counted == (200, {"input_tokens": asked.num_prompt_tokens})
+    _, tokens = await ask(cluster.url, messages_of(asked.content), "/tokenize")
+    assert tokens["count"] == asked.num_prompt_tokens
+
+
+def messages_of(content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 @pytest.mark.e2e

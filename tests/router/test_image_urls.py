@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from router.request.image_urls import shortened
 from router.request.info import RequestInfo, read_request_info
 
@@ -45,6 +47,20 @@ def test_an_image_counts_as_a_thousand_tokens() -> None:
     alone = info("what?").num_prompt_tokens
     assert 900 < info(CAT, "what?").num_prompt_tokens - alone < 1200
     assert 1800 < info(CAT, DOG, "what?").num_prompt_tokens - alone < 2300
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_images_of_the_messages_api_count_likewise(separators: tuple[str, str]) -> None:
+    def info_of(data: str, text: str) -> RequestInfo:
+        source = {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}
+        content = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        encoded = json.dumps(body, separators=separators).encode()
+        return read_request_info("/v1/messages", "r", {}, encoded)
+
+    cat, dog = info_of(CAT, "what is it?"), info_of(DOG, "what is it?")
+    assert cat.session_key == info_of(CAT, "describe it").session_key != dog.session_key
+    assert 900 < cat.num_prompt_tokens < 1300
 
 
 def test_nothing_grows() -> None:

@@ -1,0 +1,38 @@
+"""Puts the images of a chat into its prompt, for whoever answers it or counts its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decode_node.images.image_parts import ImagePrompt, expanded, image_places
+from decode_node.images.image_reader import ImageReader
+from decode_node.protocol.chat import ChatCompletionRequest
+from edge.http.errors import BadRequest
+from engine.images.image_input import ImagePixels
+from engine.images.vision_spec import VisionSpec
+
+
+class ImagePrompts:
+    """Serves one model. `vision` None: it sees no images, and `reader` refuses them."""
+
+    def __init__(self, reader: ImageReader, vision: VisionSpec | None) -> None:
+        self._reader = reader
+        self._vision = vision
+
+    async def read(self, body: ChatCompletionRequest) -> list[ImagePixels]:
+        """Returns the images of all messages, in order. Raises `HttpError`."""
+        return await self._reader.read(image_places(body))
+
+    def with_images(
+        self, body: ChatCompletionRequest, token_ids: list[int], images: Sequence[ImagePixels]
+    ) -> ImagePrompt:
+        """Returns the prompt with room for the tokens of its images. Raises `BadRequest`."""
+        if not images:
+            return ImagePrompt(token_ids)
+        if body.truncate_prompt_tokens is not None:
+            name = "truncate_prompt_tokens"
+            raise BadRequest("a prompt with images cannot be truncated", param=name)
+        assert self._vision is not None
+        token_ids, spans = expanded(token_ids, images, self._vision.image_token_id)
+        pixels = {image.digest: image for image in images}
+        return ImagePrompt(token_ids, spans, tuple(pixels.values()))
