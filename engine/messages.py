@@ -256,11 +256,13 @@ class EngineCoreOutputs(msgspec.Struct, tag="outputs", kw_only=True):
 
 
 class PrefixOffered(msgspec.Struct, tag="prefix_offered"):
-    """Answers `OfferPrefix`: the first `num_blocks` are held under this transfer."""
+    """Answers `OfferPrefix`: the data-parallel group `group` holds the first `num_blocks` under
+    this transfer."""
 
     call_id: int
     transfer_id: str
     num_blocks: int
+    group: int = 0
 
 
 class PrefixCacheReset(msgspec.Struct, tag="prefix_cache_reset"):

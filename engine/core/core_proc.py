@@ -239,8 +239,8 @@ class EngineCoreProc:
             case ResetPrefixCache():
                 self._send(PrefixCacheReset(core.scheduler.reset_prefix_cache()))
             case OfferPrefix(call_id, names):
-                transfer_id, num_blocks = core.scheduler.remote.offers.offer(names)
-                self._send(PrefixOffered(call_id, transfer_id, num_blocks))
+                group, transfer_id, num_blocks = core.scheduler.remote.offer(names)
+                self._send(PrefixOffered(call_id, transfer_id, num_blocks, group))
             case DescribeEngine():
                 self._send(EngineDescription(core.facts()))
             case StartProfile(call_id, options):

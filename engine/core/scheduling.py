@@ -12,6 +12,7 @@ from engine.sched.scheduler import Scheduler
 from engine.sched.step_log import StepLog
 from host.life_signs import LifeSigns
 from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.factory import create_scheduler_connector
 from kv_transfer.group_connector import GroupConnector
 
@@ -42,8 +43,8 @@ def _connector(
     processes = config.kv_transfer.num_processes if config.kv_transfer is not None else 0
     place = first_transfer_place(config) + group * size * processes
     transfer = config.kv_transfer
-    if transfer is not None and transfer.port:
-        transfer = replace(transfer, port=transfer.port + group * size * processes)
+    if transfer is not None and group > 0:
+        transfer = _of_group(transfer, group, group * size * processes)
     return create_scheduler_connector(
         transfer,
         config.name_of_group(group),
@@ -52,4 +53,19 @@ def _connector(
         caches.handles[own],
         caches.hosts[own],
         signs.part(place) if signs is not None else None,
+    )
+
+
+def _of_group(transfer: KVTransferConfig, group: int, num_before: int) -> KVTransferConfig:
+    """Returns the settings of a later group, before which there are `num_before` transfer
+    processes. Its ranks count from 0 too, so its tiers have folders of their own."""
+
+    def inside(folder: str) -> str:
+        return folder and f"{folder}/group{group}"
+
+    return replace(
+        transfer,
+        port=transfer.port and transfer.port + num_before,
+        host_tier_path=inside(transfer.host_tier_path),
+        disk_tier_path=inside(transfer.disk_tier_path),
     )

@@ -10,7 +10,6 @@ def check_groups(config: EngineConfig) -> None:
     """Raises `SettingsError` naming what does not go together with data-parallel groups."""
     if config.parallel.data_parallel_size == 1:
         return
-    transfer = config.kv_transfer
     for is_set, what in (
         (config.parallel.distributed_executor_backend == "ray", "ray as executor backend"),
         (config.parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size"),
@@ -18,8 +17,6 @@ def check_groups(config: EngineConfig) -> None:
         (config.draft is not None, "a drafter with weights in --speculative-config"),
         (config.lora is not None, "--enable-lora"),
         (config.model.vision is not None, "a model that sees images"),
-        (transfer is not None and transfer.shares_prefixes, "--kv-share-prefixes"),
-        (transfer is not None and transfer.host_tier_bytes > 0, "--kv-host-memory-bytes"),
     ):
         if is_set:
             raise SettingsError(

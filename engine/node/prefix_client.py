@@ -83,7 +83,8 @@ class PrefixClient:
         peer = peer_from_proto(reply.holder, is_decode=holder.is_decode)
         us.layout.check_compatible(peer.layout)
         check_endpoints(peer)
-        if peer.engine_id == us.engine_id or not is_transfer_id(reply.transfer_id):
+        ours = {one.engine_id for one in (us, *us.groups)}
+        if peer.engine_id in ours or not is_transfer_id(reply.transfer_id):
             raise ValueError("it is this node itself, or no node of ours")
         if peer.layout.draft_hash != us.layout.draft_hash:
             raise ValueError("it has another drafter, whose KV of the prefix would be missing")

@@ -64,7 +64,7 @@ class PrefixServicer(prefixes_pb2_grpc.PrefixesServicer):
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return prefixes_pb2.OfferReply(
-            holder=peer_to_proto(peer),
+            holder=peer_to_proto(peer.group(offered.group)),
             transfer_id=offered.transfer_id,
             num_blocks=offered.num_blocks,
         )

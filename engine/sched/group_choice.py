@@ -30,6 +30,7 @@ class GroupOffer(NamedTuple):
         num_waiting_tokens: Known tokens of other requests that it has yet to compute.
         num_requests: Requests that it has.
         num_free_blocks: Of its KV cache.
+        num_given: Requests that it has got so far, however they ended.
         has_room: It could begin with the request now.
     """
 
@@ -38,6 +39,7 @@ class GroupOffer(NamedTuple):
     num_requests: int
     num_free_blocks: int
     has_room: bool
+    num_given: int = 0
 
     @property
     def cost(self) -> int:
@@ -47,11 +49,11 @@ class GroupOffer(NamedTuple):
 
 
 def choose_group(offers: Sequence[GroupOffer]) -> int:
-    """Returns the index of the best offer. Of equals, the one with most free blocks and, of those,
-    the first."""
+    """Returns the index of the best offer. Of equals, the one with most free blocks, and of those
+    the one that has got fewest requests: so the caches of all groups fill, though nobody waits."""
 
-    def rank(index: int) -> tuple[bool, int, int]:
+    def rank(index: int) -> tuple[bool, int, int, int]:
         offer = offers[index]
-        return not offer.has_room, offer.cost, -offer.num_free_blocks
+        return not offer.has_room, offer.cost, -offer.num_free_blocks, offer.num_given
 
     return min(range(len(offers)), key=rank)

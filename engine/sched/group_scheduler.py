@@ -23,6 +23,7 @@ from engine.sched.admission import Admission
 from engine.sched.exports import is_exported
 from engine.sched.group_choice import choose_group
 from engine.sched.group_output import GroupOutput, GroupStep
+from engine.sched.group_remote import GroupRemote
 from engine.sched.output import SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.scheduler import Scheduler
@@ -53,6 +54,8 @@ class GroupScheduler:
     def __init__(self, groups: Sequence[Scheduler], query_len: int = 1) -> None:
         self.groups = groups
         self._query_len = query_len
+        self._num_given = [0] * len(groups)
+        self.remote = GroupRemote([group.remote for group in groups], self._remote_of)
         self.adapters = groups[0].adapters
         """Knows none: settings refuse adapters of several groups."""
         self._sizes = [_StepSizes() for _ in groups]
@@ -72,6 +75,7 @@ class GroupScheduler:
             raise ValueError(f"request {request.request_id!r} exists already")
         group = self._choose(request)
         chosen = self.groups[group]
+        self._num_given[group] += 1
         for name in (request.request_id, *request.choice_ids):
             self._group_of[name] = chosen
         if request.choice_ids:
@@ -85,7 +89,9 @@ class GroupScheduler:
     def _choose(self, request: Request) -> int:
         if request.group >= 0:
             return request.group
-        return choose_group([group.offer(request) for group in self.groups])
+        offers = [group.offer(request) for group in self.groups]
+        given = zip(offers, self._num_given, strict=True)
+        return choose_group([offer._replace(num_given=count) for offer, count in given])
 
     def abort_requests(self, request_ids: Iterable[str], error: str = "") -> EngineCoreOutputs:
         by_group: dict[int, list[str]] = {}
@@ -189,11 +195,6 @@ class GroupScheduler:
         """Returns the first group's: no group leaves images to another node, as none sees any."""
         return self.groups[0].admission
 
-    @property
-    def remote(self) -> RemoteKV:
-        """Returns the first group's: groups share no prefixes with peers."""
-        return self.groups[0].remote
-
     def check_empty(self) -> list[str]:
         left = [
             f"{what} of group {index}"
@@ -202,6 +203,10 @@ class GroupScheduler:
         ]
         known = {*self._group_of, *self._choices_of, *self._prompt_of}
         return left + [f"the group of {name}" for name in sorted(known)]
+
+    def _remote_of(self, request_id: str) -> RemoteKV | None:
+        group = self._group_of.get(request_id)
+        return None if group is None else group.remote
 
     def _ask(
         self, request_id: str, do: Callable[[Scheduler], EngineCoreOutputs]

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.held_blocks import HeldBlocks
@@ -98,20 +99,13 @@ class PrefixOffers:
     def offer(self, names: Sequence[BlockHash]) -> tuple[str, int]:
         """Returns the transfer under which a peer may pull the first of these blocks, and how many
         they are; 0: none is here."""
-        pool = self._kv_cache.block_pool
-        most = pool.num_blocks // _SHARE_HELD - sum(o.num_blocks for o in self._offers.values())
-        found = []
-        for name in names[: max(0, most)] if self.is_on else ():
-            block = pool.get_cached_block(name)
-            if block is None or (self.answers is not None and name not in self.answers):
-                break
-            found.append(block)
+        found = self._held_of(names)
         if not found:
             return "", 0
         num_tokens = len(found) * self._kv_cache.least_block_size
         params = KVTransferParams(do_remote_decode=True, transfer_id=secrets.token_hex(16))
         offer = _Offer(f"prefix-{params.transfer_id}", params, num_tokens, len(found))
-        pool.touch(found)
+        self._kv_cache.block_pool.touch(found)
         self._offers[params.transfer_id] = offer
         self.num_offered_tokens += num_tokens
         block_ids = ([block.block_id for block in found],)
@@ -121,6 +115,21 @@ class PrefixOffers:
         else:
             self._fence.release(found)
         return params.transfer_id, len(found)
+
+    def count(self, names: Sequence[BlockHash]) -> int:
+        """Returns how many of the first of these blocks could be offered now."""
+        return len(self._held_of(names))
+
+    def _held_of(self, names: Sequence[BlockHash]) -> list[KVCacheBlock]:
+        pool = self._kv_cache.block_pool
+        most = pool.num_blocks // _SHARE_HELD - sum(o.num_blocks for o in self._offers.values())
+        found: list[KVCacheBlock] = []
+        for name in names[: max(0, most)] if self.is_on else ():
+            block = pool.get_cached_block(name)
+            if block is None or (self.answers is not None and name not in self.answers):
+                break
+            found.append(block)
+        return found
 
     def ended(self, transfer_id: str) -> None:
         """Forgets an offer that was taken, given up, or whose lease is over."""

@@ -8,9 +8,11 @@ aborted. Only then are blocks free that their request left behind (`HeldBlocks`)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import KVTransferResult
 from engine.request import Request
@@ -100,6 +102,10 @@ class RemoteKV:
         own = self.host.num_loadable(request, num_cached_tokens)
         others = self.peers.num_loadable(request, num_cached_tokens + own)
         return (self.host, own) if own else (self.peers, others)
+
+    def offer(self, names: Sequence[BlockHash]) -> tuple[int, str, int]:
+        """Returns 0, the group that has the blocks, and what `PrefixOffers` does."""
+        return 0, *self.offers.offer(names)
 
     def add_request(self, request: Request) -> None:
         """Comes before the request is queued."""

@@ -33,6 +33,8 @@ def test_groups_go_with_drafts() -> None:
 def test_groups_go_with_pd() -> None:
     for role in ("kv_producer", "kv_consumer"):
         check_groups(config_of(kv_transfer=KVTransferConfig(kv_role=role)))
+        tiers = KVTransferConfig(kv_role=role, host_tier_bytes=1 << 30, shares_prefixes=True)
+        check_groups(config_of(kv_transfer=tiers))
 
 
 @pytest.mark.parametrize(
@@ -47,14 +49,6 @@ def test_groups_go_with_pd() -> None:
             "adaptive in --speculative-config",
         ),
         ({"lora": LoRAConfig()}, "--enable-lora"),
-        (
-            {"kv_transfer": KVTransferConfig(kv_role="kv_producer", shares_prefixes=True)},
-            "--kv-share-prefixes",
-        ),
-        (
-            {"kv_transfer": KVTransferConfig(kv_role="kv_consumer", host_tier_bytes=1 << 30)},
-            "--kv-host-memory-bytes",
-        ),
     ],
 )
 def test_what_groups_cannot_do_is_refused(changes: dict[str, Any], named: str) -> None:

@@ -20,6 +20,7 @@ from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     KVTransferResult,
+    PrefixAsk,
     SupplyFirstToken,
 )
 from engine.request_spec import RequestSpec
@@ -69,6 +70,7 @@ class GroupedNode:
     ended: set[str] = field(default_factory=set)
     results: list[KVTransferResult] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
+    asks: list[PrefixAsk] = field(default_factory=list)
 
     @classmethod
     def start(cls, config: EngineConfig) -> GroupedNode:
@@ -88,6 +90,7 @@ class GroupedNode:
         max_tokens: int,
         kv: KVTransferParams | None = None,
         num_choices: int = 1,
+        prefix_peer: str = "",
     ) -> None:
         """Adds a request. Several choices are named `name.0`, `name.1` ..., unless the node only
         computes the prompt for another."""
@@ -102,6 +105,7 @@ class GroupedNode:
                 spec=RequestSpec(prompt, sampling, sibling_seeds=tuple(range(1, num_choices))),
                 kv_transfer_params=kv,
                 choice_ids=names,
+                prefix_peer=prefix_peer,
             )
         )
 
@@ -117,6 +121,7 @@ class GroupedNode:
             if output.finish_reason:
                 self.ended.add(output.request_id)
         self.results += outputs.kv_results
+        self.asks += outputs.prefix_asks
         return outputs
 
     def check_empty(self) -> None:

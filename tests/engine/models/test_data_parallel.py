@@ -18,11 +18,12 @@ from engine.config import (
     SpeculativeConfig,
 )
 from engine.core.core import EngineCore
-from engine.messages import AbortRequests
+from engine.messages import AbortRequests, PrefixAnswer
 from engine.models.checkpoint import load_model_config
 from engine.sched.group_output import GroupStep
 from engine.sched.group_scheduler import GroupScheduler
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.metadata import KVTransferParams
 from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until
 from tests.engine.models.parity_cases import prompts
 from tests.engine.thread_executor import ThreadExecutor
@@ -42,7 +43,7 @@ def node_of(
         engine_id=f"groups-{secrets.token_hex(4)}",
         epoch=secrets.randbits(63),
         model=load_model_config(folder),
-        cache=CacheConfig(block_size=16, num_blocks=40),
+        cache=more.pop("cache", CacheConfig(block_size=16, num_blocks=40)),
         parallel=parallel,
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48, async_scheduling=True),
         kv_transfer=kv_transfer,
@@ -183,3 +184,73 @@ def test_nodes_of_different_layouts_hand_over(
         for node in nodes:
             if isinstance(scheduler := node.core.scheduler, GroupScheduler):
                 assert all(group.stats().num_steps > 0 for group in scheduler.groups)
+
+
+# KV from elsewhere ------------------------------------------------------------------------------
+
+
+def long_prompts() -> list[list[int]]:
+    return [prompt * 2 for prompt in prompts()[2:]]
+
+
+def ask_all(node: GroupedNode, turn: str) -> None:
+    """Asks one after the other."""
+    for index, prompt in enumerate(long_prompts()):
+        node.add(f"{turn}{index}", prompt, NUM_TOKENS)
+        run_until([node], lambda: f"{turn}{index}" in node.ended)  # noqa: B023
+
+
+def test_groups_have_host_memory_of_their_own(checkpoints: Path, tmp_path: Path) -> None:
+    """The cache of a group has room for one long prompt; what it forgets comes back."""
+    folder = checkpoints / "deepseek_v2"
+    with node_of(folder, ParallelConfig()) as alone:
+        ask_all(alone, "a")
+        expected = list(alone.tokens.values())
+    kv = KVTransferConfig(
+        kv_role="kv_producer", host_tier_bytes=1 << 20, host_tier_path=str(tmp_path / "memory")
+    )
+    with node_of(folder, DP2, kv, cache=CacheConfig(block_size=16, num_blocks=12)) as node:
+        scheduler = node.core.scheduler
+        assert isinstance(scheduler, GroupScheduler)
+        for turn in "abc":
+            ask_all(node, turn)
+            run_until([node], lambda: not node.core.connector.counters["live_transfers"])
+            assert [node.tokens[f"{turn}{i}"] for i in range(len(expected))] == expected
+        loaded = [group.stats().prompt_tokens_loaded for group in scheduler.groups]
+        assert sum(loaded) > 0
+        assert node.core.stats().prompt_tokens_loaded == sum(loaded)
+        node.check_empty()
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.slots")}
+    assert names == {"memory/rank0-0of1.slots", "memory/group1/rank0-0of1.slots"}
+
+
+def test_prefixes_come_from_the_group_of_a_peer_that_has_them(checkpoints: Path) -> None:
+    """The test plays both node servers. What the peer has is in its second group alone."""
+    folder, prompt = checkpoints / "deepseek_v2", long_prompts()[1]
+    kv = KVTransferConfig(kv_role="kv_producer", shares_prefixes=True, pulls_always=True)
+    with ExitStack() as stack:
+        holder, asker = (
+            stack.enter_context(
+                node_of(folder, DP2, kv, cache=CacheConfig(block_size=16, num_blocks=72))
+            )
+            for _ in range(2)
+        )
+        for name in ("in the first", "in the second"):
+            holder.add(name, prompts()[0] if name == "in the first" else prompt, NUM_TOKENS)
+        run_until([holder], lambda: len(holder.ended) == 2)
+        asker.add("asks", prompt, NUM_TOKENS, prefix_peer="prefill/10.0.0.1:1")
+        run_until([asker], lambda: asker.asks)
+        group, transfer_id, count = holder.core.scheduler.remote.offer(asker.asks[0].names)
+        assert (group, count) == (1, len(prompt) // 16)
+        peer = holder.core.connector.peer_info
+        assert peer is not None
+        params = KVTransferParams(
+            do_remote_prefill=True, transfer_id=transfer_id, peer=peer.group(group)
+        )
+        asker.core.handle(PrefixAnswer("asks", params, count))
+        run_until([holder, asker], lambda: "asks" in asker.ended)
+        assert asker.tokens["asks"] == holder.tokens["in the second"]
+        assert asker.core.stats().prompt_tokens_pulled == count * 16
+        asker.core.handle(PrefixAnswer("asks", params, count))  # Too late: it is let go.
+        nodes = [holder, asker]
+        run_until(nodes, lambda: not any(node.core.scheduler.check_empty() for node in nodes))

@@ -33,6 +33,17 @@ def test_an_empty_node_fills_its_groups_in_turn() -> None:
     machine.finish()
 
 
+def test_an_idle_node_uses_the_caches_of_all_groups() -> None:
+    machine = machine_of(num_groups=3)
+    groups = []
+    for turn in range(2):
+        for i in range(3):
+            prompt = [*prompt_of(24, first=10 * i), turn]
+            groups.append(machine.add(make_request(f"{turn}.{i}", prompt)))
+            machine.finish()
+    assert groups == [0, 1, 2, 0, 1, 2]
+
+
 def test_a_prompt_follows_its_prefix() -> None:
     machine = machine_of()
     shared = prompt_of(96)
@@ -155,14 +166,18 @@ class Reference:
     def __init__(self, machine: GroupMachine) -> None:
         self.machine = machine
         self.groups = [ReferenceGroup() for _ in machine.workers]
+        self.given = [0] * len(self.groups)
 
     def choose(self, request: Request) -> int:
         tokens = request.spec.prompt_token_ids
         costs = [group.cost(tokens) for group in self.groups]
         free = [group.stats().num_free_blocks for group in self.machine.scheduler.groups]
-        return min(range(len(costs)), key=lambda index: (costs[index], -free[index]))
+        return min(
+            range(len(costs)), key=lambda index: (costs[index], -free[index], self.given[index])
+        )
 
     def add(self, group: int, request: Request) -> None:
+        self.given[group] += 1
         known = self.groups[group].requests[request.request_id] = Known(request)
         self.groups[group].of_prompt[pack_tokens(request.spec.prompt_token_ids)] = known
 
