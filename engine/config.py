@@ -45,7 +45,6 @@ FastPath = Literal[
     "small-m-gemm",
 ]
 NewFastPath = Literal["few-row-gemm"]
-"""Fast paths that no GPU has timed yet, so that none is taken unless asked for."""
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
@@ -149,6 +148,7 @@ class ParallelConfig:
         all_reduce: Who sums over the tensor-parallel ranks of a host, on GPUs. `nccl`; `auto`:
             small messages go over memory that ranks share, as far as a measurement at the start
             finds that quicker; or the largest such messages, in bytes, in one shot and in two.
+            What may follow, `+push` and `+norm`, is `engine.peer_reducer.ReducePlan`'s matter.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
             cluster.
         ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else this host's cluster.
@@ -226,8 +226,8 @@ class DeviceConfig:
             prompts; `residual-gemm`, GEMMs of many rows that add to the residual stream
             themselves; `side-stream`, shared experts beside the others; `small-m-gemm`, GEMMs of
             few rows by our own kernels.
-        enabled_fast_paths: What to do beyond, on a GPU: `few-row-gemm`, linear layers and routers
-            of few rows by our own kernel where `small-m-gemm` does not serve them.
+        enabled_fast_paths: Those to take, on a GPU, though none has timed them: `few-row-gemm`,
+            linear layers and routers of few rows that `small-m-gemm` does not serve.
     """
 
     device: Device = "cpu"

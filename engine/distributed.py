@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from engine.peer_reducer import PeerReducer, ReduceLimits
+from engine.peer_reducer import PeerReducer, ReducePlan
 
 _TIMEOUT_S = 120.0
 
@@ -83,6 +83,7 @@ class ParallelGroup:
     ) -> None:
         self.rank = rank
         self.size = size
+        self._fixed_order = fixed_order
         self._adds_in_order = fixed_order and size > 2
         self._collectives: Collectives = _Alone()
         self._device = device
@@ -97,21 +98,33 @@ class ParallelGroup:
             host = address or host_of(rendezvous)
             self._collectives = _connect(kind, rank, size, store, timeout, host)
 
-    def share_memory(self, dtype: torch.dtype, limits: ReduceLimits | None) -> None:
-        """Lets small messages go over memory that all ranks map, where that is possible: up to
-        `limits`, or, if that is None, up to where a measurement finds the library quicker."""
+    def share_memory(self, dtype: torch.dtype, plan: ReducePlan) -> None:
+        """Lets small messages go over memory that all ranks map, where that is possible: up to the
+        plan's limits, or, if it has none, up to where a measurement finds the library quicker."""
         if not isinstance(self._collectives, _Backend) or not self._is_cuda:
             return
         reducer = PeerReducer.connect(
-            self._collectives.store, self.rank, self.size, torch.device(self._device)
+            self._collectives.store, self.rank, self.size, torch.device(self._device), plan
         )
         if reducer is None:
             return
-        if limits is None:
+        if plan.limits is None:
             reducer.measure(self._collectives.all_reduce, dtype)
-        else:
-            reducer.limits = limits
         self.reducer = reducer
+
+    @property
+    def fuses_norm(self) -> bool:
+        """Returns whether a sum had better wait for the norm behind it; see `reduce_norm`. In fixed
+        order never: whether both are one launch depends on how many rows there are."""
+        reducer = self.reducer
+        return reducer is not None and reducer.plan.fuses_norm and not self._fixed_order
+
+    def reduce_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Adds the sum of `x` [T, H] over ranks to `residual` and returns its norm, in one launch;
+        None, with nothing changed: do one after the other."""
+        if self.reducer is None:
+            return None
+        return self.reducer.reduce_norm(x, residual, weight, eps)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over ranks. `x` may be overwritten."""

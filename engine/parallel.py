@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from engine.config import EngineConfig, ParallelConfig
 from engine.distributed import ParallelGroup, host_of, meet
-from engine.peer_reducer import ReduceLimits
+from engine.peer_reducer import ReducePlan
 from engine.stage_link import StageLink
 from engine.token_exchange import GatherScatter, Replicated, TokenExchange
 from kv_transfer.stages import layers_of_stage
@@ -116,10 +116,7 @@ def take_place(
 
     tp = group_of("tp", tp_rank, size)
     if parallel.all_reduce != "nccl":
-        limits = None
-        if parallel.all_reduce != "auto":
-            limits = ReduceLimits.parse(parallel.all_reduce)
-        tp.share_memory(getattr(torch, config.model.dtype), limits)
+        tp.share_memory(getattr(torch, config.model.dtype), ReducePlan.parse(parallel.all_reduce))
     pp = StageLink(stage, num_stages, device, stores["pp"], address or host_of(rendezvous), tp=tp)
     dp = group_of("dp", group, parallel.data_parallel_size)
     return ParallelPlace(

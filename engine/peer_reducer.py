@@ -4,7 +4,7 @@
     2. every rank maps all others' memory, and all agree that everybody could
     3. `measure`: for each size, what is quickest is timed inside a CUDA graph; all agree on the
        sums of their times
-    4. `reduce`: None where NCCL is quicker
+    4. `reduce`, `reduce_norm`: None where NCCL is quicker, or what follows is done by itself
     5. `close`
 
 Ranks whose GPUs cannot reach each other, or which are on several hosts, have none, and the log says
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -26,6 +26,9 @@ from torch._C._distributed_c10d import Store
 from kv_transfer.errors import KVTransferError
 from kv_transfer.memory.cuda_driver import cuda_driver
 from kv_transfer.wire.handshake import host_id
+
+if TYPE_CHECKING:
+    from tandem_kernels.collectives.peer_memory import ReduceTuning
 
 logger = logging.getLogger(__name__)
 
@@ -61,26 +64,59 @@ class ReduceLimits:
         return f"one-shot up to {self.one_shot} bytes, two-shot up to {self.two_shot}, NCCL beyond"
 
 
+@dataclass(frozen=True, slots=True)
+class ReducePlan:
+    """Says what a setting asks for.
+
+    Attributes:
+        limits: None: measured.
+        pushes: Ranks write into each other's memory, in place of reading it.
+        fuses_norm: What follows a sum, the residual stream and its norm, is in the same launch.
+    """
+
+    limits: ReduceLimits | None = None
+    pushes: bool = False
+    fuses_norm: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> ReducePlan:
+        """Reads "auto" or limits, and what may follow: "auto+push+norm"."""
+        limits, *extras = text.split("+")
+        return cls(
+            None if limits == "auto" else ReduceLimits.parse(limits),
+            "push" in extras,
+            "norm" in extras,
+        )
+
+
 class PeerReducer:
     """Rank `rank` of as many as `addresses` has. Made by `connect`."""
 
-    def __init__(self, rank: int, memory: Tensor, mapped: dict[int, int]) -> None:
+    def __init__(
+        self, rank: int, memory: Tensor, mapped: dict[int, int], plan: ReducePlan | None = None
+    ) -> None:
         addresses = [mapped.get(peer, memory.data_ptr()) for peer in range(len(mapped) + 1)]
         self._rank = rank
         self._memory = memory
         self._mapped = mapped
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
         self._opened: list[int] = []
-        self.limits = ReduceLimits(MAX_BYTES // 16, MAX_BYTES)
+        self.plan = plan or ReducePlan()
+        self.limits = self.plan.limits or ReduceLimits(MAX_BYTES // 16, MAX_BYTES)
         self.times: dict[int, list[float]] = {}
         """Microseconds of a call by bytes, as measured: in one shot, in two, and NCCL's."""
 
     @classmethod
     def connect(
-        cls, store: Store, rank: int, size: int, device: torch.device
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        plan: ReducePlan | None = None,
     ) -> PeerReducer | None:
         """Returns None where some rank cannot map another's memory; then no rank has one."""
-        from tandem_kernels.collectives.peer_reduce import MAX_RANKS, memory_bytes
+        from tandem_kernels.collectives.peer_memory import MAX_RANKS, memory_bytes
 
         if size > MAX_RANKS:
             return None
@@ -112,7 +148,7 @@ class PeerReducer:
             if rank == 0:
                 logger.info("all-reduce: NCCL alone, as ranks do not share memory: %s", why)
             return None
-        reducer = cls(rank, memory, mapped)
+        reducer = cls(rank, memory, mapped, plan)
         reducer._opened = opened
         return reducer
 
@@ -123,30 +159,51 @@ class PeerReducer:
             return None
         if not x.is_floating_point() or x.element_size() not in (2, 4):
             return None
-        return self.reduce_by(x, two_shot=num_bytes > self.limits.one_shot)
+        return self.reduce_by(x, two_shot=num_bytes > self.limits.one_shot, pushes=self.plan.pushes)
 
-    def reduce_by(self, x: Tensor, *, two_shot: bool) -> Tensor:
-        """Returns the sum over ranks of at most `MAX_BYTES`, by one of the two ways."""
-        from tandem_kernels.collectives.peer_reduce import peer_reduce
+    def reduce_by(
+        self,
+        x: Tensor,
+        *,
+        two_shot: bool,
+        pushes: bool = False,
+        tuning: ReduceTuning | None = None,
+    ) -> Tensor:
+        """Returns the sum over ranks of at most `MAX_BYTES`, by one of the ways that there are."""
+        from tandem_kernels.collectives.peer_push import peer_push
+        from tandem_kernels.collectives.peer_reduce import TUNING, peer_reduce
 
-        shape = x.shape
-        summed = peer_reduce(
-            x.contiguous().view(-1), self._addresses, self._rank, MAX_BYTES, two_shot=two_shot
-        )
-        return summed.view(shape)
+        given = x.contiguous().view(-1), self._addresses, self._rank, MAX_BYTES
+        if pushes:
+            summed = peer_push(*given, two_shot=two_shot, tuning=tuning)
+        else:
+            summed = peer_reduce(*given, two_shot=two_shot, tuning=tuning or TUNING)
+        return summed.view(x.shape)
+
+    def reduce_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Returns the norm [T, H] of `residual`, which becomes the sum of itself and of `x` over
+        ranks; None, with nothing changed: these are better done one after the other."""
+        from tandem_kernels.collectives.peer_reduce_norm import peer_reduce_norm, reduces_norm
+
+        if x.numel() * x.element_size() > max(self.limits.one_shot, self.limits.two_shot):
+            return None
+        if not reduces_norm(x, residual, len(self._addresses), MAX_BYTES):
+            return None
+        place = self._addresses, self._rank, MAX_BYTES
+        return peer_reduce_norm(x.contiguous(), residual, weight, eps, *place)
 
     def measure(self, library: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         """Sets the limits to where `library`, NCCL's all-reduce, becomes quicker."""
         ways: tuple[Callable[[Tensor], Tensor], ...] = (
-            lambda x: self.reduce_by(x, two_shot=False),
-            lambda x: self.reduce_by(x, two_shot=True),
+            lambda x: self.reduce_by(x, two_shot=False, pushes=self.plan.pushes),
+            lambda x: self.reduce_by(x, two_shot=True, pushes=self.plan.pushes),
             library,
         )
         device = self._memory.device
         rows = []
         for size in _SIZES:
             x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-            rows.append([_microseconds(way, x) for way in ways])
+            rows.append([microseconds_in_graph(way, x) for way in ways])
         sums = library(torch.tensor(rows, dtype=torch.float32, device=device))
         means = (sums / len(self._addresses)).tolist()
         self.times = dict(zip(_SIZES, means, strict=True))
@@ -183,7 +240,7 @@ def _before(size: int, times: dict[int, list[float]]) -> int:
     return max((other for other in times if other < size), default=0)
 
 
-def _microseconds(way: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def microseconds_in_graph(way: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """Returns how long a call takes inside a graph."""
     for _ in range(3):
         way(x)

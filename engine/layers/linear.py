@@ -26,7 +26,7 @@ from engine.layers.methods.base import (
 from engine.layers.methods.choice import column_method, gate_up_method, row_method
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import Rows
+from engine.layers.rows import PartialSum, Rows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
 
@@ -218,7 +218,16 @@ class RowParallelLinear(LinearLayer):
         if norm is not None:
             stream.add(norm(self(x)))
         elif not isinstance(x, Tensor) or not self.method.add_to(self, x, stream.sum):
-            stream.add(self.method.unscaled(self, x) if self.group.size == 1 else self(x))
+            stream.add(self._waiting(x))
+
+    def _waiting(self, x: Rows) -> Tensor | UnscaledProduct | PartialSum:
+        """Returns the output in whatever form the norm behind it can finish."""
+        if self.group.size == 1:
+            return self.method.unscaled(self, x)
+        if self.group.fuses_norm:
+            return PartialSum(self.partial(x), self.group)
+        summed: Tensor = self(x)
+        return summed
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.method.checkpoint_weights(

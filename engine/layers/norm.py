@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from engine.layers.rows import QuantisedRows, UnscaledProduct
+from engine.layers.rows import PartialSum, QuantisedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -42,6 +42,13 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm of the sum, the sum). The inputs' memory may be reused."""
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_part(self, x: PartialSum, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Does what `add` does with the sum of `x` over ranks, in one launch where they can."""
+        normed = x.group.reduce_norm(x.part, residual, self.weight, self.eps)
+        if normed is None:
+            return self.add(x.summed(), residual)
+        return normed, residual
 
     def add_fp8(
         self, x: Tensor | UnscaledProduct | None, residual: Tensor, group: int

@@ -7,21 +7,22 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
-from engine.layers.rows import Rows, UnscaledProduct
+from engine.layers.rows import PartialSum, Rows, UnscaledProduct
 
 
 class ResidualStream:
     """The sum of what all layers have added so far, [T, H].
 
     What a layer adds waits until the next norm, which sums and normalises in one kernel; a GEMM
-    that can add to the sum itself does so (`RowParallelLinear.add_to`).
+    that can add to the sum itself does so (`RowParallelLinear.add_to`). Ranks' parts of it may
+    wait, too, for a norm that sums them up.
     """
 
     def __init__(self, x: Tensor) -> None:
         self.sum = x
-        self._waiting: Tensor | UnscaledProduct | None = None
+        self._waiting: Tensor | UnscaledProduct | PartialSum | None = None
 
-    def add(self, x: Tensor | UnscaledProduct) -> None:
+    def add(self, x: Tensor | UnscaledProduct | PartialSum) -> None:
         """Adds [T, H] before the next read. Its memory may be reused."""
         assert self._waiting is None, "the stream is read between two additions"
         self._waiting = x
@@ -36,7 +37,7 @@ class ResidualStream:
 
     def value(self) -> Tensor:
         """Returns a copy of the stream, [T, H], which goes on as if nobody had looked."""
-        waiting = self._waiting
+        self._waiting = waiting = self._taken()
         if waiting is None:
             return self.sum.clone()
         if isinstance(waiting, UnscaledProduct):
@@ -60,9 +61,14 @@ class ResidualStream:
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """Returns the norm of the stream, [T, H]."""
+        normed: Tensor
+        if isinstance(self._waiting, PartialSum):
+            part, self._waiting = self._waiting, None
+            normed, self.sum = norm.add_part(part, self.sum)
+            return normed
         waiting = self._taken()
         if waiting is None:
-            normed: Tensor = norm(self.sum)
+            normed = norm(self.sum)
             return normed
         if isinstance(waiting, UnscaledProduct):
             return norm.add_unscaled(waiting, self.sum)
@@ -70,6 +76,6 @@ class ResidualStream:
         return normed
 
     def _taken(self) -> Tensor | UnscaledProduct | None:
-        """Returns what waits, which then does so no more."""
+        """Returns what waits, summed over ranks, and which then waits no more."""
         waiting, self._waiting = self._waiting, None
-        return waiting
+        return waiting.summed() if isinstance(waiting, PartialSum) else waiting

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.distributed import ParallelGroup
 from tandem_kernels import ops
 
 
@@ -34,6 +35,18 @@ class UnscaledProduct:
     def scaled(self) -> Tensor:
         """Returns the output itself. The product's memory is reused."""
         return ops.scale_product(self.product, self.row_scales, self.col_scales)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """This rank's part [T, H] of a sum over ranks, which a norm may compute with what it does."""
+
+    part: Tensor
+    group: ParallelGroup
+
+    def summed(self) -> Tensor:
+        """Returns the sum. Every rank asks for it, once. The part's memory may be reused."""
+        return self.group.all_reduce(self.part)
 
 
 Rows = Tensor | QuantisedRows

@@ -27,6 +27,7 @@ from engine.layers.expert_share import ExpertShare
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import PartialSum
 from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
@@ -268,7 +269,8 @@ class SparseMLP(nn.Module):
             out = self._routed(x, slot_mapping)
             if self.shared is not None:
                 self.shared.add_to(out, x)
-        stream.add(self.group.all_reduce(out))
+        waits = self.group.fuses_norm
+        stream.add(PartialSum(out, self.group) if waits else self.group.all_reduce(out))
 
     def take_part(self) -> None:
         """Computes what other ranks' tokens ask of this rank's experts, in a step in which it has

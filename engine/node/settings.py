@@ -138,11 +138,13 @@ class EngineSettings(
     )
     all_reduce: str = Field(
         default="nccl",
-        pattern=r"^(nccl|auto|\d+,\d+)$",
+        pattern=r"^(nccl|(auto|\d+,\d+)(\+push)?(\+norm)?)$",
         description="Who sums over the tensor-parallel workers of a host, on GPUs. auto: small "
         "messages go over memory that the workers share, as far as a measurement at the start "
         "finds that quicker. Two numbers: the largest such messages, in bytes, that are summed in "
-        "one shot and in two.",
+        "one shot and in two. What may follow is off until it has been timed: +push: workers write "
+        "into each other's memory, in place of reading it. +norm: the residual stream and its norm "
+        "are in the same launch, as in auto+push+norm.",
     )
     distributed_executor_backend: ExecutorBackend = Field(
         default="mp",

@@ -34,7 +34,7 @@ from tandem_kernels.attention import (
     rope_and_cache,
 )
 from tandem_kernels.batch import batch_prep, block_copies, ngrams, staged_writes
-from tandem_kernels.collectives import peer_reduce
+from tandem_kernels.collectives import peer_memory, peer_push, peer_reduce, peer_reduce_norm
 from tandem_kernels.elementwise import rms_norm, sigmoid_and_mul, silu_and_mul
 from tandem_kernels.experts import (
     expert_rows,
@@ -67,6 +67,8 @@ from tandem_kernels.linear_attention import (
 from tandem_kernels.lora import lora_expand, lora_shrink, lora_slots
 from tandem_kernels.sampler import filter_floor, logprobs, penalties, sampling, token_masks
 
+MULTIPLES = "_stride", "vocab_size", "num_outputs", "inner", "width", "num_numbers", "part", "most"
+"""How sizes are called that are multiples of 16 in all models that matter."""
 NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -93,11 +95,7 @@ class Case:
         aligned = {
             (i,): [["tt.divisibility", 16]]
             for i, (name, kind) in enumerate(signature.items())
-            if kind.startswith("*")
-            or (
-                kind == "i32"
-                and name.endswith(("_stride", "vocab_size", "num_outputs", "inner", "width"))
-            )
+            if kind.startswith("*") or (kind == "i32" and name.endswith(MULTIPLES))
         }
         return ASTSource(self.kernel, signature, self.constants, aligned)
 
@@ -924,23 +922,25 @@ def lora_cases(capability: int) -> Iterator[Case]:
 
 
 def collective_cases(capability: int) -> Iterator[Case]:
+    types = {**named("*bf16", "x", "out", "residual", "weight"), "addresses": "*i64", "eps": "fp32"}
+    common = {
+        "HEADER": peer_memory.HEADER_BYTES,
+        "RANK": 1,
+        "RANKS": 4,
+        "BLOCKS": peer_memory.FLAG_BLOCKS,
+        "SLOTS": peer_memory.MAX_RANKS,
+        "SEQUENCE": peer_memory.SEQUENCE,
+    }
     for two_shot in (False, True):
-        yield Case(
-            peer_reduce.peer_reduce_kernel,
-            f"two_shot={two_shot}",
-            {**named("*bf16", "x", "out"), "addresses": "*i64"},
-            {
-                "HEADER": peer_reduce.HEADER_BYTES,
-                "RANK": 1,
-                "RANKS": 4,
-                "TWO_SHOT": two_shot,
-                "BLOCKS": peer_reduce.MAX_BLOCKS,
-                "SLOTS": peer_reduce.MAX_RANKS,
-                "SEQUENCE": 1024,
-                "SIZE": peer_reduce.BLOCK,
-            },
-            {"num_warps": 8},
-        )
+        for kernel, tuning in (
+            (peer_reduce.peer_reduce_kernel, peer_reduce.TUNING),
+            (peer_push.peer_push_kernel, peer_push.push_tuning(1 << 20)),
+        ):
+            size = {"TWO_SHOT": two_shot, "SIZE": tuning.size}
+            options = {"num_warps": tuning.num_warps}
+            yield Case(kernel, f"two_shot={two_shot}", types, {**common, **size}, options)
+    kernel = peer_reduce_norm.peer_reduce_norm_kernel
+    yield Case(kernel, "", types, {**common, "SIZE": 4096}, {"num_warps": 8})
 
 
 def compile_all(capability: int) -> None:

@@ -11,11 +11,16 @@ import ctypes
 import mmap
 import os
 import sys
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tandem_kernels.collectives.peer_reduce import memory_bytes, peer_reduce
+from tandem_kernels.collectives.peer_memory import ReduceTuning, memory_bytes
+from tandem_kernels.collectives.peer_push import peer_push
+from tandem_kernels.collectives.peer_reduce import peer_reduce
+from tandem_kernels.collectives.peer_reduce_norm import peer_reduce_norm, reduces_norm
+from tandem_kernels.reference.elementwise import fused_add_rms_norm
 
 MAX_BYTES = 1 << 16
 CASES = [
@@ -27,6 +32,10 @@ CASES = [
     (2048, torch.float32, False),
 ]
 """Numbers, their type, and whether there are two shots: each call has blocks of its own."""
+ROWS = [(1, 80), (5, 264), (70, 16)]
+"""Rows and their width: more rows than blocks in the end."""
+SMALL = ReduceTuning(blocks=3, size=512, num_warps=1)
+EPS = 1e-5
 
 
 def summed(parts: list[Tensor]) -> Tensor:
@@ -41,12 +50,31 @@ def run(rank: int, memories: list[mmap.mmap]) -> bool:
     addresses = torch.tensor(places)
     generators = [torch.Generator().manual_seed(i) for i in range(len(memories))]
     for size, dtype, two_shot in CASES + CASES[:3]:
-        parts = [torch.randn(size, generator=one).to(dtype) for one in generators]
-        found = peer_reduce(parts[rank].clone(), addresses, rank, MAX_BYTES, two_shot=two_shot)
-        if not torch.equal(found, summed(parts)):
-            print(f"rank {rank}: {size} numbers of {dtype}, two shots: {two_shot}")
-            return False
-    return True
+        for way in (peer_reduce, peer_push, partial(peer_push, tuning=SMALL)):
+            parts = [torch.randn(size, generator=one).to(dtype) for one in generators]
+            found = way(parts[rank].clone(), addresses, rank, MAX_BYTES, two_shot=two_shot)
+            if not torch.equal(found, summed(parts)):
+                print(f"rank {rank}: {way}, {size} numbers of {dtype}, two shots: {two_shot}")
+                return False
+    return all(norms(rank, addresses, generators, *shape) for shape in ROWS)
+
+
+def norms(
+    rank: int, addresses: Tensor, generators: list[torch.Generator], rows: int, width: int
+) -> bool:
+    """Says whether a sum with residual stream and norm is what these are one after the other."""
+    parts = [torch.randn(rows, width, generator=one).half() for one in generators]
+    shared = torch.Generator().manual_seed(rows)
+    wide = torch.randn(rows, width + 8, generator=shared).half()
+    weight = torch.rand(width, generator=shared) + 0.5
+    normed, carried = fused_add_rms_norm(summed(parts), wide[:, :width].clone(), weight, EPS)
+    residual, x = wide[:, :width], parts[rank]
+    if not reduces_norm(x, residual, len(addresses), MAX_BYTES):
+        print(f"rank {rank}: {rows} x {width} is refused")
+        return False
+    found = peer_reduce_norm(x, residual, weight, EPS, addresses, rank, MAX_BYTES)
+    torch.testing.assert_close(found, normed)
+    return torch.equal(residual, carried)
 
 
 def main(num_ranks: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli.cluster import free_ports
-from engine.peer_reducer import MAX_BYTES, ReduceLimits, limits_of
+from engine.peer_reducer import MAX_BYTES, ReduceLimits, ReducePlan, limits_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,3 +73,11 @@ def test_each_size_goes_the_way_that_was_quickest() -> None:
 
 def test_limits_stay_within_the_memory() -> None:
     assert ReduceLimits.parse(f"4096,{MAX_BYTES * 8}") == ReduceLimits(4096, MAX_BYTES)
+
+
+def test_a_plan_says_what_may_follow_the_limits() -> None:
+    assert ReducePlan.parse("auto") == ReducePlan()
+    assert ReducePlan.parse("auto+norm") == ReducePlan(None, False, True)
+    assert ReducePlan.parse("4096,8192+push+norm") == ReducePlan(
+        ReduceLimits(4096, 8192), True, True
+    )
