@@ -283,7 +283,8 @@ def create_prefix_index(config: EngineConfig, credits: KVCredits) -> CachedPrefi
     block_size = config.cache.block_size
     is_of_use = config.cache.enable_prefix_caching and credits.num_states == 0
     num_blocks = credits.num_blocks * credits.block_size // block_size
-    return CachedPrefixes(num_blocks if is_of_use else 0, block_size)
+    num_groups = config.parallel.data_parallel_size
+    return CachedPrefixes(num_blocks if is_of_use else 0, block_size, num_groups)
 
 
 def create_proxy(

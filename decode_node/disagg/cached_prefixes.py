@@ -19,40 +19,45 @@ from engine.request_spec import RequestSpec
 
 
 class CachedPrefixes:
-    """Remembers blocks by the hash of all tokens up to their end. With `capacity` 0 nothing is
-    remembered."""
+    """Remembers blocks by the hash of all tokens up to their end, `capacity` of them in each of
+    `num_groups` data-parallel groups. With `capacity` 0 nothing is remembered."""
 
-    def __init__(self, capacity: int, block_size: int) -> None:
+    def __init__(self, capacity: int, block_size: int, num_groups: int = 1) -> None:
         self._capacity = capacity
         self._block_size = block_size
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._groups = [OrderedDict[int, None]() for _ in range(num_groups)]
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return sum(map(len, self._groups))
 
     def clear(self) -> None:
         """Forgets everything: the engine has."""
-        self._blocks.clear()
+        for blocks in self._groups:
+            blocks.clear()
 
-    def add(self, token_ids: Sequence[int], spec: RequestSpec) -> None:
+    def add(self, token_ids: Sequence[int], spec: RequestSpec, group: int = 0) -> None:
         """Remembers a request that has ended here: its prompt and its answer."""
         if not self._capacity or spec.images:
             return
+        blocks = self._groups[group]
         for block in self._hashes(token_ids, spec):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > self._capacity:
+            blocks.popitem(last=False)
 
-    def num_cached_tokens(self, token_ids: Sequence[int], spec: RequestSpec) -> int:
-        """Returns how many leading tokens need not be computed; the last one always is."""
-        count = 0
-        if self._blocks and not spec.images:
+    def num_cached_tokens(self, token_ids: Sequence[int], spec: RequestSpec) -> list[int]:
+        """Returns how many leading tokens each group need not compute; the last one always is."""
+        counts = [0] * len(self._groups)
+        if len(self) and not spec.images:
+            going_on = list(enumerate(self._groups))
             for block in self._hashes(token_ids, spec):
-                if block not in self._blocks:
+                going_on = [(group, blocks) for group, blocks in going_on if block in blocks]
+                if not going_on:
                     break
-                count += self._block_size
-        return min(count, len(token_ids) - 1)
+                for group, _ in going_on:
+                    counts[group] += self._block_size
+        return [min(count, len(token_ids) - 1) for count in counts]
 
     def _hashes(self, token_ids: Sequence[int], spec: RequestSpec) -> Iterator[int]:
         """Yields one hash for each full block."""

@@ -14,13 +14,14 @@ Claims are an upper bound: blocks that requests share through the prefix cache c
 `claim_now` counts requests that need not wait here because the engine has its own queue.
 
 An engine with data-parallel groups has a pool of blocks and seats for each; a claim is on one of
-them, the one with most room.
+them: of those with room, the one with fewest claimed blocks, less those that it has of the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _RESERVED_OUTPUT_TOKENS = 64
@@ -41,6 +42,22 @@ class ClaimSize:
     @property
     def num_blocks(self) -> int:
         return self.num_shared + self.num_choices * (self.num_own + self.num_states)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWish:
+    """Says what is better in which data-parallel group.
+
+    Attributes:
+        cached_tokens: Tokens of the prompt that each has; empty: none has any.
+        only: The groups that will do; empty: all.
+    """
+
+    cached_tokens: Sequence[int] = ()
+    only: Sequence[int] = ()
+
+
+ANYWHERE = GroupWish()
 
 
 class Claim:
@@ -88,6 +105,7 @@ class _Waiter:
     """Waits for room; `admitted` is the group that has it."""
 
     size: ClaimSize
+    wish: GroupWish
     admitted: asyncio.Future[int]
 
 
@@ -139,20 +157,32 @@ class KVCredits:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    async def acquire(self, num_prompt_tokens: int, max_tokens: int, num_choices: int = 1) -> Claim:
+    async def acquire(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        num_choices: int = 1,
+        wish: GroupWish = ANYWHERE,
+    ) -> Claim:
         """Waits for room. Whatever its size, a request is admitted when it is alone."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
-        group = None if self._waiters else self._fitting(size)
+        group = None if self._waiters else self._fitting(size, wish)
         if group is None:
-            group = await self._wait(size)
+            group = await self._wait(size, wish)
         else:
             self._admit(size, group)
         return Claim(self, size, group)
 
-    def claim_now(self, num_prompt_tokens: int, max_tokens: int, num_choices: int = 1) -> Claim:
+    def claim_now(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        num_choices: int = 1,
+        wish: GroupWish = ANYWHERE,
+    ) -> Claim:
         """Claims without waiting, whatever is free."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
-        group = self._roomiest()
+        group = self._ranked(wish)[0]
         self._admit(size, group)
         return Claim(self, size, group)
 
@@ -172,8 +202,8 @@ class KVCredits:
         self._groups[group].num_claims -= 1
         self._admit_waiters()
 
-    async def _wait(self, size: ClaimSize) -> int:
-        waiter = _Waiter(size, asyncio.get_running_loop().create_future())
+    async def _wait(self, size: ClaimSize, wish: GroupWish) -> int:
+        waiter = _Waiter(size, wish, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
             return await waiter.admitted
@@ -188,7 +218,7 @@ class KVCredits:
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.admitted.cancelled():
-                group = self._fitting(waiter.size)
+                group = self._fitting(waiter.size, waiter.wish)
                 if group is None:
                     return
                 self._admit(waiter.size, group)
@@ -199,22 +229,24 @@ class KVCredits:
         self._groups[group].num_claims += size.num_choices
         self._groups[group].num_blocks += size.num_blocks
 
-    def _roomiest(self) -> int:
-        def taken(group: int) -> tuple[int, int]:
-            return self._groups[group].num_blocks, self._groups[group].num_claims
+    def _ranked(self, wish: GroupWish) -> list[int]:
+        """Returns the groups that will do, the best first."""
 
-        return min(range(len(self._groups)), key=taken)
+        def rank(group: int) -> tuple[int, int]:
+            cached = wish.cached_tokens[group] // self.block_size if wish.cached_tokens else 0
+            return self._groups[group].num_blocks - cached, self._groups[group].num_claims
 
-    def _fitting(self, size: ClaimSize) -> int | None:
-        """Returns the roomiest group that has room; None: none has."""
-        group = self._roomiest()
+        return sorted(wish.only or range(len(self._groups)), key=rank)
+
+    def _fitting(self, size: ClaimSize, wish: GroupWish) -> int | None:
+        """Returns the best group that has room; None: none has."""
+        return next((group for group in self._ranked(wish) if self._fits(size, group)), None)
+
+    def _fits(self, size: ClaimSize, group: int) -> bool:
         claimed = self._groups[group]
         has_seats = claimed.num_claims + size.num_choices <= self._max_claims
         has_blocks = size.num_blocks <= self.num_blocks - claimed.num_blocks
-        if claimed.num_claims and not (has_seats and has_blocks):
-            idle = (i for i, one in enumerate(self._groups) if one.num_claims == 0)
-            return next(idle, None)
-        return group
+        return claimed.num_claims == 0 or (has_seats and has_blocks)
 
     def _first_claim(self, num_prompt_tokens: int, max_tokens: int, num_choices: int) -> ClaimSize:
         num_blocks = self.num_blocks_for(

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
-from decode_node.disagg.credits import Claim, KVCredits
+from decode_node.disagg.credits import ANYWHERE, Claim, GroupWish, KVCredits
 from decode_node.disagg.remote_prefill import (
     PrefillNodes,
     RemoteEngine,
@@ -144,7 +144,7 @@ class DisaggProxy:
 
         Raises EngineDeadError, and `Unavailable` when the node stops before the request begins.
         """
-        addresses = self._choose_addresses(request, prefill_nodes)
+        addresses, wish = self._choose_addresses(request, prefill_nodes)
         prompt, prefill = request.spec.prompt_token_ids, records[0].prefill
         names = request.choice_ids or (request.request_id,)
         choices = {
@@ -157,7 +157,7 @@ class DisaggProxy:
         stream: OutputStream | None = None
         task: asyncio.Task[None] | None = None
         try:
-            claim = await self._admit(request, is_remote=bool(addresses))
+            claim = await self._admit(request, wish, is_remote=bool(addresses))
             request.group = claim.group
             prefill.admitted_at = time.monotonic()
             remote = self._remote_prefill(request, addresses, prefill)
@@ -180,7 +180,8 @@ class DisaggProxy:
                     if output.finish_reason in ("stop", "length"):
                         self.on_answer(request.spec.prefix_hash)
                     if prefill.path == "local" or choice.record.second_token_at:
-                        self._prefix_index.add(choice.tokens[:-1], request.spec)
+                        known = choice.tokens[:-1]
+                        self._prefix_index.add(known, request.spec, claim.group)
                 yield output
         finally:
             self.open.leave()
@@ -216,24 +217,27 @@ class DisaggProxy:
 
     def _choose_addresses(
         self, request: GenerationRequest, prefill_nodes: Sequence[str] | None
-    ) -> Sequence[str]:
+    ) -> tuple[Sequence[str], GroupWish]:
         """Returns the nodes to ask, none when the part of the prompt that is not cached here is
-        short enough."""
+        short enough; and in which of our groups that is so."""
         spec = request.spec
         prompt = spec.prompt_token_ids
         remote = self._default_prefill_nodes if prefill_nodes is None else prefill_nodes
         if spec.images and not request.has_encoder:
             if not remote:
                 raise Unavailable(_NO_ENCODER, code="no_image_encoder")
-            return remote
-        num_cached = 0
-        if spec.sampling.prompt_logprobs is None:
-            num_cached = self._prefix_index.num_cached_tokens(prompt, spec)
-        if len(prompt) - num_cached <= self._local_prefill_threshold:
-            return ()
-        return remote
+            return remote, ANYWHERE
+        if spec.sampling.prompt_logprobs is not None:
+            is_short = len(prompt) <= self._local_prefill_threshold
+            return () if is_short else remote, ANYWHERE
+        cached = self._prefix_index.num_cached_tokens(prompt, spec)
+        least = len(prompt) - self._local_prefill_threshold
+        here = [group for group, count in enumerate(cached) if count >= least]
+        return () if here else remote, GroupWish(cached, here)
 
-    async def _admit(self, request: GenerationRequest, *, is_remote: bool) -> Claim:
+    async def _admit(
+        self, request: GenerationRequest, wish: GroupWish, *, is_remote: bool
+    ) -> Claim:
         """Claims room. A request that our engine computes waits in the engine's own queue, but does
         not overtake those that wait here."""
         if is_remote and request.spec.needs_one_token:
@@ -241,8 +245,8 @@ class DisaggProxy:
         spec = request.spec
         size = (len(spec.prompt_token_ids), spec.sampling.max_tokens, spec.num_rows)
         if is_remote or self._credits.num_waiting:
-            return await self._credits.acquire(*size)
-        return self._credits.claim_now(*size)
+            return await self._credits.acquire(*size, wish)
+        return self._credits.claim_now(*size, wish)
 
     def _remote_prefill(
         self, request: GenerationRequest, addresses: Sequence[str], record: PrefillRecord

@@ -17,17 +17,17 @@ async def test_a_reset_forgets_prefixes_unless_requests_run() -> None:
     async with http_node(auto=False) as node:
         known = node.proxy._prefix_index
         known.add(prompt, spec)
-        assert known.num_cached_tokens(prompt, spec) > 0
+        assert known.num_cached_tokens(prompt, spec)[0] > 0
         body = {"prompt": [1], "max_tokens": 3}
         running = asyncio.create_task(node.client.post("/v1/completions", json=body))
         fake = await node.engine.added()
         refused = await node.client.post(PATH)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "cache_in_use")
-        assert known.num_cached_tokens(prompt, spec) > 0
+        assert known.num_cached_tokens(prompt, spec)[0] > 0
         node.engine.produce_all(fake)
         assert (await running).status_code == 200
         assert (await node.client.post(PATH)).status_code == 200
-        assert known.num_cached_tokens(prompt, spec) == 0
+        assert known.num_cached_tokens(prompt, spec) == [0]
 
 
 async def test_a_key_of_the_api_resets_nothing(tmp_path: Path) -> None:

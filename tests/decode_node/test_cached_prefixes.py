@@ -30,7 +30,7 @@ def test_it_finds_the_longest_common_prefix_in_full_blocks(
         index.add(tokens, RequestSpec(cache_salt=their_salt))
     longest = max((common_prefix(t, prompt) for t, s in past if s == salt), default=0)
     expected = min(longest // BLOCK * BLOCK, len(prompt) - 1)
-    assert index.num_cached_tokens(prompt, RequestSpec(cache_salt=salt)) == expected
+    assert index.num_cached_tokens(prompt, RequestSpec(cache_salt=salt)) == [expected]
 
 
 def test_the_oldest_blocks_are_forgotten() -> None:
@@ -38,21 +38,34 @@ def test_the_oldest_blocks_are_forgotten() -> None:
     first, second = list(range(8)), list(range(100, 108))
     index.add(first, SPEC)
     index.add(second, SPEC)
-    assert index.num_cached_tokens([*first, 1], SPEC) == 8
+    assert index.num_cached_tokens([*first, 1], SPEC) == [8]
     index.add(list(range(200, 208)), SPEC)
     assert len(index) == 4
-    assert index.num_cached_tokens([*first, 1], SPEC) == 0
-    assert index.num_cached_tokens([*second, 1], SPEC) == 8
+    assert index.num_cached_tokens([*first, 1], SPEC) == [0]
+    assert index.num_cached_tokens([*second, 1], SPEC) == [8]
 
 
 def test_without_a_cache_nothing_is_remembered() -> None:
     index = CachedPrefixes(0, BLOCK)
     index.add(list(range(8)), SPEC)
-    assert (len(index), index.num_cached_tokens(list(range(8)), SPEC)) == (0, 0)
+    assert (len(index), index.num_cached_tokens(list(range(8)), SPEC)) == (0, [0])
 
 
 def test_a_reset_forgets_all() -> None:
     index = CachedPrefixes(100, BLOCK)
     index.add(list(range(8)), SPEC)
     index.clear()
-    assert (len(index), index.num_cached_tokens(list(range(9)), SPEC)) == (0, 0)
+    assert (len(index), index.num_cached_tokens(list(range(9)), SPEC)) == (0, [0])
+
+
+def test_each_group_is_remembered_by_itself() -> None:
+    index = CachedPrefixes(3, BLOCK, num_groups=3)
+    prompt = list(range(13))
+    index.add(prompt[:8], SPEC, group=2)
+    index.add(prompt, SPEC, group=0)
+    assert index.num_cached_tokens([*prompt, 1], SPEC) == [12, 0, 8]
+    assert index.num_cached_tokens([*prompt[:7], 60, 61], SPEC) == [4, 0, 4]
+    index.add(list(range(20, 32)), SPEC, group=0)
+    assert index.num_cached_tokens(prompt, SPEC) == [0, 0, 8]
+    index.clear()
+    assert index.num_cached_tokens(prompt, SPEC) == [0, 0, 0]

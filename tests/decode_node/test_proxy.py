@@ -252,6 +252,36 @@ async def test_only_what_is_not_cached_here_counts() -> None:
     await bench.check_empty()
 
 
+async def test_what_is_cached_in_a_group_is_computed_there() -> None:
+    """Wherever there is more room: in the other group, all of the prompt would be computed."""
+    bench = Bench(threshold=8, credits=KVCredits(NUM_BLOCKS // 2, 8, 8, num_groups=2))
+    bench.proxy._prefix_index = CachedPrefixes(NUM_BLOCKS, 8, num_groups=2)
+    claims = [bench.credits.claim_now(8, 0) for _ in range(2)]
+    assert [claim.group for claim in claims] == [0, 1]
+    claims[1].grow_to(64)
+    bench.proxy._prefix_index.add(list(range(24)), RequestSpec(), group=1)
+    request = bench.request(range(30))
+    stream = bench.proxy.generate(request, [RequestRecord(num_prompt_tokens=30)], [A])
+    task = asyncio.create_task(collect(stream))
+    fake = await bench.engine.added()
+    assert fake.params is None and fake.request.group == 1
+    bench.engine.produce_all(fake)
+    await task
+    other = bench.request([*range(24), *range(40, 60)])
+    stream = bench.proxy.generate(other, [RequestRecord(num_prompt_tokens=44)], [A])
+    task = asyncio.create_task(collect(stream))
+    call, fake = await bench.nodes.called(), await bench.engine.added(2)
+    assert fake.params is not None and fake.request.group == 0, "eight blocks against three"
+    call.first_token()
+    await until(lambda: fake.has_first_token, "token one")
+    bench.engine.kv_arrives(fake)
+    bench.engine.produce_all(fake)
+    await task
+    for claim in claims:
+        claim.release()
+    await bench.check_empty()
+
+
 async def test_named_nodes_replace_our_own(bench: Bench) -> None:
     task = bench.start(prefill_nodes=[C])
     call = await bench.nodes.called()
