@@ -83,6 +83,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "packed_head",
         "pixels",
         "prefix_peer",
         "pulled",
@@ -114,6 +115,8 @@ class Request:
         """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
         KV from a peer is not counted."""
         self.num_preemptions = 0
+        self.packed_head = b""
+        """Holds leading tokens as workers are told of them, if that is known already."""
         self.pixels = {image.digest: image for image in message.pixels}
         """Holds what the vision tower is given of the prompt's images, by digest."""
         self.prefix_peer = message.prefix_peer

@@ -180,10 +180,10 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     def resumed_after(self, token_ids: Sequence[int]) -> RequestSpec:
         """Returns a copy that goes on after the output `token_ids`."""
+        tokens = self.own_prompt_token_ids
+        tokens += token_ids
         return msgspec.structs.replace(
-            self,
-            prompt_token_ids=[*self.own_prompt_token_ids, *token_ids],
-            num_resumed_tokens=len(token_ids),
+            self, prompt_token_ids=tokens, num_resumed_tokens=len(token_ids)
         )
 
     def check(self) -> None:

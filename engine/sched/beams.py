@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.outputs import TokenLogprobs
@@ -80,6 +81,7 @@ class Beams:
         search = BeamSearch(beam, stop_ids, max_tokens, sampling.min_tokens, sampling.logprobs)
         names = prompt.choice_ids or (prompt.request_id,)
         group = BeamGroup(prompt, sampling, names, search, [prompt])
+        prompt.packed_head = pack_tokens(prompt.all_token_ids)
         for name in {prompt.request_id, *names}:
             self._groups[name] = group
         prompt.is_beam = True
@@ -157,6 +159,7 @@ class Beams:
             )
         )
         beam.is_beam = True
+        beam.packed_head = asked.packed_head
         beam.arrival_order = asked.arrival_order
         beam.num_cached_tokens = asked.num_cached_tokens
         beam.first_scheduled_at = asked.first_scheduled_at

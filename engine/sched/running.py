@@ -112,7 +112,7 @@ class RunningRows:
                 row=row.index,
                 epoch=row.epoch,
                 prompt_len=request.num_prompt_tokens - request.num_resumed_tokens,
-                prefill_token_ids=pack_tokens(row.tokens),
+                prefill_token_ids=_packed(request),
                 num_computed_tokens=request.num_computed_tokens,
                 block_ids=block_ids,
                 max_len=max_len,
@@ -318,3 +318,9 @@ class RunningRows:
 
 def _key(row: Row) -> SortKey:
     return row.key
+
+
+def _packed(request: Request) -> bytes:
+    """Returns all tokens of a request as workers are told of them."""
+    head = request.packed_head
+    return head + pack_tokens(request.all_token_ids[len(head) // 4 :])

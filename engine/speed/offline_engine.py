@@ -78,7 +78,7 @@ class OfflineEngine:
         for request in requests:
             self.core.handle(request)
         steps = []
-        left = len(requests)
+        left = sum(len(request.choice_ids) or 1 for request in requests)
         while True:
             results = self.core.step()
             on_outputs(results.outputs)

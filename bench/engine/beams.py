@@ -1,0 +1,229 @@
+"""Measures a step of a beam search beside one of as many sampled choices.
+
+    python -m bench.engine.beams                      the scheduler alone: results are made up
+    python -m bench.engine.beams --device cuda        an engine on one GPU, whose waits are counted
+    python -m bench.engine.beams --device cpu --shape tiny        the same engine here
+
+A step takes all beams, or choices, of all searches one token further. The scheduler's part: its
+time, the bytes of its messages to workers, blocks that they copy and tables that they are sent. The
+engine's: milliseconds a step, and how often the host waited for the GPU in steps that were started
+(nothing may). Writes bench/results/beams-scheduler.json or beams-DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+import warnings
+from dataclasses import asdict, dataclass, replace
+
+import msgspec
+import torch
+
+from bench.engine.offline import SHAPES, shape_config
+from bench.engine.scheduler import Workers, make_config
+from bench.record import write_result
+from engine.config import EngineConfig
+from engine.executor.uniproc_executor import UniprocExecutor
+from engine.messages import EngineCoreRequest
+from engine.outputs import ModelRunnerOutput, RowSiblings, SiblingTokens, TokenLogprobs
+from engine.request import Request
+from engine.request_spec import RequestSpec
+from engine.sampling_params import BeamParams, SamplingParams
+from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.sched.scheduler import Scheduler
+from engine.speed.offline_engine import offline_engine
+from kv_transfer.no_connector import NoConnectorScheduler
+
+_BLOCK_SIZE = 64
+_MAX_TOKENS = 128
+_NUM_CANDIDATES = 16
+
+
+@dataclass(slots=True)
+class SchedulerCost:
+    """Medians over the steps of `num_searches` that grow `width` answers each behind
+    `prompt_tokens`; times in microseconds."""
+
+    kind: str
+    num_searches: int
+    width: int
+    prompt_tokens: int
+    step_us: float
+    step_us_each: float
+    message_bytes: float
+    copies: float
+    table_entries: float
+
+
+class Guesses(Workers):
+    """Answers with candidates where they are wanted, and with first tokens of choices."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self._new: dict[int, NewRequestData] = {}  # [row]
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        result = super().execute(step)
+        self._new |= {one.row: one for one in step.new_reqs}
+        for index, row in enumerate(result.rows):
+            new = self._new[row]
+            if more := new.sibling_seeds:
+                tokens = [self._rng.randrange(100_000) for _ in more]
+                result.siblings.append(
+                    RowSiblings(row, result.epochs[index], SiblingTokens(tokens))
+                )
+            if new.sampling.logprobs is not None:
+                tokens = self._rng.sample(range(1, 100_000), _NUM_CANDIDATES)
+                scores = sorted((-4 * self._rng.random() for _ in tokens), reverse=True)
+                found = TokenLogprobs([tokens[0], *tokens], [scores[0], *scores], 1)
+                result.logprobs[index] = found
+        return result
+
+
+def asked(kind: str, index: int, width: int, prompt: list[int]) -> EngineCoreRequest:
+    """Returns a request for `width` answers of `_MAX_TOKENS` tokens."""
+    beam = BeamParams(width) if kind == "beams" else None
+    sampling = SamplingParams(
+        temperature=0.0 if beam else 1.0, max_tokens=_MAX_TOKENS, ignore_eos=True, beam=beam
+    )
+    return EngineCoreRequest(
+        request_id=f"{index:032x}",
+        spec=RequestSpec(prompt, sampling, sibling_seeds=tuple(range(1, width))),
+        choice_ids=tuple(f"{index:030x}.{i}" for i in range(width)),
+        arrival_time=time.monotonic(),
+    )
+
+
+def cost_of(kind: str, num_searches: int, width: int, num_prompt_tokens: int) -> SchedulerCost:
+    rng = random.Random(num_searches)
+    config = make_config(num_searches * width, _BLOCK_SIZE)
+    blocks = num_searches * (num_prompt_tokens + width * 4 * _MAX_TOKENS) // _BLOCK_SIZE + 64
+    scheduler = Scheduler(config, blocks, NoConnectorScheduler())
+    for index in range(num_searches):
+        prompt = [rng.randrange(100_000) for _ in range(num_prompt_tokens)]
+        scheduler.add_request(Request(asked(kind, index, width, prompt)))
+    workers = Guesses(rng)
+    encoder = msgspec.msgpack.Encoder()
+    times, sizes, copies, tables = [], [], [], []
+    gc.collect()
+    while scheduler.has_unfinished_requests():
+        began = time.perf_counter()
+        step = scheduler.schedule()
+        scheduled = time.perf_counter()
+        assert step is not None
+        result = workers.execute(step)
+        again = time.perf_counter()
+        scheduler.update_from_output(step, result)
+        ended = time.perf_counter()
+        if len(result.rows) == num_searches * width:
+            times.append(1e6 * (ended - again + scheduled - began))
+            sizes.append(len(encoder.encode(step)))
+            copies.append(len(step.block_copies))
+            tables.append(sum(len(new.block_ids) for new in step.new_reqs))
+    assert len(times) > _MAX_TOKENS / 2 and scheduler.stats().num_preemptions == 0
+    step_us = statistics.median(times)
+    return SchedulerCost(
+        kind,
+        num_searches,
+        width,
+        num_prompt_tokens,
+        round(step_us, 1),
+        round(step_us / (num_searches * width), 1),
+        round(statistics.median(sizes), 1),
+        round(statistics.mean(copies), 2),
+        round(statistics.mean(tables), 1),
+    )
+
+
+def of_scheduler(width: int) -> dict[str, object]:
+    found = []
+    for num_prompt_tokens in (64, 2000):
+        for num_searches in (1, 8):
+            costs = [
+                cost_of(kind, num_searches, width, num_prompt_tokens)
+                for kind in ("choices", "beams")
+            ]
+            found += [asdict(cost) for cost in costs]
+            for cost in costs:
+                print(
+                    f"{cost.kind:>8}  {num_searches} x {width} behind {num_prompt_tokens:4}:  "
+                    f"{cost.step_us:8.1f} us a step, {cost.step_us_each:6.1f} each, "
+                    f"{cost.message_bytes:9.0f} bytes, {cost.copies:5.2f} blocks copied",
+                    flush=True,
+                )
+    return {"max_tokens": _MAX_TOKENS, "block_size": _BLOCK_SIZE, "costs": found}
+
+
+class WatchedExecutor(UniprocExecutor):
+    """Counts how often the host waits for the GPU while it starts steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._is_cuda = config.device.device == "cuda"
+        self.num_waits = 0
+
+    def execute_model(self, step: object) -> None:
+        if not self._is_cuda:
+            super().execute_model(step)  # type: ignore[arg-type]
+            return
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                super().execute_model(step)  # type: ignore[arg-type]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.num_waits += sum("synchroniz" in str(one.message) for one in found)
+
+
+def of_engine(device: str, shape: str, width: int, num_prompt_tokens: int) -> dict[str, object]:
+    config = shape_config(
+        shape, device=device, max_num_seqs=8 * width, block_size=_BLOCK_SIZE, max_model_len=4096
+    )
+    if device == "cpu":
+        config = replace(config, cache=replace(config.cache, num_blocks=1024))
+    figures: dict[str, dict[str, float]] = {}
+    executor = WatchedExecutor(config)
+    with offline_engine(config, executor) as engine:
+        for num_searches in (1, 8):
+            for kind in ("choices", "beams", "choices", "beams"):  # The second time is warm.
+                prompts = [
+                    engine.request(num_prompt_tokens, 1).spec.prompt_token_ids
+                    for _ in range(num_searches)
+                ]
+                executor.num_waits = 0
+                steps = engine.core.stats().num_steps
+                began = time.perf_counter()
+                engine.run([asked(kind, i, width, prompt) for i, prompt in enumerate(prompts)])
+                seconds = time.perf_counter() - began
+                steps = engine.core.stats().num_steps - steps
+                name = f"{kind} {num_searches} x {width}"
+                figures[name] = {
+                    "ms_per_token": round(1000 * seconds / _MAX_TOKENS, 3),
+                    "steps_per_token": round(steps / _MAX_TOKENS, 2),
+                    "waits": executor.num_waits,
+                }
+                print(f"{name}: {figures[name]}", flush=True)
+    return {"model": shape, "prompt_tokens": num_prompt_tokens, "figures": figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="a whole engine; default: none")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    args = parser.parse_args()
+    if args.device is None:
+        print(write_result("beams-scheduler", of_scheduler(args.width)))
+        return
+    figures = of_engine(args.device, args.shape, args.width, args.prompt_tokens)
+    print(write_result(f"beams-{args.device}", figures))
+
+
+if __name__ == "__main__":
+    main()
