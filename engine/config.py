@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.eplb_config import EplbConfig
+from engine.fast_paths import FastPath, NewFastPath
 from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
 from engine.inspection_config import InspectionConfig
@@ -34,17 +35,6 @@ Device = Literal["cpu", "cuda"]
 QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-FastPath = Literal[
-    "fp8-gemm",
-    "fused-gate-up",
-    "int4-gemm",
-    "pdl",
-    "prompt-graphs",
-    "residual-gemm",
-    "side-stream",
-    "small-m-gemm",
-]
-NewFastPath = Literal["few-row-gemm"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
@@ -216,18 +206,8 @@ class DeviceConfig:
         attention_backend: On a GPU. `triton`: always our own kernels; `auto`: another's where it
             is faster; `flash-attn`: FlashAttention 3 for everything, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
-        disabled_fast_paths: What to do without, on a GPU, should one of them be suspected:
-            `fp8-gemm`, FP8 weights of linear layers that stay so, without which they are
-            dequantised as they are loaded; `fused-gate-up`, gate·up of many rows by our own kernel,
-            activation included;
-            `int4-gemm`, 4-bit weights that stay packed, without which they are dequantised as they
-            are loaded; `pdl`, small kernels that start before the one before has ended
-            (programmatic dependent launch); `prompt-graphs`, CUDA graphs of steps with short
-            prompts; `residual-gemm`, GEMMs of many rows that add to the residual stream
-            themselves; `side-stream`, shared experts beside the others; `small-m-gemm`, GEMMs of
-            few rows by our own kernels.
-        enabled_fast_paths: Those to take, on a GPU, though none has timed them: `few-row-gemm`,
-            linear layers and routers of few rows that `small-m-gemm` does not serve.
+        disabled_fast_paths: What to do without, on a GPU; see `FastPath`.
+        enabled_fast_paths: What to do beyond; see `NewFastPath`.
     """
 
     device: Device = "cpu"

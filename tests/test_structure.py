@@ -41,6 +41,7 @@ ENGINE_ORDER = [
     {
         "config",
         "eplb_config",
+        "fast_paths",
         "expert_placement",
         "crash_facts",
         "life_places",
@@ -172,6 +173,7 @@ TORCH_FREE = [
     "engine.config",
     "engine.crash_facts",
     "engine.eplb_config",
+    "engine.fast_paths",
     "engine.expert_placement",
     "engine.life_places",
     "engine.profiles",

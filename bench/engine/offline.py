@@ -12,12 +12,11 @@ from engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
-    FastPath,
     KVCacheDtype,
-    NewFastPath,
     ParallelConfig,
     SchedulerConfig,
 )
+from engine.fast_paths import FastPath, NewFastPath
 from engine.models.checkpoint import load_model_config
 from engine.models.kv_scale_files import choose_kv_scales
 

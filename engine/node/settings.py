@@ -27,15 +27,14 @@ from engine.config import (
     DeviceConfig,
     EngineConfig,
     ExecutorBackend,
-    FastPath,
     LoadFormat,
     ModelConfig,
-    NewFastPath,
     ParallelConfig,
     QuantizationName,
     SchedulerConfig,
     SchedulingPolicy,
 )
+from engine.fast_paths import FastPath, NewFastPath
 from engine.models.checkpoint import (
     check_parallel,
     load_model_config,
@@ -213,7 +212,9 @@ class EngineSettings(
         default=(),
         description="Fast paths on a GPU to turn on, which are off until they have been timed. "
         "few-row-gemm: one kernel of our own computes linear layers of few rows, of any size, "
-        "with their bias and the addition to the residual stream.",
+        "with their bias and the addition to the residual stream. finer-prompt-graphs: CUDA "
+        "graphs of prompts in sizes that are closer together, so that less is padding. "
+        "long-prompt-graphs: for all models also of prompts of up to 2048 tokens.",
     )
     async_scheduling: bool | None = Field(
         default=None,

@@ -18,9 +18,9 @@ from engine.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
-    FastPath,
     SchedulerConfig,
 )
+from engine.fast_paths import FastPath
 from engine.messages import EngineCoreRequest
 from engine.models.factory import create_model
 from engine.outputs import TokenLogprobs

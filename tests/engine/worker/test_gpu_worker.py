@@ -11,8 +11,9 @@ import pytest
 import torch
 import zmq
 
-from engine.config import EngineConfig, FastPath, ParallelConfig
+from engine.config import EngineConfig, ParallelConfig
 from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.fast_paths import FastPath
 from engine.outputs import ModelRunnerOutput
 from engine.sampling_params import SamplingParams
 from engine.sched.output import SchedulerOutput

@@ -188,6 +188,32 @@ def test_models_of_many_launches_record_longer_prompts(make_config) -> None:
         assert recorded_prompts(replace(config, device=device), many_launches=True) == []
 
 
+def test_finer_and_longer_graphs_are_recorded_where_asked_for(make_config) -> None:
+    """Without, nothing changes; finer ones leave at most 63 rows of padding from 128 tokens to 512,
+    and a fourth of a prompt above."""
+    config = make_config()
+    limits = replace(config.scheduler, max_num_batched_tokens=8192, max_num_seqs=100)
+    config = replace(config, scheduler=limits)
+
+    def sizes_of(*paths: str, many_launches: bool = False) -> list[int]:
+        device = replace(config.device, enabled_fast_paths=paths)
+        keys = recorded_prompts(replace(config, device=device), many_launches=many_launches)
+        assert keys == sorted(keys, key=lambda key: key.num_tokens)
+        return sorted({key.num_tokens for key in keys})
+
+    plain = [16, 32, 64, 128, 256, 512]
+    assert sizes_of() == plain
+    assert sizes_of("long-prompt-graphs") == [*plain, 768, 1024, 1536, 2048]
+    assert sizes_of("long-prompt-graphs") == sizes_of(many_launches=True)
+    fine = sizes_of("finer-prompt-graphs")
+    assert fine == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512]
+    both = sizes_of("finer-prompt-graphs", "long-prompt-graphs")
+    assert both == [*fine, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    for length in range(129, 2049):
+        padded = next(size for size in both if size >= length)
+        assert padded - length < (64 if length <= 512 else length / 4)
+
+
 def test_the_smallest_that_holds_a_step_is_taken() -> None:
     manager = CudaGraphManager((1,), torch.device("cpu"), prompt_keys(256, 8192))
     assert manager.dispatch_prompts(1, 100, True) == GraphKey(8, 128, True)
