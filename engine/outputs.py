@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from itertools import islice
-from typing import Any
 
 import msgspec
 
@@ -385,29 +384,3 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     work: WorkStats | None = None
     lora: LoRAStats | None = None
     experts: ExpertStats | None = None
-
-
-def merged_stats(of_groups: list[SchedulerStats]) -> SchedulerStats:
-    """Returns the statistics of data-parallel groups as those of one engine."""
-    found = of_groups[0]
-    for stats in of_groups[1:]:
-        last_step_at = max(found.last_step_at, stats.last_step_at)
-        found = _sum(found, stats)
-        found.last_step_at = last_step_at
-    return found
-
-
-def _sum(a: Any, b: Any) -> Any:
-    """Adds numbers wherever they are in two values of one shape; None counts as nothing."""
-    if a is None or b is None:
-        return b if a is None else a
-    if isinstance(a, msgspec.Struct):
-        names = a.__struct_fields__
-        return type(a)(**{name: _sum(getattr(a, name), getattr(b, name)) for name in names})
-    if isinstance(a, dict):
-        return {name: _sum(a.get(name), b.get(name)) for name in (*a, *(b.keys() - a.keys()))}
-    if isinstance(a, list):
-        length = max(len(a), len(b))
-        parts = ([*part, *[0] * (length - len(part))] for part in (a, b))
-        return [_sum(x, y) for x, y in zip(*parts, strict=True)]
-    return a + b

@@ -65,10 +65,9 @@ class AdapterSettings(BaseSettings):
                 raise SettingsError(f"{name} has no effect without --enable-lora: give that, too")
             return config
         parallel = config.parallel
-        if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
-            name = "pipeline" if parallel.pipeline_parallel_size > 1 else "data"
+        if parallel.pipeline_parallel_size > 1:
             raise SettingsError(
-                f"--enable-lora does not work with --{name}-parallel-size: leave it, and use "
+                "--enable-lora does not work with --pipeline-parallel-size: leave it, and use "
                 "--tensor-parallel-size"
             )
         most = self.max_cpu_loras or self.max_loras

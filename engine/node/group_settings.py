@@ -15,7 +15,6 @@ def check_groups(config: EngineConfig) -> None:
         (config.parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size"),
         (config.is_adaptive, "adaptive in --speculative-config"),
         (config.draft is not None, "a drafter with weights in --speculative-config"),
-        (config.lora is not None, "--enable-lora"),
         (config.model.vision is not None, "a model that sees images"),
     ):
         if is_set:

@@ -13,15 +13,19 @@
   `_MAX_PASSED` of them only requests without an adapter do, so that the slots become free.
 - An adapter that is removed takes no more requests and is forgotten when the last one has ended.
 
+Each data-parallel group has a table with slots of its own; the tables of all groups share what is
+known and in host memory, which is decided for all workers alike (`share_host_memory`).
+
 Workers hear of slots with the requests that use them (`LoRASlot`), of host memory by `commands`;
 both reach them in order with the steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 
 import msgspec
 
@@ -83,7 +87,9 @@ class AdapterTable:
         self._config = config or LoRAConfig(max_loras=0, max_cpu_loras=0)
         self._known: dict[str, _Adapter] = {}
         self._slots: list[str] = [""] * self._config.max_loras
-        self._num_uses = 0
+        self._uses = count(1)
+        self._tables: Sequence[AdapterTable] = (self,)
+        """Those of all groups."""
         self._aside: list[Request] = []
         self._num_passed: dict[str, int] = {}
         """How often requests that wait for room were overtaken, by request id."""
@@ -95,8 +101,9 @@ class AdapterTable:
 
     def take_over(self, other: AdapterTable) -> None:
         """Knows from now on what `other` does, of the same workers; no request uses either."""
-        self._known, self._slots, self._num_uses = other._known, other._slots, other._num_uses
-        self.commands = other.commands
+        for mine, theirs in zip(self._tables, other._tables, strict=True):
+            mine._known, mine._slots, mine._uses = theirs._known, theirs._slots, theirs._uses
+            mine.commands = theirs.commands
 
     # Adapters come and go ---------------------------------------------------------------------
 
@@ -132,7 +139,8 @@ class AdapterTable:
         """Returns the ids of all requests that want an adapter."""
         return [
             name
-            for name, one in self._requests.items()
+            for table in self._tables
+            for name, one in table._requests.items()
             if one.spec.adapter is not None and one.spec.adapter.digest == digest
         ]
 
@@ -146,7 +154,7 @@ class AdapterTable:
         leaving = [one for one in self._known.values() if one.is_leaving]
         if not leaving:
             return []
-        wanted = set(_digests(self._requests.values()))
+        wanted = {name for table in self._tables for name in _digests(table._requests.values())}
         gone = [
             one for one in leaving if one.digest not in wanted and one.state is not _State.LOADING
         ]
@@ -158,7 +166,8 @@ class AdapterTable:
         if known.state is _State.LOADED:
             self.commands.append(DropAdapter(known.digest))
         del self._known[known.digest]
-        self._slots = ["" if digest == known.digest else digest for digest in self._slots]
+        for table in self._tables:
+            table._slots = ["" if one == known.digest else one for one in table._slots]
 
     # Requests use them ------------------------------------------------------------------------
 
@@ -208,11 +217,10 @@ class AdapterTable:
 
     def _take(self, digest: str) -> bool:
         """Returns whether the adapter has a slot, now or from the request's first step on."""
-        self._num_uses += 1
         known = self._known.get(digest)
         if known is None:
             return True  # Its requests are about to end.
-        known.used_at = self._num_uses
+        known.used_at = next(self._uses)
         if digest in self._slots:
             return True
         if not self.load(digest):
@@ -234,7 +242,7 @@ class AdapterTable:
         here = [one.digest for one in self._known.values() if one.state is not _State.KNOWN]
         if len(here) < self._config.max_cpu_loras:
             return True
-        held = self._held()
+        held = {digest for table in self._tables for digest in table._held()}
         free = [
             digest
             for digest in here
@@ -282,6 +290,14 @@ class AdapterTable:
             waiting=_digests(one for one in requests if one.status is not RequestStatus.RUNNING),
             loaded=[one.digest for one in self._known.values() if one.state is _State.LOADED],
         )
+
+
+def share_host_memory(tables: Sequence[AdapterTable]) -> None:
+    """Lets the tables of all groups know the same adapters, wherever those are in host memory."""
+    first = tables[0]
+    for table in tables:
+        table._known, table._uses, table.commands = first._known, first._uses, first.commands
+        table._tables = tables
 
 
 def _digests(requests: Iterable[Request]) -> list[str]:

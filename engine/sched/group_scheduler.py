@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.crash_facts import EngineFacts
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
-from engine.outputs import SchedulerStats, TokenLogprobs, merged_stats
+from engine.outputs import SchedulerStats, TokenLogprobs
 from engine.request import Request
+from engine.sched.adapters import share_host_memory
 from engine.sched.admission import Admission
 from engine.sched.exports import is_exported
 from engine.sched.group_choice import choose_group
 from engine.sched.group_output import GroupOutput, GroupStep
 from engine.sched.group_remote import GroupRemote
+from engine.sched.merged_stats import merged_stats
 from engine.sched.output import SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.scheduler import Scheduler
@@ -57,7 +59,8 @@ class GroupScheduler:
         self._num_given = [0] * len(groups)
         self.remote = GroupRemote([group.remote for group in groups], self._remote_of)
         self.adapters = groups[0].adapters
-        """Knows none: settings refuse adapters of several groups."""
+        """Knows what all groups know; each has slots of its own."""
+        share_host_memory([group.adapters for group in groups])
         self._sizes = [_StepSizes() for _ in groups]
         self._step_id = 0
         self._group_of: dict[str, Scheduler] = {}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
+from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.group_results import GroupResults
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.outputs import GrammarStats, ModelRunnerOutput
@@ -80,6 +82,8 @@ class ThreadExecutor(Executor):
         self.steps: list[Step] = []
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._results: queue.SimpleQueue[tuple[int, ModelRunnerOutput]] = queue.SimpleQueue()
+        self._adapters_loaded: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
+        self._loaders = [AdapterLoader(worker, self._take_reply) for worker in self.workers]
         self._num_in_flight = 0
         self.max_in_flight = 0
 
@@ -135,10 +139,20 @@ class ThreadExecutor(Executor):
         raise NotImplementedError
 
     def adapter(self, command: LoadAdapter | DropAdapter) -> None:
-        raise NotImplementedError
+        for rank, loader in zip(self._ranks, self._loaders, strict=True):
+            rank.start(partial(loader.handle, command))
+
+    def _take_reply(self, reply: object) -> None:
+        assert isinstance(reply, AdapterLoaded)
+        self._adapters_loaded.put(reply)
+        os.eventfd_write(self._event_fd, 1)
 
     def take_adapter_replies(self) -> list[AdapterLoaded]:
-        return []
+        replies: list[AdapterLoaded] = []
+        with suppress(queue.Empty):
+            while True:
+                replies.append(self._adapters_loaded.get_nowait())
+        return replies
 
     def take_profile_replies(self) -> list[ProfileReply]:
         return []
@@ -164,6 +178,8 @@ class ThreadExecutor(Executor):
         return [os.getpid()]
 
     def shutdown(self) -> None:
+        for loader in self._loaders:
+            loader.close()
         for rank in self._ranks:
             rank.start(rank.worker.shutdown)
         for rank in self._ranks:

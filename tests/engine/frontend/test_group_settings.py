@@ -26,8 +26,8 @@ def config_of(**changes: Any) -> EngineConfig:
     return replace(make_config(), **{"parallel": GROUPS, **changes})
 
 
-def test_groups_go_with_drafts() -> None:
-    check_groups(config_of(speculative=NGRAMS, decode_query_len=3))
+def test_groups_go_with_drafts_and_adapters() -> None:
+    check_groups(config_of(speculative=NGRAMS, decode_query_len=3, lora=LoRAConfig()))
 
 
 def test_groups_go_with_pd() -> None:
@@ -48,7 +48,6 @@ def test_groups_go_with_pd() -> None:
             },
             "adaptive in --speculative-config",
         ),
-        ({"lora": LoRAConfig()}, "--enable-lora"),
     ],
 )
 def test_what_groups_cannot_do_is_refused(changes: dict[str, Any], named: str) -> None:

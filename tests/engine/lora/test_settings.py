@@ -41,11 +41,9 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, object], words: str)
         AdapterSettings.model_validate(settings).with_lora(CONFIG)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "data"])
-def test_stages_and_groups_have_no_adapters(kind: str) -> None:
-    parallel = replace(CONFIG.parallel, **{f"{kind}_parallel_size": 2})
-    config = replace(CONFIG, parallel=parallel)
-    with pytest.raises(SettingsError, match=f"--{kind}-parallel-size"):
+def test_stages_have_no_adapters() -> None:
+    config = replace(CONFIG, parallel=replace(CONFIG.parallel, pipeline_parallel_size=2))
+    with pytest.raises(SettingsError, match="--pipeline-parallel-size"):
         AdapterSettings(enable_lora=True).with_lora(config)
 
 
