@@ -267,10 +267,13 @@ class Mxfp4Weights(ExpertWeights):
         else:
             many = (
                 (64, 64, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 128, 4, 3),
-                (128, 128, 64, 8, 3),
+                (128, 128, 64, 8, 3), (64, 128, 64, 8, 3), (64, 128, 64, 8, 4),
+                (64, 128, 128, 8, 3), (64, 256, 64, 8, 3), (64, 256, 64, 8, 4),
+                (128, 256, 64, 8, 3),
             )  # fmt: skip
             for size, extra, group in itertools.product(many, (0, 16, 32), (1, 8)):
-                yield ExpertTuning(*size, group=group, extra_rows=extra)
+                if extra == 0 or size[0] * size[1] <= 128 * 128:
+                    yield ExpertTuning(*size, group=group, extra_rows=extra)
 
 
 class Int4Weights(ExpertWeights):

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.engine.expert_formats import Mxfp4Weights
 from bench.engine.experts import ranges
 from tandem_kernels.experts.expert_tuning import (
     TABLES,
@@ -21,6 +22,7 @@ from tandem_kernels.experts.expert_tuning import (
     nearest_table,
     weight_format,
 )
+from tandem_kernels.experts.mxfp4_tiles import SIDE
 
 QWEN3_30B = ExpertShape(128, 768, 2048)
 SHIPPED = sorted(TABLES.glob("*/*.json"))
@@ -52,6 +54,19 @@ def test_what_a_format_alone_has_is_written_where_it_is_asked_for() -> None:
     data = table.to_json()
     assert ExpertTable.from_json(data) == table
     assert data.count(b'"each_pair":true') == 2 and b'"each_pair":false' not in data
+
+
+@pytest.mark.parametrize("rows", [4 / 128, 0.5, 16, 64, 256])
+def test_the_sweep_of_mxfp4_tries_what_its_kernels_take(rows: float) -> None:
+    """Each once: whole tiles of weights, and the same number of rows in all of one expert's tiles.
+    Pairs by themselves are tried where experts have less than a row on average."""
+    tried = list(Mxfp4Weights.tunings(rows))
+    assert len(set(tried)) == len(tried) > 0
+    for tuning in tried:
+        assert tuning.cols % SIDE == 0 and tuning.depth % SIDE == 0
+        assert tuning.num_warps < 4 or tuning.rows >= 16, "warps would share rows and outputs"
+        assert tuning.extra_rows in (0, 16, 32) and tuning.extra_rows < tuning.rows
+    assert any(tuning.each_pair for tuning in tried) == (rows < 0.3)
 
 
 def test_a_measured_shape_has_its_own_table(caplog: pytest.LogCaptureFixture) -> None:
