@@ -67,6 +67,8 @@ class HostTier:
         num_places: int = 0,
     ) -> None:
         """`let_go`, `num_places`: so many loads can be followed layer by layer (`load_marks`)."""
+        self.capacity = num_slots + num_files
+        """Blocks that fit, at most."""
         self._num_slots = num_slots
         self._num_processes = num_processes
         self._send = send

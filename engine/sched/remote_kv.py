@@ -73,7 +73,10 @@ class RemoteKV:
         pulls_prefixes, answers = False, None
         if transfer is not None and is_shared:
             pulls_prefixes = transfer.kv_role == "kv_producer"
-            answers = None if pulls_prefixes else OfferedAnswers.of(transfer, kv_cache.num_blocks)
+            if not pulls_prefixes:
+                tier = connector.host_tier
+                num_behind = tier.capacity if tier is not None else 0
+                answers = OfferedAnswers.of(transfer, kv_cache.num_blocks, num_behind)
         is_always = transfer is not None and transfer.pulls_always
         rates = PullRates(prefill_rate, pulls_always=is_always)
         self.peers = PeerKV(
@@ -147,6 +150,7 @@ class RemoteKV:
         """Results in the order: arrived, failed, released."""
         self.host.loads_begun(output.host_begun)
         self.host.jobs_done(output.host_jobs)
+        self.offers.jobs_done(output.host_jobs)
         results: list[KVTransferResult | None] = []
         for transfer_id in (
             *output.finished_sending, *output.finished_recving, *output.failed, *output.aborted,
@@ -179,6 +183,7 @@ class RemoteKV:
             more = self.peers.counters.by_name()
         if self.offers.is_on:
             more["prefix_offered_tokens"] = float(self.offers.num_offered_tokens)
+            more["prefix_offered_tokens_loaded"] = float(self.offers.num_loaded_tokens)
         return {**self._connector.counters, **more}
 
     def forget_cached(self) -> None:

@@ -34,12 +34,16 @@ from kv_nodes import KVNode
 
 from bench.record import write_result
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.control.transfer_processes import TransferProcessFailed
 from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import KVConnectorOutput
 
 SHAPE = layout(num_layers=3)
 NUM_BLOCKS, NUM_SLOTS, NUM_FILES, NUM_NAMES = 48, 24, 64, 160
 _MOST = 6
+_MOST_STARTS = 10
+_PATIENCE_S = 600
+"""Beside others, at low priority, little may happen for long."""
 _NOTHING = KVConnectorOutput()
 
 
@@ -103,7 +107,7 @@ class TierStress:
             disk_tier_bytes=NUM_FILES * block_bytes,
             disk_tier_path=str(self._folder / "disk"),
         )
-        self._node = KVNode(config, SHAPE, NUM_BLOCKS)
+        self._node = self._started(config)
         tier = self._node.connector.host_tier
         assert tier is not None
         self._tier: HostTier = tier
@@ -113,8 +117,17 @@ class TierStress:
         self._wait_until_ready()
         self.seen["found after a start"] += sum(name in tier for name in self._names)
 
+    def _started(self, config: KVTransferConfig) -> KVNode:
+        """Starts an engine; where others leave it no processor for a minute, yet another one."""
+        for _ in range(_MOST_STARTS):
+            try:
+                return KVNode(config, SHAPE, NUM_BLOCKS)
+            except TransferProcessFailed:
+                self.seen["starts that took too long"] += 1
+        raise AssertionError(f"no engine has started of {_MOST_STARTS}")
+
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + _PATIENCE_S
         while not self._tier.is_ready:
             assert time.monotonic() < deadline, self._node.connector.counters
             self._take_answers()
@@ -209,7 +222,7 @@ class TierStress:
             file.write(bytes([byte ^ 1 << self._rng.randrange(8)]))
 
     def _settle(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + _PATIENCE_S
         while self._jobs:
             assert time.monotonic() < deadline, self._tier.leftovers()
             self._take_answers()

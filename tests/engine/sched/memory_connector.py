@@ -57,8 +57,10 @@ class ExportJob:
     sent: int = 0
     is_staged: bool = False
     stopping: bool = False
+    exists: bool = False
+    """Its KV is no prompt's that is computed now."""
     rows: list[list[tuple[int, int] | None]] = field(default_factory=list)
-    """Holds the rows of blocks that existed before, as they were then."""
+    """Holds the rows of blocks that existed before, as they were when they were said to."""
 
 
 class MemoryConnector(KVConnectorScheduler):
@@ -102,8 +104,7 @@ class MemoryConnector(KVConnectorScheduler):
     ) -> None:
         params = _params(request)
         if params.do_remote_decode and block_ids:
-            rows = [list(self.memory.slots[block]) for block in block_ids[0]]
-            self.exports[params.transfer_id] = ExportJob([], block_ids, rows=rows)
+            self.exports[params.transfer_id] = ExportJob([], block_ids, exists=True)
             return
         prompt = self.prompts[request.request_id][: request.num_prompt_tokens]
         if params.do_remote_decode:
@@ -156,6 +157,8 @@ class MemoryConnector(KVConnectorScheduler):
 
     def request_finished(self, request: RequestLike) -> bool:
         export = self.exports.get(_params(request).transfer_id)
+        if export is not None and export.exists:
+            export.rows = [list(self.memory.slots[block]) for block in export.block_ids[0]]
         return export is not None and not export.is_staged
 
     def abort(self, request: RequestLike) -> bool:
@@ -236,7 +239,9 @@ class MemoryConnector(KVConnectorScheduler):
             self._end(transfer_id)
             self._events.aborted.append(transfer_id)
             return
-        if job.rows:
+        if job.exists:
+            if not job.rows:
+                return
             assert [self.memory.slots[block] for block in job.block_ids[0]] == job.rows
             job.is_staged = True
             self._events.finished_sending.append(transfer_id)

@@ -188,6 +188,9 @@ class StepMachine:
         peers = self.scheduler.remote.peers
         for ask in peers.take_asks():
             self.num_asked += 1
+            # One that was preempted asks for the KV of its answer, too.
+            request = self.clients[ask.request_id].request
+            self.connector.prompts[ask.request_id] = list(request.all_token_ids)
             count = self.peer_blocks(ask)
             params = remote_prefill(f"prefix-{self.num_asked}") if count else None
             peers.answered(ask.request_id, params, count)
@@ -229,10 +232,16 @@ class StepMachine:
                 self.host.advance()
             self.poll_connector()
         self.settle()
+        self.finish_loads()
         for transfer_id in self.connector.transfer_ids():
             self.connector.finish(transfer_id)
         self.poll_connector()
-        while self.host is not None and self.scheduler._remote.host.leftovers():
+        self.finish_loads()
+
+    def finish_loads(self) -> None:
+        """Lets all that goes to host memory arrive, and all that comes from there."""
+        remote = self.scheduler.remote
+        while self.host is not None and (remote.host.leftovers() or remote.offers.blocks()):
             self.host.finish()
             self.poll_connector()
 
@@ -289,6 +298,7 @@ class StepMachine:
         users.update(block.block_id for block in scheduler._fence.waiting_blocks())
         users.update(block.block_id for block in scheduler._remote.held.blocks())
         users.update(block.block_id for block in scheduler._remote.host.blocks())
+        users.update(block.block_id for block in scheduler._remote.offers.blocks())
         free = set(pool.free_queue.block_ids())
         assert len(free) == pool.num_free_blocks
         assert len(free) + len(users) == self.num_blocks

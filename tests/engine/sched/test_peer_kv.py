@@ -17,9 +17,12 @@ PROMPT = list(range(1, 22))
 NUM_FULL = 20 // BLOCK_SIZE
 
 
-def machine_of(role: KVRole = "kv_producer", num_blocks: int = 64, **settings: int) -> StepMachine:
+def machine_of(
+    role: KVRole = "kv_producer", num_blocks: int = 64, num_host_slots: int = 0, **settings: int
+) -> StepMachine:
     transfer = KVTransferConfig(kv_role=role, shares_prefixes=True)
-    return StepMachine(make_config(kv_transfer=transfer, **settings), num_blocks)
+    config = make_config(kv_transfer=transfer, **settings)
+    return StepMachine(config, num_blocks, num_host_slots=num_host_slots)
 
 
 def add(machine: StepMachine, name: str = "r", **more: object) -> Client:
@@ -259,6 +262,73 @@ def test_cached_blocks_are_offered_and_kept_until_they_are_taken() -> None:
     assert not machine.scheduler.reset_prefix_cache()
     machine.connector.finish(transfer_id)
     machine.poll_connector()
+    machine.check_all_done()
+
+
+def forgotten(role: KVRole = "kv_producer") -> tuple[StepMachine, list[bytes], list[object]]:
+    """Returns a node that has the KV of a conversation in host memory, but for its first block,
+    which is cached; with the names of its blocks, and what was in them."""
+    machine = machine_of(role, num_blocks=48, num_host_slots=64)
+    client = add(machine, prefix_peer="", max_tokens=4)
+    machine.finish()
+    cache = machine.scheduler._kv_cache
+    names = names_of(machine, [*PROMPT, *client.expected][: NUM_FULL * BLOCK_SIZE])
+    pool = cache.block_pool
+    rows = [list(machine.memory.slots[pool.get_cached_block(name).block_id]) for name in names]
+    for number in range(6):
+        prompt = [*PROMPT[:BLOCK_SIZE], *([50 + number] * 36)]
+        machine.add(make_request(f"other{number}", prompt, max_tokens=1))
+        machine.finish()
+    assert [pool.get_cached_block(name) is not None for name in names] == [True] + [False] * 4
+    return machine, names, rows
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_what_lies_in_host_memory_is_loaded_for_a_peer(role: KVRole) -> None:
+    machine, names, rows = forgotten(role)
+    offers, stats = machine.scheduler.remote.offers, machine.scheduler.stats
+    transfer_id, count = offers.offer([*names, b"nobody has it"])
+    assert count == len(names)
+    assert stats().kv_transfer["prefix_offered_tokens_loaded"] == (count - 1) * BLOCK_SIZE
+    export = machine.connector.exports[transfer_id]
+    machine.connector.advance(transfer_id)
+    assert not export.rows, "nothing may be pulled before it is there"
+    machine.check_blocks()
+    machine.finish_loads()
+    assert export.rows == rows
+    machine.connector.finish(transfer_id)
+    machine.poll_connector()
+    assert offers.offer(names)[1] == count
+    tokens = (count - 1) * BLOCK_SIZE
+    assert stats().kv_transfer["prefix_offered_tokens_loaded"] == tokens, "it is cached now"
+    machine.finish()
+    machine.check_all_done()
+
+
+def test_a_load_that_fails_calls_the_offer_off() -> None:
+    machine, names, _ = forgotten()
+    assert machine.host is not None
+    transfer_id, _ = machine.scheduler.remote.offers.offer(names)
+    for process in range(2):
+        machine.host.tier.process_is_gone(process)
+    machine.host._jobs.clear()
+    machine.poll_connector()
+    assert machine.connector.exports[transfer_id].stopping
+    machine.check_blocks()
+    while machine.connector.transfer_ids():
+        machine.connector.advance(transfer_id)
+    machine.poll_connector()
+    machine.check_all_done()
+    assert machine.scheduler.remote.offers.offer(names)[1] == 1, "the rest is not found any more"
+
+
+def test_a_peer_that_gives_up_while_blocks_are_loaded_leaves_nothing() -> None:
+    machine, names, _ = forgotten()
+    transfer_id, _ = machine.scheduler.remote.offers.offer(names)
+    machine.connector.fail(transfer_id)
+    machine.poll_connector()
+    assert machine.scheduler.check_empty(), "blocks are being written"
+    machine.finish_loads()
     machine.check_all_done()
 
 

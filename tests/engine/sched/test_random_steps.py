@@ -16,6 +16,7 @@ from engine.messages import EngineCoreOutputs
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request, RequestStatus
 from engine.sched.output import SchedulerOutput
+from engine.sched.prefix_offers import _Offer
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.sched.factories import (
@@ -58,7 +59,7 @@ class Traffic:
         ]
         self.asks_peers = machine.scheduler.remote.peers.is_on
         if self.asks_peers:
-            self.moves.append((3, machine.answer_asks))
+            self.moves += [(3, machine.answer_asks), (2, self._offer)]
             machine.peer_blocks = lambda ask: self.rng.randint(0, len(ask.names))
 
     def run(self) -> None:
@@ -211,6 +212,15 @@ class Traffic:
             self.computed_here.add(name)
         self.machine.take(self.machine.scheduler.prefill_locally(name))
 
+    def _offer(self) -> None:
+        """A peer asks for what some request's prompt begins with."""
+        if self.machine.clients:
+            request = self.rng.choice(list(self.machine.clients.values())).request
+            scheduler = self.machine.scheduler
+            names = scheduler._kv_cache.block_names(request, request.num_prompt_tokens)
+            scheduler.remote.offers.offer(names)
+            self.machine.check_blocks()
+
     def _abort(self) -> None:
         if self.machine.clients and self.rng.random() < 0.5:
             self.machine.abort(self.rng.choice(list(self.machine.clients)))
@@ -274,6 +284,27 @@ def test_the_tiers_are_used_in_every_way() -> None:
     assert all(totals[f"host_tier_{name}_blocks"] > 0 for name in used), totals
     assert totals["early"] > 0 and totals["let go"] > 0, totals
     assert totals["disk_tier_evicted_blocks"] > 0, totals
+
+
+def test_peers_are_offered_what_lies_in_host_memory() -> None:
+    """Some loads for them fail, and some are given up meanwhile."""
+    config = make_config(
+        max_num_seqs=3, max_num_batched_tokens=16, max_model_len=64, kv_transfer=SHARING
+    )
+    totals = Counter[str]()
+    for seed in range(8):
+        machine = StepMachine(config, 24, depth=2, seed=seed, num_host_slots=12, num_files=20)
+        offers, hold = machine.scheduler.remote.offers, machine.scheduler.remote.offers._hold
+
+        def counted(offer: _Offer, is_needed: bool, hold: Callable[..., None] = hold) -> None:
+            if offer.loaded:
+                totals["ended before" if offer.has_ended else "loaded"] += 1
+            hold(offer, is_needed)
+
+        offers._hold = counted  # type: ignore[method-assign]
+        Traffic(machine, seed, ["local", "export"]).run()
+        totals["tokens"] += offers.num_loaded_tokens
+    assert min(totals[what] for what in ("tokens", "loaded", "ended before")) > 0, totals
 
 
 def test_the_traffic_is_rough_enough() -> None:
