@@ -91,6 +91,7 @@ class GroupedNode:
         kv: KVTransferParams | None = None,
         num_choices: int = 1,
         prefix_peer: str = "",
+        group: int = -1,
     ) -> None:
         """Adds a request. Several choices are named `name.0`, `name.1` ..., unless the node only
         computes the prompt for another."""
@@ -106,6 +107,7 @@ class GroupedNode:
                 kv_transfer_params=kv,
                 choice_ids=names,
                 prefix_peer=prefix_peer,
+                group=group,
             )
         )
 
