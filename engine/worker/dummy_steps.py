@@ -22,6 +22,9 @@ _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """The tokens from which attention has tiles that depend on the context."""
+_CHUNK, _CHUNK_CONTEXT = 640, 16
+"""Tokens of a chunk that no library of uncached prompts takes, and that has more of them than any
+recorded step: our own attention kernel has larger tiles for it. It comes with a decode."""
 _FEWEST_PROMPTS = 16
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
@@ -134,6 +137,10 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
     many = min(_MANY_TOKENS, longest)
     steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
+    chunk = min(_CHUNK, longest - 1, max_model_len - _CHUNK_CONTEXT)
+    if chunk > 1:
+        lengths = [1, chunk] if max_num_reqs > 1 else [chunk]
+        steps.append(DummyStep(lengths, plain, _CHUNK_CONTEXT))
     num_prompts = _FEWEST_PROMPTS
     while num_prompts < 2 * max_num_reqs:
         count = min(num_prompts, max_num_reqs, longest // 2)

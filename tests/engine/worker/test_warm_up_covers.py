@@ -1,0 +1,141 @@
+"""Warm-up computes a step of each tuning of the attention kernel of long queries that a step of the
+scheduler may take, so that none is compiled while somebody waits."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.layers.attention.backend import AttentionBackend, PrefillChunk
+from engine.layers.attention.paged import PagedBackend
+from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
+from engine.worker.cudagraph_utils import PROMPT_TOKENS
+from engine.worker.dummy_steps import warm_up_steps
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+
+
+class LibraryOf(DensePrefill):
+    """Attends to nothing, from so many tokens on."""
+
+    name = "a library"
+
+    def __init__(self, min_tokens: int) -> None:
+        self.min_tokens = min_tokens
+
+    def attend(self, spec: Any, heads: Tensor, metadata: Any) -> Tensor:
+        return heads[:, :NUM_HEADS]
+
+    def prepare(self, *sizes: Any) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class Order:
+    """The host's view of a step."""
+
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    num_decodes: int
+    decode_query_len: int = 1
+
+
+@dataclass
+class Batch:
+    """The device's view, of which all tensors have a shape alone."""
+
+    order: Order
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    window: int | None = None
+
+
+def tunings_of(
+    config: EngineConfig, min_tokens: int, requests: list[tuple[int, int]]
+) -> set[tuple[int, ...]]:
+    """Returns the tunings that a step takes of `prefill_attention_kernel`. `requests`: (tokens,
+    cached tokens) of each; those of one token decode. `min_tokens`: from which a library attends;
+    0: there is none."""
+    from tandem_kernels.attention.prefill_attention import _tuning_of
+
+    found: set[tuple[int, ...]] = set()
+    block_size = config.cache.block_size
+    cache = torch.empty(1, 2, NUM_KV_HEADS, block_size, HEAD_DIM, device="meta", dtype=torch.half)
+
+    def kernel(q: Tensor, kv_cache: Tensor, metadata: Any, scale: float) -> Tensor:
+        if metadata.num_decodes < len(metadata.seq_lens):
+            tuning = _tuning_of(q, cache, metadata)
+            found.add((tuning.rows, tuning.tile, tuning.num_warps, tuning.num_stages))
+        return q
+
+    paged = PagedBackend(kernel)
+    backend: AttentionBackend = paged
+    if min_tokens:
+        library = LibraryOf(min_tokens)
+        backend = UncachedPrefillBackend(library, paged, recorded_tokens=PROMPT_TOKENS[-1])
+    decodes = [request for request in requests if request[0] == 1]
+    prompts = [
+        PrefillChunk(row, *request) for row, request in enumerate(requests) if request[0] > 1
+    ]
+    both = decodes + [(chunk.num_tokens, chunk.num_computed) for chunk in backend.order(prompts)]
+    query_lens = np.array([tokens for tokens, _ in both], np.int32)
+    seq_lens = query_lens + np.array([cached for _, cached in both], np.int32)
+    order = Order(query_lens, seq_lens, len(decodes))
+    starts = torch.tensor([0, *np.cumsum(query_lens)], device="meta")
+    shape = torch.empty(len(both), device="meta")
+    metadata = backend.metadata(Batch(order, shape[:, None], starts, shape))
+    heads = torch.empty(
+        int(query_lens.sum()), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, device="meta",
+        dtype=torch.half,
+    )  # fmt: skip
+    spec: Any = Spec()
+    backend.attend(spec, heads, cache, metadata)
+    return found
+
+
+@dataclass
+class Spec:
+    num_heads: int = NUM_HEADS
+    softcap: float = 0.0
+    sinks: None = None
+    kv_scales: None = None
+    scale: float = 1.0
+
+
+TOKENS = (2, 4, 5, 16, 17, 64, 65, 129, 511, 513, 700, 1023, 1024, 1500, 2040, 4100)
+CACHED = (0, 16, 1600, 3000, 5000)
+DECODES = ([], [16], [16] * 3, [5000], [16] * 60)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1024, 4096], ids=["none", "FlashAttention", "cuDNN"])
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 2048), (64, 8192), (256, 512)])
+def test_every_tuning_is_warmed_up(
+    make_config, max_num_seqs: int, budget: int, min_tokens: int
+) -> None:
+    """Steps of prompts alone and beside decodes, behind short and long contexts."""
+    config = make_config()
+    limits = replace(config.scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    for max_model_len, block_size in ((9216, 128), (9216, 64), (3000, 16)):
+        model = replace(config.model, max_model_len=max_model_len)
+        cache = replace(config.cache, block_size=block_size)
+        config = replace(config, scheduler=limits, model=model, cache=cache)
+        warm: set[tuple[int, ...]] = set()
+        for step in warm_up_steps(config):
+            requests = [(length, step.num_cached) for length in step.lengths]
+            warm |= tunings_of(config, min_tokens, requests)
+        for tokens, cached, decodes in itertools.product(TOKENS, CACHED, DECODES):
+            longest = max([tokens + cached, *decodes])
+            if len(decodes) + 1 > max_num_seqs or longest > max_model_len:
+                continue
+            if len(decodes) + tokens > budget:
+                continue
+            requests = [(1, context) for context in decodes] + [(tokens, cached)]
+            assert tunings_of(config, min_tokens, requests) <= warm, requests
