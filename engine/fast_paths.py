@@ -27,7 +27,9 @@ residual-gemm   GEMMs of many rows that add to the residual stream themselves
 side-stream     shared experts beside the others
 small-m-gemm    GEMMs of few rows by our own kernels
 """
-NewFastPath = Literal["few-row-gemm", "finer-prompt-graphs", "long-prompt-graphs"]
+NewFastPath = Literal[
+    "few-row-gemm", "finer-prompt-graphs", "long-prompt-graphs", "lora-beside", "lora-few-rows"
+]
 """Names fast paths that no GPU has timed yet, so that none is taken unless asked for:
 
 few-row-gemm          linear layers and routers of few rows by our own kernel where `small-m-gemm`
@@ -36,4 +38,6 @@ finer-prompt-graphs   CUDA graphs of prompts whose sizes are a tile of rows or t
                       less of a step is padding
 long-prompt-graphs    CUDA graphs of prompts of up to 2048 tokens for all models, not for those of
                       many launches alone
+lora-beside           with `lora-few-rows`: adapters' first half beside the layer's GEMM
+lora-few-rows         adapters of few rows by fewer programs, activation included
 """

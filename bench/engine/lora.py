@@ -8,9 +8,13 @@ without adapters, with one and with eight in the batch. First token: of a prompt
     python -m bench.engine.lora                      # Llama 3.1 8B's shape on one GPU
     python -m bench.engine.lora --device cpu         # a tiny model
     python -m bench.engine.lora --quantization fp8   # of a model with weights in FP8
+    python -m bench.engine.lora --forms              # and of the ways to compute few rows
+
+`--forms` has a third and a fourth engine, with what `--enabled-fast-paths lora-few-rows` and
+`lora-few-rows,lora-beside` turn on, and measures decode steps alone.
 
 Weights and prompts are random. Goals: at 16 requests with 8 adapters 1.10 of the first engine, and
-without adapters 1.01. Results: bench/results/lora.json.
+without adapters 1.01. Results: bench/results/lora.json, of forms lora-forms.json.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +38,7 @@ from bench.engine.offline import QUANTIZATIONS, SHAPES, config_json, shape_confi
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
+from engine.fast_paths import NewFastPath
 from engine.lora import LoRAConfig, LoRAModule
 from engine.messages import EngineCoreRequest
 from engine.models.adapter_files import read_adapter
@@ -41,6 +46,13 @@ from engine.request_spec import AdapterRef
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 
 _KV_BYTES = 12 << 30
+_KV_BYTES_OF_FORMS = 6 << 30
+FORMS: dict[str, tuple[NewFastPath, ...]] = {
+    "two launches": (),
+    "few rows": ("lora-few-rows",),
+    "few rows, beside": ("lora-few-rows", "lora-beside"),
+}
+"""Names the ways to compute adapters of few rows, with what turns them on."""
 _WARM_UP_TOKENS = 4
 
 
@@ -55,6 +67,8 @@ class Plan:
     num_rounds: int
 
 
+Case = tuple[OfflineEngine, Sequence[AdapterRef]]
+"""An engine, and the adapters that its requests take turns with."""
 PLANS = {
     "cuda": Plan((1, 16, 64), (128, 2048), 1024, 128, 3),
     "cpu": Plan((1, 16), (64,), 32, 8, 2),
@@ -147,6 +161,34 @@ def measure(
     }
     for engine, some in cases.values():  # Slots are filled, and kernels have run.
         engine.run(requests_of(engine, max(1, len(some)), some, plan.context, _WARM_UP_TOKENS))
+    found = _decode_times(cases, plan)
+    for length in plan.prompts:
+        times = [
+            {name: first_token_ms(engine, length, some) for name, (engine, some) in cases.items()}
+            for _ in range(plan.num_rounds)
+        ]
+        found[f"first token of {length}"] = _compared(times)
+        print(f"first token of {length}: {found[f'first token of {length}']}", flush=True)
+    return found
+
+
+def measure_forms(
+    plain: OfflineEngine,
+    adapted: Mapping[str, OfflineEngine],
+    refs: Sequence[AdapterRef],
+    plan: Plan,
+) -> dict[str, object]:
+    """Takes the engines in turns: the first one, and those of each form with one adapter and with
+    all of them."""
+    cases = {"base": (plain, refs[:0])}
+    for form, engine in adapted.items():
+        cases |= {f"{form}, {len(some)}": (engine, some) for some in (refs[:1], refs)}
+    for engine, some in cases.values():
+        engine.run(requests_of(engine, max(1, len(some)), some, plan.context, _WARM_UP_TOKENS))
+    return _decode_times(cases, plan)
+
+
+def _decode_times(cases: Mapping[str, Case], plan: Plan) -> dict[str, object]:
     found: dict[str, object] = {}
     for batch in plan.batches:
         times = [
@@ -155,13 +197,6 @@ def measure(
         ]
         found[f"decode {batch}"] = _compared(times)
         print(f"decode {batch}: {found[f'decode {batch}']}", flush=True)
-    for length in plan.prompts:
-        times = [
-            {name: first_token_ms(engine, length, some) for name, (engine, some) in cases.items()}
-            for _ in range(plan.num_rounds)
-        ]
-        found[f"first token of {length}"] = _compared(times)
-        print(f"first token of {length}: {found[f'first token of {length}']}", flush=True)
     return found
 
 
@@ -183,6 +218,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=sorted(QUANTIZATIONS), default="")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--forms", action="store_true", help="compare the ways to compute few rows")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     shape = args.shape or ("llama-3.1-8b" if on_gpu else "tiny")
@@ -197,7 +233,8 @@ def main() -> None:
         **limits,
     )
     if on_gpu:
-        config = replace(config, cache=replace(config.cache, kv_cache_memory_bytes=_KV_BYTES))
+        size = _KV_BYTES_OF_FORMS if args.forms else _KV_BYTES
+        config = replace(config, cache=replace(config.cache, kv_cache_memory_bytes=size))
     with tempfile.TemporaryDirectory() as name:
         modules = write_adapters(Path(name), shape, args.adapters, args.rank)
         lora = LoRAConfig(
@@ -207,15 +244,26 @@ def main() -> None:
             modules=modules,
         )
         refs = [AdapterRef(module.name, module.digest) for module in modules]
-        with _engine(config) as plain, _engine(_beside(config, lora)) as adapted:
-            figures = measure(plain, adapted, refs, plan)
+        with ExitStack() as stack:
+            plain = stack.enter_context(_engine(config))
+            if args.forms:
+                adapted = {
+                    form: stack.enter_context(_engine(_beside(config, lora, *paths)))
+                    for form, paths in FORMS.items()
+                }
+                figures = measure_forms(plain, adapted, refs, plan)
+            else:
+                beside = stack.enter_context(_engine(_beside(config, lora)))
+                figures = measure(plain, beside, refs, plan)
     about = {"shape": shape, "rank": args.rank, "quantization": args.quantization or "none"}
-    name = f"lora-{args.quantization}" if args.quantization else "lora"
+    name = "-".join(filter(None, ("lora", "forms" if args.forms else "", args.quantization)))
     print(write_result(name if on_gpu else f"{name}_cpu", {**about, **figures}))
 
 
-def _beside(config: EngineConfig, lora: LoRAConfig) -> EngineConfig:
-    return replace(config, engine_id=f"{config.engine_id}-lora", lora=lora)
+def _beside(config: EngineConfig, lora: LoRAConfig, *paths: NewFastPath) -> EngineConfig:
+    device = replace(config.device, enabled_fast_paths=paths)
+    name = "-".join((config.engine_id, "lora", *paths))
+    return replace(config, engine_id=name, lora=lora, device=device)
 
 
 def _engine(config: EngineConfig) -> AbstractContextManager[OfflineEngine]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.layers.attention.block import AttentionBlock
 from engine.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.methods.base import ColumnPart, LinearLayer
-from engine.layers.methods.lora import AdapterTokens, WithAdapters
+from engine.layers.methods.lora import AdapterForm, AdapterTokens, WithAdapters
 from engine.layers.mlp import GatedMLP
 from engine.lora import LoRAConfig
 from engine.models.adapter_files import AdapterError, AdapterFiles, ModuleMatrices
@@ -30,6 +30,7 @@ from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
 from engine.models.weight_files import StoredTensor
 
+_TWO_LAUNCHES = AdapterForm()
 _ALIGNED = 64
 """Matrices begin at multiples of so many numbers."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -85,6 +86,7 @@ class LoRAWeights:
         device: torch.device,
         *,
         fixed_order: bool,
+        form: AdapterForm = _TWO_LAUNCHES,
     ) -> None:
         self._rank = config.max_lora_rank
         self.tokens = AdapterTokens()
@@ -107,7 +109,7 @@ class LoRAWeights:
             a, b = self._matrices(self._slots, place)
             ends = tuple(_ends(place.layer.share.outputs))
             place.layer.method = WithAdapters(
-                place.layer.method, self.tokens, a, b, ends, fixed_order=fixed_order
+                place.layer.method, self.tokens, a, b, ends, fixed_order=fixed_order, form=form
             )
 
     def pack(self, adapter: AdapterFiles) -> Tensor:

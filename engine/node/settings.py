@@ -214,7 +214,9 @@ class EngineSettings(
         "few-row-gemm: one kernel of our own computes linear layers of few rows, of any size, "
         "with their bias and the addition to the residual stream. finer-prompt-graphs: CUDA "
         "graphs of prompts in sizes that are closer together, so that less is padding. "
-        "long-prompt-graphs: for all models also of prompts of up to 2048 tokens.",
+        "long-prompt-graphs: for all models also of prompts of up to 2048 tokens. "
+        "lora-few-rows: adapters of few rows take fewer programs, which compute the activation as "
+        "well; lora-beside, with it: their first half runs beside the layer's GEMM.",
     )
     async_scheduling: bool | None = Field(
         default=None,

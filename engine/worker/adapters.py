@@ -24,6 +24,7 @@ from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor
 from engine.batch.input_batch import InputBatch, Int32Array
 from engine.batch.row_states import RowError
 from engine.config import EngineConfig
+from engine.layers.methods.lora import AdapterForm
 from engine.models.adapter_files import AdapterError, read_adapter
 from engine.models.base import CausalLM
 from engine.models.lora_weights import LoRAWeights
@@ -200,7 +201,13 @@ def create_adapters(config: EngineConfig, model: CausalLM, device: torch.device)
         return NoAdapters()
     dtype = getattr(torch, config.model.dtype)
     weights = LoRAWeights(
-        model, lora, config.model.path, dtype, device, fixed_order=config.device.deterministic
+        model,
+        lora,
+        config.model.path,
+        dtype,
+        device,
+        fixed_order=config.device.deterministic,
+        form=AdapterForm.choose(config.device, device),
     )
     adapters = WorkerAdapters(config, weights, device)
     for module in lora.modules[: lora.max_cpu_loras]:

@@ -64,7 +64,7 @@ from tandem_kernels.linear_attention import (
     delta_tuning,
     gated_rms_norm,
 )
-from tandem_kernels.lora import lora_expand, lora_shrink, lora_slots
+from tandem_kernels.lora import lora_expand, lora_expand_few, lora_shrink, lora_slots
 from tandem_kernels.sampler import filter_floor, logprobs, penalties, sampling, token_masks
 
 MULTIPLES = "_stride", "vocab_size", "num_outputs", "inner", "width", "num_numbers", "part", "most"
@@ -919,6 +919,24 @@ def lora_cases(capability: int) -> Iterator[Case]:
                 },
                 {"num_warps": 4, "num_stages": 2},
             )
+    few = {**pointers, **named("*bf16", "both", "out"), "shrunk": "*fp32"}
+    lanes = {"RANK": 16, "ALL_SLOTS": 8, "SLOTS": 8, "PIECES": 4}
+    tiles = {"PRECISION": "tf32", "ROWS": 16, "OVERLAP": overlap}
+    for parts in (1, 3):
+        yield Case(
+            lora_expand_few.lora_expand_few_kernel,
+            f"parts={parts}",
+            few,
+            {**lanes, **tiles, "COLS": 64, "PARTS": parts},
+            {"num_warps": 4},
+        )
+    yield Case(
+        lora_expand_few.lora_expand_gated_kernel,
+        "",
+        few,
+        {**lanes, **tiles, "COLS": 32, "GELU": False},
+        {"num_warps": 4},
+    )
 
 
 def collective_cases(capability: int) -> Iterator[Case]:

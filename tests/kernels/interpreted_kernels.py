@@ -412,3 +412,16 @@ def test_adapters() -> None:
         (3, 64, (40,), 32),
     ):
         lora_checks.shrink_and_expand(*columns, num_tokens, inner, counts, rank, torch.float32)
+
+
+def test_adapters_of_few_tokens() -> None:
+    few = ops.lora_shrink.kernel, ops.lora_expand_few.kernel, ops.lora_expand_gated.kernel
+    for num_tokens, inner, counts, rank, num_slots in (
+        (5, 1040, (72, 16, 16), 8, 3),
+        (18, 96, (48, 48), 16, 9),
+        (3, 2100, (40,), 32, 5),
+        (2, 96, (80, 80), 256, 2),
+    ):
+        lora_checks.few_tokens(
+            *few, num_tokens, inner, counts, rank, torch.float32, "cpu", num_slots, most_pieces=4
+        )

@@ -7,6 +7,7 @@ from typing import Any
 
 import kernel_oracle as oracle
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Op = Callable[..., Any]
@@ -68,6 +69,49 @@ def shrink_and_expand(
         assert oracle.relative_error(found, expected) < TOLERANCE[dtype]
         assert torch.equal(found[slots < 0], before[slots < 0])
     assert torch.equal(run(slice(0, 1)), found[:1])
+
+
+def few_tokens(
+    shrink: Op,
+    expand: Op,
+    gated: Op,
+    num_tokens: int,
+    inner: int,
+    counts: tuple[int, ...],
+    rank: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    num_slots: int = 3,
+    most_pieces: int = 16,
+) -> None:
+    """Does what the other expand does, and the same before an activation; slots that nobody has
+    are not read."""
+    num_outputs, rows = sum(counts), len(counts) * rank
+    x = torch.randn(num_tokens, inner, device=device).to(dtype)
+    a = (torch.randn(num_slots, rows, inner, device=device) * inner**-0.5).to(dtype)
+    b = (torch.randn(num_slots, num_outputs, rank, device=device) * rank**-0.5).to(dtype)
+    slots = torch.randint(-1, num_slots, (num_tokens,), dtype=torch.int32, device=device)
+    slots[slots == 1] = 0
+    a[1] = b[1] = float("nan")
+    ends = tuple(torch.tensor(counts).cumsum(0).tolist())
+    before = torch.randn(num_tokens, num_outputs, device=device).to(dtype)
+    expected = before.double()
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[token] += _delta(x[token], a[slot], b[slot], ends)
+    shrunk = shrink(x, a, slots, most_pieces=most_pieces)
+    assert len(shrunk) <= most_pieces
+    out = before.clone()
+    expand(shrunk, b, slots, ends, out)
+    assert oracle.relative_error(out, expected) < TOLERANCE[dtype]
+    assert torch.equal(out[slots < 0], before[slots < 0])
+    if len(counts) != 2:
+        return
+    gate, up = expected.chunk(2, dim=1)
+    for is_gelu in (False, True):
+        made = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+        found = gated(shrunk, b, slots, before, is_gelu=is_gelu)
+        assert oracle.relative_error(found, made * up) < 2 * TOLERANCE[dtype]
 
 
 def _delta(x: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> Tensor:

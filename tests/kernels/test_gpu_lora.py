@@ -38,3 +38,25 @@ def test_adapters_are_added_to_their_own_tokens(
 ) -> None:
     columns = ops.lora_shrink, ops.lora_expand
     check.shrink_and_expand(*columns, num_tokens, inner, counts, rank, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rank", "num_slots"), [(8, 3), (16, 8), (64, 5), (256, 2)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("inner", "counts"),
+    [(4096, (4096, 1024, 1024)), (1024, (1024,)), (896, (4864, 4864)), (14336, (128,))],
+)
+def test_few_tokens_take_fewer_programs(
+    inner: int,
+    counts: tuple[int, ...],
+    num_tokens: int,
+    rank: int,
+    num_slots: int,
+    dtype: torch.dtype,
+) -> None:
+    few = ops.lora_shrink, ops.lora_expand_few, ops.lora_expand_gated
+    for pieces in (4, 16):
+        check.few_tokens(
+            *few, num_tokens, inner, counts, rank, dtype, "cuda", num_slots, most_pieces=pieces
+        )

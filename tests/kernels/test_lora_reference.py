@@ -25,3 +25,5 @@ def test_adapters_are_added_to_their_own_tokens(
 ) -> None:
     columns = ops.lora_shrink, ops.lora_expand
     check.shrink_and_expand(*columns, 37, 96, counts, 8, dtype)
+    few = ops.lora_shrink, ops.lora_expand_few, ops.lora_expand_gated
+    check.few_tokens(*few, 37, 96, counts, 8, dtype)

@@ -183,7 +183,8 @@ def bias_weights(layer: LinearLayer, part: LinearPart) -> Iterator[CheckpointWei
 
 
 class Wrapped(LinearMethod):
-    """Does what another method does, but for some numbers of rows."""
+    """Does what another method does, but for some numbers of rows, of which `rows` says the limit,
+    or in some steps."""
 
     def __init__(self, inner: LinearMethod, rows: int) -> None:
         self.inner = inner

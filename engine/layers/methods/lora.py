@@ -10,16 +10,22 @@ layers have A whole and B cut, row layers A cut and B whole, and the sum is line
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
-from engine.layers.methods.base import LinearLayer, LinearMethod, LinearPart
+from engine.config import DeviceConfig
+from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
 from engine.layers.rows import Rows, UnscaledProduct
-from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
+from tandem_kernels.lora.lora_tiles import MOST_PIECES
+
+_FEW_ROWS = 64
+"""The largest number of rows: with more, programs for one slot each have enough to do."""
+_PIECES_BESIDE = 4
+"""Beside a GEMM the shrink has time, and the expand has fewer sums to load."""
 
 
 @dataclass(slots=True)
@@ -33,7 +39,37 @@ class AdapterTokens:
     slots: Tensor | None = None
 
 
-class WithAdapters(LinearMethod):
+@dataclass(frozen=True, slots=True)
+class AdapterForm:
+    """Says how adapters are computed; without anything, by two launches for any number of rows.
+
+    Attributes:
+        few_rows: At most so many rows take an expand for few rows, which gate·up's activation is
+            part of.
+        beside_rows: And at most so many their shrink on a stream of its own beside the layer's
+            GEMM, where a graph is recorded.
+        most_pieces: The shrink of few rows cuts its inputs in so many pieces at most.
+    """
+
+    few_rows: int = 0
+    beside_rows: int = 0
+    most_pieces: int = MOST_PIECES
+
+    @classmethod
+    def choose(cls, config: DeviceConfig, device: torch.device) -> AdapterForm:
+        """Returns the form that `config` asks for on a device."""
+        if device.type != "cuda" or config.deterministic or not config.enables("lora-few-rows"):
+            return cls()
+        if not config.enables("lora-beside"):
+            return cls(_FEW_ROWS)
+        side_stream(device)
+        return cls(_FEW_ROWS, _FEW_ROWS, _PIECES_BESIDE)
+
+
+_TWO_LAUNCHES = AdapterForm()
+
+
+class WithAdapters(Wrapped):
     """Does what `inner` does, and adds what adapters make of the input.
 
     Args:
@@ -52,26 +88,18 @@ class WithAdapters(LinearMethod):
         ends: tuple[int, ...],
         *,
         fixed_order: bool,
+        form: AdapterForm = _TWO_LAUNCHES,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner, form.few_rows)
         self.tokens = tokens
         self.a, self.b, self.ends = a, b, ends
         self.fixed_order = fixed_order
+        self.form = form
 
     @property
     def input_group(self) -> int | None:  # type: ignore[override]
         """Returns `inner`'s; adapters read plain rows."""
         return self.inner.input_group if self.tokens.slots is None else None
-
-    def create(
-        self, layer: LinearLayer, num_outputs: int, num_inputs: int, bias: bool, shard: Shard
-    ) -> None:
-        self.inner.create(layer, num_outputs, num_inputs, bias, shard)
-
-    def checkpoint_weights(
-        self, layer: LinearLayer, part: LinearPart
-    ) -> Iterator[CheckpointWeight]:
-        return self.inner.checkpoint_weights(layer, part)
 
     def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
         return self.apply_rows(layer, x)
@@ -81,19 +109,47 @@ class WithAdapters(LinearMethod):
         if slots is None:
             return self.inner.apply_rows(layer, x)
         assert isinstance(x, Tensor)
-        shrunk = ops.lora_shrink(x, self.a, slots, fixed_order=self.fixed_order)
-        out = self.inner.apply(layer, x)
-        ops.lora_expand(shrunk, self.b, slots, self.ends, out, fixed_order=self.fixed_order)
+        shrunk, out = self._halves(layer, x, slots)
+        if len(x) <= self.rows:
+            ops.lora_expand_few(shrunk, self.b, slots, self.ends, out)
+        else:
+            ops.lora_expand(shrunk, self.b, slots, self.ends, out, fixed_order=self.fixed_order)
         return out
+
+    def _halves(self, layer: LinearLayer, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what A makes of the rows, and what the layer does without adapters."""
+        pieces = self.form.most_pieces if len(x) <= self.rows else MOST_PIECES
+
+        def shrink() -> Tensor:
+            return ops.lora_shrink(
+                x, self.a, slots, fixed_order=self.fixed_order, most_pieces=pieces
+            )
+
+        if len(x) > self.form.beside_rows or not is_recording(x):
+            return shrink(), self.inner.apply(layer, x)
+        side = SideStream(x.device)
+        with side.beside():
+            shrunk = shrink()
+        out = self.inner.apply(layer, x)
+        side.join()
+        return shrunk, out
 
     def gate_up(self, layer: LinearLayer, x: Tensor) -> Tensor:
         if self.tokens.slots is None:
             return self.inner.gate_up(layer, x)
-        return ops.silu_and_mul(self.apply_rows(layer, x))
+        return self._activated(layer, x, is_gelu=False)
 
     def gate_up_rows(self, layer: LinearLayer, x: Rows, group: int | None, is_gelu: bool) -> Rows:
         if self.tokens.slots is None:
             return self.inner.gate_up_rows(layer, x, group, is_gelu)
+        assert isinstance(x, Tensor)
+        return self._activated(layer, x, is_gelu=is_gelu)
+
+    def _activated(self, layer: LinearLayer, x: Tensor, *, is_gelu: bool) -> Tensor:
+        slots = self.tokens.slots
+        if slots is not None and len(x) <= self.rows:
+            shrunk, both = self._halves(layer, x, slots)
+            return ops.lora_expand_gated(shrunk, self.b, slots, both, is_gelu=is_gelu)
         both = self.apply_rows(layer, x)
         return ops.gelu_tanh_and_mul(both) if is_gelu else ops.silu_and_mul(both)
 
@@ -110,6 +166,3 @@ class WithAdapters(LinearMethod):
             self.inner.accumulate(layer, x, out)
         else:
             out.add_(self.apply_rows(layer, x))
-
-    def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
-        return self.inner.reduce(local, group)

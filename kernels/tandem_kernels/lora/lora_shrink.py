@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
-from tandem_kernels.lora.lora_tiles import DEPTH, shrink_tiles
+from tandem_kernels.lora.lora_tiles import DEPTH, MOST_PIECES, shrink_tiles
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -58,11 +58,18 @@ def lora_shrink_kernel(
         tl.store(to, acc, mask=real_row & (col < num_outputs)[None, :])
 
 
-def lora_shrink(x: Tensor, a: Tensor, token_slots: Tensor, *, fixed_order: bool = False) -> Tensor:
+def lora_shrink(
+    x: Tensor,
+    a: Tensor,
+    token_slots: Tensor,
+    *,
+    fixed_order: bool = False,
+    most_pieces: int = MOST_PIECES,
+) -> Tensor:
     """See `reference.lora.lora_shrink`."""
     num_tokens, inner = x.shape
     num_slots, num_outputs, _ = a.shape
-    tiles = shrink_tiles(num_tokens, num_outputs, inner, fixed_order)
+    tiles = shrink_tiles(num_tokens, num_outputs, inner, fixed_order, most_pieces)
     shape = (tiles.pieces, num_tokens, num_outputs)
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
     programs = triton.cdiv(num_tokens, tiles.rows) * triton.cdiv(num_outputs, tiles.cols)

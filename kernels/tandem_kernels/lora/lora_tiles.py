@@ -12,7 +12,7 @@ _FEW_TOKENS = 64
 """Up to here a step is short of programs, and A is cut in pieces of the inner dimension."""
 _PIECE = 512
 """Inputs of a piece, at least."""
-_MOST_PIECES = 16
+MOST_PIECES = 16
 _ENOUGH_PROGRAMS = 256
 DEPTH = 128
 """Inputs that a program of the shrink takes at once."""
@@ -28,13 +28,19 @@ class ShrinkTiles:
     piece: int
 
 
-def shrink_tiles(num_tokens: int, num_outputs: int, inner: int, fixed_order: bool) -> ShrinkTiles:
+def shrink_tiles(
+    num_tokens: int,
+    num_outputs: int,
+    inner: int,
+    fixed_order: bool,
+    most_pieces: int = MOST_PIECES,
+) -> ShrinkTiles:
     """Returns the tiles for [num_tokens, inner] x [num_outputs, inner]. In fixed order neither the
     sums nor the instructions that make them depend on the number of tokens."""
     is_few = fixed_order or num_tokens <= _FEW_TOKENS
     rows = 16 if fixed_order or num_tokens <= 16 else 64
     cols = max(16, min(64, 1 << (num_outputs - 1).bit_length()))
-    pieces = max(1, min(_MOST_PIECES, inner // _PIECE))
+    pieces = max(1, min(most_pieces, inner // _PIECE))
     if not is_few:
         tiles = -(-num_tokens // rows) * -(-num_outputs // cols)
         pieces = max(1, min(pieces, _ENOUGH_PROGRAMS // tiles))

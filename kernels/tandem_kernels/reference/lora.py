@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.reference.elementwise import gelu_tanh_and_mul, silu_and_mul
 from tandem_kernels.reference.gemm import invariant_gemm
 
 NO_SLOT = -1
@@ -33,13 +34,21 @@ def lora_slots_of_tokens(
     out[: len(found)] = found[: len(out)]
 
 
-def lora_shrink(x: Tensor, a: Tensor, token_slots: Tensor, *, fixed_order: bool = False) -> Tensor:
+def lora_shrink(
+    x: Tensor,
+    a: Tensor,
+    token_slots: Tensor,
+    *,
+    fixed_order: bool = False,
+    most_pieces: int = 16,
+) -> Tensor:
     """Multiplies each token by A of its slot: [T, K] -> [1, T, P * r] float32.
 
     Args:
         a: [slots, P * r, K].
         token_slots: [T] int32; of tokens without a slot nothing is defined.
         fixed_order: A token's bits do not depend on the others.
+        most_pieces: K is cut in so many at most.
 
     The result is the sum over its first dimension: kernels cut K in pieces.
     """
@@ -78,6 +87,28 @@ def lora_expand(
             delta = _product(h.float(), b[slot, start:end].float(), fixed_order)
             out[of_slot, start:end] = (out[of_slot, start:end].float() + delta).to(out.dtype)
             start = end
+
+
+def lora_expand_few(
+    shrunk: Tensor, b: Tensor, token_slots: Tensor, ends: tuple[int, ...], out: Tensor
+) -> None:
+    """Does what `lora_expand` does; kernels do it faster for few tokens."""
+    lora_expand(shrunk, b, token_slots, ends, out)
+
+
+def lora_expand_gated(
+    shrunk: Tensor, b: Tensor, token_slots: Tensor, both: Tensor, *, is_gelu: bool
+) -> Tensor:
+    """Adds what adapters make of `shrunk` to `both` [T, 2 * N], gate and then up, and returns
+    `activation(gate) * up` [T, N]. `both` stays.
+
+    Args:
+        b: [slots, 2 * N, r].
+    """
+    half = both.shape[1] // 2
+    added = both.clone()
+    lora_expand(shrunk, b, token_slots, (half, 2 * half), added)
+    return gelu_tanh_and_mul(added) if is_gelu else silu_and_mul(added)
 
 
 def _product(x: Tensor, weight: Tensor, fixed_order: bool) -> Tensor:

@@ -3,10 +3,14 @@ adapter merged in gives, whoever else is in the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from engine.config import (
     CacheConfig,
@@ -15,6 +19,8 @@ from engine.config import (
     ParallelConfig,
     SpeculativeConfig,
 )
+from engine.layers.methods import lora as method
+from engine.layers.methods.lora import AdapterForm
 from tandem_kernels import ops
 from tests.engine.lora.adapted_engine import Adapted, request
 from tests.engine.worker.one_engine import OneEngine, check_empty
@@ -131,6 +137,58 @@ def test_a_batch_without_adapters_computes_nothing_more(
     for name in ("lora_slots_of_tokens", "lora_shrink", "lora_expand"):
         monkeypatch.setattr(ops, name, fails)
     check_empty(serve(models, models.config(lora=models.lora()), [None, None, None]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_few_rows_may_take_fewer_launches_on_two_streams(
+    adapted_family: Callable[[str], Adapted], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of more rows take those of many."""
+    forms, done = (AdapterForm(8, 4, 2), AdapterForm(8)), Counter[str]()
+
+    class Side:
+        def __init__(self, device: torch.device) -> None:
+            done["forks"] += 1
+
+        @contextmanager
+        def beside(self) -> Iterator[None]:
+            yield
+
+        def join(self) -> None:
+            done["joins"] += 1
+
+    for name in ("lora_expand", "lora_expand_few", "lora_expand_gated"):
+        op = getattr(ops, name)
+
+        def counted(*args: Any, _op: Any = op, _name: str = name, **options: Any) -> Any:
+            done[_name] += 1
+            return _op(*args, **options)
+
+        monkeypatch.setattr(ops, name, counted)
+    monkeypatch.setattr(method, "SideStream", Side)
+    monkeypatch.setattr(method, "is_recording", lambda x: True)
+    models = adapted_family(family)
+    for form in forms:
+        done.clear()
+        monkeypatch.setattr(AdapterForm, "choose", lambda *_args, _form=form: _form)
+        check_empty(serve(models, models.config(lora=models.lora()), [0, None, 1, 2]))
+        assert min(done[name] for name in ("lora_expand", "lora_expand_few")) > 0
+        assert done["lora_expand_gated"] > 0
+        assert (done["forks"] > 0) == (form.beside_rows > 0) and done["forks"] == done["joins"]
+
+
+def test_new_forms_are_for_gpus_that_are_asked_for_them() -> None:
+    gpu = torch.device("cuda")
+    both = ("lora-few-rows", "lora-beside")
+    for device, config in (
+        (gpu, DeviceConfig(device="cuda")),
+        (gpu, DeviceConfig(device="cuda", enabled_fast_paths=both[1:])),
+        (gpu, DeviceConfig(device="cuda", enabled_fast_paths=both, deterministic=True)),
+        (torch.device("cpu"), DeviceConfig(enabled_fast_paths=both)),
+    ):
+        assert AdapterForm.choose(config, device) == AdapterForm()
+    few = AdapterForm.choose(DeviceConfig(device="cuda", enabled_fast_paths=both[:1]), gpu)
+    assert few.few_rows > 0 == few.beside_rows
 
 
 def test_kv_is_shared_by_digest_and_never_by_name(
