@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from edge.address import join_address
+from edge.address import join_address, split_address
 from router.errors import ConfigurationError
 
 
@@ -33,6 +33,16 @@ class NodeAddress:
 
     def __str__(self) -> str:
         return self.target
+
+    def in_role(self, role: NodeRole, http_port: int) -> NodeAddress:
+        """Returns where the same node is in a role, if it changes its own: its gRPC port serves
+        prefill as well as status, `http_port` is that of its API."""
+        if role is self.role:
+            return self
+        host, _ = split_address(self.status_target)
+        serves_grpc = role is NodeRole.PREFILL
+        target = self.status_target if serves_grpc else join_address(host, http_port)
+        return NodeAddress(role, target, self.status_target)
 
 
 @dataclass(frozen=True, slots=True)

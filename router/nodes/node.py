@@ -11,7 +11,8 @@
     7. down       silent for long: not used at all
 
 A node that restarts (another epoch) is a new `Node` at the same address; requests in flight keep
-the old one, so their bookkeeping cannot touch the new.
+the old one, so their bookkeeping cannot touch the new. So is one that has changed its role: what
+the node list says of it stays its `listed` address, `address` is where it serves now.
 """
 
 from __future__ import annotations
@@ -80,7 +81,14 @@ class Node:
     pace: Pace = field(default_factory=Pace)
     followed: dict[str, AdapterCall] = field(default_factory=dict)
     """The newest call about each adapter that the node says it has followed, by name."""
+    listed_as: NodeAddress | None = None
+    """Its address in the node list, if that is not where it serves."""
     hash_seed: int = field(init=False)
+
+    @property
+    def listed(self) -> NodeAddress:
+        """Returns its address in the node list."""
+        return self.listed_as or self.address
 
     def __post_init__(self) -> None:
         self.hash_seed = node_hash_seed(self.address.target)

@@ -37,6 +37,7 @@ class ReportOutcome(StrEnum):
     RESTARTED = "restarted"
     OUTDATED = "outdated"
     WRONG_ROLE = "wrong_role"
+    LISTED_TWICE = "listed_twice"
     UNKNOWN_NODE = "unknown_node"
 
 
@@ -65,7 +66,10 @@ class NodeRegistry:
         self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
         for address, node in self._nodes.items():
             node.leaving = address in leaving
-        self._counts = Counter(address.role for address in self._nodes)
+        self._count()
+
+    def _count(self) -> None:
+        self._counts = Counter(node.address.role for node in self._nodes.values())
         self.version += 1
 
     def num_members(self, role: NodeRole) -> int:
@@ -95,7 +99,7 @@ class NodeRegistry:
     def is_down(self, node: Node) -> bool:
         """Returns whether it is a member that has been silent for long. Of one that left the list
         we know nothing."""
-        is_member = self._nodes.get(node.address) is node
+        is_member = self._nodes.get(node.listed) is node
         return is_member and self.state(node) is NodeState.DOWN
 
     def is_connected(self, address: NodeAddress) -> bool:
@@ -120,12 +124,15 @@ class NodeRegistry:
         """Takes in a report if it is newer than what is known: (epoch, sequence) decides.
 
         An epoch is a random number, so which of two is newer is not in the numbers: a new one
-        replaces the current one, and one that was replaced never comes back.
+        replaces the current one, and one that was replaced never comes back. A node that changes
+        its role is followed to where it serves in the one that it reports.
+
+        `address`: as the node list has it.
         """
         node = self._nodes.get(address)
         if node is None:
             return ReportOutcome.UNKNOWN_NODE
-        if report.role is not address.role:
+        if report.role is None or (report.role is not address.role and not report.http_port):
             logger.error(
                 "%s is listed as a %s node but says it is %s: correct the node list",
                 address.status_target,
@@ -135,21 +142,24 @@ class NodeRegistry:
             return ReportOutcome.WRONG_ROLE
         if report.epoch in node.retired_epochs:
             return ReportOutcome.OUTDATED
+        place = address.in_role(report.role, report.http_port)
+        if place != address and place in self._nodes:
+            return self._is_listed_twice(node)
         known = node.report
         if self.adapters.learn(report.model_name, report.adapter_calls):
             self.version += 1
-        if known is not None and known.epoch != report.epoch:
-            self._replace(node, known.epoch).apply(report, self.clock())
-            self.version += 1
-            self._check_partners(address, report)
-            return ReportOutcome.RESTARTED
+        if place != node.address or (known is not None and known.epoch != report.epoch):
+            self._replace(node, place).apply(report, self.clock())
+            self._count()
+            self._check_partners(place, report)
+            return ReportOutcome.RESTARTED if known is not None else ReportOutcome.APPLIED
         if known is not None and report.sequence <= known.sequence:
             return ReportOutcome.OUTDATED
         if self._changes_use(node, report):
             self.version += 1
         node.apply(report, self.clock())
         if known is None:
-            self._check_partners(address, report)
+            self._check_partners(place, report)
         return ReportOutcome.APPLIED
 
     def _changes_use(self, node: Node, new: NodeReport) -> bool:
@@ -187,12 +197,30 @@ class NodeRegistry:
                 ", ".join(sorted(odd)),
             )
 
-    def _replace(self, node: Node, old_epoch: int) -> Node:
-        logger.info("%s node %s was restarted", node.address.role, node.address)
-        retired = (*node.retired_epochs, old_epoch)[-_MAX_RETIRED_EPOCHS:]
-        new = Node(node.address, retired_epochs=retired, leaving=node.leaving)
-        self._nodes[node.address] = new
+    def _replace(self, node: Node, place: NodeAddress) -> Node:
+        """Makes a new node of one that has restarted, or changed its role and serves at `place`."""
+        old = node.address
+        if place == old:
+            logger.info("%s node %s was restarted", place.role, place)
+        else:
+            logger.info("%s node %s is %s node %s now", old.role, old, place.role, place)
+        epochs = (*node.retired_epochs, *([node.report.epoch] if node.report else []))
+        listed_as = node.listed if node.listed != place else None
+        new = Node(
+            place,
+            retired_epochs=epochs[-_MAX_RETIRED_EPOCHS:],
+            leaving=node.leaving,
+            listed_as=listed_as,
+        )
+        self._nodes[node.listed] = new
         return new
+
+    def _is_listed_twice(self, node: Node) -> ReportOutcome:
+        """Leaves a node that has changed its role to the entry that lists it in that role."""
+        if node.report is not None:
+            self._replace(node, node.listed)
+            self._count()
+        return ReportOutcome.LISTED_TWICE
 
     def mark_disconnected(self, address: NodeAddress) -> None:
         node = self._nodes.get(address)
@@ -202,8 +230,8 @@ class NodeRegistry:
 
     def find(self, role: NodeRole, target: str) -> Node | None:
         """Returns the node of `role` at `target` (`host:port`)."""
-        wanted = (role, target)
-        return next((n for a, n in self._nodes.items() if (a.role, a.target) == wanted), None)
+        places = ((node, node.address) for node in self._nodes.values())
+        return next((n for n, a in places if (a.role, a.target) == (role, target)), None)
 
     def record_success(self, node: Node) -> None:
         self.ejection.record_success(node.health)

@@ -20,6 +20,7 @@ _MAX_PATH = 8192
 _MAX_PREFIXES = 256
 """Most prefixes in one report; a node tells no more."""
 _MAX_VERSION = 64
+_MAX_PORT = 65535
 _MAX_PLACES = 16
 """Most places of drafts in one report; likewise."""
 _LEAST_RATE = 0.01
@@ -82,6 +83,8 @@ class NodeReport:
     adapters: frozenset[AdapterId] = frozenset()
     adapter_calls: tuple[AdapterCall, ...] = ()
     version: str = ""
+    http_port: int = 0
+    """Port of its API while it is a decode node, if it changes its role; else 0."""
     num_receiving: int = 0
     num_held: int = 0
     totals: NodeTotals = NodeTotals()
@@ -121,6 +124,7 @@ class NodeReport:
             ),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=load.version[:_MAX_VERSION],
+            http_port=load.http_port if load.http_port <= _MAX_PORT else 0,
             num_receiving=load.num_receiving,
             num_held=load.num_held,
             totals=NodeTotals(

@@ -1,0 +1,99 @@
+"""A node that changes its role is followed, wherever the node list has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.nodes.address import NodeAddress, NodeRole
+from router.nodes.node import Node
+from router.nodes.registry import ReportOutcome
+from router.nodes.report import NodeReport
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NodeLoad
+from tests.router.factories import Fleet, address, report
+
+PREFILL, DECODE = NodeRole.PREFILL, NodeRole.DECODE
+AS_PREFILL = NodeAddress(PREFILL, "x:90", "x:90")
+AS_DECODE = NodeAddress(DECODE, "x:80", "x:90")
+
+
+def take(fleet: Fleet, listed: NodeAddress, role: NodeRole, epoch: int) -> ReportOutcome:
+    return fleet.registry.apply_report(listed, report(role, epoch=epoch, http_port=80))
+
+
+def only(fleet: Fleet) -> Node:
+    [node] = fleet.registry.all_nodes()
+    return node
+
+
+@pytest.mark.parametrize("listed", [AS_PREFILL, AS_DECODE])
+def test_a_node_is_where_it_says_whatever_lists_it(listed: NodeAddress) -> None:
+    fleet = Fleet()
+    registry = fleet.registry
+    registry.set_members([listed])
+    places = {PREFILL: AS_PREFILL, DECODE: AS_DECODE}
+    for epoch, role in enumerate((PREFILL, DECODE, DECODE, PREFILL, DECODE), start=1):
+        other = PREFILL if role is DECODE else DECODE
+        version = registry.version
+        outcome = take(fleet, listed, role, epoch)
+        assert outcome is (ReportOutcome.RESTARTED if epoch > 1 else ReportOutcome.APPLIED)
+        node = only(fleet)
+        assert node.address == places[role] and node.listed == listed
+        assert registry.usable(role) == [node] == registry.nodes(role)
+        assert registry.nodes(other) == [] and registry.find(other, places[other].target) is None
+        assert registry.find(role, places[role].target) is node
+        assert (registry.num_members(role), registry.num_members(other)) == (1, 0)
+        assert registry.version > version
+    assert take(fleet, listed, PREFILL, 1) is ReportOutcome.OUTDATED, "a role that it had before"
+    assert only(fleet).address == AS_DECODE
+
+
+def test_what_belongs_to_its_life_before_stays_there() -> None:
+    fleet = Fleet()
+    fleet.registry.set_members([AS_DECODE])
+    take(fleet, AS_DECODE, DECODE, 1)
+    before = only(fleet)
+    with before.hold_request():
+        take(fleet, AS_DECODE, PREFILL, 2)
+        assert only(fleet) is not before and only(fleet).work.num_requests == 0
+        assert not fleet.registry.record_failure(before)
+        assert not fleet.registry.is_down(before)
+
+
+def test_discovery_and_silence_know_it_by_its_entry() -> None:
+    fleet = Fleet()
+    registry = fleet.registry
+    registry.set_members([AS_PREFILL])
+    take(fleet, AS_PREFILL, DECODE, 1)
+    node = only(fleet)
+    assert registry.is_connected(AS_PREFILL)
+    registry.set_members([AS_PREFILL, address("more")], leaving=[AS_PREFILL])
+    assert registry.nodes(DECODE)[0] is node and node.leaving
+    assert registry.num_members(DECODE) == 2
+    registry.mark_disconnected(AS_PREFILL)
+    assert not node.connected
+    fleet.clock.now += 11
+    assert registry.is_down(node)
+    registry.set_members([])
+    assert not registry.is_down(node)
+
+
+def test_a_node_in_both_lists_counts_once() -> None:
+    fleet = Fleet()
+    registry = fleet.registry
+    registry.set_members([AS_PREFILL, AS_DECODE])
+    for epoch, role in enumerate((PREFILL, DECODE, PREFILL), start=1):
+        listed, other = (AS_PREFILL, AS_DECODE) if role is PREFILL else (AS_DECODE, AS_PREFILL)
+        assert take(fleet, other, role, epoch) is ReportOutcome.LISTED_TWICE
+        take(fleet, listed, role, epoch)
+        assert [node.address for node in registry.usable(role)] == [listed]
+        assert registry.usable(PREFILL if role is DECODE else DECODE) == []
+
+
+def test_a_node_of_one_role_is_not_followed() -> None:
+    fleet = Fleet()
+    fleet.registry.set_members([AS_PREFILL])
+    outcome = fleet.registry.apply_report(AS_PREFILL, report(DECODE))
+    assert outcome is ReportOutcome.WRONG_ROLE
+    load = NodeLoad(role=NODE_ROLE_DECODE, epoch=1, sequence=1, http_port=70_000)
+    outcome = fleet.registry.apply_report(AS_PREFILL, NodeReport.from_message(load))
+    assert outcome is ReportOutcome.WRONG_ROLE
