@@ -79,7 +79,7 @@ BUGS = (
     ),
     Bug(
         "no-epoch", "a node that restarted is taken for the one before",
-        "router/nodes/registry.py", "known.epoch != report.epoch:", "known.epoch is None:",
+        "router/nodes/registry.py", "known.epoch != report.epoch", "known.epoch is None",
         ("tests/router/test_registry.py",),
     ),
     Bug(

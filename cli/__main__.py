@@ -23,7 +23,8 @@ one service, for clusters over several hosts
   node      is one of both, and changes to the other when asked
 
 a running node
-  profile   records what its GPUs do, for a few seconds
+  profile      records what its GPUs do, for a few seconds
+  switch-role  makes a node of `tandem node` prefill or decode
 
 a checkpoint
   download      gets it from the hub, before anything serves it
@@ -50,6 +51,7 @@ _COMMANDS = {
     "serve": "up",
     "chat": "chat",
     "profile": "node_profile",
+    "switch-role": "switch_role",
 }
 """Modules of this folder, by command. Only the one asked for is imported: a router's host has not
 what the others need."""

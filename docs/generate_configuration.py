@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings
 from cli.chat import ChatSettings
 from cli.cluster import UpSettings
 from cli.node_profile import ProfileSettings
+from cli.switch_role import SwitchSettings
 from decode_node.config import DecodeNodeSettings
 from prefill_node.config import PrefillNodeSettings
 from role_node.config import RoleNodeSettings
@@ -36,6 +37,7 @@ SERVICES: list[tuple[str, type[BaseSettings]]] = [
     ("tandem node", RoleNodeSettings),
     ("tandem chat", ChatSettings),
     ("tandem profile", ProfileSettings),
+    ("tandem switch-role", SwitchSettings),
 ]
 PARENTS: dict[type[BaseSettings], str] = {RoleNodeSettings: "tandem decode"}
 """Those that only add to another service's settings, or say what differs."""

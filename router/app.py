@@ -38,11 +38,10 @@ from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.gate_metrics import GateCollector
 from router.admission.model_gates import ModelGates
 from router.config import RouterSettings
-from router.edge.adapter_api import adapter_routes
-from router.edge.admin_api import admin_routes, probe_routes, readiness
+from router.edge.admin_api import probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
-from router.edge.status_api import status_routes
+from router.edge.operator_routes import OperatorParts, operator_routes
 from router.make_adapters import make_adapters
 from router.make_discovery import make_discovery
 from router.make_scaling import make_prefill_hold, make_scaling
@@ -124,6 +123,11 @@ class Services:
         )
         self.feed = StatusFeed(self.sources.snapshot)
 
+    def for_operators(self) -> OperatorParts:
+        """Returns what `operator_routes` takes."""
+        adapters = self.adapters.adapters
+        return self.registry, self.credentials, self.metrics, self.caches, adapters, self.feed
+
     def known_gates(self) -> dict[str, AdmissionGate]:
         """Returns the gates of models that exist and were asked for, by model."""
         found = {model: self.gates.known(model) for model in sorted(self.models.table.models())}
@@ -173,10 +177,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     open_paths = {"/health", "/ready", "/ping"}
     if settings.admin_port is None:
         # A key of the API is a client's.
-        may_change = services.keys.may_change_nodes
-        admin = admin_routes(services.metrics, services.caches, may_change)
-        adapters = adapter_routes(services.adapters.adapters, may_change)
-        serve(app, [*admin.routes, *adapters.routes, *status_routes(services.feed)])
+        serve(app, operator_routes(*services.for_operators(), services.keys.may_change_nodes))
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)
@@ -200,9 +201,7 @@ def create_admin_app(services: Services) -> FastAPI:
     app = _bare_app()
     app.add_middleware(OuterEdge, is_draining=lambda: False)
     serve(app, _probe_routes(services).routes)
-    serve(app, admin_routes(services.metrics, services.caches).routes)
-    serve(app, adapter_routes(services.adapters.adapters).routes)
-    serve(app, status_routes(services.feed))
+    serve(app, operator_routes(*services.for_operators()))
     return app
 
 

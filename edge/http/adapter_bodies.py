@@ -7,9 +7,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from edge.http.errors import BadRequest, RequestTooLarge
-
-_MAX_BYTES = 8192
+from edge.http.small_body import read_small_body
 
 
 class LoadBody(msgspec.Struct):
@@ -35,12 +33,4 @@ BodyT = TypeVar("BodyT", LoadBody, UnloadBody)
 
 async def read_adapter_body(request: Request, kind: type[BodyT]) -> BodyT:
     """Reads a body. Raises `BadRequest`, `RequestTooLarge`."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BYTES:
-            raise RequestTooLarge(f"the body has at most {_MAX_BYTES} bytes")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is no request for an adapter: {error}") from None
+    return await read_small_body(request, kind, "request for an adapter")

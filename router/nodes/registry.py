@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.nodes.adapter_ledger import AdapterLedger
@@ -221,6 +221,12 @@ class NodeRegistry:
             self._replace(node, node.listed)
             self._count()
         return ReportOutcome.LISTED_TWICE
+
+    def mark_draining(self, node: Node) -> None:
+        """Gives a node nothing new from now on: it has just been asked to change its role."""
+        if node.report is not None:
+            node.report = replace(node.report, draining=True)
+            self.version += 1
 
     def mark_disconnected(self, address: NodeAddress) -> None:
         node = self._nodes.get(address)

@@ -48,6 +48,12 @@ class Node:
     def url(self) -> str:
         return f"http://{self.address}"
 
+    @property
+    def grpc_address(self) -> str:
+        """Returns where it serves load reports."""
+        info = self.service.ready_info
+        return str(info.get("grpc_address", info["address"]))
+
 
 @dataclass(slots=True)
 class Cluster:
@@ -153,12 +159,14 @@ class _Clusters:
         router_args: Iterable[str] = (),
         each_prefill_args: Sequence[Iterable[str]] = (),
         each_decode_args: Sequence[Iterable[str]] = (),
+        first_change_roles: bool = False,
     ) -> Cluster:
         """Starts it. `each_decode_args` has those of one decode node alone, in their order, as
-        `each_prefill_args` has those of prefill nodes."""
+        `each_prefill_args` has those of prefill nodes. `first_change_roles`: the first node of
+        each tier is one that changes its role."""
         prefills = [[*prefill_args, *own] for own in each_prefill_args or [()] * prefill]
         decodes = [[*decode_args, *own] for own in each_decode_args or [()] * decode]
-        cluster = _make_cluster(self._model, prefills, decodes, router_args)
+        cluster = _make_cluster(self._model, prefills, decodes, router_args, first_change_roles)
         self._running.append(cluster)
         async with asyncio.timeout(START_TIMEOUT_S):
             await cluster.supervisor.start()
@@ -195,11 +203,19 @@ async def share_cluster(demo_checkpoint: Path) -> AsyncIterator[StartCluster]:
     await clusters.stop()
 
 
+def _role_node(
+    model: Path, role: str, args: Iterable[str], port: int, grpc_port: int, metrics_port: int
+) -> tuple[str, ...]:
+    ports = ("--port", port, "--grpc-port", grpc_port, "--metrics-port", metrics_port)
+    return _argv("role_node", *_node_args(model, args), "--role", role, *map(str, ports))
+
+
 def _make_cluster(
     model: Path,
     each_prefill_args: Sequence[Iterable[str]],
     each_decode_args: Sequence[Iterable[str]],
     router_args: Iterable[str],
+    first_change_roles: bool,
 ) -> Cluster:
     logs: list[str] = []
     listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
@@ -209,15 +225,20 @@ def _make_cluster(
         port, metrics_port = free_ports(2)
         ports = ("--port", str(port), "--metrics-port", str(metrics_port))
         argv = _argv("prefill_node", *_node_args(model, prefill_args), *ports)
+        if first_change_roles and i == 0:
+            argv = _role_node(model, "prefill", prefill_args, *free_ports(1), port, metrics_port)
         specs.append(ServiceSpec(f"prefill-{i}", argv, f"127.0.0.1:{port}", stop_stage=2))
         addresses.append((f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics"))
     decode_targets = []
     for i, decode_args in enumerate(each_decode_args):
         port, grpc_port = free_ports(2)
         ports = ("--port", str(port), "--grpc-port", str(grpc_port))
-        argv = _argv("decode_node", *_node_args(model, decode_args), *ports)
+        argv, metrics_port = _argv("decode_node", *_node_args(model, decode_args), *ports), port
+        if first_change_roles and i == 0:
+            (metrics_port,) = free_ports(1)
+            argv = _role_node(model, "decode", decode_args, port, grpc_port, metrics_port)
         specs.append(ServiceSpec(f"decode-{i}", argv, f"127.0.0.1:{port}", stop_stage=1))
-        addresses.append((f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/metrics"))
+        addresses.append((f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}/metrics"))
         decode_targets.append(f"127.0.0.1:{port}/{grpc_port}")
     (router_port,) = free_ports(1)
     prefill = len(each_prefill_args)

@@ -14,10 +14,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 import pytest_asyncio
 
+from tandem_pb import node_pb2, node_pb2_grpc
 from tests.processes import find_processes
 
 REMOTE = ["--local-prefill-threshold", "0"]
@@ -48,7 +50,11 @@ def body(i: int) -> dict[str, Any]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def cluster(share_cluster: Any) -> Any:
     return await share_cluster(
-        each_prefill_args=[(), STAGES], decode=2, decode_args=REMOTE, router_args=PATIENCE
+        each_prefill_args=[(), STAGES],
+        decode=2,
+        decode_args=REMOTE,
+        router_args=PATIENCE,
+        first_change_roles=True,
     )
 
 
@@ -218,6 +224,60 @@ async def test_a_node_of_each_tier_drains_and_no_request_notices(
     assert [r.error for r in results] == [None] * 24
     assert [r.text for r in results] == expected[:24]
     await recovered(cluster, victims)
+
+
+# Nodes that change their role --------------------------------------------------------------------
+
+
+async def change_role(node: Any, to: str) -> None:
+    """Asks a node; returns when it has begun to drain."""
+    async with grpc.aio.insecure_channel(node.grpc_address) as channel:
+        role = node_pb2.NodeRole.Value(f"NODE_ROLE_{to.upper()}")
+        wish = node_pb2.SwitchRoleRequest(role=role, drain_timeout_s=0.1)
+        await node_pb2_grpc.NodeStatusStub(channel).SwitchRole(wish)  # type: ignore[no-untyped-call]
+
+
+async def until_tiers(cluster: Any, http: Any, prefill: int, decode: int) -> None:
+    """Waits until the router would use so many nodes of each tier."""
+    async with asyncio.timeout(60):
+        while True:
+            async with http.get(f"{cluster.url}/ready") as response:
+                known = await response.json()
+            if (known["prefill_nodes"], known["decode_nodes"]) == (prefill, decode):
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.e2e
+async def test_nodes_change_their_roles_and_back_and_no_request_notices(
+    cluster: Any, complete: Any, http: Any, expected: list[str]
+) -> None:
+    """Answers of the decode node that changes go on elsewhere. Its worker stays who it was; killed
+    while it changes, it is what its command line says."""
+    first_prefill, first_decode = cluster.prefills[0], cluster.decodes[0]
+    nodes = first_prefill, first_decode
+    workers = [find_processes(node.pid, WORKER) for node in nodes]
+    for node, to, tiers in (
+        (first_prefill, "decode", (1, 3)),
+        (first_decode, "prefill", (2, 2)),
+        (first_prefill, "prefill", (3, 1)),
+    ):
+        load = Load(complete, cluster.url, 24)
+        await load.under_way()
+        await change_role(node, to)
+        await until_tiers(cluster, http, *tiers)
+        check_whole(await load.results(), expected)
+        check_whole(await Load(complete, cluster.url, 8).results(), expected)
+    assert [find_processes(node.pid, WORKER) for node in nodes] == workers
+    await cluster.wait_empty()
+    load = Load(complete, cluster.url, 24)
+    await load.under_way()
+    await change_role(first_decode, "decode")
+    dying = Victim(first_decode, first_decode.pid)
+    dying.strike()
+    check_whole(await load.results(), expected)
+    await recovered(cluster, [dying])
+    check_whole(await Load(complete, cluster.url, 8).results(), expected)
 
 
 # Deaths of decode nodes, and of the router -----------------------------------------------------

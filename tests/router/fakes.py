@@ -22,6 +22,8 @@ from tandem_pb.node_pb2 import (
     NodeLoad,
     ResetPrefixCacheAnswer,
     ResetPrefixCacheRequest,
+    SwitchRoleAnswer,
+    SwitchRoleRequest,
     UnloadAdapterRequest,
     WatchRequest,
 )
@@ -53,6 +55,9 @@ class StatusService(NodeStatusServicer):
         self.adapter_calls: list[str] = []
         self.adapter_fault = ""
         """Says why the node loads no adapter."""
+        self.role_wishes: list[SwitchRoleRequest] = []
+        self.role_fault = ""
+        """Says why the node does not change its role."""
         self._changed = asyncio.Condition()
 
     async def Watch(
@@ -97,6 +102,14 @@ class StatusService(NodeStatusServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
         await self.serve_adapters({one.name: one.digest for one in left})
         return Adapter(name=request.name)
+
+    async def SwitchRole(
+        self, request: SwitchRoleRequest, context: grpc.aio.ServicerContext
+    ) -> SwitchRoleAnswer:
+        self.role_wishes.append(request)
+        if self.role_fault:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.role_fault)
+        return SwitchRoleAnswer(node_id=self.load.node_id, epoch=self.load.epoch)
 
     def _follow(self, call: AdapterCall) -> None:
         """Reports from now on that this was the newest call about its name."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.node import Node
 from router.nodes.registry import ReportOutcome
 from router.nodes.report import NodeReport
-from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NodeLoad
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
+from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.factories import Fleet, address, report
 
 PREFILL, DECODE = NodeRole.PREFILL, NodeRole.DECODE
@@ -97,3 +100,63 @@ def test_a_node_of_one_role_is_not_followed() -> None:
     load = NodeLoad(role=NODE_ROLE_DECODE, epoch=1, sequence=1, http_port=70_000)
     outcome = fleet.registry.apply_report(AS_PREFILL, NodeReport.from_message(load))
     assert outcome is ReportOutcome.WRONG_ROLE
+
+
+# The call of operators -------------------------------------------------------------------------
+
+
+async def switch(router: RunningRouter, **body: Any) -> tuple[int, Any]:
+    async with router.client.post(f"{router.url}/switch_role", json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_a_node_is_asked_and_followed(cluster: Cluster) -> None:
+    changes, stays = await cluster.decode("changes"), await cluster.decode("stays")
+    router = await cluster.router(changes, stays)
+    registry = router.services.registry
+    await eventually(lambda: len(registry.usable(DECODE)) == 2)
+    status, answer = await switch(router, node=changes.target, role="prefill", drain_timeout_s=1.5)
+    assert status == 202 and answer["was"] == "decode" and answer["state"] == "draining"
+    [wish] = changes.status.role_wishes
+    assert (wish.role, wish.drain_timeout_s) == (NODE_ROLE_PREFILL, 1.5)
+    await changes.status.change(role=NODE_ROLE_PREFILL, epoch=77, http_port=9)
+    await eventually(lambda: len(registry.usable(PREFILL)) == 1)
+    [node] = registry.usable(PREFILL)
+    assert node.address.target == node.address.status_target
+    status, answer = await switch(router, node=node.address.target, role="decode")
+    assert status == 202 and changes.status.role_wishes[-1].role == NODE_ROLE_DECODE
+    assert registry.usable(PREFILL) == [], "it drains, whatever its next report says"
+
+
+async def test_what_operators_are_refused(cluster: Cluster) -> None:
+    decode, prefill = await cluster.decode("d"), await cluster.prefill("p")
+    router = await cluster.router(decode, prefill)
+    await eventually(lambda: len(router.services.registry.usable(DECODE)) == 1)
+    await eventually(lambda: len(router.services.registry.usable(PREFILL)) == 1)
+    prefill.status.role_fault = "this node is a prefill node for good"
+    for wish, code, told in (
+        ({"node": decode.target, "role": "prefill"}, 400, "last decode node of 'demo'"),
+        ({"node": prefill.target, "role": "decode"}, 400, "prefill node for good"),
+        ({"node": "nowhere:1", "role": "decode"}, 404, prefill.target),
+        ({"node": decode.target, "role": "router"}, 400, "wish for a role"),
+        ({"node": decode.target, "role": "decode", "drain_timeout_s": -1}, 400, "drain_timeout_s"),
+    ):
+        status, answer = await switch(router, **wish)
+        assert status == code and told in answer["error"]["message"], (wish, answer)
+    assert decode.status.role_wishes == []
+    assert len(router.services.registry.usable(PREFILL)) == 1, "refused: it goes on as it was"
+
+
+async def test_keys_of_clients_do_not_change_roles(cluster: Cluster) -> None:
+    decode, other = await cluster.decode("d"), await cluster.decode("o")
+    router = await cluster.router(decode, other, api_keys="secret")
+    headers = {"authorization": "Bearer secret"}
+    body = {"node": decode.target, "role": "prefill"}
+    async with router.client.post(f"{router.url}/switch_role", json=body) as response:
+        assert response.status == 401
+    url = f"{router.url}/switch_role"
+    async with router.client.post(url, json=body, headers=headers) as response:
+        assert (
+            response.status == 403 and "--admin-port" in (await response.json())["error"]["message"]
+        )
+    assert decode.status.role_wishes == []

@@ -1,0 +1,27 @@
+"""Reads the short JSON bodies of calls that operators make."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from edge.http.errors import BadRequest, RequestTooLarge
+
+_MAX_BYTES = 8192
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+
+async def read_small_body(request: Request, kind: type[BodyT], what: str) -> BodyT:
+    """Reads a body that must be `what`, as errors say. Raises `BadRequest`, `RequestTooLarge`."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BYTES:
+            raise RequestTooLarge(f"the body has at most {_MAX_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is no {what}: {error}") from None

@@ -1,0 +1,89 @@
+"""Makes a node change its role, for operators: from prefill to decode, or back.
+
+The node drains and comes back as a new node of the other tier, where its reports lead the registry.
+The last decode node of a model is not taken away: nobody could answer then. Without prefill nodes
+decode nodes compute prompts themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import grpc
+
+from edge.http.errors import NotFound
+from edge.security.config import PlaintextRefused, Role
+from edge.security.credentials import Credentials
+from router.errors import NodesRefused
+from router.nodes.address import NodeRole
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, SwitchRoleRequest
+from tandem_pb.node_pb2_grpc import NodeStatusStub
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 10.0
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+_ROLES = {NodeRole.PREFILL: NODE_ROLE_PREFILL, NodeRole.DECODE: NODE_ROLE_DECODE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChanges:
+    """Reaches the nodes of the registry, one call at a time."""
+
+    registry: NodeRegistry
+    credentials: Credentials
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def change(self, name: str, role: NodeRole, drain_timeout_s: float) -> Node:
+        """Returns the node as it was, once it has begun to drain. `name`: where it serves, or its
+        load reports, or its id.
+
+        Raises:
+            NotFound: There is no such node.
+            NodesRefused: It cannot change, cannot be reached, or is needed.
+        """
+        async with self.lock:
+            node = self._find(name)
+            if role is NodeRole.PREFILL and node.address.role is NodeRole.DECODE:
+                self._check_not_last(node)
+            await self._ask(node, role, drain_timeout_s)
+            self.registry.mark_draining(node)
+            return node
+
+    def _find(self, name: str) -> Node:
+        nodes = [node for node in self.registry.all_nodes() if node.report is not None]
+        for node in nodes:
+            node_id = node.report.node_id if node.report is not None else ""
+            if name in (node.address.target, node.address.status_target, node_id):
+                return node
+        known = ", ".join(sorted(str(node.address) for node in nodes)) or "none"
+        raise NotFound(f"no node is known as {name!r}; there are {known}", param="node")
+
+    def _check_not_last(self, node: Node) -> None:
+        usable = self.registry.usable(NodeRole.DECODE)
+        if not any(other is not node and other.model == node.model for other in usable):
+            raise NodesRefused(
+                f"{node.address} is the last decode node of {node.model!r}: nobody could answer "
+                "then. Let another node change to decode first"
+            )
+
+    async def _ask(self, node: Node, role: NodeRole, drain_timeout_s: float) -> None:
+        target = node.address.status_target
+        request = SwitchRoleRequest(role=_ROLES[role], drain_timeout_s=drain_timeout_s)
+        try:
+            await self.credentials.meet(target)
+            listed = Role(node.address.role)
+            async with self.credentials.channel(target, listed, _OPTIONS) as channel:
+                stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+                metadata = self.credentials.metadata()
+                await stub.SwitchRole(request, timeout=_TIMEOUT_S, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("%s does not change its role: %s", node.address, error.code().name)
+            said = error.details() or error.code().name
+            raise NodesRefused(f"{node.address} does not change its role: {said}") from None
+        except PlaintextRefused as error:
+            raise NodesRefused(f"{node.address} is not asked: {error}") from None
