@@ -149,7 +149,7 @@ def small_m_cases(capability: int) -> Iterator[Case]:
 
 
 def few_row_cases(capability: int) -> Iterator[Case]:
-    for rows, outputs in ((1, 5120), (4, 128), (16, 2880)) if capability >= 90 else ((16, 2880),):
+    for rows, outputs in ((4, 128), (16, 2880)) if capability >= 90 else ((16, 2880),):
         tuning = few_row_gemm.few_row_tuning(rows, outputs)
         in_registers = rows <= few_row_gemm.REGISTER_ROWS
         is_router = outputs == 128
@@ -949,7 +949,7 @@ def collective_cases(capability: int) -> Iterator[Case]:
         "SLOTS": peer_memory.MAX_RANKS,
         "SEQUENCE": peer_memory.SEQUENCE,
     }
-    for two_shot in (False, True):
+    for two_shot in (False, True) if capability >= 90 else (True,):
         for kernel, tuning in (
             (peer_reduce.peer_reduce_kernel, peer_reduce.TUNING),
             (peer_push.peer_push_kernel, peer_push.push_tuning(1 << 20)),

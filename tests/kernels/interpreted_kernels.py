@@ -27,6 +27,8 @@ from triton.runtime import interpreter
 
 from tandem_kernels import ops
 from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
+from tandem_kernels.gemm import few_row_gemm
+from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
 from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
 from tandem_kernels.sampler import gumbel
@@ -68,8 +70,15 @@ def test_products_of_few_rows() -> None:
     check.small_m_gemm(*columns, (3, 128, 768), torch.float16)
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 2096), (3, 2050, 32), (6, 40, 272)])
-def test_few_rows_of_any_size(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tuning"),
+    [((1, 3, 1040), None), ((3, 10, 272), FewRowTuning(4, 128, 4)), ((6, 40, 272), None)],
+)
+def test_few_rows_of_any_size(
+    shape: tuple[int, int, int], tuning: FewRowTuning | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tuning is not None:
+        monkeypatch.setattr(few_row_gemm, "few_row_tuning", lambda *sizes: tuning)
     check.few_row_gemm(ops.few_row_gemm.kernel, shape, torch.float16)
 
 

@@ -85,7 +85,7 @@ def few_row_gemm(
     assert oracle.relative_error(op(x, weight, bias), exact + bias) < within
     logits = op(x, weight, out_dtype=torch.float32)
     assert logits.dtype == torch.float32
-    assert oracle.relative_error(logits, exact) < ELEMENTWISE[torch.float32]
+    assert oracle.relative_error(logits, exact) < 1e-5, "sums are not rounded to half precision"
     assert op(x, weight, bias, residual).data_ptr() == residual.data_ptr()
     assert oracle.relative_error(residual, exact + bias + before[:, :outputs]) < within
     assert torch.equal(wide[:, outputs:], before[:, outputs:])

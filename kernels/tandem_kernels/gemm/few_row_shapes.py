@@ -13,12 +13,13 @@ _INNER_MULTIPLE = 16
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Returns whether the kernel takes `x` [T, K] and `weight` [N, K]: half precision, few rows,
-    and rows of the weight that begin where vectors may."""
+    and rows of both that begin where vectors may."""
     return (
         0 < len(x) <= MAX_ROWS
         and weight.dtype in (torch.float16, torch.bfloat16)
         and x.dtype == weight.dtype
         and weight.shape[1] % _INNER_MULTIPLE == 0
         and x.stride(0) % VECTOR == 0
+        and x.stride(1) == 1
         and weight.is_contiguous()
     )
