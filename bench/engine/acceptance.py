@@ -109,7 +109,9 @@ def requests_of(demo: Path, chats: Chats) -> list[EngineCoreRequest]:
 def config_of(demo: Path, drafters: Path, method: DrafterName, chats: Chats) -> EngineConfig:
     """Returns an engine without a prefix cache, deterministic, so that all ways give one text."""
     model = load_model_config(demo, max_model_len=_MAX_LEN)
-    draft = None if method == "ngram" else read_draft(method, str(drafters / method), model)
+    draft = None
+    if method != "ngram":
+        draft = read_draft(method, str(drafters / method), model, chats.num_drafts)
     return EngineConfig(
         engine_id=f"acceptance-{method}",
         epoch=1,

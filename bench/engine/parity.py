@@ -201,8 +201,10 @@ def nodes_of(
     made = []
     for query_len, is_adaptive in sizes_of(method, query_lens):
         speculative = None
-        if method not in _UNKNOWN:
-            speculative = speculative_config(folder, method, query_len - 1)
+        if method != "none":
+            # Planted drafts replace those by n-grams, with which kernels were compiled.
+            known = "ngram" if method == "planted" else method
+            speculative = speculative_config(folder, known, query_len - 1)
             speculative = replace(speculative, adaptive=is_adaptive)
         config = decoding_config(folder, speculative, query_len)
         engine = Engine(config) if prefill is None else decode_engine(config)

@@ -114,8 +114,11 @@ class Engine:
         return [fd for fd in fds if fd != -1]
 
     def plant(self, drafter: Drafter) -> None:
-        """Replaces who drafts, from the next step on."""
-        self.executor._worker.runner.drafts.drafter = drafter
+        """Replaces who drafts, from the next step on. There must be somebody: without, nothing that
+        writes drafts was compiled while the engine started."""
+        drafts = self.executor._worker.runner.drafts
+        assert drafts.drafter is not None
+        drafts.drafter = drafter
 
     def submit(self, request: EngineCoreRequest) -> None:
         self.core.handle(request)
@@ -278,7 +281,7 @@ def speculative_config(folder: Path, method: str, num_drafts: int) -> Speculativ
     draft = None
     if name != "ngram":
         where = folder / ("target" if name == "mtp" else name)
-        draft = read_draft(name, str(where), base_config(folder).model)
+        draft = read_draft(name, str(where), base_config(folder).model, num_drafts)
     return SpeculativeConfig(
         method=name,
         num_speculative_tokens=num_drafts,

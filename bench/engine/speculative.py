@@ -82,7 +82,9 @@ class PlantedExecutor(CopyingExecutor):
     those of random weights soon differ, as two tokens are often equally likely."""
 
     def plant(self, drafter: Drafter) -> None:
-        """Replaces who drafts, from the next step on."""
+        """Replaces who drafts, from the next step on. There must be somebody: without, nothing that
+        writes drafts was compiled while the engine started."""
+        assert self._worker.runner.drafts.drafter is not None
         self._worker.runner.drafts.drafter = drafter
 
 

@@ -6,7 +6,8 @@ Torch-free: a head that does not fit is named before any worker starts. Formats:
                  in `transformer_layer_config`)
     eagle        SafeAILab's first form: one layer behind `fc`, without a norm in front of it
     medusa       vLLM's form: `blocks.N.layers.M`, `lm_heads.N`
-    mtp          layers behind the last of the model's own checkpoint (DeepSeek V3, GLM 4.5)
+    mtp          layers behind the last of the model's own checkpoint (DeepSeek V3, GLM 4.5):
+                 as many as it has, and no more than there are drafts
     draft_model  any model that is served, with the same vocabulary
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,8 +64,11 @@ class MedusaFile(msgspec.Struct):
     original_lm_head: bool = False
 
 
-def read_draft(method: DrafterName, folder: str, target: ModelConfig) -> DraftModel:
-    """Reads the drafter in `folder` for the model `target`; `mtp` has none of its own.
+def read_draft(
+    method: DrafterName, folder: str, target: ModelConfig, num_drafts: int = 1
+) -> DraftModel:
+    """Reads the drafter in `folder` for the model `target`; `mtp` has none of its own. Of layers
+    that are there for one draft each, those of the first `num_drafts` are taken.
 
     Raises:
         CheckpointError: The folder is no such drafter, or it does not fit. Names the field.
@@ -80,7 +85,7 @@ def read_draft(method: DrafterName, folder: str, target: ModelConfig) -> DraftMo
         "eagle": _eagle,
         "eagle3": _eagle3,
         "medusa": _medusa,
-        "mtp": _mtp,
+        "mtp": partial(_mtp, num_drafts=num_drafts),
     }
     path = Path(folder)
     if not path.is_dir():
@@ -205,25 +210,28 @@ def _medusa(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
     )
 
 
-def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
-    first = f"model.layers.{target.num_layers}."
-    has_weights = target.load_format == "dummy" or f"{first}eh_proj.weight" in _names(
-        Path(target.path), target
-    )
-    if spec.num_extra_layers == 0 or not has_weights:
+def _mtp(folder: Path, target: ModelConfig, spec: DenseSpec, num_drafts: int) -> DraftModel:
+    names = _names(folder, target)
+    layers = [f"model.layers.{target.num_layers + i}." for i in range(spec.num_extra_layers)]
+    found = [target.load_format == "dummy" or f"{name}eh_proj.weight" in names for name in layers]
+    if not any(found[:1]):
         raise CheckpointError(
             target.path,
             f"has no layers that predict ahead (num_nextn_predict_layers is "
-            f"{spec.num_extra_layers}, and the weights are to begin with {first}eh_proj)",
+            f"{spec.num_extra_layers}, and the weights are to begin with "
+            f"model.layers.{target.num_layers}.eh_proj)",
             "choose another method than mtp",
         )
-    model = replace(target, num_layers=1, model_hash=f"mtp-{target.model_hash}")
+    # Those that a checkpoint has: it may name more of them.
+    count = min([*found, False].index(False), num_drafts)
+    name = "mtp" if count == 1 else f"mtp-{count}"
+    model = replace(target, num_layers=count, model_hash=f"{name}-{target.model_hash}")
     if target.kv_layers:
         model = replace(model, kv_layers=spec.kv_layers(model))
     return DraftModel(
         model=model,
         vocab_size=target.vocab_size,
-        feature_size=spec.hidden_size,
+        feature_size=count * spec.hidden_size,
         options={"index": target.num_layers},
     )
 

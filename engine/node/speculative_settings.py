@@ -117,8 +117,8 @@ class SpeculativeSettings(BaseSettings):
     speculative_config: Annotated[str | None, AfterValidator(_checked)] = Field(
         default=None,
         description="Speculative decoding, as JSON: method (ngram: what followed the last tokens "
-        "where prompt or answer had them before; eagle3, eagle, medusa: heads; mtp: the layer of "
-        "the model's own checkpoint that predicts ahead; draft_model: a small model of the same "
+        "where prompt or answer had them before; eagle3, eagle, medusa: heads; mtp: the layers "
+        "of the model's own checkpoint that predict ahead; draft_model: a small model of the same "
         "vocabulary), model (name or folder of the drafter's checkpoint; not of ngram and mtp), "
         f"num_speculative_tokens (drafts of each request and step, 1 to {MAX_DRAFTS}), "
         "prompt_lookup_max and prompt_lookup_min (last tokens that are looked up, default "
@@ -141,7 +141,9 @@ class SpeculativeSettings(BaseSettings):
         speculative, model = parsed.config, config.model
         if speculative.method != "ngram":
             folder = resolve_draft(parsed.model) if parsed.model else model.path
-            draft = read_draft(speculative.method, str(folder), model)
+            draft = read_draft(
+                speculative.method, str(folder), model, speculative.num_speculative_tokens
+            )
             speculative = replace(speculative, draft=draft)
         role = config.kv_transfer.kv_role if config.kv_transfer is not None else None
         drafting = replace(config, speculative=speculative)

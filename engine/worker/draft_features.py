@@ -8,6 +8,9 @@
 
 A block keeps one feature, that of its last token that is computed. So a request that begins behind
 cached blocks, or in blocks that were copied for it, has what it needs.
+
+A chain of networks has a feature in parts, one for each: 1 and 2 go through them in turn, as what a
+network makes of the tokens is the next one's part.
 """
 
 from __future__ import annotations
@@ -18,13 +21,19 @@ from engine.batch.input_batch import InputBatch
 
 
 class DraftFeatures:
-    """Features of `size` numbers each. `blocks` [num_blocks + 1, size] is set by `use_blocks`, as
-    `is_known` [num_blocks + 1] is: whether all tokens up to a block's last one have the drafter's
-    KV. Their last rows are nobody's."""
+    """Features of `size` numbers each, in `parts` of as many. `blocks` [num_blocks + 1, size] is
+    set by `use_blocks`, as `is_known` [num_blocks + 1] is: whether all tokens up to a block's last
+    one have the drafter's KV. Their last rows are nobody's."""
 
     def __init__(
-        self, size: int, max_num_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        size: int,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: int = 1,
     ) -> None:
+        self._width = size // parts
         self._of_step = torch.zeros((max_num_tokens, size), dtype=dtype, device=device)
         self.blocks = torch.zeros((1, size), dtype=dtype, device=device)
         self.is_known = torch.ones(1, dtype=torch.bool, device=device)
@@ -39,19 +48,23 @@ class DraftFeatures:
         self.blocks.index_fill_(0, blocks, 0)
         self.is_known.index_fill_(0, blocks, is_known)
 
-    def take(self, features: torch.Tensor) -> None:
-        """Takes the features [T, size] of a step's tokens."""
-        self._of_step[: len(features)].copy_(features)
+    def take(self, features: torch.Tensor, part: int = 0) -> None:
+        """Takes a part [T, size / parts] of the features of a step's tokens."""
+        self._of_step[: len(features), self._columns(part)].copy_(features)
 
-    def shifted(self, batch: InputBatch, block_size: int) -> torch.Tensor:
-        """Returns [T, size]: the feature of the token before each token of `batch`."""
-        num_tokens = len(batch.positions)
+    def shifted(self, batch: InputBatch, block_size: int, part: int = 0) -> torch.Tensor:
+        """Returns [T, size / parts]: a part of the feature of the token before each token of
+        `batch`."""
+        num_tokens, columns = len(batch.positions), self._columns(part)
         starts, _, before = self._befores(batch, block_size)
         # Requests that are padding begin behind the last token.
-        found = self._of_step.new_empty((num_tokens + 1, self._of_step.shape[1]))
-        found[1:] = self._of_step[:num_tokens]
-        found.index_copy_(0, starts, self.blocks.index_select(0, before))
+        found = self._of_step.new_empty((num_tokens + 1, self._width))
+        found[1:] = self._of_step[:num_tokens, columns]
+        found.index_copy_(0, starts, self.blocks[:, columns].index_select(0, before))
         return found[:num_tokens]
+
+    def _columns(self, part: int) -> slice:
+        return slice(part * self._width, (part + 1) * self._width)
 
     def keep(self, batch: InputBatch, ends: torch.Tensor, block_size: int) -> torch.Tensor:
         """Keeps what later steps need. `ends` is [R], see `ends_of`. Returns [R] bool: whether all

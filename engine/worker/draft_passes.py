@@ -4,7 +4,12 @@
                  └── its output is the feature of the next pass ──┘
 
 Each writes keys and values of its token, and its draft behind the row's tokens, where the next one
-reads it. On a GPU all passes are one CUDA graph: hundreds of small launches would take the host
+reads it. A chain of K networks begins with all of them and ends with the last: the n-th draft is
+the n-th network's, and what each has made of a token is the feature of the one behind it.
+
+    pass 1: networks 1 2 3 ─▶ draft 1,  pass 2: networks 2 3 ─▶ draft 2,  pass 3: network 3 ...
+
+On a GPU all passes are one CUDA graph: hundreds of small launches would take the host
 longer than drafting saves. What a graph reads is copied to fixed addresses before:
 
     rows · bounds of the batch · features · room of the rows' blocks   ─▶ replay ─▶ drafts
@@ -154,8 +159,9 @@ class DraftPasses:
     ) -> torch.Tensor:
         """Runs all passes. `drawn`: the rows whose draws are asked for, where nobody's are some
         other's."""
-        network = self._network
+        network, chain = self._network, self._network.chain
         next_place = rows.total_len[drawn.long()]
+        features = [part.contiguous() for part in feature.chunk(len(chain), dim=1)]
         drafts = feature.new_full((len(drawn), rows.max_drafts), -1, dtype=torch.int64)
         for index in range(rows.max_drafts):
             if isinstance(network, MedusaHeads):
@@ -164,8 +170,12 @@ class DraftPasses:
                 logits = network.head_logits(index, feature)
             else:
                 assert room is not None
-                feature = self._pass(batch, index, feature, room)
-                logits = network.compute_logits(feature)
+                # Networks whose drafts nobody asks for have nothing to make.
+                left = chain[index:] or chain[-1:]
+                running = left[: min(len(features), rows.max_drafts - index)]
+                found = self._pass(batch, index, running, features, room)
+                logits = running[0].compute_logits(found[0])
+                features = found[:-1] or found
             drafts[:, index] = self._draw(logits, drawn, next_place + index)
             behind = replace(rows, total_len=rows.total_len + index)
             ops.write_drafts(
@@ -182,10 +192,15 @@ class DraftPasses:
         return to_device(np.minimum.reduce(slots), self._starts.device)
 
     def _pass(
-        self, batch: _Batch, ahead: int, feature: torch.Tensor, room: torch.Tensor
-    ) -> torch.Tensor:
-        """Computes the token `ahead` places behind the newest of each row, with the feature [S, F]
-        of the one before it. Returns its own."""
+        self,
+        batch: _Batch,
+        ahead: int,
+        networks: Sequence[DraftNetwork],
+        features: Sequence[torch.Tensor],
+        room: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Computes the token `ahead` places behind the newest of each row by `networks`, with the
+        feature [S, F] that each has of the one before it. Returns what each makes of it."""
         count = len(batch.idx_mapping)
         ones = np.ones(count, np.int32)
         order = BatchOrder(
@@ -215,18 +230,17 @@ class DraftPasses:
             )
             groups.append(GroupInputs(slots, self._attention.metadata(view)))
         first = self._inputs[0]
-        found: torch.Tensor = self._network(
-            ForwardInputs(
-                first.input_ids[:count],
-                first.positions[:count],
-                tuple(groups),
-                self._kv_caches,
-                self._attention,
-                _no_layer,
-            ),
-            feature,
+        step = ForwardInputs(
+            first.input_ids[:count],
+            first.positions[:count],
+            tuple(groups),
+            self._kv_caches,
+            self._attention,
+            _no_layer,
         )
-        return found
+        return [
+            network(step, feature) for network, feature in zip(networks, features, strict=False)
+        ]
 
 
 class _Batch:

@@ -66,6 +66,7 @@ class NetworkDrafter:
             limits.max_num_batched_tokens,
             getattr(torch, config.model.dtype),
             device,
+            parts=len(network.chain),
         )
         self.passes = DraftPasses(
             config,
@@ -105,22 +106,22 @@ class NetworkDrafter:
     ) -> None:
         """Computes what the drafter keeps of a step's tokens. `hidden` [T, H] and `taps` are the
         model's."""
-        self.features.take(self.network.features(hidden, taps))
+        feature = self.network.features(hidden, taps)
         if not self._group_indices:
+            self.features.take(feature)
             return
-        home = by_group[self._home]
-        shifted = self.features.shifted(home, self._tables[self._home].block_size)
-        self.network(
-            ForwardInputs(
-                batch.input_ids,
-                batch.positions,
-                tuple(groups[index] for index in self._group_indices),
-                self._kv_caches,
-                self._attention,
-                lambda layer: on_layer(self.first_layer + layer),
-            ),
-            shifted,
+        home, size = by_group[self._home], self._tables[self._home].block_size
+        inputs = ForwardInputs(
+            batch.input_ids,
+            batch.positions,
+            tuple(groups[index] for index in self._group_indices),
+            self._kv_caches,
+            self._attention,
+            lambda layer: on_layer(self.first_layer + layer),
         )
+        for part, network in enumerate(self.network.chain):
+            self.features.take(feature, part)
+            feature = network(inputs, self.features.shifted(home, size, part))
 
     def take_pulled(self, new: NewRequestData) -> None:
         """Takes note of a new request's KV that came from a peer. Its blocks are in the tables."""

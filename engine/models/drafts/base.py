@@ -9,12 +9,24 @@ stay right. Position 0 has no feature: its keys and values are those of a vector
     2. `forward`          of the same tokens: their keys and values, from true features
     3. `forward`          of one token a row, the newest: `compute_logits` gives its draft
     4. `forward`          of that draft, with the output of 3 for a feature; and so on
+
+Some drafters are a `chain` of networks with layers of their own. The second one's feature of a
+token is what the first has made of it, the third one's what the second has, so that each guesses
+one token further ahead:
+
+    token p, the model's feature of p - 1  ─▶ first  ─▶ guesses p + 1
+    token p, first's output at p - 1       ─▶ second ─▶ guesses p + 1, from the feature of p - 2
+
+All of them compute a step's tokens in 2, with one feature each; in 3 as many as have a draft left
+to make compute the newest token, and the first of them gives its draft; in 4 those behind it do,
+each with what the one before has made in 3. The last one gives all drafts that are left, with its
+own outputs.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -33,6 +45,11 @@ class DraftNetwork(nn.Module):
     @property
     def target(self) -> CausalLM:
         return self._targets[0]
+
+    @property
+    def chain(self) -> Sequence[DraftNetwork]:
+        """Returns the networks that guess one behind the other: mostly this one alone."""
+        return (self,)
 
     def features(self, hidden: Tensor, taps: list[Tensor]) -> Tensor:
         """Returns [T, F] of the other model's output [T, H] and of its tapped streams."""
@@ -68,6 +85,6 @@ class DraftNetwork(nn.Module):
         return frozenset()
 
 
-def behind_first(x: Tensor, positions: Tensor) -> Tensor:
-    """Returns `x` [T, N] with zeros where there is no token before: at position 0."""
-    return x.masked_fill((positions == 0).unsqueeze(1), 0)
+def behind_first(x: Tensor, positions: Tensor, ahead: int = 1) -> Tensor:
+    """Returns `x` [T, N] with zeros where no token is `ahead` places before."""
+    return x.masked_fill((positions < ahead).unsqueeze(1), 0)

@@ -1,12 +1,14 @@
-"""A layer for multi-token prediction, as checkpoints have it behind their last one.
+"""Layers for multi-token prediction, as checkpoints have them behind their last one.
 
-DeepSeek V3 and GLM 4.5 store `enorm`, `hnorm`, `eh_proj` and `shared_head.norm` with it, and
-copies of the model's embedding and head. Of several such layers the first drafts all tokens.
+DeepSeek V3 and GLM 4.5 store `enorm`, `hnorm`, `eh_proj` and `shared_head.norm` with each, and
+copies of the model's embedding and head. The k-th layer was trained to predict k tokens further
+than the model does, from the output of the layer before it and the embedding of the token k places
+on (DeepSeek V3's report, arXiv 2412.19437, section 2.2). So the k-th draft is the k-th layer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +26,10 @@ from engine.models.specs.dense import DenseSpec
 
 
 class MtpLayer(DraftNetwork):
-    """layer(eh_proj[norm of the embedding; norm of the feature]), a norm, the model's head."""
+    """layer(eh_proj[norm of the embedding; norm of the feature]), a norm, the model's head.
+
+    `place`: which of the drafter's layers it is; the ones behind it are its own, in a row.
+    """
 
     def __init__(
         self,
@@ -33,9 +38,11 @@ class MtpLayer(DraftNetwork):
         spec: DenseSpec,
         shard: Shard,
         target: CausalLM,
+        place: int = 0,
     ) -> None:
         super().__init__(target)
-        self.index: int = draft.options["index"]
+        self.place = place
+        self.index: int = draft.options["index"] + place
         self.num_extra_layers = spec.num_extra_layers
         self.spec = spec
         self.name = f"model.layers.{self.index}"
@@ -46,14 +53,21 @@ class MtpLayer(DraftNetwork):
         )
         self.eh_proj = ReplicatedLinear(2 * size, size, at.at("eh_proj"))
         self.layer = LlamaDecoderLayer(config, spec, at, self.index)
-        self.kinds = LayerKinds(config, spec, [0], shard.device)
+        self.kinds = LayerKinds(config, spec, [place], shard.device)
+        self.behind: MtpLayer | None = None
+        if place + 1 < draft.num_layers:
+            self.behind = MtpLayer(config, draft, spec, shard, target, place + 1)
+
+    @property
+    def chain(self) -> Sequence[DraftNetwork]:
+        return (self,) if self.behind is None else (self, *self.behind.chain)
 
     def forward(self, step: ForwardInputs, features: Tensor) -> Tensor:
         embedded = self.enorm(self.target.embedded(step.input_ids))
         x = self.eh_proj(torch.cat([embedded, self.hnorm(features)], dim=-1))
-        stream = ResidualStream(behind_first(x, step.positions))
-        self.layer(stream, step.kv_caches[0], self.kinds.inputs(step)[0])
-        step.on_layer(0)
+        stream = ResidualStream(behind_first(x, step.positions, 1 + self.place))
+        self.layer(stream, step.kv_caches[self.place], self.kinds.inputs(step)[0])
+        step.on_layer(self.place)
         return stream.read(None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -68,6 +82,8 @@ class MtpLayer(DraftNetwork):
             yield from norm.checkpoint_weights(f"{self.name}.{name}")
         yield from self.eh_proj.checkpoint_weights(f"{self.name}.eh_proj")
         yield from self.layer.checkpoint_weights(self.name)
+        if self.behind is not None:
+            yield from self.behind.checkpoint_weights()
 
     @property
     def may_have_stacked_experts(self) -> bool:
@@ -76,8 +92,10 @@ class MtpLayer(DraftNetwork):
     @property
     def unused_weights(self) -> frozenset[str]:
         """Returns the names of the model itself, which has read its own, and of what it shares."""
+        own = range(self.index, self.index + len(self.chain))
         last = self.index + self.num_extra_layers
-        others = {f"model.layers.{i}." for i in range(last) if i != self.index}
-        shared = {f"{self.name}.embed_tokens.", f"{self.name}.shared_head.head."}
+        others = {f"model.layers.{i}." for i in range(last) if i not in own}
+        copies = "embed_tokens.", "shared_head.head."
+        shared = {f"model.layers.{i}.{copy}" for i in own for copy in copies}
         whole = {"model.embed_tokens.", "model.norm.", "lm_head.", *self.spec.other_weights}
         return frozenset(others | shared | whole)

@@ -31,30 +31,37 @@ _EPS = 1e-6
 Weights = dict[str, Tensor]
 Layer = Callable[[Tensor, Tensor], Tensor]
 """Takes embeddings and features, [n, H] each, and returns what the next token takes."""
+Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Reference:
     """Drafts greedily. `features` takes what transformers calls hidden states: the stream in front
-    of each layer, and the output behind the last norm."""
+    of each layer, and the output behind the last norm. `behind`: layers and logits of the drafts
+    behind the first one, which read what the layer before has made of the token before; the last
+    of all reads its own outputs from there on."""
 
     target: PreTrainedModel
     features: Callable[[list[Tensor]], Tensor]
     layer: Layer
-    logits: Callable[[Tensor], Tensor]
+    logits: Logits
+    behind: tuple[tuple[Layer, Logits], ...] = ()
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """Returns `count` tokens that are guessed to follow `tokens`."""
         streams = self.target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         feature = self.features([stream[0] for stream in streams])
-        before = torch.cat([torch.zeros(1, HIDDEN), feature])
-        known = list(tokens)
-        for _ in range(count):
+        known, chain = list(tokens), ((self.layer, self.logits), *self.behind)
+        for index in range(count):
+            layer, logits = chain[min(index, len(chain) - 1)]
+            if index < len(chain):
+                before = torch.cat([torch.zeros(1, HIDDEN), feature])
+            else:
+                before = torch.cat([before, feature[-1:]])
             embedded = self.target.get_input_embeddings()(torch.tensor(known))
-            out = self.layer(embedded, before)[-1:]
-            known.append(int(self.logits(out)[0].argmax()))
-            before = torch.cat([before, out])
+            feature = layer(embedded, before)
+            known.append(int(logits(feature[-1:])[0].argmax()))
         return known[len(tokens) :]
 
 
@@ -100,8 +107,8 @@ def _head_config(**more: Any) -> dict[str, Any]:
     }
 
 
-def _without_first(x: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(x[:1]), x[1:]])
+def _without_first(x: Tensor, count: int = 1) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:count]), x[count:]])
 
 
 def _bare_layer(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -256,32 +263,45 @@ def medusa_reference(target: PreTrainedModel, folder: Path) -> MedusaReference:
 # Multi-token prediction -----------------------------------------------------------------------
 
 
-def write_with_mtp(folder: Path, family: str) -> None:
-    """Writes a model of `NUM_LAYERS` layers whose next one predicts ahead, and beside it one where
-    that is an ordinary layer."""
+def write_with_mtp(folder: Path, family: str, count: int = 1) -> None:
+    """Writes a model of `NUM_LAYERS` layers whose next `count` predict ahead, and beside it one
+    where those are ordinary layers."""
     known = FAMILIES[family]
-    more = replace(known, changes={**known.changes, "num_hidden_layers": NUM_LAYERS + 1})
+    more = replace(known, changes={**known.changes, "num_hidden_layers": NUM_LAYERS + count})
     save_checkpoint(more, folder)
     save_checkpoint(more, folder.with_name("whole"))
     config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": count}
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
-    prefix = f"model.layers.{NUM_LAYERS}"
-    for index, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
-        weights[f"{prefix}.{name}.weight"] = noise(HIDDEN, seed=60 + index)
-    weights[f"{prefix}.eh_proj.weight"] = noise(HIDDEN, 2 * HIDDEN, seed=70)
-    weights[f"{prefix}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    weights[f"{prefix}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    for place in range(count):
+        prefix, seed = f"model.layers.{NUM_LAYERS + place}", 100 * place
+        for index, name in enumerate(("enorm", "hnorm", "shared_head.norm")):
+            weights[f"{prefix}.{name}.weight"] = noise(HIDDEN, seed=seed + 60 + index)
+        weights[f"{prefix}.eh_proj.weight"] = noise(HIDDEN, 2 * HIDDEN, seed=seed + 70)
+        weights[f"{prefix}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{prefix}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def mtp_reference(target: PreTrainedModel, folder: Path) -> Reference:
+    """Drafts as DeepSeek V3's report defines it: the k-th layer reads the output of the one before
+    and the embedding of the token k places on. Where there is no such token before, it has zeros.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    first, *behind = (
+        _mtp_layer(target, folder, place) for place in range(config["num_nextn_predict_layers"])
+    )
+    return Reference(target, lambda streams: streams[-1], *first, tuple(behind))
+
+
+def _mtp_layer(target: PreTrainedModel, folder: Path, place: int) -> tuple[Layer, Logits]:
     weights = load_file(folder / "model.safetensors")
-    prefix = f"model.layers.{NUM_LAYERS}"
+    index = NUM_LAYERS + place
+    prefix = f"model.layers.{index}"
     model = reference(folder.with_name("whole"))
     eps = model.config.rms_norm_eps
-    model.model.layers = model.model.layers[NUM_LAYERS:]
+    model.model.layers = model.model.layers[index : index + 1]
     model.model.layers[0].self_attn.layer_idx = 0
     model.config.num_hidden_layers = 1
     layer = _bare_layer(model)
@@ -291,13 +311,14 @@ def mtp_reference(target: PreTrainedModel, folder: Path) -> Reference:
 
     def forward(embedded: Tensor, before: Tensor) -> Tensor:
         both = torch.cat([norm(embedded, "enorm"), norm(before, "hnorm")], -1)
-        return layer(_without_first(F.linear(both, weights[f"{prefix}.eh_proj.weight"])))
+        x = F.linear(both, weights[f"{prefix}.eh_proj.weight"])
+        return layer(_without_first(x, 1 + place))
 
     def logits(out: Tensor) -> Tensor:
         found: Tensor = target.lm_head(norm(out, "shared_head.norm"))
         return found
 
-    return Reference(target, lambda streams: streams[-1], forward, logits)
+    return forward, logits
 
 
 # A second model -------------------------------------------------------------------------------

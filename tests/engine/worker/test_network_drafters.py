@@ -66,6 +66,16 @@ CASES: dict[str, tuple[DrafterName, Callable[[Path], None], Callable[..., Any]]]
         lambda folder: drafts.write_with_mtp(folder, "deepseek_v3_yarn"),
         drafts.mtp_reference,
     ),
+    "mtp with a layer for each of two drafts": (
+        "mtp",
+        lambda folder: drafts.write_with_mtp(folder, "deepseek_v3_yarn", 2),
+        drafts.mtp_reference,
+    ),
+    "mtp with a layer for each draft and more": (
+        "mtp",
+        lambda folder: drafts.write_with_mtp(folder, "glm4_moe", NUM_DRAFTS + 1),
+        drafts.mtp_reference,
+    ),
 }
 
 
@@ -90,7 +100,7 @@ def engine_config(target: Path, **cache: Any) -> EngineConfig:
 def with_drafter(
     config: EngineConfig, method: DrafterName, folder: Path, count: int = NUM_DRAFTS
 ) -> EngineConfig:
-    draft = read_draft(method, str(folder), config.model)
+    draft = read_draft(method, str(folder), config.model, count)
     speculative = SpeculativeConfig(
         method=method,
         num_speculative_tokens=count,
@@ -324,3 +334,41 @@ def test_a_second_model_drafts_behind_the_kv_of_another_node(target: Path, tmp_p
     assert drafted == drafts.second_model_reference(reference(target), tmp_path).drafts(
         tokens, NUM_DRAFTS
     )
+
+
+@pytest.fixture(scope="module")
+def two_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a model with two layers that predict ahead."""
+    folder = tmp_path_factory.mktemp("two_ahead") / "model"
+    drafts.write_with_mtp(folder, "deepseek_v3_yarn", 2)
+    return folder
+
+
+def test_each_layer_of_a_chain_goes_on_behind_the_kv_of_another_node(two_ahead: Path) -> None:
+    """What the layers have made of the last token comes along."""
+    config = with_drafter(engine_config(two_ahead), "mtp", two_ahead)
+    prompt = [11, 12, 13, 14, 15, 16, 17, 18, 19, 11, 12, 13, 14, 60, 61, 11, 12, 13]
+    engines = OneEngine(config, 1), OneEngine(config, 1)
+    tokens, drafted = _after_transfer(*engines, prompt, PulledDrafts(0, True, b"some"))
+    oracle = drafts.mtp_reference(reference(two_ahead), two_ahead)
+    assert drafted == oracle.drafts(tokens, NUM_DRAFTS)
+
+
+@pytest.mark.parametrize(
+    ("named", "num_drafts", "taken"), [(2, 1, 1), (2, 3, 2), (3, 3, 2)], ids=str
+)
+def test_layers_that_predict_ahead_are_no_more_than_drafts_and_weights(
+    named: int, num_drafts: int, taken: int, two_ahead: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((two_ahead / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": named}))
+    (folder / "model.safetensors").symlink_to(two_ahead / "model.safetensors")
+    model = engine_config(folder).model
+    draft = read_draft("mtp", str(folder), model, num_drafts)
+    assert draft.num_layers == taken
+    assert draft.feature_size == taken * drafts.HIDDEN
+    # Nodes that take as many hand their KV over; one layer is what it has always been.
+    name = "mtp" if taken == 1 else f"mtp-{taken}"
+    assert draft.model.model_hash == f"{name}-{model.model_hash}"
