@@ -92,6 +92,15 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
             )
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Keeps a measurement of processor time from paying for what other tests have left behind."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def demo_checkpoint() -> Path:
     """Returns the checkpoint that ships with the repository."""

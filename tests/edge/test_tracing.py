@@ -30,8 +30,9 @@ from tests.edge.otlp_collector import grpc_collector, http_collector
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "req-7"}
 UNSAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-00"}
-MOST_S = 1.0
-"""A thousand writes take less, even on a busy machine; one call of a dead collector takes more."""
+MOST_S = 10.0
+"""A thousand writes take less, however busy the machine is; one call of a collector that hangs takes
+20 s."""
 
 
 @pytest.fixture(autouse=True)

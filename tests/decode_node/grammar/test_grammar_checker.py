@@ -107,6 +107,7 @@ async def test_hostile_grammars_are_refused_and_end_nobody(
     assert shared._process is not None and shared._process.pid == (pid or shared._process.pid)
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 async def test_what_costs_too_much_is_ended_after_its_time(shared: GrammarChecker) -> None:
     killed = shared.num_killed
     spent = os.times()
@@ -197,6 +198,7 @@ async def test_ebnf_is_converted(shared: GrammarChecker) -> None:
     assert again == grammar
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 async def test_refusing_costs_this_process_nothing(shared: GrammarChecker) -> None:
     """Its event loop serves everybody. Processor time, for a clock would measure the machine."""
     await shared.check(of_schema(PERSON), "f")

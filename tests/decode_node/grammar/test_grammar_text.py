@@ -157,6 +157,7 @@ def test_names_that_are_taken_get_a_number() -> None:
     assert accepts(text.write(sequence(*rules)), "abc")
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize(
     "expression",
     [

@@ -37,7 +37,7 @@ from tests.processes import is_alive, is_gone
 
 NUM_REQUESTS = 12
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 """Many processes start here, each of which imports Ray or torch."""
 
 
@@ -62,7 +62,7 @@ def ray_config(hosts: RayHosts, kv_role: KVRole | None = None) -> EngineConfig:
         config.parallel,
         distributed_executor_backend="ray",
         ray_address=hosts.address,
-        ray_timeout_s=60,
+        ray_timeout_s=240,
     )
     transfer = transfer_config(kv_role, hosts.addresses[0]) if kv_role else None
     return replace(config, parallel=parallel, kv_transfer=transfer)
