@@ -31,7 +31,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "req-7"}
 UNSAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-00"}
 MOST_S = 10.0
-"""A thousand writes take less, however busy the machine is; one call of a collector that hangs takes
+"""A thousand writes take less, however busy the machine is; a call of a collector that hangs takes
 20 s."""
 
 

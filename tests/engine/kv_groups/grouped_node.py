@@ -81,7 +81,16 @@ class GroupedNode:
         else:
             context = zmq.Context()
             executor = MultiprocExecutor(config, context)
-        return cls(config, EngineCore(config, executor, lambda *_: None), executor, context)
+        try:
+            core = EngineCore(config, executor, lambda *_: None)
+        except BaseException:
+            # A context that is left to the garbage collector waits for its sockets for ever, in
+            # the middle of some other test.
+            executor.shutdown()
+            if context is not None:
+                context.destroy(linger=0)
+            raise
+        return cls(config, core, executor, context)
 
     def add(
         self,
@@ -130,10 +139,12 @@ class GroupedNode:
         assert self.core.scheduler.check_empty() == []
 
     def shutdown(self) -> None:
-        self.core.shutdown()
-        self.executor.shutdown()
-        if self.context is not None:
-            self.context.term()
+        try:
+            self.core.shutdown()
+            self.executor.shutdown()
+        finally:
+            if self.context is not None:
+                self.context.destroy()
 
 
 def run_until(nodes: list[GroupedNode], is_done: object) -> None:

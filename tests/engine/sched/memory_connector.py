@@ -9,6 +9,7 @@ that is given to somebody else too early, in either direction, breaks some reque
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.base import ChunkLike, KVConnectorScheduler, RequestLike
@@ -30,7 +31,7 @@ _GARBAGE = (-7, -7)
 class PullJob:
     """A transfer into `block_ids`."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     block_ids: BlockIds
     position: int
     attempt: int
@@ -49,7 +50,7 @@ class PullJob:
 class ExportJob:
     """A transfer out of blocks, `sent` tokens of which are copied."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     block_ids: BlockIds = ()
     num_cached: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
@@ -64,7 +65,8 @@ class ExportJob:
 
 
 class MemoryConnector(KVConnectorScheduler):
-    """Both roles. `prompts[request_id]` must be known before the request is added."""
+    """Both roles. `prompts[request_id]` must be known before the request is added, and grow with
+    its answer: behind a preemption a peer may have more of it than the prompt."""
 
     def __init__(
         self, memory: PagedMemory, rng: random.Random, host: MemoryHostTier | None = None
@@ -72,7 +74,7 @@ class MemoryConnector(KVConnectorScheduler):
         self.memory = memory
         self.host = host
         self.host_tier = host.tier if host is not None else None
-        self.prompts: dict[str, list[int]] = {}
+        self.prompts: dict[str, Sequence[int]] = {}
         self.pulls: dict[str, PullJob] = {}
         self.exports: dict[str, ExportJob] = {}
         self.computed: list[tuple[str, int]] = []
@@ -120,10 +122,11 @@ class MemoryConnector(KVConnectorScheduler):
         block_ids: BlockIds,
         num_computed_tokens: int,
     ) -> None:
-        self._pull(params, self.prompts[request.request_id], block_ids, num_computed_tokens)
+        prompt = self.prompts[request.request_id][: request.num_prompt_tokens]
+        self._pull(params, prompt, block_ids, num_computed_tokens)
 
     def _pull(
-        self, params: KVTransferParams, prompt: list[int], block_ids: BlockIds, first: int
+        self, params: KVTransferParams, prompt: Sequence[int], block_ids: BlockIds, first: int
     ) -> None:
         assert params.transfer_id not in self.pulls, "an attempt begins while another one writes"
         self.pulls[params.transfer_id] = PullJob(prompt, block_ids, first, params.attempt)

@@ -112,7 +112,7 @@ class StepMachine:
             self.clients[one.request.request_id] = one
         client.expected = client.expected or [t for c in client.choices for t in c.expected[:1]]
         self.clients[request.request_id] = client
-        self.connector.prompts[request.request_id] = list(request.all_token_ids)
+        self.connector.prompts[request.request_id] = request.all_token_ids
         self.take(self.scheduler.add_request(request))
         return client
 
