@@ -345,7 +345,7 @@ def two_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_layer_of_a_chain_goes_on_behind_the_kv_of_another_node(two_ahead: Path) -> None:
-    """What the layers have made of the last token comes along."""
+    """The layers draft from what they have made of the last token, which comes along."""
     config = with_drafter(engine_config(two_ahead), "mtp", two_ahead)
     prompt = [11, 12, 13, 14, 15, 16, 17, 18, 19, 11, 12, 13, 14, 60, 61, 11, 12, 13]
     engines = OneEngine(config, 1), OneEngine(config, 1)
