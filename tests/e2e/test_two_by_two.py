@@ -14,6 +14,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import openai
 import pytest
@@ -65,6 +66,38 @@ async def expected(share_cluster: Any, complete: Any) -> list[str]:
     results = await asyncio.gather(*(complete(single.decodes[0].url, **body(i)) for i in range(50)))
     assert all(r.error is None for r in results)
     return [r.text for r in results]
+
+
+BEAMS = [
+    {
+        "prompt": body(i)["prompt"],
+        "use_beam_search": True,
+        "best_of": 4,
+        "n": 2,
+        "max_tokens": 20,
+        "ignore_eos": True,
+    }
+    for i in (1, 2, 6)
+]
+
+
+async def searched(http: aiohttp.ClientSession, url: str) -> list[list[str]]:
+    """Returns the answers of all beam searches, which no stream brings."""
+
+    async def ask(wish: dict[str, Any]) -> list[str]:
+        async with http.post(f"{url}/v1/completions", json=wish) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        return [choice["text"] for choice in answer["choices"]]
+
+    return await asyncio.gather(*map(ask, BEAMS))
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def expected_beams(share_cluster: Any, http: aiohttp.ClientSession) -> list[list[str]]:
+    """Returns what one node finds."""
+    single = await share_cluster(prefill=0, decode=1)
+    return await searched(http, single.decodes[0].url)
 
 
 class Load:
@@ -198,9 +231,16 @@ async def recovered(cluster: Any, victims: list[Victim]) -> None:
     ids=["server", "stage and transfer", "core and transfers", "all prefill nodes"],
 )
 async def test_no_request_notices(
-    cluster: Any, complete: Any, expected: list[str], victim: Any, names: list[Any]
+    cluster: Any,
+    complete: Any,
+    http: aiohttp.ClientSession,
+    expected: list[str],
+    expected_beams: list[list[str]],
+    victim: Any,
+    names: list[Any],
 ) -> None:
     load = Load(complete, cluster.url, 24)
+    beams = asyncio.create_task(searched(http, cluster.url))
     await load.under_way()
     victims = [victim(*name) for name in names]
     for each in victims:
@@ -208,6 +248,7 @@ async def test_no_request_notices(
     results = await load.results()
     assert [r.error for r in results] == [None] * 24
     assert [r.text for r in results] == expected[:24]
+    assert await beams == expected_beams
     await recovered(cluster, victims)
 
 

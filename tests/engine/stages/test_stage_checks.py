@@ -14,10 +14,12 @@ from engine.config import (
     KVLayers,
     SpeculativeConfig,
 )
+from engine.lora import LoRAConfig
 from engine.node.settings import SettingsError
 from engine.node.stage_checks import check_stages
 from kv_transfer.layout import Plane
 from prefill_node.config import PrefillNodeSettings
+from tests.engine.sched.test_images import VISION
 from tests.engine.stages.test_stages import NUM_LAYERS, stage_config
 from tests.engine.tiny_model import tiny_model
 
@@ -55,6 +57,12 @@ WINDOW = (
         (stage_config(NUM_LAYERS + 1, role="kv_producer"), "more than the model has layers"),
         (stage_config(2, role="kv_producer", kv_layers=WINDOW), "stage 0 would have no layer"),
         (with_a_drafter(PREFILL), "--speculative-config"),
+        (replace(PREFILL, lora=LoRAConfig()), "--enable-lora"),
+        (
+            replace(PREFILL, parallel=replace(PREFILL.parallel, data_parallel_size=2)),
+            "--data-parallel-size",
+        ),
+        (replace(PREFILL, model=replace(PREFILL.model, vision=VISION)), "a model that sees images"),
         (sharing_prefixes(PREFILL), "--kv-share-prefixes"),
         (
             replace(PREFILL, inspection=InspectionConfig(enable_mfu_metrics=True)),
