@@ -158,18 +158,21 @@ def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
-    ("two", "enforce_eager"),
+    ("several", "enforce_eager"),
     [
         (ParallelConfig(tensor_parallel_size=2), False),
         (ParallelConfig(tensor_parallel_size=2), True),
         (ParallelConfig(pipeline_parallel_size=2), False),
+        (ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2), False),
     ],
 )
-def test_two_ranks_give_the_tokens_of_one(
-    small_weights: Path, make_driver, make_prompt, two: ParallelConfig, enforce_eager: bool
+def test_several_ranks_give_the_tokens_of_one(
+    small_weights: Path, make_driver, make_prompt, several: ParallelConfig, enforce_eager: bool
 ) -> None:
+    if torch.cuda.device_count() < several.num_ranks:
+        pytest.skip(f"{several.num_ranks} GPUs are needed, each for a rank")
     found = []
-    for parallel in (ParallelConfig(), two):
+    for parallel in (ParallelConfig(), several):
         config = small_config(small_weights, enforce_eager=enforce_eager)
         config = replace(config, parallel=parallel)
         with running_ranks(config) as execute:
