@@ -184,6 +184,19 @@ SHAPES["tiny"] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+SHAPES["tiny-experts"] = {
+    **SHAPES["qwen3-30b-a3b"],
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 _COMMON = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
