@@ -339,6 +339,18 @@ class ImageStats(msgspec.Struct, frozen=True):
     num_encoded_tokens: int
 
 
+class GroupStats(msgspec.Struct, array_like=True):
+    """Tells what one data-parallel group has to do, and what it found in its cache so far."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_free_blocks: int
+    num_total_blocks: int
+    prompt_tokens_cached: int
+    prompt_tokens_computed: int
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """State of one engine after a step. Counters are totals since the start."""
 
@@ -383,4 +395,6 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     residency: ResidencyStats | None = None
     work: WorkStats | None = None
     lora: LoRAStats | None = None
+    groups: list[GroupStats] = []
+    """Tells of each data-parallel group, where there are several; all else is their sum."""
     experts: ExpertStats | None = None

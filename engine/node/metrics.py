@@ -22,6 +22,7 @@ from engine.messages import EngineReady
 from engine.node.adapter_metrics import adapter_metrics
 from engine.node.device_peaks import DevicePeaks, peaks_of
 from engine.node.expert_metrics import expert_metrics
+from engine.node.group_metrics import group_metrics
 from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
 from engine.node.tier_metrics import tier_metrics
 from engine.outputs import (
@@ -100,6 +101,7 @@ class EngineCollector(Collector):
         lora = self._engine.config.lora
         yield from adapter_metrics(lora, stats.lora, known, LABELS, self._labels)
         yield from expert_metrics(stats.experts, LABELS, self._labels)
+        yield from group_metrics(stats.groups, LABELS, self._labels)
         yield from self._kv_transfer(stats.kv_transfer)
         yield from tier_metrics(self._engine.config, stats, LABELS, self._labels)
         yield self._cache_config()

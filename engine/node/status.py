@@ -188,6 +188,15 @@ class NodeStatus:
             num_held=stats.num_delayed_frees,
             num_drafts=stats.drafts.num_drafts,
             num_accepted_per_pos=stats.drafts.num_accepted_per_pos[:_MAX_PLACES],
+            groups=[
+                node_pb2.GroupLoad(
+                    num_waiting_requests=one.num_waiting,
+                    num_running_requests=one.num_running,
+                    num_waiting_tokens=one.num_waiting_tokens,
+                    num_free_blocks=one.num_free_blocks,
+                )
+                for one in stats.groups
+            ],
         )
 
     def identity(self) -> node_pb2.SwitchRoleAnswer:

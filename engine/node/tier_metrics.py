@@ -37,6 +37,7 @@ def tier_metrics(
             if tier in by_name[name]:
                 counter.add_metric((*values, tier), by_name[name][tier])
         yield counter
+    num_groups = config.parallel.data_parallel_size
     used = {
         Tier.GPU: stats.num_total_blocks - stats.num_free_blocks,
         Tier.HOST: stats.kv_transfer.get("host_tier_blocks", 0.0),
@@ -48,12 +49,13 @@ def tier_metrics(
         Tier.DISK: transfer.num_disk_blocks(layout.block_bytes),
     }
     for name, text, blocks in (
-        ("used_bytes", "KV of each rank that is there now.", used),
+        ("used_bytes", "KV of each rank that is there now; of groups, the mean.", used),
         ("size_bytes", "KV of each rank for which there is room.", most),
     ):
         gauge = GaugeMetricFamily(f"tandem_kv_tier_{name}", text, labels=names)
         for tier in tiers:
-            gauge.add_metric((*values, tier), blocks[tier] * layout.block_bytes)
+            share = 1 if blocks is most and tier is not Tier.GPU else num_groups
+            gauge.add_metric((*values, tier), blocks[tier] / share * layout.block_bytes)
         yield gauge
 
 

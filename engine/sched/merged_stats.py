@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from engine.outputs import LoRAStats, SchedulerStats
+from engine.outputs import GroupStats, LoRAStats, SchedulerStats
 
 
 def merged_stats(of_groups: list[SchedulerStats]) -> SchedulerStats:
@@ -18,7 +18,12 @@ def merged_stats(of_groups: list[SchedulerStats]) -> SchedulerStats:
         lora = _joined(found.lora, stats.lora)
         found = _sum(replace(found, lora=None), replace(stats, lora=None))
         found.last_step_at, found.lora = last_step_at, lora
+    found.groups = [_of_group(stats) for stats in of_groups]
     return found
+
+
+def _of_group(stats: SchedulerStats) -> GroupStats:
+    return GroupStats(*(getattr(stats, name) for name in GroupStats.__struct_fields__))
 
 
 def _sum(a: Any, b: Any) -> Any:
