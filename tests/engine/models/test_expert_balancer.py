@@ -6,12 +6,13 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.core.core import EngineCore
 from engine.eplb_config import EplbConfig
 from engine.errors import EngineDeadError
@@ -146,3 +147,21 @@ def test_a_rank_that_is_killed_while_experts_move_ends_the_engine(checkpoints: P
             run_until([node], lambda: len(node.ended) == 3)
     finally:
         node.shutdown()
+
+
+@pytest.mark.multi_gpu
+def test_gpus_answer_the_same_while_experts_move(checkpoints: Path) -> None:
+    """Graphs read what moved: they are recorded before."""
+    eplb = EplbConfig(window_size=5, step_interval=7, num_redundant_experts=2)
+    found = []
+    for chosen in (None, eplb):
+        parallel = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True, eplb=chosen)
+        config = config_of(checkpoints / "mixtral", parallel)
+        node = GroupedNode.start(replace(config, device=DeviceConfig(device="cuda")))
+        try:
+            found += [answers(node, turn) for turn in "ab"]
+            stats = node.core.stats().experts
+            assert (stats is not None and stats.num_moved > 0) == (chosen is not None)
+        finally:
+            node.shutdown()
+    assert found == [found[0]] * 4
