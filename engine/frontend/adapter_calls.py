@@ -50,7 +50,14 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
         return bool(self.names_of(digest))
 
     async def load(
-        self, name: str, path: str, *, in_place: bool = False, version: int = 0, digest: str = ""
+        self,
+        name: str,
+        path: str,
+        *,
+        in_place: bool = False,
+        version: int = 0,
+        digest: str = "",
+        model: str = "",
     ) -> AdapterRef:
         """Serves the adapter in the folder `path` by this name. With `in_place` the name may stand
         for another one, whose requests go on.
@@ -59,6 +66,7 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
             path: Below `--lora-dir`; empty: of the adapter that the settings name so.
             version: Of the call; 0: it is the newest.
             digest: What the adapter must be; empty: whatever lies there.
+            model: Whose it is, as `records` tells.
 
         Raises:
             InvalidRequest: The name is taken, or the adapter cannot be served.
@@ -70,7 +78,7 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
             if (known := self.records.of(name)) is not None and version < known.version:
                 raise OutdatedCall
             folder, found = await self._read(name, path, digest, in_place=in_place)
-            record = AdapterRecord(name, found, path, version)
+            record = AdapterRecord(name, found, path, version, model)
             if known is not None and record.order <= known.order:
                 if record.order < known.order:
                     raise OutdatedCall
@@ -85,7 +93,7 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
             await self._ask(RemoveAdapter(next(self._ids), old.digest))
         return ref
 
-    async def unload(self, name: str, version: int = 0) -> None:
+    async def unload(self, name: str, version: int = 0, model: str = "") -> None:
         """Serves nothing by this name any more; returns when its adapter is forgotten. A call of a
         given `version` is remembered where there is none, too.
 
@@ -99,7 +107,7 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
                 raise KeyError(name)
             version = version or self.records.next_version(name)
             if self.records.is_newer(version, "", name):
-                self.records.note(AdapterRecord(name, "", "", version))
+                self.records.note(AdapterRecord(name, "", "", version, model))
             elif name in self.known:
                 raise OutdatedCall
             ref = self.known.pop(name)

@@ -23,12 +23,14 @@ _MAX_TOLD = 64
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """The newest call about a name. `digest` is empty where it was unloaded."""
+    """The newest call about a name. `digest` is empty where it was unloaded, `model` where nobody
+    said whose adapter it is."""
 
     name: str
     digest: str
     path: str
     version: int
+    model: str = ""
 
     @property
     def order(self) -> tuple[int, str]:

@@ -34,6 +34,7 @@ class AdapterServicer(ProfileServicer):
                 in_place=request.in_place,
                 version=request.version,
                 digest=request.digest,
+                model=request.model,
             )
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
@@ -47,7 +48,7 @@ class AdapterServicer(ProfileServicer):
         self, request: node_pb2.UnloadAdapterRequest, context: Context
     ) -> node_pb2.Adapter:
         try:
-            await self._adapters.unload(request.name, request.version)
+            await self._adapters.unload(request.name, request.version, request.model)
         except KeyError:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no adapter of this name")
         except OutdatedCall:
@@ -60,5 +61,9 @@ class AdapterServicer(ProfileServicer):
 def adapter_call(record: AdapterRecord) -> node_pb2.AdapterCall:
     """Returns a record as reports tell it."""
     return node_pb2.AdapterCall(
-        name=record.name, digest=record.digest, path=record.path, version=record.version
+        name=record.name,
+        digest=record.digest,
+        path=record.path,
+        version=record.version,
+        model=record.model,
     )

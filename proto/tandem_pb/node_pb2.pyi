@@ -41,38 +41,44 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path", "in_place", "version", "digest")
+    __slots__ = ("name", "path", "in_place", "version", "digest", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     in_place: bool
     version: int
     digest: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., in_place: bool = ..., version: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., in_place: bool = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class AdapterCall(_message.Message):
-    __slots__ = ("name", "digest", "path", "version")
+    __slots__ = ("name", "digest", "path", "version", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     path: str
     version: int
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., version: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name", "version")
+    __slots__ = ("name", "version", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class StartProfileRequest(_message.Message):
     __slots__ = ("num_steps", "seconds", "with_stack", "record_shapes")

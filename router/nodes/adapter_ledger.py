@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _MAX_UNLOADED = 1024
 """Unloaded names of one model that are remembered; those of the oldest calls are forgotten."""
@@ -21,12 +21,14 @@ _MAX_UNLOADED = 1024
 
 @dataclass(frozen=True, slots=True)
 class AdapterCall:
-    """The newest call about a name. `digest` is empty where it was unloaded."""
+    """The newest call about a name. `digest` is empty where it was unloaded, `model` where the node
+    that tells of it means its own."""
 
     name: str
     digest: str
     path: str
     version: int
+    model: str = ""
 
     @property
     def order(self) -> tuple[int, str]:
@@ -41,17 +43,17 @@ class AdapterLedger:
         self._models: defaultdict[str, dict[str, AdapterCall]] = defaultdict(dict)
 
     def learn(self, model: str, calls: Iterable[AdapterCall]) -> bool:
-        """Takes in calls, and keeps those that are newer. Returns whether there were any."""
-        known, is_new = self._models[model], False
-        for call in calls:
+        """Takes in calls, about `model` where they name none, and keeps those that are newer.
+        Returns whether there were any."""
+        is_new = False
+        for given in calls:
+            call = given if given.model else replace(given, model=model)
+            known = self._models[call.model]
             old = known.get(call.name)
             if old is None or call.order > old.order:
                 known[call.name] = call
                 is_new = True
-        unloaded = [call for call in known.values() if not call.digest]
-        if len(unloaded) > _MAX_UNLOADED:
-            for call in sorted(unloaded, key=lambda call: call.order)[:-_MAX_UNLOADED]:
-                del known[call.name]
+                _forget_oldest(known)
         return is_new
 
     def calls(self, model: str) -> Mapping[str, AdapterCall]:
@@ -69,3 +71,11 @@ class AdapterLedger:
         1970, or more."""
         known = self.calls(model).get(name)
         return max(time.time_ns() // 1_000_000, known.version + 1 if known else 1)
+
+
+def _forget_oldest(known: dict[str, AdapterCall]) -> None:
+    """Forgets names that were unloaded long ago, where there are too many."""
+    if len(known) > _MAX_UNLOADED:
+        unloaded = [call for call in known.values() if not call.digest]
+        for call in sorted(unloaded, key=lambda call: call.order)[:-_MAX_UNLOADED]:
+            del known[call.name]

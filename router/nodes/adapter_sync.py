@@ -170,7 +170,12 @@ class AdapterSync:
 
 def _request(call: AdapterCall) -> LoadAdapterRequest | UnloadAdapterRequest:
     if not call.digest:
-        return UnloadAdapterRequest(name=call.name, version=call.version)
+        return UnloadAdapterRequest(name=call.name, version=call.version, model=call.model)
     return LoadAdapterRequest(
-        name=call.name, path=call.path, in_place=True, version=call.version, digest=call.digest
+        name=call.name,
+        path=call.path,
+        in_place=True,
+        version=call.version,
+        digest=call.digest,
+        model=call.model,
     )

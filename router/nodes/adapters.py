@@ -30,8 +30,10 @@ from router.nodes.adapter_ledger import AdapterCall
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
+from router.nodes.report import AdapterId
 from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 
+_POLL_S, _MOST_POLLS = 0.02, 150
 _AWAY = (NodeState.JOINING, NodeState.DOWN)
 
 Outcomes = dict[str, str]
@@ -69,7 +71,9 @@ class ClusterAdapters:
                 param="lora_name",
             )
         version = self.registry.adapters.next_version(model, name)
-        request = LoadAdapterRequest(name=name, path=path, in_place=in_place, version=version)
+        request = LoadAdapterRequest(
+            name=name, path=path, in_place=in_place, version=version, model=model
+        )
         outcomes: Outcomes = {}
         with self._change(model, name):
             for nodes in tiers:
@@ -79,10 +83,20 @@ class ClusterAdapters:
                 outcomes |= _by_name(nodes, found)
                 if any(one.said != LOADED for one in found):
                     await self._take_back(tiers, before, version + 1)
-                    raise NodesRefused(_refusal(name, outcomes))
+                    raise NodesRefused(f"adapter {name!r} is not on all nodes: {_faults(outcomes)}")
             call = AdapterCall(name, request.digest, path, version)
             self.registry.adapters.learn(model, [call])
+            await self._until_told(tiers, call)
         return outcomes
+
+    async def _until_told(self, tiers: Sequence[Sequence[Node]], call: AdapterCall) -> None:
+        """Waits for the reports that name the adapter, so that the next request finds it. Not for
+        long: a node may have gone since, and requests wait as well."""
+        wanted = AdapterId(call.name, call.digest)
+        for _ in range(_MOST_POLLS):
+            if all(wanted in node.adapters for nodes in tiers for node in nodes):
+                return
+            await asyncio.sleep(_POLL_S)
 
     async def unload(self, name: str, *, model: str = "") -> Outcomes:
         """Unloads an adapter; returns when its last request has ended.
@@ -94,7 +108,7 @@ class ClusterAdapters:
         tiers = self._tiers(model)
         model = tiers[-1][0].model
         version = self.registry.adapters.next_version(model, name)
-        request = UnloadAdapterRequest(name=name, version=version)
+        request = UnloadAdapterRequest(name=name, version=version, model=model)
         outcomes: Outcomes = {}
         with self._change(model, name):
             for nodes in reversed(tiers):
@@ -106,7 +120,10 @@ class ClusterAdapters:
                 f"no node has an adapter {name!r}", param="lora_name", code="model_not_found"
             )
         if any(said not in (UNLOADED, UNKNOWN) for said in outcomes.values()):
-            raise NodesRefused(_refusal(name, outcomes))
+            raise NodesRefused(
+                f"adapter {name!r} is not unloaded everywhere: {_faults(outcomes)}; those nodes "
+                "are asked again"
+            )
         return outcomes
 
     def _tiers(self, model: str) -> list[list[Node]]:
@@ -145,6 +162,7 @@ class ClusterAdapters:
         """Makes all nodes go back to what a name stood for. Those that cannot now are asked again
         later."""
         request: LoadAdapterRequest | UnloadAdapterRequest
+        model = tiers[-1][0].model
         if before.digest:
             request = LoadAdapterRequest(
                 name=before.name,
@@ -152,13 +170,14 @@ class ClusterAdapters:
                 in_place=True,
                 version=version,
                 digest=before.digest,
+                model=model,
             )
         else:
-            request = UnloadAdapterRequest(name=before.name, version=version)
+            request = UnloadAdapterRequest(name=before.name, version=version, model=model)
         for nodes in reversed(tiers):
             await self._ask_all(nodes, request)
         call = AdapterCall(before.name, before.digest, before.path, version)
-        self.registry.adapters.learn(tiers[-1][0].model, [call])
+        self.registry.adapters.learn(model, [call])
 
     @contextmanager
     def _change(self, model: str, name: str) -> Iterator[None]:
@@ -191,8 +210,7 @@ def _by_name(nodes: Sequence[Node], found: Sequence[NodeAnswer]) -> Outcomes:
     return dict(zip(names, (one.said for one in found), strict=True))
 
 
-def _refusal(name: str, outcomes: Outcomes) -> str:
+def _faults(outcomes: Outcomes) -> str:
     faults = {node: said for node, said in outcomes.items() if said.startswith("failed")}
     faults |= {node: "a newer call came" for node, said in outcomes.items() if said == OUTDATED}
-    failed = "; ".join(f"{node}: {said}" for node, said in faults.items())
-    return f"adapter {name!r} is not on all nodes: {failed}"
+    return "; ".join(f"{node}: {said}" for node, said in faults.items())

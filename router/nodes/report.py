@@ -164,7 +164,7 @@ class NodeReport:
 
 def _adapter_call(call: node_pb2.AdapterCall) -> AdapterCall:
     name, digest = call.name[:_MAX_NAME], call.digest[:_MAX_DIGEST]
-    return AdapterCall(name, digest, call.path[:_MAX_PATH], call.version)
+    return AdapterCall(name, digest, call.path[:_MAX_PATH], call.version, call.model[:_MAX_NAME])
 
 
 def _usable(value: float, least: float = 0.0) -> float:

@@ -87,7 +87,8 @@ class StatusService(NodeStatusServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_fault)
         served = {one.name: one.digest for one in self.load.adapters}
         self._follow(AdapterCall(
-            name=request.name, digest=request.path, path=request.path, version=request.version
+            name=request.name, digest=request.path, path=request.path, version=request.version,
+            model=request.model,
         ))  # fmt: skip
         await self.serve_adapters(served | {request.name: request.path})
         return Adapter(name=request.name, digest=request.path)
@@ -96,7 +97,7 @@ class StatusService(NodeStatusServicer):
         self, request: UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> Adapter:
         self.adapter_calls.append(f"unload {request.name}")
-        self._follow(AdapterCall(name=request.name, version=request.version))
+        self._follow(AdapterCall(name=request.name, version=request.version, model=request.model))
         left = [one for one in self.load.adapters if one.name != request.name]
         if len(left) == len(self.load.adapters):
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")

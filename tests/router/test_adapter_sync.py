@@ -4,7 +4,7 @@ back."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -21,8 +21,9 @@ from tests.router.factories import Fleet, report
 from tests.router.fakes import FakeNode
 
 POET, OTHER = "a" * 64, "b" * 64
-OLD, NEW = AdapterCall("poet", POET, "poet", 7), AdapterCall("poet", OTHER, "poet-2", 9)
-GONE = AdapterCall("poet", "", "", 8)
+OLD = AdapterCall("poet", POET, "poet", 7, "demo")
+NEW = AdapterCall("poet", OTHER, "poet-2", 9, "demo")
+GONE = AdapterCall("poet", "", "", 8, "demo")
 
 
 @dataclass
@@ -162,6 +163,20 @@ async def test_a_node_that_cannot_is_asked_again_after_longer_and_longer_pauses(
         nodes.tell("p", OLD)
     assert pauses == sorted(pauses) and pauses[0] == 1 and pauses[-1] == 60
     assert "no such folder" in caplog.text and "'poet'" in caplog.text
+
+
+async def test_models_that_share_prefill_nodes_keep_their_adapters_apart(nodes: Nodes) -> None:
+    """The prefill node has what the newer call about the name says."""
+    nodes.add("p", NodeRole.PREFILL, OLD)
+    nodes.add("d", NodeRole.DECODE, OLD)
+    twin = {"fingerprint": "f", "model_name": "twin"}
+    call = AdapterCall("poet", OTHER, "poet-2", 9, "twin")
+    nodes.fleet.add("t", **twin, adapters=served(call), adapter_calls=(replace(call, model=""),))
+    assert await nodes.step() == [("p", "load", 9)]
+    nodes.tell("p", call)
+    assert await nodes.step() == []
+    ledger = nodes.fleet.registry.adapters
+    assert (ledger.calls("demo")["poet"], ledger.calls("twin")["poet"]) == (OLD, call)
 
 
 async def test_names_that_an_operator_changes_now_are_left_alone(nodes: Nodes) -> None:

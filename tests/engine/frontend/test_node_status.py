@@ -256,7 +256,7 @@ async def test_each_watcher_hears_of_each_call_about_adapters_once(
 ) -> None:
     stub = node_pb2_grpc.NodeStatusStub(channel)
     records = status.adapters.records
-    records.note(AdapterRecord("poet", "a" * 64, "poet-2", 7))
+    records.note(AdapterRecord("poet", "a" * 64, "poet-2", 7, "demo"))
     async with asyncio.timeout(LONG_S):
         watches = [stub.Watch(node_pb2.WatchRequest(interval_s=0.02)) for _ in range(2)]
         firsts = [await watch.read() for watch in watches]
@@ -265,9 +265,9 @@ async def test_each_watcher_hears_of_each_call_about_adapters_once(
             told = list(first.adapter_calls)
             while len(told) < 2:
                 told += (await watch.read()).adapter_calls
-            assert [(one.name, one.digest, one.path, one.version) for one in told] == [
-                ("poet", "a" * 64, "poet-2", 7),
-                ("poet", "", "", 8),
+            assert [(one.name, one.digest, one.path, one.version, one.model) for one in told] == [
+                ("poet", "a" * 64, "poet-2", 7, "demo"),
+                ("poet", "", "", 8, ""),
             ]
             assert not (await watch.read()).adapter_calls
             watch.cancel()
