@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.config import SpeculativeConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
@@ -108,3 +109,12 @@ async def start_engine(
     if speculative is not None and role == "decode":
         config = replace(config, decode_query_len=speculative.num_speculative_tokens + 1)
     return await AsyncLLM.start(config)
+
+
+def other_role(config: EngineConfig) -> EngineConfig:
+    """Returns the engine in its other role, as a node that is new to its peers."""
+    assert config.kv_transfer is not None
+    role = "kv_consumer" if config.is_producer else "kv_producer"
+    transfer = replace(config.kv_transfer, kv_role=role)
+    name = f"{role}-{secrets.token_hex(4)}"
+    return replace(config, engine_id=name, epoch=secrets.randbits(63), kv_transfer=transfer)

@@ -19,6 +19,7 @@ from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
+from tests.engine.core.pd_pair import other_role
 from tests.engine.core.tiny_engine import VOCAB, tiny_config, until
 from tests.processes import is_gone
 
@@ -81,6 +82,25 @@ async def tokens_of(llm: AsyncLLM, wanted: GenerationRequest) -> list[int]:
     return [token async for output in llm.generate(wanted) for token in output.token_ids]
 
 
+async def joined_tokens(prefill: AsyncLLM, decode: AsyncLLM, number: int, length: int) -> list[int]:
+    """Returns the answer to a prompt that one engine computes and the other goes on with."""
+    export, pull = request(f"r{number}", length, max_tokens=1), request(f"r{number}", length)
+    export.kv_transfer_params = KVTransferParams(
+        do_remote_decode=True, transfer_id=f"{number:032x}"
+    )
+    pull.kv_transfer_params = KVTransferParams(
+        do_remote_prefill=True, transfer_id=f"{number:032x}", peer=prefill.ready.peer
+    )
+    stream = decode.generate(pull)
+    async for output in prefill.generate(export):
+        for token_id in output.token_ids:
+            decode.supply_first_token(pull.request_id, token_id)
+    received = await decode.wait_kv_result(pull.request_id)
+    assert received.ok, received
+    assert (await prefill.wait_kv_result(export.request_id)).ok
+    return [token async for output in stream for token in output.token_ids]
+
+
 async def ended(llm: AsyncLLM) -> None:
     pids = [llm.core_pid, *llm.ready.worker_pids, *llm.ready.transfer_pids]
     await llm.shutdown()
@@ -113,24 +133,38 @@ async def test_two_engines_on_one_gpu_equal_one(
         AsyncLLM.start(config("kv_consumer", transport, form=form)),
     )
     for number, length in enumerate(LENGTHS):
-        export, pull = request(f"r{number}", length, max_tokens=1), request(f"r{number}", length)
-        export.kv_transfer_params = KVTransferParams(
-            do_remote_decode=True, transfer_id=f"{number:032x}"
-        )
-        pull.kv_transfer_params = KVTransferParams(
-            do_remote_prefill=True, transfer_id=f"{number:032x}", peer=prefill.ready.peer
-        )
-        stream = decode.generate(pull)
-        async for output in prefill.generate(export):
-            for token_id in output.token_ids:
-                decode.supply_first_token(pull.request_id, token_id)
-        received = await decode.wait_kv_result(pull.request_id)
-        assert received.ok, received
-        assert (await prefill.wait_kv_result(export.request_id)).ok
-        found = [token async for output in stream for token in output.token_ids]
+        found = await joined_tokens(prefill, decode, number, length)
         assert found == one_node[form][length], length
     for llm in (prefill, decode):
         await until(lambda: llm.stats.kv_transfer["live_transfers"] == 0, "no transfer")  # noqa: B023
+        await ended(llm)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc,stream", "stream"])
+async def test_engines_on_a_gpu_change_places_with_their_weights_and_graphs(
+    transport: str,
+) -> None:
+    """Answers stay what they were before the first change. Marks of layers are written into another
+    page then, the cache is mapped by other processes, and graphs that were recorded before are
+    replayed."""
+    recorded = DeviceConfig(device="cuda")
+    engines = await asyncio.gather(
+        *(
+            AsyncLLM.start(replace(config(role, transport), device=recorded))
+            for role in ("kv_producer", "kv_consumer")
+        )
+    )
+    workers = [llm.ready.worker_pids for llm in engines]
+    answers: Answers = {}
+    for first in (0, 100, 200):
+        prefill, decode = sorted(engines, key=lambda llm: not llm.config.is_producer)
+        for number, length in enumerate(LENGTHS, start=first):
+            found = await joined_tokens(prefill, decode, number, length)
+            assert found == answers.setdefault(length, found), (first, length)
+        switches = (llm.switch_role(other_role(llm.config), None, 10.0) for llm in engines)
+        await asyncio.gather(*switches)
+    assert [llm.ready.worker_pids for llm in engines] == workers
+    for llm in engines:
         await ended(llm)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -15,21 +13,12 @@ from engine.config import EngineConfig
 from engine.core.role_session import RoleSession
 from engine.errors import RoleSwitchRefused
 from engine.messages import SwitchRole
-from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
+from tests.engine.core.pd_pair import Pair, other_role, start_engine, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LONG_S = 60.0
-
-
-def other_role(config: EngineConfig) -> EngineConfig:
-    """Returns the engine in its other role, as a node that is new to its peers."""
-    assert config.kv_transfer is not None
-    role = "kv_consumer" if config.is_producer else "kv_producer"
-    transfer = replace(config.kv_transfer, kv_role=role)
-    name = f"{role}-{secrets.token_hex(4)}"
-    return replace(config, engine_id=name, epoch=secrets.randbits(63), kv_transfer=transfer)
 
 
 async def swap(pair: Pair, empty_within_s: float = LONG_S) -> None:
