@@ -85,7 +85,7 @@ class ClusterAdapters:
                     await self._take_back(tiers, before, version + 1)
                     raise NodesRefused(f"adapter {name!r} is not on all nodes: {_faults(outcomes)}")
             call = AdapterCall(name, request.digest, path, version)
-            self.registry.adapters.learn(model, [call])
+            self.registry.learn_calls(model, call)
             await self._until_told(tiers, call)
         return outcomes
 
@@ -111,10 +111,10 @@ class ClusterAdapters:
         request = UnloadAdapterRequest(name=name, version=version, model=model)
         outcomes: Outcomes = {}
         with self._change(model, name):
+            self.registry.learn_calls(model, AdapterCall(name, "", "", version))
             for nodes in reversed(tiers):
                 found = await self._ask_all(nodes, request)
                 outcomes |= _by_name(nodes, found)
-            self.registry.adapters.learn(model, [AdapterCall(name, "", "", version)])
         if all(said == UNKNOWN for said in outcomes.values()):
             raise NotFound(
                 f"no node has an adapter {name!r}", param="lora_name", code="model_not_found"
@@ -177,7 +177,7 @@ class ClusterAdapters:
         for nodes in reversed(tiers):
             await self._ask_all(nodes, request)
         call = AdapterCall(before.name, before.digest, before.path, version)
-        self.registry.adapters.learn(model, [call])
+        self.registry.learn_calls(model, call)
 
     @contextmanager
     def _change(self, model: str, name: str) -> Iterator[None]:

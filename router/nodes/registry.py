@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from router.nodes.adapter_ledger import AdapterLedger
+from router.nodes.adapter_ledger import AdapterCall, AdapterLedger
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import EjectionPolicy
 from router.nodes.node import Node, NodeState, Patience
@@ -146,8 +146,7 @@ class NodeRegistry:
         if place != address and place in self._nodes:
             return self._is_listed_twice(node)
         known = node.report
-        if self.adapters.learn(report.model_name, report.adapter_calls):
-            self.version += 1
+        self.learn_calls(report.model_name, *report.adapter_calls)
         if place != node.address or (known is not None and known.epoch != report.epoch):
             self._replace(node, place).apply(report, self.clock())
             self._count()
@@ -161,6 +160,11 @@ class NodeRegistry:
         if known is None:
             self._check_partners(place, report)
         return ReportOutcome.APPLIED
+
+    def learn_calls(self, model: str, *calls: AdapterCall) -> None:
+        """Notes calls about adapters of a model: names of models follow at once."""
+        if self.adapters.learn(model, calls):
+            self.version += 1
 
     def _changes_use(self, node: Node, new: NodeReport) -> bool:
         """Returns whether `new` may change for what `node` can be used."""

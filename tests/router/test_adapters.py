@@ -86,6 +86,7 @@ async def test_operators_load_on_prefill_nodes_first_and_unload_on_them_last(
     assert (await ask(router))[0] == 200
     status, answer = await call(router, "/v1/unload_lora_adapter", {"lora_name": "poet"})
     assert (status, set(answer["nodes"].values())) == (200, {"unloaded"})
+    assert (await ask(router))[0] == 404
     assert order == ["prefill load poet", "decode load poet", "decode unload poet",
                      "prefill unload poet"]  # fmt: skip
     status, answer = await call(router, "/v1/unload_lora_adapter", {"lora_name": "poet"})
