@@ -311,7 +311,8 @@ class HostTier:
 
     def _begin_load(self, load: LoadMeta, names: list[bytes]) -> None:
         if self._places:
-            ticket = LoadTicket(self._places.pop(), load.job)
+            # Not the job's number: a load behind a fetch begins after jobs that are younger.
+            ticket = LoadTicket(self._places.pop(), self._new_job())
             load = LoadMeta(load.job, load.blocks, load.slots, ticket)
         self._begin(load, names)
 

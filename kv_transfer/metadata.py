@@ -158,7 +158,8 @@ class StoreMeta(msgspec.Struct, frozen=True, tag="store", array_like=True):
 
 
 class LoadTicket(msgspec.Struct, frozen=True, array_like=True):
-    """Names a load whose layers can be waited for, as `kv_transfer.memory.load_marks` says."""
+    """Names a load whose layers can be waited for, as `kv_transfer.memory.load_marks` says. Numbers
+    grow in the order in which loads begin."""
 
     place: int
     number: int

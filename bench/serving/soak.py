@@ -14,7 +14,8 @@ memory and open files is told at ten moments and at the end. Writes bench/result
 exit status says whether all of it was so.
 
 With --all-tiers prompts are turns of conversations, and caches are small: what they forget comes
-from host memory, from other prefill nodes and from the decode node that gave the answer.
+from host memory and from disk, which hold more but not all, from other prefill nodes, and from the
+decode node that gave the answer.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -38,7 +42,7 @@ from bench.record import write_result
 from bench.serving.node_metrics import held, read_metrics
 from bench.serving.process_tree import Usage, transfer_processes, usage
 from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
-from cli.supervisor import Listener, Service, Supervisor
+from cli.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
 
 _LEFT_PART = 0.2
@@ -65,15 +69,22 @@ _TOLD_AT_THE_END = (
     "tandem_kv_transfer_reclaimed_lease_ended",
     "tandem_kv_transfer_reclaimed_error",
     "tandem_kv_transfer_host_tier_loaded_blocks",
+    "tandem_kv_transfer_host_tier_spilled_blocks",
+    "tandem_kv_transfer_host_tier_fetched_blocks",
+    "tandem_kv_transfer_host_tier_damaged_blocks",
+    "tandem_kv_transfer_disk_tier_evicted_blocks",
+    "tandem_kv_transfer_disk_tier_damaged_files",
     "tandem_kv_transfer_prefix_pulled_tokens",
     "tandem_kv_transfer_prefix_pull_failures",
     "tandem_kv_transfer_prefix_misses",
     "tandem_kv_transfer_prefix_offered_tokens",
+    "tandem_kv_transfer_prefix_offered_tokens_loaded",
 )
 _ALL_TIERS = (
     "--enable-prefix-caching",
     "--kv-cache-memory-bytes", str(12 << 20),
-    "--kv-host-memory-bytes", str(64 << 20),
+    "--kv-host-memory-bytes", str(8 << 20),
+    "--kv-disk-bytes", str(64 << 20),
     "--kv-share-prefixes", "always",
 )  # fmt: skip
 
@@ -265,7 +276,17 @@ async def hurt(
     }
 
 
+def with_disk(spec: ServiceSpec, folder: Path) -> ServiceSpec:
+    """Gives a node a folder of its own."""
+    return replace(spec, argv=(*spec.argv, "--kv-disk-path", str(folder / spec.name)))
+
+
 async def run(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return await run_in(Path(folder), args)
+
+
+async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings = UpSettings(
         model=args.model or str(DEMO_CHECKPOINT),
         prefill=args.prefill,
@@ -278,7 +299,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     node_args = ["--kv-transports", args.kv_transports, *caching]
     logs: deque[str] = deque(maxlen=args.log_lines)
     listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
-    specs = cluster_specs(settings, [*node_args, *args.node_args.split()])
+    router, *nodes = cluster_specs(settings, [*node_args, *args.node_args.split()])
+    specs = [router, *(with_disk(one, folder) if args.all_tiers else one for one in nodes)]
     supervisor = Supervisor(specs, listener)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)

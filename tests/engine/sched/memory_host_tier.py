@@ -10,7 +10,6 @@ nonsense. What lies in slots and files outlives a process that dies, or does not
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import (
@@ -29,6 +28,7 @@ from kv_transfer.metadata import (
 from tests.engine.sched.fake_worker import PagedMemory
 
 NUM_PROCESSES = 2
+_NUM_PLACES = 2
 _GARBAGE = (-8, -8)
 
 Row = tuple[int, int] | None
@@ -42,8 +42,8 @@ class MemoryHostTier:
     ) -> None:
         self.let_go: set[int] = set()
         """Numbers of tickets of loads that failed."""
-        self._done = Counter[int]()
-        """How many processes have done all of a load, by job."""
+        self._marks = [[0] * _NUM_PLACES for _ in range(NUM_PROCESSES)]
+        """The number of the last load that each process has done all of, by place."""
         self._begun: set[tuple[int, int]] = set()
         self._names: list[dict[int, bytes]] = [{} for _ in range(NUM_PROCESSES)]
         self._files: list[dict[bytes, list[Row]]] = [{} for _ in range(NUM_PROCESSES)]
@@ -53,7 +53,7 @@ class MemoryHostTier:
             self._hear,
             num_files,
             lambda ticket: self.let_go.add(ticket.number),
-            num_places=2,
+            num_places=_NUM_PLACES,
         )
         self._memory = memory
         self._rng = rng
@@ -71,7 +71,7 @@ class MemoryHostTier:
         return self.is_right(ticket) or ticket.number in self.let_go
 
     def is_right(self, ticket: LoadTicket) -> bool:
-        return self._done[ticket.number] == NUM_PROCESSES
+        return all(marks[ticket.place] >= ticket.number for marks in self._marks)
 
     def advance(self, *, may_fail: bool = False) -> None:
         """Lets one process do its share of a job; one of a process come in their order."""
@@ -93,8 +93,8 @@ class MemoryHostTier:
             return
         damaged = [slot for slot in command.slots if may_fail and self._rng.random() < 0.05]
         self._do(process, command, damaged)
-        if isinstance(command, LoadMeta) and not damaged:
-            self._done[command.job] += 1
+        if isinstance(command, LoadMeta) and command.ticket is not None and not damaged:
+            self._marks[process][command.ticket.place] = command.ticket.number
         self.tier.apply(HostTierEvent(command.job, process, damaged))
 
     def begin_all(self) -> None:

@@ -279,7 +279,7 @@ class Told:
     def __init__(self, num_slots: int, num_files: int = 0) -> None:
         self.commands: list[TierCommand] = []
         self.is_up = True
-        self.tier = HostTier(num_slots, 1, self._hear, num_files)
+        self.tier = HostTier(num_slots, 1, self._hear, num_files, num_places=2)
         self.tier.apply(TierContents(0, 0))
 
     def _hear(self, process: int, command: TierCommand) -> bool:
@@ -311,6 +311,23 @@ def test_what_is_being_loaded_is_not_displaced() -> None:
     assert told.tier.store([(b"c", 0)]) is None
     told.tier.apply(HostTierEvent(job, 0))
     assert told.store(b"c") == 1
+
+
+def test_a_load_behind_a_fetch_is_marked_with_a_higher_number_than_those_before_it() -> None:
+    """A step would take an older load's marks for its own, or wait for ever for its own marks,
+    which a younger load with a lower number has overwritten."""
+    told = Told(4, num_files=4)
+    told.store(b"a")
+    told.tier.apply(TierContents(0, 1, dict(enumerate([b"a"])), [b"f"]))
+    told.tier._disk.add([b"f"])
+    fetching = told.tier.load([b"f"], [3])
+    job = told.tier.load([b"a"], [4])
+    before = told.tier.ticket(job)
+    told.tier.apply(HostTierEvent(job, 0))
+    told.tier.apply(HostTierEvent(fetching, 0))
+    after = told.tier.ticket(fetching)
+    assert before is not None and after is not None
+    assert after.place == before.place and after.number > before.number
 
 
 def test_a_process_that_is_down_keeps_nothing() -> None:
