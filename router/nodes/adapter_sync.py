@@ -8,7 +8,8 @@ A node is behind in a name if it has not followed the newest call that the regis
 
 Turns follow the tiers: a decode node loads an adapter once a prefill node that works for it has it,
 or if there is none at all; a prefill node unloads one when no decode node has it any more. Each
-node is asked for one adapter at a time. Several routers may ask for the same: the version says so.
+node loads one adapter at a time; to unload one takes as long as its requests, and holds up nothing.
+Several routers may ask for the same: the version says so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from router.nodes.adapter_asker import OUTDATED, NodeAnswer
+from router.nodes.adapter_asker import OUTDATED, NodeAnswer, failure
 from router.nodes.adapter_ledger import AdapterCall
 from router.nodes.adapters import ClusterAdapters
 from router.nodes.address import NodeRole
@@ -48,7 +49,8 @@ class AdapterSync:
     """Asks nodes, in tasks of its own. `step` starts what is due."""
 
     adapters: ClusterAdapters
-    _busy: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
+    _busy: dict[tuple[Node, str], asyncio.Task[None]] = field(default_factory=dict)
+    """Holds what is being asked: one load of a node, under "", and unloads by their names."""
     _answered: dict[Node, dict[str, AdapterCall]] = field(default_factory=dict)
     _tries: dict[tuple[Node, AdapterCall], _Tries] = field(default_factory=dict)
 
@@ -56,7 +58,10 @@ class AdapterSync:
         """Goes on until it is cancelled, and so is what it has started."""
         try:
             while True:
-                self.step()
+                try:
+                    self.step()
+                except Exception:
+                    logger.exception("nodes that miss adapters could not be looked for")
                 await asyncio.sleep(_INTERVAL_S)
         finally:
             for task in self._busy.values():
@@ -69,8 +74,9 @@ class AdapterSync:
         now = self._registry.clock()
         for node, call in self._turns():
             tries = self._tries.get((node, call))
-            if node not in self._busy and (tries is None or now >= tries.retry_at):
-                self._busy[node] = asyncio.create_task(self._bring(node, call))
+            key = node, "" if call.digest else call.name
+            if key not in self._busy and (tries is None or now >= tries.retry_at):
+                self._busy[key] = asyncio.create_task(self._bring(key, call))
 
     def num_behind(self) -> dict[NodeRole, int]:
         """Returns how many calls the nodes of each tier have not followed yet."""
@@ -125,12 +131,16 @@ class AdapterSync:
             for one in node.adapters
         )
 
-    async def _bring(self, node: Node, call: AdapterCall) -> None:
+    async def _bring(self, key: tuple[Node, str], call: AdapterCall) -> None:
         """Asks a node to follow a call."""
+        node = key[0]
         try:
             answer = await self.adapters.asker.ask(node, _request(call))
+        except Exception as error:
+            logger.exception("%s node %s could not be asked", node.address.role, node.address)
+            answer = failure(type(error).__name__)
         finally:
-            del self._busy[node]
+            del self._busy[key]
         self._heard(node, call, answer)
 
     def _heard(self, node: Node, call: AdapterCall, answer: NodeAnswer) -> None:

@@ -33,6 +33,8 @@ class Nodes:
     fleet: Fleet = field(default_factory=Fleet)
     answers: dict[str, NodeAnswer] = field(default_factory=dict)
     asked: list[tuple[str, str, int]] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+    broken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.sync = AdapterSync(
@@ -48,6 +50,10 @@ class Nodes:
         self.asked.append((name, "load" if loads else "unload", request.version))
         if isinstance(request, LoadAdapterRequest):
             assert request.in_place and request.digest and request.path
+        if name in self.broken:
+            raise RuntimeError(name)
+        if request.name in self.held:
+            await asyncio.Event().wait()
         return self.answers.get(name, NodeAnswer(LOADED if loads else UNLOADED))
 
     def add(self, name: str, role: NodeRole, *calls: AdapterCall) -> None:
@@ -70,7 +76,8 @@ class Nodes:
         """Returns what was asked since the last step."""
         self.asked.clear()
         self.sync.step()
-        await asyncio.sleep(0)
+        for _ in range(3):  # Tasks begin, end, and are taken off.
+            await asyncio.sleep(0)
         return sorted(self.asked)
 
 
@@ -177,6 +184,30 @@ async def test_models_that_share_prefill_nodes_keep_their_adapters_apart(nodes: 
     assert await nodes.step() == []
     ledger = nodes.fleet.registry.adapters
     assert (ledger.calls("demo")["poet"], ledger.calls("twin")["poet"]) == (OLD, call)
+
+
+async def test_an_unload_that_waits_for_requests_holds_up_nothing(nodes: Nodes) -> None:
+    slow = AdapterCall("slow", "", "", 3, "demo")
+    nodes.held.add("slow")
+    nodes.fleet.registry.adapters.learn("demo", [slow, OLD])
+    nodes.add("d", NodeRole.DECODE)
+    assert await nodes.step() == [("d", "load", 7), ("d", "unload", 3)]
+    nodes.fleet.registry.adapters.learn("demo", [GONE])
+    assert await nodes.step() == [("d", "unload", 8)]
+    assert await nodes.step() == []
+
+
+async def test_a_node_that_cannot_be_asked_holds_up_no_other(nodes: Nodes) -> None:
+    nodes.fleet.registry.adapters.learn("demo", [OLD])
+    nodes.add("d", NodeRole.DECODE)
+    nodes.add("e", NodeRole.DECODE)
+    nodes.broken.add("d")
+    assert await nodes.step() == [("d", "load", 7), ("e", "load", 7)]
+    assert await nodes.step() == []
+    nodes.fleet.clock.now += 1
+    nodes.tell("d")
+    nodes.tell("e", OLD)
+    assert await nodes.step() == [("d", "load", 7)]
 
 
 async def test_names_that_an_operator_changes_now_are_left_alone(nodes: Nodes) -> None:
