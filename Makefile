@@ -11,6 +11,9 @@ PYTEST_WORKERS ?= 2
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
 
+# Tests start hundreds of processes of ours, each of which would compile our modules for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-clients helm-tools prometheus-tools chromium lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from kv_caches import layout
@@ -71,6 +72,10 @@ async def test_a_waiting_puller_gets_it_without_a_copy(
         await producer.until_empty()
 
 
+PATIENT: Any = {"num_streams": 2, "chunk_bytes": 1 << 20, "stall_timeout_s": 120.0}
+"""A puller that the test holds up fails only if the test itself hangs."""
+
+
 async def stalled_amid(proxy: Proxy, producer: LoopbackProducer, consumer: LoopbackConsumer) -> str:
     """A transfer whose puller stops listening while more is on its way than sockets hold."""
     peer = await proxy.start(producer.peer)
@@ -84,7 +89,7 @@ async def stalled_amid(proxy: Proxy, producer: LoopbackProducer, consumer: Loopb
 
 async def test_a_slow_puller_does_not_keep_the_blocks() -> None:
     proxy = Proxy()
-    loopback = Loopback(LARGE, LARGE, num_streams=2, chunk_bytes=1 << 20, staging_bytes=64 << 20)
+    loopback = Loopback(LARGE, LARGE, **PATIENT, staging_bytes=64 << 20)
     async with loopback as (producer, consumer):
         transfer_id = await stalled_amid(proxy, producer, consumer)
         await producer.until_all(STAGED, transfer_id)
@@ -102,7 +107,7 @@ async def test_a_slow_puller_does_not_keep_the_blocks() -> None:
 async def test_an_abort_in_the_middle_of_a_chunk(is_puller: bool, no_puller_is_slow: None) -> None:
     """Without room to stage: blocks are read until the very end, and not a moment longer."""
     proxy = Proxy()
-    loopback = Loopback(LARGE, LARGE, num_streams=2, chunk_bytes=1 << 20, staging_bytes=1 << 20)
+    loopback = Loopback(LARGE, LARGE, **PATIENT, staging_bytes=1 << 20)
     async with loopback as (producer, consumer):
         transfer_id = await stalled_amid(proxy, producer, consumer)
         sender = producer.senders[0]
