@@ -5,7 +5,8 @@
 3. `is_quicker` seconds to ask and pull so many tokens, against seconds to compute them
 
 A peer of which nothing is known is tried. One that lost is tried again after a while, since what
-made it slow may be over.
+made it slow may be over: the later, the slower it was, so that tries never cost more than a small
+part of what computing does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from engine.sched.counters import PrefillRate
 _DECAY = 0.8
 """Weight that a pull leaves to those before it."""
 _TRY_AGAIN_AFTER = 32
-"""Decisions against a peer until it gets another chance."""
+"""Decisions against a peer as slow as we are until it gets another chance; against one that takes
+twice as long, twice as many."""
 _MAX_PEERS = 256
 
 
@@ -61,7 +63,7 @@ class PullRates:
         if self._pulls_always or not own or seconds * own < num_tokens:
             return True
         known.num_refusals += 1
-        if known.num_refusals < _TRY_AGAIN_AFTER:
+        if known.num_refusals < _TRY_AGAIN_AFTER * seconds * own / num_tokens:
             return False
         known.num_refusals = 0
         return True

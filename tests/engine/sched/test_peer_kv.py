@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from engine.request import RequestStatus
@@ -205,13 +207,33 @@ def test_measured_rates_decide() -> None:
     assert rates.is_quicker("quick:1", 5000)
 
 
-def test_a_slow_peer_gets_another_chance() -> None:
+def test_a_slow_peer_gets_another_chance_the_later_the_slower_it_was() -> None:
     own = PrefillRate()
     compute(own, 1000, 1.0)
     rates = PullRates(own)
-    rates.pulled("slow:1", 100, 10.0)
-    decisions = [rates.is_quicker("slow:1", 500) for _ in range(64)]
-    assert sum(decisions) == 2
+    rates.pulled("slow:1", 100, 0.2)
+    rates.pulled("slower:1", 100, 1.0)
+    for peer, chances in (("slow:1", 2), ("slower:1", 0)):
+        assert sum(rates.is_quicker(peer, 500) for _ in range(128)) == chances
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.1, 2.0, 30.0])
+def test_prompts_take_hardly_longer_than_computed_however_slow_a_peer_is(slowness: float) -> None:
+    """The first pull is on trust; all others are decided by what was measured."""
+    own = PrefillRate()
+    compute(own, 1000, 1.0)
+    rates, rng = PullRates(own), random.Random(3)
+    rates.pulled("peer:1", 500, 0.5 * slowness)
+    total = computed_s = 0.0
+    for _ in range(4000):
+        num_tokens = rng.randint(100, 8000)
+        seconds = num_tokens / 1000
+        computed_s += seconds
+        if rates.is_quicker("peer:1", num_tokens):
+            seconds *= slowness * rng.uniform(0.9, 1.1)
+            rates.pulled("peer:1", num_tokens, seconds)
+        total += seconds
+    assert total / computed_s < min(1.04, slowness + 0.01)
 
 
 def test_a_slow_peer_is_not_asked() -> None:
