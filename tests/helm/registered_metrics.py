@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from decode_node.metrics import DecodeMetrics
 from edge.security.metrics import CredentialsCollector
-from engine.config import DeviceConfig
+from engine.config import DeviceConfig, ParallelConfig
 from engine.inspection_config import InspectionConfig
 from engine.lora import LoRAConfig
 from engine.node.metrics import EngineCollector
-from engine.outputs import ResidencyStats, SchedulerStats, WorkStats
+from engine.outputs import ExpertStats, ResidencyStats, SchedulerStats, WorkStats
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.host_tier import HostTier
@@ -78,12 +78,18 @@ def _engine() -> Any:
                 enable_mfu_metrics=True, device_peak_tflops=1.0, device_peak_gbps=1.0
             ),
             device=DeviceConfig(),
+            parallel=ParallelConfig(data_parallel_size=2),
             kv_layout=SimpleNamespace(block_bytes=1),
             kv_transfer=KVTransferConfig(
                 kv_role="kv_producer", host_tier_bytes=1, disk_tier_bytes=1
             ),
         ),
-        stats=SchedulerStats(kv_transfer=counters, residency=ResidencyStats(), work=WorkStats()),
+        stats=SchedulerStats(
+            kv_transfer=counters,
+            residency=ResidencyStats(),
+            work=WorkStats(),
+            experts=ExpertStats(),
+        ),
         ready=SimpleNamespace(num_blocks=1, device_name=""),
         is_dead=False,
     )
