@@ -28,13 +28,13 @@ def test_beams_beside_requests_that_draft(tmp_path: Path) -> None:
     engine = OneEngine(config, depth=2)
     drafted = watch(engine, [])
     for number, prompt in enumerate(PROMPTS):
-        for i, beam in enumerate(BEAMS[:3]):
+        for i, beam in enumerate(BEAMS[:2]):
             engine.add(asked(f"beam-{number}-{i}", prompt, beam, 3))
     for request in requests:
         engine.add(request)
     engine.finish()
     for number in range(len(PROMPTS)):
-        for i, beam in enumerate(BEAMS[:3]):
+        for i, beam in enumerate(BEAMS[:2]):
             check(engine, f"beam-{number}-{i}", expected(target, number, beam, 3))
     for name, tokens in alone.tokens.items():
         assert engine.tokens[name] == tokens
