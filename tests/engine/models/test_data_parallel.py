@@ -197,10 +197,11 @@ def long_prompts() -> list[list[int]]:
 
 
 def ask_all(node: GroupedNode, turn: str) -> None:
-    """Asks one after the other."""
+    """Asks one after the other, each once all blocks of the one before are stored."""
     for index, prompt in enumerate(long_prompts()):
         node.add(f"{turn}{index}", prompt, NUM_TOKENS)
         run_until([node], lambda: f"{turn}{index}" in node.ended)  # noqa: B023
+        run_until([node], lambda: not node.core.connector.counters.get("live_transfers"))
 
 
 def test_groups_have_host_memory_of_their_own(checkpoints: Path, tmp_path: Path) -> None:
@@ -217,7 +218,6 @@ def test_groups_have_host_memory_of_their_own(checkpoints: Path, tmp_path: Path)
         assert isinstance(scheduler, GroupScheduler)
         for turn in "abc":
             ask_all(node, turn)
-            run_until([node], lambda: not node.core.connector.counters["live_transfers"])
             assert [node.tokens[f"{turn}{i}"] for i in range(len(expected))] == expected
         loaded = [group.stats().prompt_tokens_loaded for group in scheduler.groups]
         assert sum(loaded) > 0

@@ -40,11 +40,12 @@ def groups_of(node: GroupedNode) -> GroupScheduler:
 
 
 def test_one_group_preempts_and_the_other_goes_on(checkpoints: Path) -> None:
-    """Three requests grow beyond the blocks of their group; a fourth has the other one alone."""
+    """Two requests grow beyond the blocks of their group: 7 each of 12. A third has the other one
+    alone."""
     folder, prompt = checkpoints / "deepseek_v2", prompts()[3]
     expected = answer_alone(folder, prompt, NUM_TOKENS)
-    with node_of(folder, DP2, cache=CacheConfig(block_size=16, num_blocks=16)) as node:
-        names = [f"crowded {i}" for i in range(3)]
+    with node_of(folder, DP2, cache=CacheConfig(block_size=16, num_blocks=12)) as node:
+        names = [f"crowded {i}" for i in range(2)]
         for name in names:
             node.add(name, [*prompt], NUM_TOKENS, group=0)
         node.add("alone", prompt, NUM_TOKENS, group=1)
