@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Protocol
 
 from decode_node.prefix_sharing import only_kept_answers
@@ -27,7 +28,10 @@ from decode_node.served_text import ServedText
 from decode_node.server import DecodeNode, NodePorts
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.detokenizer import Decoder
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import StopSignal, start_engine
 from engine.node.role_switch import RoleSwitch
@@ -101,18 +105,12 @@ class RoleNode:
             if code or stop.is_set or switch.wish is None:
                 return code, None
             role: RoleName = "prefill" if self._role == "decode" else "decode"
-            await self._switch(engine, role)
+            settings, tokenizer = self._settings, self._tokenizer(role)
+            await switch_engine(engine, self._engines.of(role), tokenizer, settings)
             return 0, role
         finally:
             await node.close()
             await asyncio.to_thread(tracer.close)
-
-    async def _switch(self, engine: AsyncLLM, role: RoleName) -> None:
-        started_at = asyncio.get_running_loop().time()
-        config = self._engines.of(role)
-        await engine.switch_role(config, self._tokenizer(role), self._settings.switch_empty_s)
-        taken_s = asyncio.get_running_loop().time() - started_at
-        logger.info("the engine is that of a %s node after %.2f s", role, taken_s)
 
     def _tokenizer(self, role: RoleName) -> Tokenizer | None:
         return self._text.tokenizer if role == "decode" else None
@@ -131,6 +129,37 @@ class RoleNode:
             settings = self._settings.for_prefill()
             return PrefillNode(settings, engine, ports, credentials, tracer, switch)
         return DecodeNode(self._settings, engine, self._text, ports, credentials, tracer, switch)
+
+
+class SwitchedEngine(Protocol):
+    """The part of `AsyncLLM` that changes its role."""
+
+    async def switch_role(
+        self, config: EngineConfig, tokenizer: Decoder | None, empty_within_s: float
+    ) -> None: ...
+
+
+async def switch_engine(
+    engine: SwitchedEngine,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    settings: RoleNodeSettings,
+) -> None:
+    """Makes the engine that of `config`. Raises `EngineDeadError`, also for one that hangs: no step
+    is on its way then, by which anybody would notice."""
+    started_at = time.monotonic()
+    limit_s = settings.switch_empty_s + settings.stuck_after_s
+    try:
+        async with asyncio.timeout(limit_s):
+            await engine.switch_role(config, tokenizer, settings.switch_empty_s)
+    except TimeoutError:
+        raise EngineDeadError(
+            f"the engine has not changed its role within {limit_s:g} s; the node must be started "
+            "again"
+        ) from None
+    name = "prefill" if config.is_producer else "decode"
+    taken_s = time.monotonic() - started_at
+    logger.info("the engine is that of a %s node after %.2f s", name, taken_s)
 
 
 def hold_ports(settings: RoleNodeSettings, held: HeldPorts) -> RoleNodeSettings:

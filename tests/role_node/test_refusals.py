@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.errors import RoleSwitchRefused
+from engine.errors import EngineDeadError, RoleSwitchRefused
 from engine.node.grpc_server import PortInUse
 from engine.node.role_switch import RoleSwitch
 from engine.node.settings import SettingsError
 from role_node.config import RoleNodeSettings
 from role_node.ports import HeldPorts
 from role_node.role_engines import RoleEngines, differing
+from role_node.server import switch_engine
 from tandem_pb import node_pb2
 from tests.engine.core.tiny_engine import tiny_config
 
@@ -117,3 +119,26 @@ def test_ports_stay_ours_and_can_be_listened_on() -> None:
     with listener, pytest.raises(PortInUse, match="choose another"):
         HeldPorts("127.0.0.1").hold(listener.getsockname()[1])
     held.close()
+
+
+class HungEngine:
+    """Never changes its role."""
+
+    def __init__(self) -> None:
+        self.asked: list[EngineConfig] = []
+
+    async def switch_role(self, config: EngineConfig, _: Any, empty_within_s: float) -> None:
+        self.asked.append(config)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_hangs_on_its_way_is_given_up(demo_checkpoint: Path) -> None:
+    node, engine, config = (
+        settings(demo_checkpoint, switch_empty_s=0.0, stuck_after_s=0.02),
+        HungEngine(),
+        tiny_config(),
+    )
+    with pytest.raises(EngineDeadError, match=r"within 0\.02 s.*started again"):
+        await switch_engine(engine, config, None, node)
+    assert engine.asked == [config]
