@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from engine.sched.group_scheduler import GroupScheduler
 from tests.engine.lora.adapted_engine import Adapted, request
 from tests.engine.thread_executor import ThreadExecutor
 
+TIMEOUT_S, PAUSE_S = 100.0, 0.0002
 WHO = [0, None, 1, 2, 3, None, 4, 0, 1]
 """The adapter of each request, by number; None: the model itself."""
 
@@ -33,9 +35,11 @@ class Groups:
         return self.core.scheduler
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        for _ in range(200_000):
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
             if is_done():
                 return
+            time.sleep(PAUSE_S)  # Ranks are threads: they compute meanwhile.
             for output in self.core.step().outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
                 if output.finish_reason:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,10 +41,12 @@ class Core:
         self.answers |= {answer.call_id: answer for answer in self.core.adapters.take_answers()}
 
     def until(self, done: Callable[[], bool]) -> None:
-        for _ in range(100_000):
+        deadline = time.monotonic() + 100.0
+        while time.monotonic() < deadline:
             if done():
                 return
             self.step()
+            time.sleep(0)  # A thread reads adapters.
         raise AssertionError("it does not come")
 
     def load(self, models: Adapted, index: int, path: Path | None = None) -> str:
