@@ -82,10 +82,8 @@
 {{- with $adapters.maxCpuLoras -}}{{- if lt (int .) (int $adapters.maxLoras) -}}
 {{- include "tandem.mistake" (dict "found" $.found "text" (printf "model.adapters.maxCpuLoras (%d) is less than maxLoras (%d): slots are filled from host memory; raise it" (int .) (int $adapters.maxLoras))) -}}
 {{- end -}}{{- end -}}
-{{- range $way := list "pipeline" "data" -}}
-{{- if gt (get $.of.parallelism $way | int) 1 -}}
-{{- include "tandem.mistake" (dict "found" $.found "text" (printf "model.adapters does not work with %s.parallelism.%s: set it to 1, and use tensor" $.name $way)) -}}
-{{- end -}}
+{{- if gt (int .of.parallelism.pipeline) 1 -}}
+{{- include "tandem.mistake" (dict "found" .found "text" (printf "model.adapters does not work with %s.parallelism.pipeline: set it to 1, and use tensor" .name)) -}}
 {{- end -}}
 {{- range $setting := list "enableLora" "loraModules" "loraDir" "maxLoras" "maxLoraRank" "maxCpuLoras" -}}
 {{- if hasKey $.of.settings $setting -}}
