@@ -1,20 +1,15 @@
-"""Starts a decode node from its flags, and says why one cannot start."""
+"""Starts a decode node from its flags."""
 
 from __future__ import annotations
 
 import sys
 
-import uvloop
-
 from decode_node.config import DecodeNodeSettings
 from decode_node.served_text import create_parsers
 from decode_node.server import serve
-from edge.logs.setup import setup_logging, tell_failure
-from edge.security.config import SecurityError
-from edge.tracing.errors import TracingError
-from engine.errors import CannotStartError, EngineDeadError
-from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from engine.node.grpc_server import PortInUse
+from edge.logs.setup import setup_logging
+from engine.frontend.tokenizer import Tokenizer
+from engine.node.process import run_node
 from engine.node.settings import SettingsError
 
 
@@ -23,20 +18,7 @@ def main() -> int:
     if settings.check:
         return _check(settings)
     setup_logging(settings.log_style(), "decode")
-    try:
-        return uvloop.run(serve(settings))
-    except (
-        CannotStartError,
-        EngineDeadError,
-        PortInUse,
-        SecurityError,
-        SettingsError,
-        TokenizerError,
-        TracingError,
-        OSError,
-    ) as error:
-        tell_failure("decode node", error)
-        return 1
+    return run_node("decode node", serve(settings))
 
 
 def _check(settings: DecodeNodeSettings) -> int:

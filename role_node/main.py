@@ -1,18 +1,13 @@
-"""Starts a node that changes its role, from its flags, and says why one cannot start."""
+"""Starts a node that changes its role, from its flags."""
 
 from __future__ import annotations
 
 import sys
 
-import uvloop
-
 from decode_node.served_text import create_parsers
-from edge.logs.setup import setup_logging, tell_failure
-from edge.security.config import SecurityError
-from edge.tracing.errors import TracingError
-from engine.errors import CannotStartError, EngineDeadError
-from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from engine.node.grpc_server import PortInUse
+from edge.logs.setup import setup_logging
+from engine.frontend.tokenizer import Tokenizer
+from engine.node.process import run_node
 from engine.node.settings import SettingsError
 from role_node.config import RoleNodeSettings
 from role_node.server import serve
@@ -23,20 +18,7 @@ def main() -> int:
     if settings.check:
         return _check(settings)
     setup_logging(settings.log_style(), "node")
-    try:
-        return uvloop.run(serve(settings))
-    except (
-        CannotStartError,
-        EngineDeadError,
-        PortInUse,
-        SecurityError,
-        SettingsError,
-        TokenizerError,
-        TracingError,
-        OSError,
-    ) as error:
-        tell_failure("node", error)
-        return 1
+    return run_node("node", serve(settings))
 
 
 def _check(settings: RoleNodeSettings) -> int:

@@ -1,4 +1,4 @@
-"""Does what the two node processes do alike: say how far they are, log, stop on SIGTERM.
+"""Does what node processes of all roles do alike: say how far they are, log, stop on SIGTERM.
 
 Standard output has one JSON object a line, for whoever started the process; people read the log
 on standard error. Exit codes: 0 stopped as asked, 1 could not start or the engine died.
@@ -10,17 +10,45 @@ import asyncio
 import gc
 import os
 import signal
+from collections.abc import Coroutine
 
+import uvloop
+
+from edge.logs.setup import tell_failure
+from edge.security.config import SecurityError
 from edge.supervisor import tell_supervisor
+from edge.tracing.errors import TracingError
 from engine.config import EngineConfig
+from engine.errors import CannotStartError, EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.messages import LoadProgress
+from engine.node.grpc_server import PortInUse
+from engine.node.settings import SettingsError
 
 _GC_THRESHOLDS = (50_000, 20, 50)
 """Thresholds of the garbage collector: young objects of one large request must not make the
 collector walk everything again."""
+
+
+def run_node(name: str, serve: Coroutine[None, None, int]) -> int:
+    """Returns the exit code of `serve`, or 1 when the node could not start or its engine died.
+    `name`: what the line that says so calls the node."""
+    try:
+        return uvloop.run(serve)
+    except (
+        CannotStartError,
+        EngineDeadError,
+        PortInUse,
+        SecurityError,
+        SettingsError,
+        TokenizerError,
+        TracingError,
+        OSError,
+    ) as error:
+        tell_failure(name, error)
+        return 1
 
 
 def emit_ready(engine: AsyncLLM, **facts: object) -> None:
