@@ -15,9 +15,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from edge.adapter_call import AdapterCall
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
-from engine.frontend.adapter_records import AdapterRecord, AdapterRecords
+from engine.frontend.adapter_records import AdapterRecords
 from engine.frontend.engine_calls import EngineCalls
 from engine.lora import check_adapter_name
 from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
@@ -78,7 +79,7 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
             if (known := self.records.of(name)) is not None and version < known.version:
                 raise OutdatedCall
             folder, found = await self._read(name, path, digest, in_place=in_place)
-            record = AdapterRecord(name, found, path, version, model)
+            record = AdapterCall(name, found, path, version, model)
             if known is not None and record.order <= known.order:
                 if record.order < known.order:
                     raise OutdatedCall
@@ -107,7 +108,7 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
                 raise KeyError(name)
             version = version or self.records.next_version(name)
             if self.records.is_newer(version, "", name):
-                self.records.note(AdapterRecord(name, "", "", version, model))
+                self.records.note(AdapterCall(name, "", "", version, model))
             elif name in self.known:
                 raise OutdatedCall
             ref = self.known.pop(name)

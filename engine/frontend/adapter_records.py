@@ -11,9 +11,9 @@ clock is late, one more than the last: a router that has just started makes newe
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
 from itertools import count
+
+from edge.adapter_call import AdapterCall, version_after
 
 _MAX_UNLOADED = 1024
 """Unloaded names that are remembered; the oldest are forgotten."""
@@ -21,33 +21,15 @@ _MAX_TOLD = 64
 """Calls in one report."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterRecord:
-    """The newest call about a name. `digest` is empty where it was unloaded, `model` where nobody
-    said whose adapter it is."""
-
-    name: str
-    digest: str
-    path: str
-    version: int
-    model: str = ""
-
-    @property
-    def order(self) -> tuple[int, str]:
-        """Returns what is larger for the newer of two calls. Two routers may make the same version
-        at once: then all nodes choose the same one."""
-        return self.version, self.digest
-
-
 class AdapterRecords:
     """Holds the newest call about each name."""
 
     def __init__(self) -> None:
-        self._records: dict[str, tuple[int, AdapterRecord]] = {}
+        self._records: dict[str, tuple[int, AdapterCall]] = {}
         """Keeps them by name, the oldest note first, each with its number."""
         self._numbers = count(1)
 
-    def of(self, name: str) -> AdapterRecord | None:
+    def of(self, name: str) -> AdapterCall | None:
         """Returns the newest call about a name, if there was any."""
         known = self._records.get(name)
         return None if known is None else known[1]
@@ -59,10 +41,9 @@ class AdapterRecords:
 
     def next_version(self, name: str) -> int:
         """Returns a version for a call that is made here."""
-        known = self.of(name)
-        return max(time.time_ns() // 1_000_000, known.version + 1 if known else 1)
+        return version_after(self.of(name))
 
-    def note(self, record: AdapterRecord) -> None:
+    def note(self, record: AdapterCall) -> None:
         """Notes a call that was followed."""
         self._records.pop(record.name, None)
         self._records[record.name] = next(self._numbers), record
@@ -70,7 +51,7 @@ class AdapterRecords:
         for name in unloaded[:-_MAX_UNLOADED]:
             del self._records[name]
 
-    def since(self, number: int) -> tuple[list[AdapterRecord], int]:
+    def since(self, number: int) -> tuple[list[AdapterCall], int]:
         """Returns records noted after `number`, the oldest first and not too many at once, and the
         number of the last of them. 0: from the first."""
         new = [(at, one) for at, one in self._records.values() if at > number][:_MAX_TOLD]

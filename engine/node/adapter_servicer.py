@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from edge.adapter_call import AdapterCall
 from engine.errors import EngineDeadError, InvalidRequest
 from engine.frontend.adapter_calls import AdapterCalls, OutdatedCall
-from engine.frontend.adapter_records import AdapterRecord
 from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
 from tandem_pb import node_pb2
 
@@ -58,7 +58,7 @@ class AdapterServicer(ProfileServicer):
         return node_pb2.Adapter(name=request.name)
 
 
-def adapter_call(record: AdapterRecord) -> node_pb2.AdapterCall:
+def adapter_call(record: AdapterCall) -> node_pb2.AdapterCall:
     """Returns a record as reports tell it."""
     return node_pb2.AdapterCall(
         name=record.name,

@@ -10,30 +10,14 @@ just started hears of all calls from nodes that followed them.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from edge.adapter_call import AdapterCall, version_after
 
 _MAX_UNLOADED = 1024
 """Unloaded names of one model that are remembered; those of the oldest calls are forgotten."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterCall:
-    """The newest call about a name. `digest` is empty where it was unloaded, `model` where the node
-    that tells of it means its own."""
-
-    name: str
-    digest: str
-    path: str
-    version: int
-    model: str = ""
-
-    @property
-    def order(self) -> tuple[int, str]:
-        """Returns what is larger for the newer of two calls, as nodes see it."""
-        return self.version, self.digest
 
 
 class AdapterLedger:
@@ -69,8 +53,7 @@ class AdapterLedger:
     def next_version(self, model: str, name: str) -> int:
         """Returns a version for a call that is newer than all that are known: milliseconds since
         1970, or more."""
-        known = self.calls(model).get(name)
-        return max(time.time_ns() // 1_000_000, known.version + 1 if known else 1)
+        return version_after(self.calls(model).get(name))
 
 
 def _forget_oldest(known: dict[str, AdapterCall]) -> None:

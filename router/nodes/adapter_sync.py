@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from edge.adapter_call import AdapterCall
 from router.nodes.adapter_asker import OUTDATED, NodeAnswer, failure
-from router.nodes.adapter_ledger import AdapterCall
 from router.nodes.adapters import ClusterAdapters
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState

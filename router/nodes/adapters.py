@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from edge.adapter_call import AdapterCall
 from edge.http.errors import BadRequest, NotFound
 from router.errors import NodesRefused, NoNodeAvailable
 from router.nodes.adapter_asker import (
@@ -26,7 +27,6 @@ from router.nodes.adapter_asker import (
     NodeAnswer,
     failure,
 )
-from router.nodes.adapter_ledger import AdapterCall
 from router.nodes.address import NodeRole
 from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry

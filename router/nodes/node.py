@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from router.nodes.adapter_ledger import AdapterCall
+from edge.adapter_call import AdapterCall
 from router.nodes.address import NodeAddress
 from router.nodes.health import Health
 from router.nodes.pace import Pace

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from router.nodes.adapter_ledger import AdapterCall, AdapterLedger
+from edge.adapter_call import AdapterCall
+from router.nodes.adapter_ledger import AdapterLedger
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import EjectionPolicy
 from router.nodes.node import Node, NodeState, Patience

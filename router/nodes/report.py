@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from router.nodes.adapter_ledger import AdapterCall
+from edge.adapter_call import AdapterCall
 from router.nodes.address import NodeRole
 from tandem_pb import node_pb2
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from edge.adapter_call import AdapterCall
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from engine.config import EngineConfig, KVLayers
 from engine.errors import EngineDeadError
-from engine.frontend.adapter_records import AdapterRecord
 from engine.messages import EngineReady
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
@@ -256,11 +256,11 @@ async def test_each_watcher_hears_of_each_call_about_adapters_once(
 ) -> None:
     stub = node_pb2_grpc.NodeStatusStub(channel)
     records = status.adapters.records
-    records.note(AdapterRecord("poet", "a" * 64, "poet-2", 7, "demo"))
+    records.note(AdapterCall("poet", "a" * 64, "poet-2", 7, "demo"))
     async with asyncio.timeout(LONG_S):
         watches = [stub.Watch(node_pb2.WatchRequest(interval_s=0.02)) for _ in range(2)]
         firsts = [await watch.read() for watch in watches]
-        records.note(AdapterRecord("poet", "", "", 8))
+        records.note(AdapterCall("poet", "", "", 8))
         for watch, first in zip(watches, firsts, strict=True):
             told = list(first.adapter_calls)
             while len(told) < 2:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from edge.adapter_call import AdapterCall
 from engine.errors import InvalidRequest
 from engine.frontend.adapter_calls import OutdatedCall
-from engine.frontend.adapter_records import AdapterRecord, AdapterRecords
+from engine.frontend.adapter_records import AdapterRecords
 from engine.models.adapter_files import read_adapter
 from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.lora.adapted_engine import Adapted
@@ -106,17 +107,17 @@ async def test_calls_that_are_made_here_are_the_newest(
     await adapters.load("poet", "adapter-1", version=future)
     await adapters.load("poet", "adapter-2", in_place=True)
     known = adapters.records.of("poet")
-    assert known == AdapterRecord("poet", models.refs[2].digest, "adapter-2", future + 1)
+    assert known == AdapterCall("poet", models.refs[2].digest, "adapter-2", future + 1)
     assert known.digest == read_adapter(models.path(2), 16).digest
     await adapters.unload("poet")
-    assert adapters.records.of("poet") == AdapterRecord("poet", "", "", future + 2)
+    assert adapters.records.of("poet") == AdapterCall("poet", "", "", future + 2)
 
 
 def test_reports_tell_each_call_once_and_not_too_many_at_a_time() -> None:
     records = AdapterRecords()
     for i in range(150):
-        records.note(AdapterRecord(f"n{i}", "d", "p", i))
-    records.note(AdapterRecord("n0", "", "", 200))
+        records.note(AdapterCall(f"n{i}", "d", "p", i))
+    records.note(AdapterCall("n0", "", "", 200))
     seen: list[str] = []
     number = 0
     while True:
@@ -126,8 +127,8 @@ def test_reports_tell_each_call_once_and_not_too_many_at_a_time() -> None:
         assert len(new) <= 64
         seen += [one.name for one in new]
     assert seen == [*(f"n{i}" for i in range(1, 150)), "n0"]
-    records.note(AdapterRecord("n7", "", "", 201))
+    records.note(AdapterCall("n7", "", "", 201))
     assert [one.name for one in records.since(number)[0]] == ["n7"]
     for i in range(3000):
-        records.note(AdapterRecord(f"g{i}", "", "", i))
+        records.note(AdapterCall(f"g{i}", "", "", i))
     assert records.of("g0") is None and records.of("g2999") and records.of("n9")

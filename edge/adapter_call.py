@@ -1,0 +1,32 @@
+"""Says what a call did to an adapter, and which of two calls is the newer one.
+
+Nodes and routers must agree on that, or they would undo each other's calls.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCall:
+    """The newest call about a name. `digest` is empty where it was unloaded, `model` where nobody
+    said whose adapter it is: then it is the node's that tells of it."""
+
+    name: str
+    digest: str
+    path: str
+    version: int
+    model: str = ""
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Returns what is larger for the newer of two calls. Two routers may make the same version
+        at once: then all nodes choose the same one."""
+        return self.version, self.digest
+
+
+def version_after(known: AdapterCall | None) -> int:
+    """Returns a version that is newer than `known`: milliseconds since 1970, or more."""
+    return max(time.time_ns() // 1_000_000, known.version + 1 if known else 1)
