@@ -35,7 +35,24 @@ class CompileGuard:
 
     def _compiled(self, **details: Any) -> bool | None:
         """Records a compilation as Triton's hook; what it returns is ignored."""
-        name = str(details["repr"])
+        name = described(details)
         self.late.append(name)
         logger.warning("a kernel was compiled in the middle of serving: %s", name)
         return None if self._before is None else bool(self._before(**details))
+
+
+def described(details: dict[str, Any]) -> str:
+    """Returns a kernel's name with all that its compilation depends on: types of arguments, `:16`
+    behind those that are multiples of 16, and constants. `details` are those of Triton's hook;
+    its own text leaves them out."""
+    function, compiled = details["fn"], details["compile"]
+    constants = {str(of): value for of, value in compiled["constants"].items()}
+    multiples = {str(of) for config in compiled["configs"] for of, known in config.items() if known}
+    arguments = []
+    for index, (name, kind) in enumerate(compiled["signature"].items()):
+        at = str((index,))
+        if at in constants:
+            arguments.append(f"{name}={constants[at]}")
+        else:
+            arguments.append(f"{name}: {kind}" + ":16" * (at in multiples))
+    return f"{function.name}({', '.join(arguments)}), {compiled['num_warps']} warps"

@@ -5,13 +5,14 @@ fails with the compiler's message. The arguments' types are those that the launc
 makes the compiler take another way gets a case of its own, once: each kernel in bfloat16, and on
 Hopper attention for each kind of head size (whole tiles, padded ones, and those that need smaller
 tiles), the small ones in float16 as well; block sizes and other switches vary at one head size.
+Triton keeps what it has compiled, by the content of sources and compiler: where this ran before,
+only what has changed since is compiled.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tandem_kernels.attention import (
+    context_gather,
     decode_attention,
     decode_tuning,
     latent_attention,
@@ -34,7 +36,12 @@ from tandem_kernels.attention import (
     rope_and_cache,
 )
 from tandem_kernels.batch import batch_prep, block_copies, ngrams, staged_writes
-from tandem_kernels.collectives import peer_memory, peer_push, peer_reduce, peer_reduce_norm
+from tandem_kernels.collectives import (
+    peer_exchange,
+    peer_memory,
+    peer_reduce,
+    peer_reduce_norm,
+)
 from tandem_kernels.elementwise import rms_norm, sigmoid_and_mul, silu_and_mul
 from tandem_kernels.experts import (
     expert_rows,
@@ -64,10 +71,29 @@ from tandem_kernels.linear_attention import (
     delta_tuning,
     gated_rms_norm,
 )
-from tandem_kernels.lora import lora_expand, lora_expand_few, lora_shrink, lora_slots
+from tandem_kernels.lora import (
+    lora_expand,
+    lora_expand_few,
+    lora_gemm,
+    lora_gemm_tuning,
+    lora_shrink,
+    lora_slots,
+)
 from tandem_kernels.sampler import filter_floor, logprobs, penalties, sampling, token_masks
 
-MULTIPLES = "_stride", "vocab_size", "num_outputs", "inner", "width", "num_numbers", "part", "most"
+MULTIPLES = (
+    "_stride",
+    "vocab_size",
+    "num_outputs",
+    "inner",
+    "width",
+    "num_numbers",
+    "_words",
+    "part",
+    "most",
+    "_bytes",
+    "slots_at",
+)
 """How sizes are called that are multiples of 16 in all models that matter."""
 NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -100,6 +126,18 @@ class Case:
         return ASTSource(self.kernel, signature, self.constants, aligned)
 
 
+MAY_BEGIN_LATE = rms_norm.rms_norm_kernel, route_tokens.route_tokens_kernel
+"""Take LATE for when the next kernel begins; for kernels of 4-bit weights it is about scales."""
+
+
+def check_order(case: Case, ptx: str) -> None:
+    """A kernel that can be late waits for the ones in front before the next one begins if it is
+    to be, and else afterwards."""
+    if case.constants.get("OVERLAP") and case.kernel in MAY_BEGIN_LATE:
+        begins, waits = (ptx.index(f"griddepcontrol.{end}") for end in ("launch_dep", "wait"))
+        assert (waits < begins) == case.constants["LATE"], (case.kernel.__name__, case.label)
+
+
 def named(kind: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, kind)
 
@@ -116,6 +154,7 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                     "HAS_RESIDUAL": fused,
                     "BLOCK": 4096,
                     "OVERLAP": fused and capability >= 90,
+                    "LATE": dtype == "fp16",
                 },
                 {"num_warps": 8},
             )
@@ -149,7 +188,8 @@ def small_m_cases(capability: int) -> Iterator[Case]:
 
 
 def few_row_cases(capability: int) -> Iterator[Case]:
-    for rows, outputs in ((4, 128), (16, 2880)) if capability >= 90 else ((16, 2880),):
+    """Yields what Hopper runs; engines on older devices leave few rows to the library."""
+    for rows, outputs in ((4, 128), (16, 2880)) if capability >= 90 else ():
         tuning = few_row_gemm.few_row_tuning(rows, outputs)
         in_registers = rows <= few_row_gemm.REGISTER_ROWS
         is_router = outputs == 128
@@ -166,7 +206,7 @@ def few_row_cases(capability: int) -> Iterator[Case]:
                 "HAS_BIAS": not is_router,
                 "ADDS": outputs == 2880,
                 "PRECISION": "tf32",
-                "OVERLAP": capability >= 90,
+                "OVERLAP": True,
                 **({"bias": None} if is_router else {}),
             },
             {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
@@ -344,6 +384,9 @@ def rope_cases(capability: int) -> Iterator[Case]:
     shapes = [("bf16", 128, False, False), ("bf16", 80, True, True), ("fp16", 128, True, False)]
     for dtype, head_dim, head_norm, is_fp8 in shapes if capability >= 90 else shapes[:1]:
         weights = ["q_weight", "k_weight"]
+        heads, num_warps = rope_and_cache.HEADS_PER_PROGRAM, 2
+        if dtype == "fp16":
+            heads, num_warps = rope_and_cache.WIDE_HEADS, rope_and_cache.WIDE_WARPS
         yield Case(
             rope_and_cache.rope_and_cache_kernel,
             f"{dtype} head_dim={head_dim} head_norm={head_norm}",
@@ -360,7 +403,7 @@ def rope_cases(capability: int) -> Iterator[Case]:
                 "HALF": head_dim // 2,
                 "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
                 "BLOCK_SIZE": 64,
-                "HEADS": rope_and_cache.HEADS_PER_PROGRAM,
+                "HEADS": heads,
                 "HAS_NORM": head_norm,
                 "OVERLAP": capability >= 90,
                 "USE_PDL": capability >= 90,
@@ -369,7 +412,7 @@ def rope_cases(capability: int) -> Iterator[Case]:
                 **({} if head_norm else dict.fromkeys(weights)),
                 **({} if is_fp8 else NO_SCALES),
             },
-            {"num_warps": 2},
+            {"num_warps": num_warps},
         )
 
 
@@ -449,6 +492,41 @@ def attention_cases(capability: int) -> Iterator[Case]:
             )
 
 
+def window_cases(capability: int) -> Iterator[Case]:
+    """Yields decodes of gpt-oss-120b, whose window is a tile or two."""
+    tuning = prefill_attention.window_tuning(64, torch.bfloat16)
+    yield Case(
+        prefill_attention.prefill_attention_kernel,
+        f"window tile={tuning.tile}",
+        {
+            **named("*bf16", "q", "kv_cache", "out"),
+            **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
+            **named("fp32", "scale", "cap"),
+            "sinks": "*fp32",
+        },
+        {
+            "NUM_KV_HEADS": 8,
+            "GROUP": 8,
+            "HEAD_DIM": 64,
+            "BLOCK_DIM": 64,
+            "BLOCK_SIZE": 128,
+            "BLOCK_Q": tuning.rows // 8,
+            "ROWS": tuning.rows,
+            "TILE": tuning.tile,
+            "PRECISION": "tf32",
+            "DESCRIBED": False,
+            "tiles_of_blocks": None,
+            "WINDOW": 128,
+            "CAPPED": False,
+            "HAS_SINKS": True,
+            "FP8": False,
+            **NO_SCALES,
+            "OVERLAP": capability >= 90,
+        },
+        {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+    )
+
+
 def expert_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "weight", "out", "parts"),
@@ -473,6 +551,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "COPIES": 3 if has_bias else 0,
                 "COUNTED": has_bias,
                 "OVERLAP": capability >= 90,
+                "LATE": has_bias,
             },
             {"num_warps": 1},
         )
@@ -565,6 +644,10 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
     many = capability >= 90
     for num_pairs, gated in itertools.product((4, 8192, 32768) if many else (4,), (True, False)):
         tuning = expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=gated)
+        if num_pairs == 8192 and not gated:
+            tuning = expert_tuning.ExpertTuning(
+                64, 128, 64, 4, 2, extra_rows=16, spares_extra=True, unroll=3
+            )
         is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
         yield Case(
             mxfp4_experts.mxfp4_expert_gemm_kernel,
@@ -579,6 +662,8 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "SPLITS": tuning.splits,
                 "BY_WARP": tuning.num_warps < 4,
                 "EXTRA": tuning.extra_rows,
+                "SPARES_EXTRA": tuning.spares_extra,
+                "UNROLL": tuning.unroll,
                 "PAIRS": 1 if is_sorted else max(16, num_pairs),
                 "TILES": 1,
                 "EXPERTS": 128,
@@ -736,6 +821,18 @@ def ragged_cases(capability: int) -> Iterator[Case]:
         {"num_warps": 1},
     )
     is_fp8 = capability >= 90
+    scales = {} if is_fp8 else {"k_scale": None, "v_scale": None}
+    yield Case(
+        context_gather.gather_context_kernel,
+        f"fp8={is_fp8}",
+        {**types, "kv_cache": "*fp8e4nv" if is_fp8 else "*bf16", "k_scale": "*fp32",
+         "v_scale": "*fp32"},
+        {
+            "FP8": is_fp8, **scales, "NUM_HEADS": 8, "HEAD_DIM": 128, "BLOCK_DIM": 128,
+            "BLOCK_SIZE": 64, "TILE": 32,
+        },
+        {"num_warps": 4},
+    )  # fmt: skip
     yield Case(
         latent_gather.gather_latents_kernel,
         f"fp8={is_fp8}",
@@ -868,7 +965,12 @@ def sampling_cases(capability: int) -> Iterator[Case]:
     yield Case(filter_floor.filter_floor_kernel, "", types, search, {"num_warps": 16})
     floors = {"HAS_FLOORS": True}
     yield Case(sampling.block_argmax_kernel, "", types, {"BLOCK": 4096, **floors}, {"num_warps": 8})
-    yield Case(sampling.row_argmax_kernel, "", types, {"BLOCKS": 128}, {"num_warps": 1})
+    blocks = {"BLOCKS": 128, "WITH_VALUES": False}
+    yield Case(sampling.row_argmax_kernel, "", types, blocks, {"num_warps": 1})
+    pairs = {**types, "sampled": "*fp32", "parts": "*fp32", "chosen": "*i64"}
+    blocks = {**blocks, "WITH_VALUES": True}
+    yield Case(sampling.row_argmax_kernel, "with values", pairs, blocks, {"num_warps": 1})
+    yield Case(sampling.best_of_parts_kernel, "", pairs, {"PARTS": 2}, {"num_warps": 1})
     yield Case(token_masks.mask_logits_kernel, "", types, {"BLOCK": 4096}, {"num_warps": 8})
     yield Case(penalties.add_sparse_kernel, "", types, {"ENTRIES": 256})
     yield Case(penalties.count_tokens_kernel, "", types, {"REQUESTS": 256})
@@ -937,28 +1039,52 @@ def lora_cases(capability: int) -> Iterator[Case]:
         {**lanes, **tiles, "COLS": 32, "GELU": False},
         {"num_warps": 4},
     )
+    fused = {**few, **named("*bf16", "x", "weight", "bias"), "counters": "*i32"}
+    fused |= named("*fp32", "sums", "parts")
+    layers = (3, 6144, False), (1, 4096, False), (2, 14336, True)
+    for parts, num_outputs, gated in layers if overlap else layers[1:2]:
+        tuning = lora_gemm_tuning.lora_gemm_tuning(16, num_outputs, gated)
+        yield Case(
+            lora_gemm.lora_gemm_kernel,
+            f"parts={parts}",
+            fused,
+            {
+                **tiles,
+                "PARTS": parts,
+                "RANK": 16,
+                "SLOTS": 8,
+                "PIECES": 4,
+                "SPLITS": tuning.splits,
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "AHEAD": tuning.ahead,
+                "AT_ONCE": 8,
+                "GATED": gated,
+                "GELU": False,
+                "HAS_BIAS": False,
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
 
 
 def collective_cases(capability: int) -> Iterator[Case]:
-    types = {**named("*bf16", "x", "out", "residual", "weight"), "addresses": "*i64", "eps": "fp32"}
-    common = {
-        "HEADER": peer_memory.HEADER_BYTES,
-        "RANK": 1,
-        "RANKS": 4,
-        "BLOCKS": peer_memory.FLAG_BLOCKS,
-        "SLOTS": peer_memory.MAX_RANKS,
-        "SEQUENCE": peer_memory.SEQUENCE,
-    }
+    types_of_ranks = {"addresses": "*i64", "eps": "fp32"}
+    types = {**named("*bf16", "x", "out", "residual", "weight"), **types_of_ranks}
+    common = peer_memory.RankMemories(torch.zeros(4), 1, 1 << 20).constants
+    tuning = peer_reduce.reduce_tuning(1 << 20)
     for two_shot in (False, True) if capability >= 90 else (True,):
-        for kernel, tuning in (
-            (peer_reduce.peer_reduce_kernel, peer_reduce.TUNING),
-            (peer_push.peer_push_kernel, peer_push.push_tuning(1 << 20)),
-        ):
-            size = {"TWO_SHOT": two_shot, "SIZE": tuning.size}
-            options = {"num_warps": tuning.num_warps}
-            yield Case(kernel, f"two_shot={two_shot}", types, {**common, **size}, options)
+        constants = {**common, "TWO_SHOT": two_shot, "SIZE": tuning.size}
+        options = {"num_warps": tuning.num_warps}
+        kernel = peer_reduce.peer_reduce_kernel
+        yield Case(kernel, f"two_shot={two_shot}", types, constants, options)
     kernel = peer_reduce_norm.peer_reduce_norm_kernel
     yield Case(kernel, "", types, {**common, "SIZE": 4096}, {"num_warps": 8})
+    constants = {**common, "SIZE": tuning.size}
+    kernel = peer_exchange.peer_scatter_kernel
+    yield Case(kernel, "", types, constants, {"num_warps": tuning.num_warps})
+    types = {**named("*i32", "x", "out"), **named("*i64", "slots", "slots_out"), **types_of_ranks}
+    kernel = peer_exchange.peer_gather_kernel
+    yield Case(kernel, "", types, constants, {"num_warps": tuning.num_warps})
 
 
 def compile_all(capability: int) -> None:
@@ -972,6 +1098,7 @@ def compile_all(capability: int) -> None:
         invariant_cases,
         rope_cases,
         attention_cases,
+        window_cases,
         expert_cases,
         fp8_expert_cases,
         mxfp4_expert_cases,
@@ -990,14 +1117,13 @@ def compile_all(capability: int) -> None:
         assert compiled.asm["cubin"]
         shared = compiled.metadata.shared
         assert shared <= SHARED_BYTES[capability], (case.label, shared)
+        check_order(case, compiled.asm["ptx"])
         print(capability, "|", case.kernel.__name__, case.label, "|", shared, flush=True)
 
 
 def main(capabilities: list[int]) -> None:
-    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = cache
-        for capability in capabilities:
-            compile_all(capability)
+    for capability in capabilities:
+        compile_all(capability)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,11 @@ import pytest
 import quantised_expert_checks as check
 import torch
 import triton
-from interpreted_fixtures import rounds_to_e4m3, rows_by_themselves  # noqa: F401
+from interpreted_fixtures import (  # noqa: F401
+    looks_for_builtins_once,
+    rounds_to_e4m3,
+    rows_by_themselves,
+)
 
 from tandem_kernels import ops
 from tandem_kernels.experts import mxfp4_experts, mxfp4_pairs

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,27 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def looks_for_builtins_once() -> Iterator[None]:
+    """Makes the interpreter remember what there is to replace in the language. By itself it goes
+    through all of it anew at each launch, and at each call of a function that is compiled: that is
+    a quarter of its time."""
+    replace = interpreter._patch_attr
+
+    @cache
+    def builtins_of(package: Any) -> list[str]:
+        return [name for name, found in inspect.getmembers(package) if tl.core.is_builtin(found)]
+
+    def replace_builtins(package: Any, *where: Any) -> None:
+        for name in builtins_of(package):
+            if tl.core.is_builtin(found := getattr(package, name)):
+                replace(package, name, found, *where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", replace_builtins)
+        yield
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreted_fixtures import rows_by_themselves  # noqa: F401
+from interpreted_fixtures import looks_for_builtins_once, rows_by_themselves  # noqa: F401
 from triton.runtime import interpreter
 
 from tandem_kernels import ops
+from tandem_kernels.attention import paged_attention, rope_and_cache
 from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
 from tandem_kernels.gemm import few_row_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
@@ -122,6 +123,20 @@ def test_rope_and_cache(dtype: torch.dtype, head_norm: bool) -> None:
     )
 
 
+@pytest.mark.usefixtures("wide_rope")
+def test_rope_and_cache_of_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of the query's than a program has, and fewer of the keys'."""
+    monkeypatch.setattr(rope_and_cache, "MANY_TOKENS", 6)
+    launched = []
+    monkeypatch.setattr(
+        rope_and_cache.triton, "cdiv",
+        lambda size, part: launched.append(part) or -(-size // part),
+    )  # fmt: skip
+    op = ops.rope_and_cache.kernel
+    check.rope_and_cache(op, torch.float16, head_dim=16, num_kv_heads=10, group=4)
+    assert launched == [32, 32]
+
+
 @pytest.mark.parametrize(
     ("num_kv_heads", "group", "head_dim", "block_size", "dtype"),
     [
@@ -160,6 +175,24 @@ def test_paged_attention_through_a_window(window: int, fixed_order: bool) -> Non
     )
     batch.metadata = replace(batch.metadata, fixed_order=fixed_order)
     check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+@pytest.mark.usefixtures("wide_windows")
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_decodes_through_a_window_in_few_tiles(
+    block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that begins within a tile, one that has not begun, and one of a prompt beside them."""
+    tiles = []
+    attend = paged_attention.prefill_attention
+    monkeypatch.setattr(
+        paged_attention, "prefill_attention",
+        lambda *args, **options: tiles.append(args[5]) or attend(*args, **options),
+    )  # fmt: skip
+    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 16, "block_size": block_size}
+    lengths = [5, 400, 0, 129, 128, 60], [1, 1, 1, 1, 1, 9]
+    check.attention_with_sinks(ops.paged_attention.kernel, *lengths, **shape, window=128)
+    assert [tuning and tuning.tile for tuning in tiles] == 2 * [128, None]
 
 
 def test_decodes_through_a_large_window() -> None:
@@ -292,6 +325,10 @@ def test_expansion_of_cached_latents(dtype: torch.dtype) -> None:
     check.merge_attention(ops.merge_attention.kernel, (5, 3, 24), dtype)
 
 
+def test_copies_of_contexts() -> None:
+    check.gather_context(ops.gather_context.kernel, 24, torch.float32)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "dtype"), [((2, 24, 12), torch.float32), ((1, 32, 32), torch.float16)], ids=str
@@ -336,6 +373,11 @@ def test_noise_has_the_bits_of_the_reference(seed: int, position: int) -> None:
 @pytest.mark.parametrize("vocab_size", [50, 4200])
 def test_sample(vocab_size: int) -> None:
     check.sample(ops.sample.kernel, torch.randn(12, vocab_size) * 3)
+
+
+def test_the_best_of_all_parts_is_what_whole_rows_draw() -> None:
+    kernels = ops.sample_part.kernel, ops.best_of_parts.kernel
+    check.sample_parts(*kernels, torch.randn(16, 300) * 3, [128, 128, 44])
 
 
 def test_sample_among_equal_and_masked_logits() -> None:
@@ -421,6 +463,30 @@ def test_adapters() -> None:
         (3, 64, (40,), 32),
     ):
         lora_checks.shrink_and_expand(*columns, num_tokens, inner, counts, rank, torch.float32)
+
+
+def test_adapters_in_the_launch_of_their_layer() -> None:
+    kernels = ops.lora_gemm.kernel, ops.lora_gate_up.kernel
+    for num_tokens, inner, counts, rank, num_slots in (
+        (5, 512, (64, 32, 32), 8, 3),
+        (16, 512, (32, 32), 16, 9),
+        (1, 1024, (32,), 64, 5),
+        (18, 256, (32,), 16, 4),
+    ):
+        lora_checks.one_launch(*kernels, num_tokens, inner, counts, rank, num_slots, torch.float32)
+
+
+def test_adapters_in_one_launch_when_the_last_program_begins_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One program at a time, in the other order: none may wait for one that has not begun."""
+    builder = interpreter.interpreter_builder
+    begin = builder.set_grid_idx
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda x, y, z: begin(builder.grid_dim[0] - 1 - x, y, z)
+    )
+    kernels = ops.lora_gemm.kernel, ops.lora_gate_up.kernel
+    lora_checks.one_launch(*kernels, 5, 512, (32, 32), 8, 3, torch.float32)
 
 
 def test_adapters_of_few_tokens() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels import ops
+from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
@@ -358,7 +359,8 @@ def post_update(op: Op, lengths: list[int], seed: int, width: int, device: str =
 
 
 def write_drafts(op: Op, num_reqs: int, seed: int, device: str = "cpu") -> None:
-    """Checks a step of one padding request and `num_reqs` others, some at the end of the table."""
+    """Checks a step of one padding request and `num_reqs` others, some at the end of the table.
+    Drafts are columns of a wider table."""
     rows = make_rows(seed, device)
     rows.total_len[: NUM_ROWS // 2] = MAX_LEN - torch.arange(NUM_ROWS // 2).int().to(device)
     mapping = [*torch.randperm(NUM_ROWS)[:num_reqs].tolist(), -1]
@@ -371,7 +373,8 @@ def write_drafts(op: Op, num_reqs: int, seed: int, device: str = "cpu") -> None:
             if int(rows.total_len[row]) + k < MAX_LEN:
                 expected[row][int(rows.total_len[row]) + k] = token if 0 <= token < 1000 else 0
     idx_mapping = torch.tensor(mapping, dtype=torch.int32, device=device)
-    op(idx_mapping, drafts.to(device), vocab_size, rows)
+    wider = torch.cat((drafts, drafts + 1), dim=1).to(device)
+    op(idx_mapping, wider[:, :MAX_DRAFTS], vocab_size, rows)
     assert rows.token_ids.tolist() == expected
 
 
@@ -456,6 +459,37 @@ def sample(op: Op, logits: Tensor) -> None:
             noise = oracle.gumbel(int(exact[4]), int(exact[5]), token)
             scores.append(x / exact[0] + noise if exact[0] > 0 else x)
         assert math.isclose(*scores, abs_tol=1e-4), (row, scores, exact)
+
+
+def sample_parts(sample_part: Op, best_of_parts: Op, logits: Tensor, widths: list[int]) -> None:
+    """Expects of parts of the vocabulary what the reference draws from whole rows, or a token that
+    is as good within float32."""
+    rows, device = len(logits), logits.device
+    temperature, _, _, _, seeds, positions = sampling_parameters(rows, str(device))
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    parts = [
+        sample_part(logits[:, start : start + width], temperature, seeds, positions, start)
+        for start, width in zip(starts, widths, strict=True)
+    ]
+    got = best_of_parts(torch.stack(parts)).cpu()
+    assert got.dtype == torch.int64
+    t, seeds, positions = temperature.cpu(), seeds.cpu(), positions.cpu()
+    none, ones = torch.zeros(rows), torch.ones(rows)
+    known = t, none.int(), ones, none, seeds, positions
+    expected = ops.sample.reference(logits.cpu(), *known, has_filters=False)
+    differing = (got != expected).nonzero().squeeze(1).tolist()
+    assert len(differing) <= rows // 16, (got, expected)
+    for row in differing:
+        assert t[row] > 0, "the largest is the largest"
+        noises = [
+            oracle.gumbel(int(seeds[row]), int(positions[row]), int(of[row]))
+            for of in (got, expected)
+        ]
+        scores = [
+            logits[row, of[row]].item() / t[row].item() + noise
+            for of, noise in zip((got, expected), noises, strict=True)
+        ]
+        assert math.isclose(*scores, abs_tol=1e-4), (row, scores)
 
 
 def topk_logprobs(op: Op, logits: Tensor, k: int) -> None:
@@ -749,6 +783,34 @@ def gather_latents(
     assert torch.equal(latents, expected[:, :latent])
     assert torch.equal(wide[:, :, 5:], expected[:, None, latent:].expand(-1, num_heads, -1))
     assert wide[:, :, :5].isnan().all()
+
+
+def gather_context(op: Op, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Checks ranges of several requests, one of them empty, in a cache with room behind its
+    blocks, and the same in FP8."""
+    seq_lens, ranges = [70, 5, 33, 20], [(16, 60), (0, 5), (7, 7), (19, 20)]
+    batch = oracle.paged_batch(
+        seq_lens, [1] * 4, num_kv_heads=3, group=1, head_dim=head_dim, block_size=16,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    first = torch.tensor([start for start, _ in ranges], dtype=torch.int32, device=device)
+    bounds = oracle.cumulative([end - start for start, end in ranges]).to(device)
+    given = batch.metadata.block_tables, first, bounds, int(bounds[-1]), dtype
+    roomy = torch.full((len(batch.kv_cache), 7, 3, 16, head_dim), math.nan, device=device)
+    roomy = roomy.to(dtype)[:, :2].copy_(batch.kv_cache)
+    found = op(roomy, *given)
+    for copied, stored in zip(found, (batch.keys, batch.values), strict=True):
+        rows = [
+            part[:, start:end].transpose(0, 1)
+            for part, (start, end) in zip(stored, ranges, strict=True)
+        ]
+        assert copied.dtype == dtype and torch.equal(copied, torch.cat(rows).to(dtype))
+    factors = torch.tensor([0.5, 1.0, 2.0], device=device)
+    scales = KVScales(factors, factors.flip(0))
+    quantised = batch.kv_cache.to(E4M3)
+    copies, plain = op(quantised, *given, scales), op(quantised.to(dtype), *given)
+    for copied, numbers, scale in zip(copies, plain, (scales.k, scales.v), strict=True):
+        assert torch.equal(copied, numbers * scale[:, None].to(dtype))
 
 
 def ragged_attention(

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.lora.lora_gemm_shapes import num_counters
+
 Op = Callable[..., Any]
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -112,6 +114,55 @@ def few_tokens(
         made = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
         found = gated(shrunk, b, slots, before, is_gelu=is_gelu)
         assert oracle.relative_error(found, made * up) < 2 * TOLERANCE[dtype]
+
+
+def one_launch(
+    gemm: Op,
+    gate_up: Op,
+    num_tokens: int,
+    inner: int,
+    counts: tuple[int, ...],
+    rank: int,
+    num_slots: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> None:
+    """The layer, its bias and adapters, time and again with the same counters; slots that nobody
+    has are not read."""
+    num_outputs, rows = sum(counts), len(counts) * rank
+
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*size, device=device) * scale).to(dtype)
+
+    x = random(num_tokens, 2 * inner)[:, :inner]
+    weight, bias = random(num_outputs, inner, scale=inner**-0.5), random(num_outputs)
+    a = random(num_slots, rows, inner, scale=inner**-0.5)
+    b = random(num_slots, num_outputs, rank, scale=rank**-0.5)
+    a[1] = b[1] = float("nan")
+    ends = tuple(torch.tensor(counts).cumsum(0).tolist())
+    counters = torch.zeros(num_counters(num_outputs), dtype=torch.int32, device=device)
+    for some in ([0, -1], [-1], list(range(-1, num_slots))):
+        choice = torch.tensor(some, dtype=torch.int32, device=device)
+        slots = choice[torch.randint(0, len(some), (num_tokens,), device=device)]
+        slots[slots == 1] = 0
+        plain = x.double() @ weight.double().T
+        added = torch.zeros_like(plain)
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                added[token] = _delta(x[token], a[slot], b[slot], ends)
+        for given in (bias,) if len(some) > 1 else (None,):
+            expected = plain + added if given is None else plain + added + given.double()
+            out = gemm(x, weight, given, a, b, slots, ends, counters)
+            assert oracle.relative_error(out, expected) < TOLERANCE[dtype]
+            assert not counters.any()
+        if len(counts) != 2:
+            continue
+        gate, up = (plain + added).chunk(2, dim=1)
+        for is_gelu in (False, True):
+            made = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+            out = gate_up(x, weight, a, b, slots, counters, is_gelu=is_gelu)
+            assert oracle.relative_error(out, made * up) < 2 * TOLERANCE[dtype]
+            assert not counters.any()
 
 
 def _delta(x: Tensor, a: Tensor, b: Tensor, ends: tuple[int, ...]) -> Tensor:

@@ -166,3 +166,9 @@ def test_one_token_of_a_prompt_equals_a_decode() -> None:
     )
     as_chunk = ops.paged_attention(batch.q, batch.kv_cache, other, batch.scale)
     assert oracle.relative_error(as_chunk, as_decode) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_copies_of_contexts(dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    check.gather_context(ops.gather_context, 24, dtype)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tandem_kernels.compile_guard import CompileGuard
+from tandem_kernels.compile_guard import CompileGuard, described
 
 knobs = pytest.importorskip("triton").knobs
+
+
+def _post_compile(name: str) -> None:
+    """Calls the hook as Triton does."""
+    signature: dict[str, Any] = {"x": "*bf16", "rows": "i32", "BLOCK": "constexpr"}
+    compiled = {
+        "signature": signature,
+        "constants": {(2,): 64},
+        "configs": [{(0,): [["tt.divisibility", 16]], (1,): []}],
+        "num_warps": 4,
+    }
+    information = SimpleNamespace(name=name)
+    knobs.runtime.jit_post_compile_hook(repr=f"{name}(", fn=information, compile=compiled, key="")
 
 
 def test_lists_and_logs_what_is_compiled_late(
@@ -18,11 +33,40 @@ def test_lists_and_logs_what_is_compiled_late(
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **d: heard.append(d["repr"]))
     guard = CompileGuard()
     with caplog.at_level(logging.WARNING):
-        knobs.runtime.jit_post_compile_hook(repr="early", key="")
+        _post_compile("early")
         guard.start()
-        knobs.runtime.jit_post_compile_hook(repr="rms_norm_kernel(BLOCK=64)", key="")
+        _post_compile("rms_norm_kernel")
         guard.stop()
-        knobs.runtime.jit_post_compile_hook(repr="afterwards", key="")
-    assert guard.late == ["rms_norm_kernel(BLOCK=64)"]
-    assert heard == ["early", "rms_norm_kernel(BLOCK=64)", "afterwards"]
+        _post_compile("afterwards")
+    assert guard.late == ["rms_norm_kernel(x: *bf16:16, rows: i32, BLOCK=64), 4 warps"]
+    assert heard == ["early(", "rms_norm_kernel(", "afterwards("]
     assert "rms_norm_kernel" in caplog.text and "early" not in caplog.text
+
+
+def test_what_triton_tells_of_a_compilation_is_understood() -> None:
+    """The hook of the installed Triton, for a kernel of ours."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    from tandem_kernels.elementwise.rms_norm import rms_norm_kernel
+
+    target = GPUTarget("cuda", 90, 32)
+    options = make_backend(target).parse_options({"num_warps": 8})
+    names = rms_norm_kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | {names[0]: "*bf16", names[-1]: "constexpr"}
+    attributes = {(0,): [["tt.divisibility", 16]], (1,): []}
+    told: list[str] = []
+    rms_norm_kernel._call_hook(
+        lambda **details: told.append(described(details)),
+        "key",
+        signature,
+        target,
+        0,
+        {(len(names) - 1,): 4096},
+        options,
+        [attributes],
+        False,
+    )
+    (text,) = told
+    assert text.startswith(f"rms_norm_kernel({names[0]}: *bf16:16, {names[1]}: i32, ")
+    assert text.endswith(f", {names[-1]}=4096), 8 warps")

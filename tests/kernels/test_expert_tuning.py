@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.engine.expert_formats import Mxfp4Weights
-from bench.engine.experts import ranges
+from bench.engine.experts import completed, ranges
 from tandem_kernels.experts.expert_tuning import (
     TABLES,
     ExpertShape,
@@ -66,6 +66,9 @@ def test_the_sweep_of_mxfp4_tries_what_its_kernels_take(rows: float) -> None:
         assert tuning.cols % SIDE == 0 and tuning.depth % SIDE == 0
         assert tuning.num_warps < 4 or tuning.rows >= 16, "warps would share rows and outputs"
         assert tuning.extra_rows in (0, 16, 32) and tuning.extra_rows < tuning.rows
+        assert tuning.extra_rows > 0 or not tuning.spares_extra, "there is nothing to spare"
+        assert tuning.unroll in (1, 2, 3)
+    assert any(tuning.unroll > 1 for tuning in tried) == (rows > 0.2)
     assert any(tuning.each_pair for tuning in tried) == (rows < 0.3)
 
 
@@ -142,6 +145,14 @@ def test_the_tuner_takes_the_fastest_and_puts_borders_between() -> None:
         64: [(30.0, LARGE), (31.0, SMALL)],
     }
     assert ranges(times, rows_per_token=0.5) == (Range(8.0, SMALL), Range(None, LARGE))
+
+
+def test_a_sweep_of_some_sizes_keeps_what_the_table_says_about_others() -> None:
+    parts = (Range(16.0, FP8), Range(None, LARGE))
+    table = ExpertTable(gate_up=parts, down=(Range(None, FP8),))
+    times = completed({2048: [(7.0, SMALL)]}, table, 1 / 32, gated=True)
+    found = [(Range(22.627, FP8)), Range(128.0, SMALL), Range(None, LARGE)]
+    assert list(ranges(times, 1 / 32)) == found
 
 
 def test_parts_of_the_inner_dimension_are_written_where_there_are_several() -> None:

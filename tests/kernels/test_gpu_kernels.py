@@ -207,6 +207,12 @@ def test_expansion_of_cached_latents(dtype: torch.dtype, num_heads: int) -> None
 
 
 @halves
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_copies_of_contexts(dtype: torch.dtype, head_dim: int) -> None:
+    check.gather_context(ops.gather_context, head_dim, dtype, "cuda")
+
+
+@halves
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 192, 128), (2, 128, 128), (2, 64, 32)])
 def test_ragged_attention(dtype: torch.dtype, sizes: tuple[int, int, int], causal: bool) -> None:
@@ -224,6 +230,22 @@ def test_routers(name: str, num_experts: int) -> None:
 
 def test_routers_of_ranks_with_some_experts() -> None:
     check.route_to_own_experts(ops.route_tokens, "cuda")
+
+
+@pytest.mark.usefixtures("late_kernels")
+def test_kernels_that_let_the_next_one_begin_late() -> None:
+    check.route_tokens(ops.route_tokens, "gpt_oss", 128, "cuda")
+    check.rms_norm(ops.rms_norm, 3, 2880, torch.bfloat16, "cuda")
+    check.fused_add_rms_norm(ops.fused_add_rms_norm, 3, 2880, torch.bfloat16, "cuda")
+
+
+@pytest.mark.usefixtures("wide_windows")
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_decodes_through_a_window_in_few_tiles(block_size: int) -> None:
+    shape = {"num_kv_heads": 8, "group": 8, "head_dim": 64, "dtype": torch.bfloat16}
+    lengths = [1, 127, 128, 129, 1000, 0, 9000], [1] * 7
+    more = {"window": 128, "block_size": block_size, "device": "cuda"}
+    check.attention_with_sinks(ops.paged_attention, *lengths, **shape, **more)  # type: ignore[arg-type]
 
 
 @halves
@@ -262,6 +284,16 @@ def test_rope_and_cache(
             keep_k=head_norm,
             device="cuda",
         )
+
+
+@halves
+@pytest.mark.usefixtures("wide_rope")
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (80, 7)])
+def test_rope_and_cache_of_many_heads_at_once(
+    dtype: torch.dtype, head_dim: int, group: int
+) -> None:
+    shape = {"head_dim": head_dim, "num_kv_heads": 8, "group": group, "block_size": 64}
+    check.rope_and_cache(ops.rope_and_cache, dtype, num_tokens=600, device="cuda", **shape)
 
 
 def _attention(seq_lens: list[int], query_lens: list[int], **shape: object) -> None:
@@ -402,6 +434,14 @@ def test_sample(rows: int, vocab_size: int) -> None:
     check.sample(ops.sample, torch.randn(rows, vocab_size, device="cuda") * 3)
     rounded = (torch.randn(rows, vocab_size, device="cuda") * 3).bfloat16().float()
     check.sample(ops.sample, rounded)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 256])
+def test_the_best_of_all_parts_is_what_whole_rows_draw(rows: int) -> None:
+    kernels = ops.sample_part, ops.best_of_parts
+    check.sample_parts(*kernels, torch.randn(rows, 32000, device="cuda") * 3, [16064, 15936])
+    wide = torch.randn(rows, 2 * 32064, device="cuda")
+    check.sample_parts(*kernels, wide[:, 7:32007], [31000, 1000])
 
 
 def test_sample_among_equal_and_masked_logits() -> None:

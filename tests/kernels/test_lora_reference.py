@@ -27,3 +27,4 @@ def test_adapters_are_added_to_their_own_tokens(
     check.shrink_and_expand(*columns, 37, 96, counts, 8, dtype)
     few = ops.lora_shrink, ops.lora_expand_few, ops.lora_expand_gated
     check.few_tokens(*few, 37, 96, counts, 8, dtype)
+    check.one_launch(ops.lora_gemm, ops.lora_gate_up, 9, 96, counts, 8, 3, dtype)

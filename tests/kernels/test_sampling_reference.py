@@ -211,3 +211,13 @@ def test_count_tokens_and_add_sparse_add_up_repeats() -> None:
 def test_topk_logprobs(k: int, dtype: torch.dtype) -> None:
     torch.manual_seed(k)
     check.topk_logprobs(ops.topk_logprobs, (torch.randn(3, 100) * 4).to(dtype), k)
+
+
+PARTS = ops.sample_part, ops.best_of_parts
+
+
+def test_the_best_of_all_parts_is_what_whole_rows_draw() -> None:
+    """Parts of 40, 40 and 20 tokens of rows that are greedy, cold and hot; a NaN is never best."""
+    check.sample_parts(*PARTS, torch.randn(32, 100) * 3, [40, 40, 20])
+    check.sample_parts(*PARTS, (torch.randn(32, 100) * 2).round(), [99, 1])
+    check.sample_parts(*PARTS, torch.where(torch.rand(32, 100) < 0.5, torch.nan, 1.0), [50, 50])

@@ -10,7 +10,12 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.decode_attention import decode_attention
 from tandem_kernels.attention.kv_scales import KVScales
-from tandem_kernels.attention.prefill_attention import fixed_tuning, prefill_attention
+from tandem_kernels.attention.prefill_attention import (
+    fixed_tuning,
+    prefill_attention,
+    window_tuning,
+)
+from tandem_kernels.new_paths import takes_new_path
 
 _UNCUT_WINDOW = 256
 """Up to so many positions a window is walked by one program: cutting it would take a merge, and
@@ -45,7 +50,11 @@ def paged_attention(
         queries, attended = q[:num_decodes], out[:num_decodes]
         if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
             alone = _decodes_alone(metadata)
-            prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare, overlaps=True)
+            wide = takes_new_path("wide-windows")
+            tuning = window_tuning(q.shape[-1], q.dtype) if wide else None
+            prefill_attention(
+                queries, kv_cache, alone, scale, attended, tuning, *rare, overlaps=True
+            )
         else:
             decode_attention(queries, kv_cache, metadata, scale, attended, None, *rare)
     if num_decodes < metadata.seq_lens.shape[0]:

@@ -234,7 +234,7 @@ def write_drafts(idx_mapping: Tensor, drafts: Tensor, vocab_size: int, rows: Row
     num_reqs, width = drafts.shape
     write_drafts_kernel[(triton.cdiv(num_reqs, REQUESTS_PER_PROGRAM),)](
         idx_mapping,
-        drafts,
+        drafts.contiguous(),
         rows.token_ids,
         rows.total_len,
         num_reqs,

@@ -1,7 +1,8 @@
-"""Memory that all ranks of a host map, as kernels that add up over it see it.
+"""Memory that all ranks of a host map, as kernels that exchange numbers over it see it.
 
     memory of a rank    flags [2, ranks, blocks] | sequence, tickets | half | half
-    half                input [n] | result [n]
+    half                input [n] | result [n]           of an all-reduce
+                        rows of rank 0 | rank 1 | ...    of an all-gather or reduce-scatter
 
 Calls are counted on the device, so that a replayed graph goes on counting, and halves of the memory
 take turns: a rank in call k + 2 has seen all others in call k + 1, so nobody reads or writes what
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 MAX_RANKS = 16
 FLAG_BLOCKS = 128
@@ -50,9 +52,53 @@ def memory_bytes(max_bytes: int) -> int:
     return HEADER_BYTES + 4 * (max_bytes + _PADDING_BYTES)
 
 
-def room_of_half(max_bytes: int, itemsize: int) -> int:
-    """Returns how many numbers an input, or a result, has room for."""
-    return (max_bytes + _PADDING_BYTES) // itemsize
+def padded(num_numbers: int) -> int:
+    """Returns the numbers of a message with those that align the next one."""
+    return -(-num_numbers // VECTOR) * VECTOR
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemories:
+    """The memory of all ranks, as rank `rank` maps it.
+
+    Attributes:
+        addresses: [ranks] int64 on the rank's device, of each rank's memory: `memory_bytes` zeroed
+            bytes, as this process maps them.
+        max_bytes: Of a message.
+    """
+
+    addresses: Tensor
+    rank: int
+    max_bytes: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.addresses)
+
+    def room(self, itemsize: int) -> int:
+        """Returns how many numbers an input, or a result, has room for."""
+        return (self.max_bytes + _PADDING_BYTES) // itemsize
+
+    @property
+    def half_bytes(self) -> int:
+        """Returns what a call may write into a rank's memory."""
+        return 2 * (self.max_bytes + _PADDING_BYTES)
+
+    def fits_one_shot(self, num_numbers: int, itemsize: int) -> bool:
+        """Returns whether a half of the memory takes a message from every rank."""
+        return self.ranks * padded(num_numbers) <= 2 * self.room(itemsize)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Returns the arguments that kernels are compiled for, and which all of them take."""
+        return {
+            "HEADER": HEADER_BYTES,
+            "RANK": self.rank,
+            "RANKS": self.ranks,
+            "BLOCKS": FLAG_BLOCKS,
+            "SLOTS": MAX_RANKS,
+            "SEQUENCE": SEQUENCE,
+        }
 
 
 @triton.jit
@@ -71,23 +117,97 @@ def tell_and_wait(
     RANKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
-    ITSELF: tl.constexpr,
 ) -> None:
-    """Writes `number` where each rank's block looks for this rank, and waits for theirs. ITSELF:
-    among them for itself, which costs a fence."""
+    """Writes `number` where each other rank's block looks for this rank, and waits for theirs."""
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
-        if ITSELF or peer != RANK:
+        if peer != RANK:
             flags = tl.load(addresses + peer).to(tl.pointer_type(tl.int32))
             place = flags + (half * SLOTS + RANK) * BLOCKS + block
             tl.atomic_xchg(place, number, sem="release", scope="sys")
     own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(RANKS):
-        if ITSELF or peer != RANK:
+        if peer != RANK:
             place = own + (half * SLOTS + peer) * BLOCKS + block
             while tl.atomic_add(place, 0, sem="acquire", scope="sys") - number < 0:
                 pass
     tl.debug_barrier()
+
+
+@triton.jit
+def write_to_others(
+    addresses: tl.tensor,
+    region: tl.tensor,
+    place: tl.tensor,
+    numbers: tl.tensor,
+    inside: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+) -> None:
+    """Writes numbers to a place of the same region of all other ranks' memory."""
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            theirs = numbers_at(tl.load(addresses + peer) + region, numbers.dtype)
+            tl.store(theirs + place, numbers, mask=inside)
+
+
+@triton.jit
+def write_slices(
+    x: tl.tensor,
+    addresses: tl.tensor,
+    region: tl.tensor,
+    num_numbers: tl.tensor,
+    part: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Writes slice p of `x`, `part` numbers and in the last one fewer, to rank p's place for those
+    of this rank, except its own."""
+    lane = tl.arange(0, SIZE)
+    for start in range(tl.program_id(0) * SIZE, part, tl.num_programs(0) * SIZE):
+        of_slice = start + lane
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                place = peer * part + of_slice
+                inside = (of_slice < part) & (place < num_numbers)
+                given = tl.load(x + place, mask=inside)
+                theirs = numbers_at(tl.load(addresses + peer) + region, x.dtype.element_ty)
+                tl.store(theirs + RANK * part + of_slice, given, mask=inside)
+
+
+@triton.jit
+def sum_of_ranks(
+    own: tl.tensor,
+    written: tl.tensor,
+    part: tl.tensor,
+    inside: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Adds [SIZE] numbers of all ranks in their order, in float32. `own`: pointers to this rank's;
+    `written`: to where rank 0 writes its own, rank r `part` numbers times r behind."""
+    total = tl.zeros([SIZE], tl.float32)
+    for peer in tl.static_range(RANKS):
+        if peer == RANK:
+            total += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        else:
+            theirs = written + peer * part
+            found = tl.load(theirs, mask=inside, other=0.0, cache_modifier=".cg")
+            total += found.to(tl.float32)
+    return total
+
+
+@triton.jit
+def begin_call(
+    addresses: tl.tensor, RANK: tl.constexpr, SEQUENCE_INDEX: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Returns the own flags, the number of this call, and which half of the memory it uses. Numbers
+    wrap around after 2^31 calls, and are negative then."""
+    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
+    call = tl.load(own + SEQUENCE_INDEX, volatile=True)
+    return own, call, call & 1
 
 
 @triton.jit

@@ -1,18 +1,21 @@
-"""All-reduce of small messages in one launch, over memory that all ranks map (`peer_memory`).
+"""All-reduce of small messages in one launch, by writes into other ranks' memory (`peer_memory`).
 
-    one-shot  1. copy the own input to the own memory
+    one-shot  1. write the own input into all other ranks' memory
               2. tell every rank, wait for every rank
-              3. read all inputs, add in order of ranks
-    two-shot  1., 2. the same
-              3. add slice r of all inputs, in order, into all ranks' results
-              4. tell, wait, copy the result
+              3. add the own input and what the others wrote, in order of ranks
+    two-shot  1. write slice p of the own input into the memory of rank p
+              2. tell, wait
+              3. add the own slice and what the others wrote, in order; write the sums into all
+                 other ranks' results
+              4. tell, wait, copy the others' slices of the result
 
-One-shot reads the message of every rank, two-shot moves each number twice: the first is quicker for
-few bytes, the other for many. Either way every rank gets the same bits. `peer_push` does the same
-by writes alone.
+One-shot writes the message once for each other rank, two-shot moves each number twice: the first
+has one wait fewer, the other fewer bytes with more than two ranks. Either way every rank gets the
+same bits, those of a sum in float32 in the order of ranks, rounded once. Writes, since nobody waits
+for them one by one, as one would for reads of other ranks' memory.
 
 Nothing here is launched ahead of the kernel before it (PDL): the end of a call must mean that all
-of its reads are done.
+of its reads are done. Calls of a rank follow each other; two streams at a time are not for them.
 """
 
 from __future__ import annotations
@@ -23,18 +26,104 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.collectives.peer_memory import (
-    FLAG_BLOCKS,
-    HEADER_BYTES,
-    MAX_RANKS,
-    SEQUENCE,
+    RankMemories,
     ReduceTuning,
+    begin_call,
     end_call,
     numbers_at,
-    room_of_half,
+    padded,
+    sum_of_ranks,
     tell_and_wait,
+    write_slices,
+    write_to_others,
 )
 
-TUNING = ReduceTuning(blocks=32, size=2048, num_warps=8)
+_FEW_NUMBERS = 1 << 16
+
+
+def reduce_tuning(num_numbers: int) -> ReduceTuning:
+    """Returns what is likely best: a few KiB in many programs for few numbers, and for many what a
+    link has in flight, some 600 KB. `python -m bench.engine.all_reduce --tune` times others."""
+    if num_numbers <= _FEW_NUMBERS:
+        return ReduceTuning(blocks=32, size=2048, num_warps=8)
+    return ReduceTuning(blocks=128, size=4096, num_warps=16)
+
+
+@triton.jit
+def _one_shot(
+    x: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    number: tl.tensor,
+    half: tl.tensor,
+    num_numbers: tl.tensor,
+    part: tl.tensor,
+    inputs: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Adds up in one shot. Rank r's numbers have place r * part in the others' memory."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    kind: tl.constexpr = x.dtype.element_ty
+    lane = tl.arange(0, SIZE)
+    for start in range(block * SIZE, num_numbers, blocks * SIZE):
+        place = start + lane
+        inside = place < num_numbers
+        given = tl.load(x + place, mask=inside)
+        write_to_others(addresses, inputs, RANK * part + place, given, inside, RANK, RANKS)
+    tell_and_wait(addresses, number, block, half, RANK, RANKS, BLOCKS, SLOTS)
+    mine = numbers_at(tl.load(addresses + RANK) + inputs, kind)
+    for start in range(block * SIZE, num_numbers, blocks * SIZE):
+        place = start + lane
+        inside = place < num_numbers
+        total = sum_of_ranks(x + place, mine + place, part, inside, RANK, RANKS, SIZE)
+        tl.store(out + place, total.to(kind), mask=inside)
+
+
+@triton.jit
+def _two_shot(
+    x: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    number: tl.tensor,
+    half: tl.tensor,
+    num_numbers: tl.tensor,
+    part: tl.tensor,
+    inputs: tl.tensor,
+    results: tl.tensor,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Adds up in two shots. A slice has `part` numbers, the last one fewer."""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    kind: tl.constexpr = x.dtype.element_ty
+    lane = tl.arange(0, SIZE)
+    write_slices(x, addresses, inputs, num_numbers, part, RANK, RANKS, SIZE)
+    tell_and_wait(addresses, number, block, half, RANK, RANKS, BLOCKS, SLOTS)
+    mine = numbers_at(tl.load(addresses + RANK) + inputs, kind)
+    for start in range(block * SIZE, part, blocks * SIZE):
+        of_slice = start + lane
+        place = RANK * part + of_slice
+        inside = (of_slice < part) & (place < num_numbers)
+        total = sum_of_ranks(x + place, mine + of_slice, part, inside, RANK, RANKS, SIZE)
+        tl.store(out + place, total.to(kind), mask=inside)
+        write_to_others(addresses, results, place, total.to(kind), inside, RANK, RANKS)
+    tell_and_wait(addresses, number + 1, block, half, RANK, RANKS, BLOCKS, SLOTS)
+    added = numbers_at(tl.load(addresses + RANK) + results, kind)
+    for start in range(block * SIZE, part, blocks * SIZE):
+        of_slice = start + lane
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                place = peer * part + of_slice
+                inside = (of_slice < part) & (place < num_numbers)
+                found = tl.load(added + place, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(out + place, found, mask=inside)
 
 
 @triton.jit
@@ -43,6 +132,7 @@ def peer_reduce_kernel(
     out: tl.tensor,
     addresses: tl.tensor,
     num_numbers: tl.tensor,
+    part: tl.tensor,
     most: tl.tensor,
     HEADER: tl.constexpr,
     RANK: tl.constexpr,
@@ -53,95 +143,51 @@ def peer_reduce_kernel(
     SEQUENCE: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Adds `x` [n] of all ranks. `addresses`: [RANKS] int64 of their memories; `most`: numbers that
-    an input, or a result, has room for."""
-    block = tl.program_id(0)
-    blocks = tl.num_programs(0)
-    lane = tl.arange(0, SIZE)
-    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
-    call = tl.load(own + SEQUENCE, volatile=True)
-    half = call % 2
-    kind: tl.constexpr = x.dtype.element_ty
-    inputs = HEADER + 2 * half * most * (kind.primitive_bitwidth // 8)
-    results = inputs + most * (kind.primitive_bitwidth // 8)
-    mine = numbers_at(tl.load(addresses + RANK) + inputs, kind)
-    slice_size = tl.cdiv(tl.cdiv(num_numbers, RANKS), SIZE) * SIZE
+    """Adds `x` [n] of all ranks. `addresses`: [RANKS] int64 of their memories; `part`: numbers of a
+    slice, or of a message, with those that align the next one; `most`: numbers that an input, or a
+    result, has room for."""
+    own, call, half = begin_call(addresses, RANK, SEQUENCE)
+    number = 2 * call + 1
+    part = tl.multiple_of(part, 8)
+    itemsize: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    inputs = HEADER + 2 * half * most * itemsize
     if TWO_SHOT:
-        for of_rank in tl.static_range(RANKS):
-            for start in range(block * SIZE, slice_size, blocks * SIZE):
-                place = of_rank * slice_size + start + lane
-                inside = place < num_numbers
-                tl.store(mine + place, tl.load(x + place, mask=inside), mask=inside)
-        tell_and_wait(addresses, 2 * call + 1, block, half, RANK, RANKS, BLOCKS, SLOTS, True)
-        for start in range(block * SIZE, slice_size, blocks * SIZE):
-            place = RANK * slice_size + start + lane
-            inside = place < num_numbers
-            total = tl.zeros([SIZE], tl.float32)
-            for peer in tl.static_range(RANKS):
-                theirs = numbers_at(tl.load(addresses + peer) + inputs, kind)
-                part = tl.load(theirs + place, mask=inside, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
-            for peer in tl.static_range(RANKS):
-                theirs = numbers_at(tl.load(addresses + peer) + results, kind)
-                tl.store(theirs + place, total.to(kind), mask=inside)
-        tell_and_wait(addresses, 2 * call + 2, block, half, RANK, RANKS, BLOCKS, SLOTS, True)
-        added = numbers_at(tl.load(addresses + RANK) + results, kind)
-        for of_rank in tl.static_range(RANKS):
-            for start in range(block * SIZE, slice_size, blocks * SIZE):
-                place = of_rank * slice_size + start + lane
-                inside = place < num_numbers
-                found = tl.load(added + place, mask=inside, other=0.0, cache_modifier=".cg")
-                tl.store(out + place, found, mask=inside)
+        _two_shot(
+            x, out, addresses, number, half, num_numbers, part, inputs, inputs + most * itemsize,
+            RANK, RANKS, BLOCKS, SLOTS, SIZE,
+        )  # fmt: skip
     else:
-        for start in range(block * SIZE, num_numbers, blocks * SIZE):
-            place = start + lane
-            inside = place < num_numbers
-            tl.store(mine + place, tl.load(x + place, mask=inside), mask=inside)
-        tell_and_wait(addresses, 2 * call + 1, block, half, RANK, RANKS, BLOCKS, SLOTS, True)
-        for start in range(block * SIZE, num_numbers, blocks * SIZE):
-            place = start + lane
-            inside = place < num_numbers
-            total = tl.zeros([SIZE], tl.float32)
-            for peer in tl.static_range(RANKS):
-                theirs = numbers_at(tl.load(addresses + peer) + inputs, kind)
-                part = tl.load(theirs + place, mask=inside, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
-            tl.store(out + place, total.to(kind), mask=inside)
-    end_call(own, call, blocks, SEQUENCE)
+        _one_shot(
+            x, out, addresses, number, half, num_numbers, part, inputs,
+            RANK, RANKS, BLOCKS, SLOTS, SIZE,
+        )  # fmt: skip
+    end_call(own, call, tl.num_programs(0), SEQUENCE)
 
 
 def peer_reduce(
-    x: Tensor,
-    addresses: Tensor,
-    rank: int,
-    max_bytes: int,
-    *,
-    two_shot: bool,
-    tuning: ReduceTuning = TUNING,
+    x: Tensor, memory: RankMemories, *, two_shot: bool, tuning: ReduceTuning | None = None
 ) -> Tensor:
     """Returns the sum of `x` over ranks, which all call this alike, in turn.
 
     Args:
-        x: Contiguous, of float32 or half precision, of at most `max_bytes`.
-        addresses: [ranks] int64 on the device of `x`, of each rank's memory: `memory_bytes` zeroed
-            bytes, as this process maps them.
+        x: [n], contiguous, of float32 or half precision, of at most the memory's `max_bytes`.
+        two_shot: What one shot has no room for goes in two in any case.
+        tuning: None: `reduce_tuning`.
     """
     out = torch.empty_like(x)
-    num_numbers, ranks = x.numel(), len(addresses)
-    blocks = tuning.num_blocks(num_numbers // ranks if two_shot else num_numbers)
-    peer_reduce_kernel[(blocks,)](
+    num_numbers, itemsize = x.numel(), x.element_size()
+    two_shot = two_shot or not memory.fits_one_shot(num_numbers, itemsize)
+    part = padded(triton.cdiv(num_numbers, memory.ranks) if two_shot else num_numbers)
+    tuning = tuning or reduce_tuning(part)
+    peer_reduce_kernel[(tuning.num_blocks(part),)](
         x,
         out,
-        addresses,
+        memory.addresses,
         num_numbers,
-        room_of_half(max_bytes, x.element_size()),
-        HEADER=HEADER_BYTES,
-        RANK=rank,
-        RANKS=ranks,
+        part,
+        memory.room(itemsize),
+        **memory.constants,
         TWO_SHOT=two_shot,
-        BLOCKS=FLAG_BLOCKS,
-        SLOTS=MAX_RANKS,
-        SEQUENCE=SEQUENCE,
         SIZE=tuning.size,
         num_warps=tuning.num_warps,
     )

@@ -6,7 +6,7 @@
 
 It saves a launch, and the sum's way through memory and back. Rounded where the kernels behind each
 other round: the sum to the model's dtype, then the residual stream. So its bits are those of
-`peer_push` and `fused_add_rms_norm`, and the same on every rank.
+`peer_reduce` and `fused_add_rms_norm`, and the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from torch import Tensor
 
 from tandem_kernels.collectives.peer_memory import (
     FLAG_BLOCKS,
-    HEADER_BYTES,
-    MAX_RANKS,
-    SEQUENCE,
     VECTOR,
+    RankMemories,
+    begin_call,
     end_call,
     numbers_at,
-    room_of_half,
+    sum_of_ranks,
     tell_and_wait,
+    write_to_others,
 )
-from tandem_kernels.collectives.peer_push import one_shot_fits
 
-MAX_BLOCKS = 64
 MAX_HIDDEN = 16384
 
 
@@ -56,9 +54,7 @@ def peer_reduce_norm_kernel(
     """Adds `x` [T, width] of all ranks to `residual`, and normalises the sums: row i in program
     i modulo their number."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
-    call = tl.load(own + SEQUENCE, volatile=True)
-    half = call % 2
+    own, call, half = begin_call(addresses, RANK, SEQUENCE)
     kind: tl.constexpr = x.dtype.element_ty
     inputs = HEADER + 2 * half * most * (kind.primitive_bitwidth // 8)
     part = num_rows * width
@@ -67,23 +63,13 @@ def peer_reduce_norm_kernel(
     for row in range(block, num_rows, blocks):
         place = row * width + column
         given = tl.load(x + place, mask=inside)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                theirs = numbers_at(tl.load(addresses + peer) + inputs, kind)
-                tl.store(theirs + RANK * part + place, given, mask=inside)
+        write_to_others(addresses, inputs, RANK * part + place, given, inside, RANK, RANKS)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tell_and_wait(addresses, 2 * call + 1, block, half, RANK, RANKS, BLOCKS, SLOTS, False)
+    tell_and_wait(addresses, 2 * call + 1, block, half, RANK, RANKS, BLOCKS, SLOTS)
     mine = numbers_at(tl.load(addresses + RANK) + inputs, kind)
     for row in range(block, num_rows, blocks):
         place = row * width + column
-        total = tl.zeros([SIZE], tl.float32)
-        for peer in tl.static_range(RANKS):
-            if peer == RANK:
-                total += tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-            else:
-                got = mine + peer * part + place
-                found = tl.load(got, mask=inside, other=0.0, cache_modifier=".cg")
-                total += found.to(tl.float32)
+        total = sum_of_ranks(x + place, mine + place, part, inside, RANK, RANKS, SIZE)
         carried = residual + row * residual_stride + column
         before = tl.load(carried, mask=inside, other=0.0).to(tl.float32)
         value = (total.to(kind).to(tl.float32) + before).to(kind)
@@ -95,7 +81,7 @@ def peer_reduce_norm_kernel(
     end_call(own, call, blocks, SEQUENCE)
 
 
-def reduces_norm(x: Tensor, residual: Tensor, ranks: int, max_bytes: int) -> bool:
+def reduces_norm(x: Tensor, residual: Tensor, memory: RankMemories) -> bool:
     """Returns whether the kernel takes rows `x` [T, H]: whole vectors, and room for a message from
     every rank."""
     num_rows, width = x.shape
@@ -104,18 +90,12 @@ def reduces_norm(x: Tensor, residual: Tensor, ranks: int, max_bytes: int) -> boo
         and width % VECTOR == 0
         and width <= MAX_HIDDEN
         and residual.dtype == x.dtype
-        and one_shot_fits(x.numel(), x.element_size(), ranks, max_bytes)
+        and memory.fits_one_shot(x.numel(), x.element_size())
     )
 
 
 def peer_reduce_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    addresses: Tensor,
-    rank: int,
-    max_bytes: int,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: RankMemories
 ) -> Tensor:
     """Returns the norm [T, H] of `residual`, which becomes the sum of itself and `x` over ranks.
     All ranks call this alike, in turn.
@@ -124,28 +104,22 @@ def peer_reduce_norm(
         x: [T, H], contiguous; only what `reduces_norm` takes.
         residual: [T, H], the same on every rank; rows may lie apart.
         weight: [H].
-        addresses: As `peer_reduce` takes them.
     """
     num_rows, width = x.shape
     out = torch.empty_like(x)
     size = triton.next_power_of_2(width)
-    peer_reduce_norm_kernel[(min(MAX_BLOCKS, num_rows),)](
+    peer_reduce_norm_kernel[(min(FLAG_BLOCKS, num_rows),)](
         x,
         residual,
         weight,
         out,
-        addresses,
+        memory.addresses,
         num_rows,
         width,
         residual.stride(0),
-        room_of_half(max_bytes, x.element_size()),
+        memory.room(x.element_size()),
         eps,
-        HEADER=HEADER_BYTES,
-        RANK=rank,
-        RANKS=len(addresses),
-        BLOCKS=FLAG_BLOCKS,
-        SLOTS=MAX_RANKS,
-        SEQUENCE=SEQUENCE,
+        **memory.constants,
         SIZE=size,
         num_warps=min(max(size // 512, 1), 16),
     )

@@ -41,6 +41,9 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         splits: Parts of the inner dimension, which different programs take; in formats that can.
         extra_rows: Of a tile besides its `rows`, in formats that can: experts seldom have just as
             many as a power of two.
+        spares_extra: Tiles whose expert has no rows left for `extra_rows` do not multiply them.
+        unroll: Steps of the inner dimension in one turn of the loop; `num_stages` counts turns. In
+            formats that can.
         each_pair: Every (token, expert) pair has programs of its own, and the second GEMM sums
             those of a token; in formats that can.
     """
@@ -53,6 +56,8 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: int = 1
     splits: int = 1
     extra_rows: int = 0
+    spares_extra: bool = False
+    unroll: int = 1
     each_pair: bool = False
 
 
@@ -133,9 +138,12 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.convert(ranges, cls)
 
 
+_USUAL = {"splits": 1, "extra_rows": 0, "spares_extra": False, "unroll": 1, "each_pair": False}
+
+
 def _line(part: Range) -> bytes:
     fields = {"up_to": part.up_to, **msgspec.structs.asdict(part.tuning)}
-    for name, usual in (("splits", 1), ("extra_rows", 0), ("each_pair", False)):
+    for name, usual in _USUAL.items():
         if fields[name] == usual:
             del fields[name]
     return msgspec.json.encode(fields)

@@ -29,7 +29,7 @@ from tandem_kernels.experts.expert_tuning import (
 )
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])
 def expert_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,

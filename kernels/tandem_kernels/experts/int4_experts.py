@@ -22,7 +22,7 @@ LATE_ROWS = 16
 """Tiles of at most so many rows multiply sums by scales."""
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])
 def int4_expert_gemm_kernel(
     x: tl.tensor,
     packed: tl.tensor,

@@ -64,6 +64,60 @@ def _loaded(
 
 
 @triton.jit
+def _products(
+    inputs: tl.tensor,
+    inputs2: tl.tensor,
+    places: tl.tensor,
+    size: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    inner: tl.tensor,
+    num_tile_columns: tl.tensor,
+    kind: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXTRA: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    UNROLL: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    GATED: tl.constexpr,
+    BY_WARP: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Multiplies steps `first` to before `end` of the inner dimension: by gates, or all there is,
+    and by ups, `size` words behind them; both [COLS, ROWS], and both [COLS, EXTRA], which without
+    HAS_EXTRA are zero."""
+    ROW_TILES: tl.constexpr = COLS // 64
+    COLUMN_TILES: tl.constexpr = DEPTH // 64
+    lane = tl.arange(0, DEPTH)
+    acc = tl.zeros([COLS, ROWS], tl.float32)
+    second = tl.zeros([COLS, ROWS], tl.float32)
+    acc2 = tl.zeros([COLS, EXTRA], tl.float32)
+    second2 = tl.zeros([COLS, EXTRA], tl.float32)
+    for step in tl.range(first, end, loop_unroll_factor=UNROLL):
+        inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
+        real_k = (step * DEPTH + lane < inner)[None, :]
+        given = _loaded(inputs + step * DEPTH, real_k, EVEN, BY_WARP)
+        if HAS_EXTRA:
+            given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
+        at = places + step * (COLUMN_TILES * 544)
+        by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
+        acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
+        if HAS_EXTRA:
+            acc2 = tl.dot(by, given2.T, acc2, input_precision=PRECISION)
+        if GATED:
+            by = mxfp4_weights(
+                at + size, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
+            )
+            second = tl.dot(by, given.T, second, input_precision=PRECISION)
+            if HAS_EXTRA:
+                second2 = tl.dot(by, given2.T, second2, input_precision=PRECISION)
+    return acc, second, acc2, second2
+
+
+@triton.jit
 def _sum_of_splits(
     place: tl.tensor, of_split: tl.tensor, written: tl.tensor, SPLITS: tl.constexpr
 ) -> tl.tensor:
@@ -104,6 +158,8 @@ def mxfp4_expert_gemm_kernel(
     SPLITS: tl.constexpr,
     BY_WARP: tl.constexpr,
     EXTRA: tl.constexpr,
+    SPARES_EXTRA: tl.constexpr,
+    UNROLL: tl.constexpr,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -134,42 +190,36 @@ def mxfp4_expert_gemm_kernel(
     COLUMN_TILES: tl.constexpr = DEPTH // 64
     lane = tl.arange(0, DEPTH)
     inputs = _inputs(x, pair, num_pairs, x_stride, lane, TOP_K, GATED)
-    if EXTRA > 0:
-        _, pair2, _ = rows_of_program(
-            experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-            EXTRA, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, ROWS + EXTRA, ROWS,
-        )  # fmt: skip
-        inputs2 = _inputs(x, pair2, num_pairs, x_stride, lane, TOP_K, GATED)
-        acc2 = tl.zeros([COLS, EXTRA], tl.float32)
-        second2 = tl.zeros([COLS, EXTRA], tl.float32)
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
     size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
     # Outputs behind the last tile are computed like those of the last, and not written.
     tile_row = col_tile * ROW_TILES + tl.arange(0, ROW_TILES)
     tile_row = tl.minimum(tile_row, num_tile_rows - 1)
     places = tile_places(weight + part * size, tile_row, num_tile_columns, COLUMN_TILES)
-    acc = tl.zeros([COLS, ROWS], tl.float32)
-    second = tl.zeros([COLS, ROWS], tl.float32)
     num_steps = tl.cdiv(inner, DEPTH)
     first = tl.program_id(1) * num_steps // SPLITS
-    for step in range(first, (tl.program_id(1) + 1) * num_steps // SPLITS):
-        inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
-        real_k = (step * DEPTH + lane < inner)[None, :]
-        given = _loaded(inputs + step * DEPTH, real_k, EVEN, BY_WARP)
-        if EXTRA > 0:
-            given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
-        at = places + step * (COLUMN_TILES * 544)
-        by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
-        acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
-        if EXTRA > 0:
-            acc2 = tl.dot(by, given2.T, acc2, input_precision=PRECISION)
-        if GATED:
-            by = mxfp4_weights(
-                at + size, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
-            )
-            second = tl.dot(by, given.T, second, input_precision=PRECISION)
-            if EXTRA > 0:
-                second2 = tl.dot(by, given2.T, second2, input_precision=PRECISION)
+    end = (tl.program_id(1) + 1) * num_steps // SPLITS
+    pair2, inputs2, has_extra = pair, inputs, True
+    if EXTRA > 0:
+        _, pair2, _ = rows_of_program(
+            experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
+            EXTRA, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, ROWS + EXTRA, ROWS,
+        )  # fmt: skip
+        inputs2 = _inputs(x, pair2, num_pairs, x_stride, lane, TOP_K, GATED)
+    if SPARES_EXTRA:
+        has_extra = tl.min(pair2, axis=0) < num_pairs
+    if has_extra:
+        acc, second, acc2, second2 = _products(
+            inputs, inputs2, places, size, first, end, inner, num_tile_columns, kind,
+            ROWS, EXTRA or 16, COLS, DEPTH, UNROLL, EXTRA > 0,
+            GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+        )  # fmt: skip
+    else:
+        acc, second, acc2, second2 = _products(
+            inputs, inputs2, places, size, first, end, inner, num_tile_columns, kind,
+            ROWS, EXTRA or 16, COLS, DEPTH, UNROLL, False,
+            GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+        )  # fmt: skip
     acc = acc.T
     second = second.T
     col = col_tile * COLS + tl.arange(0, COLS)
@@ -193,11 +243,12 @@ def mxfp4_expert_gemm_kernel(
         acc, second, pair, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
         limit, alpha, GATED, HAS_BIAS, CLAMPED,
     )  # fmt: skip
-    if EXTRA > 0:
-        write_pairs(
-            acc2.T, second2.T, pair2, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
-            limit, alpha, GATED, HAS_BIAS, CLAMPED,
-        )  # fmt: skip
+    if EXTRA > 0:  # noqa: SIM102
+        if has_extra:
+            write_pairs(
+                acc2.T, second2.T, pair2, col, out, bias, of_part, pair_weights, num_pairs,
+                num_outputs, limit, alpha, GATED, HAS_BIAS, CLAMPED,
+            )  # fmt: skip
 
 
 def mxfp4_experts(
@@ -262,10 +313,10 @@ def mxfp4_gemm(
     """
     num_pairs, num_outputs = out.shape
     num_experts, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
-    inner = x.shape[1]
     row_tiles, constants = rows.tiles(tuning.rows, tuning.extra_rows)
     num_tiles = row_tiles * triton.cdiv(num_outputs, tuning.cols)
     splits = tuning.splits if num_tiles <= MAX_TILES else 1
+    extra = tuning.extra_rows if rows.counts is not None else 0
     sums = arrived = None
     if splits > 1:
         size = splits, num_pairs, num_parts * num_outputs
@@ -285,7 +336,7 @@ def mxfp4_gemm(
         num_pairs,
         num_experts,
         num_outputs,
-        inner,
+        x.shape[1],
         x.stride(0),
         num_tile_rows,
         num_tile_columns,
@@ -297,11 +348,13 @@ def mxfp4_gemm(
         GROUP=tuning.group,
         SPLITS=splits,
         BY_WARP=tuning.num_warps < 4,
-        EXTRA=tuning.extra_rows if rows.counts is not None else 0,
+        EXTRA=extra,
+        SPARES_EXTRA=tuning.spares_extra and extra > 0,
+        UNROLL=tuning.unroll,
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,
-        EVEN=inner % tuning.depth == 0,
+        EVEN=x.shape[1] % tuning.depth == 0,
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **constants,

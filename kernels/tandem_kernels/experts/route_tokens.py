@@ -1,4 +1,11 @@
-"""The choice of each token's experts, in one launch."""
+"""The choice of each token's experts, in one launch.
+
+The experts' own GEMM is launched by it (PDL), and waits in its place. If that happens while the
+GEMM in front of the router still runs, because all kernels between the two let the next one begin
+at once, its programs take what SMs are free first, several to one, and stay there. The path
+`late-route` waits for the kernels in front before it lets the experts begin: SMs are all empty
+then, and programs are spread over them evenly.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
+from tandem_kernels.new_paths import takes_new_path
 
 
 @triton.jit
@@ -43,11 +51,17 @@ def route_tokens_kernel(
     COPIES: tl.constexpr,
     COUNTED: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LATE: tl.constexpr,
 ) -> None:
-    """Routes one token in each program."""
+    """Routes one token in each program. LATE: the next kernel begins when the ones in front have
+    ended."""
     if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+        if LATE:
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     real = lane < NUM_EXPERTS
@@ -146,6 +160,7 @@ def route_tokens(
             COPIES=0 if own_numbers is None else len(own_numbers),
             COUNTED=loads is not None,
             OVERLAP=overlap,
+            LATE=takes_new_path("late-route"),
             num_warps=1,
             **({"launch_pdl": True} if overlap else {}),
         )

@@ -43,11 +43,14 @@ class FewRowTuning:
 
 
 def few_row_tuning(num_rows: int, num_outputs: int) -> FewRowTuning:
-    """Returns what is likely best: at least three programs for each of 132 SMs, as far as there are
-    outputs. `python -m bench.engine.few_rows` times others."""
+    """Returns what was quickest for the layers of gpt-oss-120b on an H200, with some programs for
+    each of its 132 SMs. `python -m bench.engine.few_rows` times others."""
+    few_outputs = num_outputs < 2048
     if num_rows > REGISTER_ROWS:
-        return FewRowTuning(cols=16, depth=256, num_warps=4, num_stages=4)
-    return FewRowTuning(cols=4 if num_outputs >= 2048 else 1, depth=1024, num_warps=4)
+        return FewRowTuning(cols=16 if few_outputs else 32, depth=512, num_warps=4, num_stages=5)
+    if few_outputs:
+        return FewRowTuning(cols=2, depth=2048, num_warps=4)
+    return FewRowTuning(cols=8 if num_outputs > 4096 else 2, depth=1024, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

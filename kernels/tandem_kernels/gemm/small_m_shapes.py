@@ -7,7 +7,7 @@ from torch import Tensor
 
 MAX_ROWS = 64
 _INNER_MULTIPLE = 256
-_OUTPUTS_MULTIPLE = 128
+OUTPUTS_MULTIPLE = 128
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -19,5 +19,5 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         0 < len(x) <= MAX_ROWS
         and weight.dtype in (torch.float16, torch.bfloat16)
         and inner % _INNER_MULTIPLE == 0
-        and num_outputs % _OUTPUTS_MULTIPLE == 0
+        and num_outputs % OUTPUTS_MULTIPLE == 0
     )

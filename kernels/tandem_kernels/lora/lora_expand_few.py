@@ -1,9 +1,6 @@
 """The second half of LoRA for few tokens: all adapters of a tile in one product, and gate·up with
 its activation in the same launch.
 
-    rows x lanes [16, slots * r]     a row's numbers stand in the lanes of its slot; zeros elsewhere
-    lanes x cols                     B of all slots that any row has; others are not loaded
-
 `lora_expand` looks at one slot in each program and sums the shrink's pieces one by one: for few
 tokens most of its programs have nothing to do, and the others wait for one load after another.
 Here a program asks for its part of B before the kernel in front has ended (PDL), since weights
@@ -19,39 +16,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.lora.lora_lanes import factors_of, in_lanes, slots_at_once
 
 _ROWS = 16
 _COLS = 64
 _GATED_COLS = 32
 """Columns of gate, and as many of up."""
-_LANES = 128
-
-
-@triton.jit
-def _has(slots: tl.tensor, first: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
-    """Returns whether a row has a slot, [ROWS, SLOTS]."""
-    return slots[:, None] == (first + tl.arange(0, SLOTS))[None, :]
-
-
-@triton.jit
-def _factors(
-    b: tl.tensor,
-    slots: tl.tensor,
-    first: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    slot_stride: tl.tensor,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-) -> tl.tensor:
-    """Returns B of SLOTS slots for columns, [COLS, SLOTS * RANK]; zeros for slots of no row."""
-    present = tl.max(_has(slots, first, SLOTS).to(tl.int32), 0) > 0
-    slot = (first + tl.arange(0, SLOTS)).to(tl.int64) * slot_stride
-    lane = tl.arange(0, RANK)
-    at = slot[None, :, None] + col.to(tl.int64)[:, None, None] * RANK + lane[None, None, :]
-    real = (col < end)[:, None, None] & present[None, :, None]
-    factors = tl.load(b + at, mask=real, other=0.0)
-    return factors.reshape(col.shape[0], SLOTS * RANK)
 
 
 @triton.jit
@@ -74,20 +44,6 @@ def _sums(
         further = shrunk + number * num_tokens.to(tl.int64) * width
         total += tl.load(further + at, mask=real, other=0.0)
     return total
-
-
-@triton.jit
-def _lanes(
-    sums: tl.tensor,
-    slots: tl.tensor,
-    first: tl.tensor,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-) -> tl.tensor:
-    """Returns each row's numbers in the lanes of its slot, [ROWS, SLOTS * RANK]."""
-    own = _has(slots, first, SLOTS)[:, :, None]
-    spread = tl.where(own, sums[:, None, :], 0.0)
-    return spread.reshape(sums.shape[0], SLOTS * RANK)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -127,7 +83,7 @@ def lora_expand_few_kernel(
                 if tile >= tiles:
                     part, begin, end, tile = 2, second_end, num_outputs, tile - tiles
     col = begin + tile * COLS + tl.arange(0, COLS)
-    by = _factors(b, slots, 0, col, end, slot_stride, SLOTS, RANK)
+    by = factors_of(b, slots, 0, col, end, slot_stride, SLOTS, RANK)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -137,10 +93,10 @@ def lora_expand_few_kernel(
     sums = _sums(shrunk, slots, row, part, num_tokens, PARTS, RANK, PIECES).to(by.dtype)
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, ALL_SLOTS, SLOTS):
-        given = _lanes(sums, slots, first, SLOTS, RANK)
+        given = in_lanes(sums, slots, first, SLOTS, RANK)
         acc = tl.dot(given, tl.trans(by), acc, input_precision=PRECISION)
         if ALL_SLOTS > SLOTS:
-            by = _factors(b, slots, first + SLOTS, col, end, slot_stride, SLOTS, RANK)
+            by = factors_of(b, slots, first + SLOTS, col, end, slot_stride, SLOTS, RANK)
     tl.store(to, (before + acc).to(out.dtype.element_ty), mask=real)
 
 
@@ -169,8 +125,8 @@ def lora_expand_gated_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(token_slots + row, mask=row < num_tokens, other=-1)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    by_gate = _factors(b, slots, 0, col, width, slot_stride, SLOTS, RANK)
-    by_up = _factors(b, slots, 0, width + col, 2 * width, slot_stride, SLOTS, RANK)
+    by_gate = factors_of(b, slots, 0, col, width, slot_stride, SLOTS, RANK)
+    by_up = factors_of(b, slots, 0, width + col, 2 * width, slot_stride, SLOTS, RANK)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -183,14 +139,16 @@ def lora_expand_gated_kernel(
     gate_acc = tl.zeros([ROWS, COLS], tl.float32)
     up_acc = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, ALL_SLOTS, SLOTS):
-        given = _lanes(of_gate, slots, first, SLOTS, RANK)
+        given = in_lanes(of_gate, slots, first, SLOTS, RANK)
         gate_acc = tl.dot(given, tl.trans(by_gate), gate_acc, input_precision=PRECISION)
-        given = _lanes(of_up, slots, first, SLOTS, RANK)
+        given = in_lanes(of_up, slots, first, SLOTS, RANK)
         up_acc = tl.dot(given, tl.trans(by_up), up_acc, input_precision=PRECISION)
         if ALL_SLOTS > SLOTS:
             next_slots = first + SLOTS
-            by_gate = _factors(b, slots, next_slots, col, width, slot_stride, SLOTS, RANK)
-            by_up = _factors(b, slots, next_slots, width + col, 2 * width, slot_stride, SLOTS, RANK)
+            by_gate = factors_of(b, slots, next_slots, col, width, slot_stride, SLOTS, RANK)
+            by_up = factors_of(
+                b, slots, next_slots, width + col, 2 * width, slot_stride, SLOTS, RANK
+            )
     # Sums are rounded before the activation, as where it reads them from memory.
     wide = (gate.to(tl.float32) + gate_acc).to(gate.dtype).to(tl.float32)
     other = (up.to(tl.float32) + up_acc).to(up.dtype).to(tl.float32)
@@ -253,8 +211,7 @@ def lora_expand_gated(
 
 def _shape(shrunk: Tensor, b: Tensor) -> dict[str, int]:
     num_slots, _, rank = b.shape
-    most = max(1, _LANES // rank)
-    slots = max(16 // rank, min(most, triton.next_power_of_2(num_slots)))
+    slots = slots_at_once(num_slots, rank)
     return {"RANK": rank, "ALL_SLOTS": num_slots, "SLOTS": slots, "PIECES": shrunk.shape[0]}
 
 

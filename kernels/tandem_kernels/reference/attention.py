@@ -229,3 +229,41 @@ def _one_by_one(
         k_seen, v_seen = k[:, seen].contiguous(), v[:, seen].contiguous()
         rows.append(_prefill(row[None], k_seen, v_seen, scale, softcap, None, sinks))
     return torch.cat(rows)
+
+
+def gather_context(
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    first: Tensor,
+    bounds: Tensor,
+    num_keys: int,
+    dtype: torch.dtype,
+    kv_scales: KVScales | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Copies keys and values of parts of R requests' contexts.
+
+    Args:
+        kv_cache: [N, 2, Hkv, B, D].
+        block_tables: [R, max_blocks] int32.
+        first: [R] int32, the first position of each request that is copied.
+        bounds: [R + 1] int32: those of request r become rows `bounds[r] : bounds[r + 1]`.
+        num_keys: Of all of them, S.
+        dtype: Of what is returned.
+        kv_scales: Of an FP8 cache; None: the cache has numbers of `dtype`.
+
+    Returns:
+        Keys and values, [S, Hkv, D] each, the numbers of a head behind each other.
+    """
+    counts = bounds.diff().long()
+    requests = torch.repeat_interleave(counts)
+    rows = torch.arange(num_keys, device=bounds.device)
+    positions = rows - bounds[requests] + first[requests]
+    block_size = kv_cache.shape[3]
+    blocks = block_tables[requests, positions // block_size].long()
+    stored = kv_cache if kv_scales is None else kv_cache.view(torch.uint8)
+    found = stored[blocks, :, :, positions % block_size]
+    if kv_scales is not None:
+        scales = torch.stack((kv_scales.k, kv_scales.v))
+        found = dequantise(found, scales[None, :, :, None])
+    keys, values = found.to(dtype).unbind(1)
+    return keys, values

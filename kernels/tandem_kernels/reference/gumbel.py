@@ -27,20 +27,20 @@ from torch import Tensor
 Words = npt.NDArray[np.uint32]
 
 
-def hash_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Words:
-    """Returns a hash of (seed [S] int64, position [S] int64, every token id): [S, V]."""
+def hash_bits(seeds: Tensor, positions: Tensor, vocab_size: int, first_token: int = 0) -> Words:
+    """Returns a hash of (seed [S] int64, position [S] int64, each of V token ids): [S, V]."""
     key = np.full(seeds.shape[0], 0x9747B28C, dtype=np.uint32)
     for numbers in (seeds, positions):
         wide = numbers.cpu().numpy().view(np.uint64)
         for word in (wide, wide >> np.uint64(32)):
             key = _fold(key, _scramble(word.astype(np.uint32)))
-    token_ids = np.arange(vocab_size, dtype=np.uint32)
+    token_ids = np.arange(first_token, first_token + vocab_size, dtype=np.uint32)
     return _mix(_fold(key[:, None], _scramble(token_ids)))
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Returns standard Gumbel noise [S, V] float32 for every token of every row."""
-    bits = hash_bits(seeds, positions, vocab_size).astype(np.float32)
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, first_token: int = 0) -> Tensor:
+    """Returns standard Gumbel noise [S, V] float32 for V tokens of every row."""
+    bits = hash_bits(seeds, positions, vocab_size, first_token).astype(np.float32)
     uniform = torch.from_numpy(bits).to(seeds.device).add_(0.5).mul_(2.0**-32)
     return uniform.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 

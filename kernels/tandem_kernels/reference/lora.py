@@ -111,5 +111,44 @@ def lora_expand_gated(
     return gelu_tanh_and_mul(added) if is_gelu else silu_and_mul(added)
 
 
+def lora_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    token_slots: Tensor,
+    ends: tuple[int, ...],
+    counters: Tensor,
+) -> Tensor:
+    """Multiplies few rows by a layer's weight [N, K], and adds its bias [N] and what adapters make
+    of them: [T, K] -> [T, N].
+
+    Args:
+        counters: [`num_counters(N)`] int32, zeros, which kernels use and leave zero. No two
+            launches at a time may have the same.
+    """
+    out = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    lora_expand(lora_shrink(x, a, token_slots), b, token_slots, ends, out)
+    return out.to(x.dtype)
+
+
+def lora_gate_up(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    token_slots: Tensor,
+    counters: Tensor,
+    *,
+    is_gelu: bool,
+) -> Tensor:
+    """Does the same with gate and up behind it, weight [2 * N, K], and returns
+    `activation(gate) * up` [T, N]."""
+    half = len(weight) // 2
+    both = lora_gemm(x, weight, None, a, b, token_slots, (half, 2 * half), counters)
+    return gelu_tanh_and_mul(both) if is_gelu else silu_and_mul(both)
+
+
 def _product(x: Tensor, weight: Tensor, fixed_order: bool) -> Tensor:
     return invariant_gemm(x, weight) if fixed_order else F.linear(x, weight)

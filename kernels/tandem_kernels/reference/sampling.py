@@ -153,6 +153,34 @@ def sample(
     return tokens
 
 
+def sample_part(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token: int
+) -> Tensor:
+    """Draw one token per row from a part of the vocabulary, as `sample` does without filters.
+
+    Args:
+        logits: [S, v] float32, of tokens `first_token` and on; of whole rows the best of all parts
+            is what `sample` draws.
+
+    Returns:
+        [S, 2] float32: how good the token is, and its id, which must be below 2^24.
+    """
+    logits = torch.where(logits.isnan(), -torch.inf, logits)
+    drawn = (temperature > 0).nonzero().squeeze(1)
+    if drawn.numel() > 0:
+        noise = gumbel_noise(seeds[drawn], positions[drawn], logits.shape[1], first_token)
+        logits[drawn] = logits[drawn] * temperature[drawn].reciprocal().unsqueeze(1) + noise
+    values, tokens = logits.max(dim=-1)
+    return torch.stack((values, (tokens + first_token).float()), dim=1)
+
+
+def best_of_parts(parts: Tensor) -> Tensor:
+    """Returns the best tokens [S] int64 of what `sample_part` has found in R parts of the
+    vocabulary, [R, S, 2], in order of their tokens: the lowest id among equals."""
+    best = parts[:, :, 0].argmax(dim=0, keepdim=True)
+    return parts[:, :, 1].gather(0, best).squeeze(0).long()
+
+
 def _filter_floor(
     logits: Tensor, inverse_t: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:

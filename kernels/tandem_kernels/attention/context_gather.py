@@ -1,0 +1,94 @@
+"""Copies keys and values of cached contexts out of their pages, for kernels that read none."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.attention.kv_scales import KVScales, pointers
+
+_ADDRESSES = ["block_tables", "first", "bounds"]
+"""Parts of larger tensors, whose alignment must not compile the kernel anew."""
+_TILE = 32
+"""Tokens of a program: with heads of 128 numbers in half precision, 8 KiB."""
+
+
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=_ADDRESSES)
+def gather_context_kernel(
+    kv_cache: tl.tensor,
+    block_tables: tl.tensor,
+    first: tl.tensor,
+    bounds: tl.tensor,
+    out: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    num_reqs: tl.tensor,
+    num_keys: tl.tensor,
+    block_stride: tl.tensor,
+    table_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    FP8: tl.constexpr,
+) -> None:
+    """Copies `TILE` tokens of one head's keys, or values, in each program."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    plane = tl.program_id(1)
+    request = tl.zeros([TILE], tl.int32)
+    for r in range(1, num_reqs):
+        request += (row >= tl.load(bounds + r)).to(tl.int32)
+    inside = row < num_keys
+    position = tl.load(first + request) + row - tl.load(bounds + request)
+    table = block_tables + request.to(tl.int64) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_DIM)
+    taken = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    line = block * block_stride + (plane * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+    numbers = tl.load(kv_cache + line[:, None] + dim[None, :], mask=taken, other=0.0)
+    if FP8:
+        scales = k_scale if plane < NUM_HEADS else v_scale
+        numbers = numbers.to(tl.float32) * tl.load(scales + plane % NUM_HEADS)
+    to = (plane.to(tl.int64) * num_keys + row) * HEAD_DIM
+    place = out + to[:, None] + dim[None, :]
+    tl.store(place, numbers.to(out.dtype.element_ty), mask=taken)
+
+
+def gather_context(
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    first: Tensor,
+    bounds: Tensor,
+    num_keys: int,
+    dtype: torch.dtype,
+    kv_scales: KVScales | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.attention.gather_context`."""
+    _, planes, num_heads, block_size, head_dim = kv_cache.shape
+    out = torch.empty((planes, num_heads, num_keys, head_dim), dtype=dtype, device=kv_cache.device)
+    k_scale, v_scale = pointers(kv_scales)
+    gather_context_kernel[(triton.cdiv(num_keys, _TILE), planes * num_heads)](
+        kv_cache,
+        block_tables,
+        first,
+        bounds,
+        out,
+        k_scale,
+        v_scale,
+        len(first),
+        num_keys,
+        kv_cache.stride(0),
+        block_tables.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        TILE=_TILE,
+        FP8=kv_scales is not None,
+        num_warps=4,
+    )
+    keys, values = out.transpose(1, 2)
+    return keys, values
