@@ -70,7 +70,7 @@ class ModelConfig:
         architecture: A name of `engine.models.registry.MODELS`.
         wrapper: A name of `engine.models.wrappers.WRAPPERS`, whose text part this is; "": none.
         spec: What only the architecture itself reads, as `engine.models.registry.spec_of` gives
-            it.
+            it; but for `hidden_size`, to which `engine.parallel` times sums over ranks.
         max_model_len: Prompt plus output tokens at most.
         eos_token_ids: From generation_config.json, else config.json.
         model_hash: Equal exactly for nodes that compute the same KV.
@@ -135,10 +135,9 @@ class ParallelConfig:
             every one.
         eplb: Experts have copies and move between ranks, by observed load; None: they stay.
         pipeline_parallel_size: Stages, each of which has a range of the layers.
-        all_reduce: Who sums over the tensor-parallel ranks of a host, on GPUs. `nccl`; `auto`:
-            small messages go over memory that ranks share, as far as a measurement at the start
-            finds that quicker; or the largest such messages, in bytes, in one shot and in two.
-            What may follow, `+push` and `+norm`, is `engine.peer_reducer.ReducePlan`'s matter.
+        all_reduce: Who sums over the tensor-parallel ranks of a host, on GPUs. `auto`: small
+            messages go over memory that ranks share, as far as a measurement at the start finds
+            that quicker; `nccl`; or limits as `engine.peer_reducer.ReduceLimits` reads them.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
             cluster.
         ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else this host's cluster.
@@ -150,7 +149,7 @@ class ParallelConfig:
     enable_expert_parallel: bool = False
     eplb: EplbConfig | None = None
     pipeline_parallel_size: int = 1
-    all_reduce: str = "nccl"
+    all_reduce: str = "auto"
     distributed_executor_backend: ExecutorBackend = "mp"
     ray_address: str | None = None
     ray_timeout_s: float = 600.0

@@ -24,20 +24,32 @@ pdl             small kernels that start before the one before has ended (progra
                 launch)
 prompt-graphs   CUDA graphs of steps with short prompts
 residual-gemm   GEMMs of many rows that add to the residual stream themselves
-side-stream     shared experts beside the others
+side-stream     shared experts beside the others, adapters of few rows beside their layer
 small-m-gemm    GEMMs of few rows by our own kernels
 """
 NewFastPath = Literal[
-    "few-row-gemm", "finer-prompt-graphs", "long-prompt-graphs", "lora-beside", "lora-few-rows"
+    "few-row-gemm",
+    "group-writes",
+    "late-norm",
+    "late-route",
+    "lora-one-launch",
+    "overlapped-sums",
+    "sampled-rows",
+    "wide-rope",
+    "wide-windows",
 ]
-"""Names fast paths that no GPU has timed yet, so that none is taken unless asked for:
+"""Names fast paths that are not taken unless asked for, since no GPU has timed them in whole steps,
+or one has and found too little (docs/experiments.md):
 
 few-row-gemm          linear layers and routers of few rows by our own kernel where `small-m-gemm`
                       does not serve them
-finer-prompt-graphs   CUDA graphs of prompts whose sizes are a tile of rows or two apart, so that
-                      less of a step is padding
-long-prompt-graphs    CUDA graphs of prompts of up to 2048 tokens for all models, not for those of
-                      many launches alone
-lora-beside           with `lora-few-rows`: adapters' first half beside the layer's GEMM
-lora-few-rows         adapters of few rows by fewer programs, activation included
+group-writes          data-parallel groups exchange tokens by writes into each other's memory
+late-norm, late-route norms and routers of few tokens let the next kernel begin when the ones in
+                      front have ended, so that its programs find all SMs empty
+lora-one-launch       adapters of up to 16 rows in the launch of their layer
+overlapped-sums       two ranks sum some rows of long steps while they multiply others
+sampled-rows          behind its attention, the last layer computes no tokens of prompts but those
+                      behind which the next one is chosen
+wide-rope             programs that rotate a prompt's heads take 32 of them, not 8
+wide-windows          decodes walk a small window in one or two tiles
 """

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from engine.config import EngineConfig, ParallelConfig
 from engine.distributed import ParallelGroup, host_of, meet
-from engine.peer_reducer import ReducePlan
+from engine.peer_reducer import ReduceLimits
 from engine.stage_link import StageLink
 from engine.token_exchange import GatherScatter, Replicated, TokenExchange
 from kv_transfer.stages import layers_of_stage
@@ -115,10 +115,10 @@ def take_place(
         )  # fmt: skip
 
     tp = group_of("tp", tp_rank, size)
-    if parallel.all_reduce != "nccl":
-        tp.share_memory(getattr(torch, config.model.dtype), ReducePlan.parse(parallel.all_reduce))
     pp = StageLink(stage, num_stages, device, stores["pp"], address or host_of(rendezvous), tp=tp)
     dp = group_of("dp", group, parallel.data_parallel_size)
+    if device.type == "cuda" and parallel.all_reduce != "nccl":
+        _share_memory(config, tp, dp)
     return ParallelPlace(
         layers_of_stage(config.model.num_layers, stage, num_stages),
         tp,
@@ -128,6 +128,21 @@ def take_place(
         GatherScatter(dp) if dp.size > 1 else None,
         None if parallel.eplb is None else group_of("ep", rank, parallel.num_ranks),
     )
+
+
+def _share_memory(config: EngineConfig, tp: ParallelGroup, dp: ParallelGroup) -> None:
+    """Lets sums of `tp`, and the exchange of `dp`, go over memory that ranks share. Only those ask
+    the spec for a width: not every model names one."""
+    exchanges = dp.size > 1 and config.device.enables("group-writes")
+    if tp.size == 1 and not exchanges:
+        return
+    all_reduce, num_rows = config.parallel.all_reduce, config.scheduler.max_num_batched_tokens
+    dtype, width = getattr(torch, config.model.dtype), int(config.model.spec["hidden_size"])
+    if tp.size > 1:
+        limits = None if all_reduce == "auto" else ReduceLimits.parse(all_reduce)
+        tp.share_memory(dtype, width, num_rows, limits)
+    if exchanges:
+        dp.exchange_by_writes(dtype, width, num_rows)
 
 
 def _expert_ranks(parallel: ParallelConfig, rank: int, tp_rank: int) -> ExpertRanks | None:

@@ -83,15 +83,16 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
-        "packed_head",
         "pixels",
         "prefix_peer",
         "pulled",
+        "reads_disk",
         "request_id",
         "row",
         "sampling",
         "spec",
         "status",
+        "tries_prefix_peer",
     )
 
     def __init__(self, message: EngineCoreRequest) -> None:
@@ -115,12 +116,14 @@ class Request:
         """Prompt tokens found in this engine's prefix cache at the first scheduling; None before.
         KV from a peer is not counted."""
         self.num_preemptions = 0
-        self.packed_head = b""
-        """Holds leading tokens as workers are told of them, if that is known already."""
         self.pixels = {image.digest: image for image in message.pixels}
         """Holds what the vision tower is given of the prompt's images, by digest."""
         self.prefix_peer = message.prefix_peer
         """Names who may hold a prefix that is not cached here, until it was asked."""
+        self.tries_prefix_peer = False
+        """Whether the peer is tried though it looks slower than computing: decided once."""
+        self.reads_disk: bool | None = None
+        """Whether it takes blocks from disk or computes them, once that was weighed."""
         self.pulled: PulledKV | None = None
         """The part of the KV that came from a peer, until it is computed anew."""
         self.draft_feature = b""

@@ -48,7 +48,8 @@ class Replicated:
 
 class GatherScatter:
     """Groups of ranks have tokens of their own: an all-gather brings them together, padded to the
-    same number in each, and the sums return by a reduce-scatter.
+    same number in each, and the sums return by a reduce-scatter: over memory that ranks share, as
+    far as the group's `PeerExchanger` takes so many tokens, and by the library beyond.
 
     Args:
         group: The ranks with the same place in each of the groups.
@@ -67,6 +68,9 @@ class GatherScatter:
         num_rows = len(x) if self.num_rows is None else self.num_rows
         if num_rows < len(x):
             raise ValueError(f"{len(x)} tokens to exchange, and all ranks count on {num_rows}")
+        by_writes = self._group.exchanger
+        if by_writes is not None and (found := by_writes.gather(x, slot_mapping, num_rows)):
+            return found
         if num_rows > len(x):
             missing = num_rows - len(x)
             x = torch.cat((x, x.new_zeros((missing, x.shape[1]))))

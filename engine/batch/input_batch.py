@@ -140,6 +140,34 @@ class InputBatch:
         ends = self.query_start_loc[order.num_decodes + 1 : order.num_sampled + 1] - 1
         return torch.cat([of_decodes.int(), ends])
 
+    @property
+    def sampled_rows(self) -> torch.Tensor:
+        """Returns `logits_indices`; where nobody samples, one query token that nobody reads: no
+        layer computes nothing."""
+        return self.logits_indices if self.order.num_sampled else self.query_start_loc[:1]
+
+    def ends(self) -> InputBatch:
+        """Returns `sampled_rows` as a batch of decodes: what is in front of each is in the cache,
+        once this step's keys are. Without drafts only."""
+        order, count = self.order, max(self.order.num_sampled, 1)
+        assert order.decode_query_len == 1, "decodes have one token each"
+        return replace(
+            self,
+            order=BatchOrder(
+                order.rows[:count],
+                np.ones(count, np.int32),
+                order.seq_lens[:count],
+                num_decodes=count,
+                num_sampled=count,
+            ),
+            num_tokens=count,
+            query_start_loc=torch.arange(
+                count + 1, dtype=torch.int32, device=self.query_start_loc.device
+            ),
+            seq_lens=self.seq_lens[:count],
+            block_tables=self.block_tables[:count],
+        )
+
     def state_metadata(self) -> StateMetadata:
         """Returns the batch as layers see it that keep a state of each request."""
         return StateMetadata(
@@ -191,7 +219,6 @@ class InputBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.max_num_tokens = max_num_tokens
-        self._max_num_reqs = max_num_reqs
         # Row numbers, then bounds, so that one copy carries both; the bounds begin at an address
         # as aligned as the first.
         self._bounds_at = -(-max_num_reqs // _ALIGNED_INTS) * _ALIGNED_INTS

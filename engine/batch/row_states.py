@@ -57,10 +57,10 @@ class RowStates:
         """Raises `RowError` when the row is not free."""
         self._check(new.row, live=False)
         tokens = np.frombuffer(new.prefill_token_ids, "<i4")
-        self.token_ids.stage_write(new.row, 0, tokens)
+        self.token_ids.stage_write(new.row, new.first_token, tokens)
         self.num_computed.stage_value(new.row, new.num_computed_tokens)
-        self.total_len.stage_value(new.row, len(tokens))
-        self.prefill_len_np[new.row] = len(tokens)
+        self.total_len.stage_value(new.row, new.prefill_len)
+        self.prefill_len_np[new.row] = new.prefill_len
         self.max_len.write(new.row, new.max_len)
         self.epoch_np[new.row] = new.epoch
         self.num_computed_np[new.row] = new.num_computed_tokens

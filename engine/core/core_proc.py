@@ -13,6 +13,7 @@ While starting, SIGTERM simply ends this process, and the kernel its children.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -284,6 +285,8 @@ class EngineCoreProc:
 def main() -> None:
     config = read_config(CoreProcConfig)
     setup_logging(config.log, f"engine core of {config.engine.engine_id}", is_child=True)
+    # What was imported stays: a full collection that looks at it holds a step up by 50 ms and more.
+    gc.freeze()
     sys.exit(EngineCoreProc(config).run())
 
 

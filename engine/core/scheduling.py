@@ -32,7 +32,9 @@ def create_scheduling(
     ]
     if num_groups == 1:
         return connectors[0], schedulers[0]
-    return GroupConnector(connectors), GroupScheduler(schedulers, config.decode_query_len)
+    query_len, is_adaptive = config.decode_query_len, config.is_adaptive
+    groups = GroupScheduler(schedulers, query_len, is_adaptive=is_adaptive)
+    return GroupConnector(connectors), groups
 
 
 def _connector(

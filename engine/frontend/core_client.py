@@ -59,6 +59,8 @@ class EngineCoreClient:
         self._ended = asyncio.Event()
         self._is_dead = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # An engine that nobody shut down must not hold up whoever collects it.
+        self._context.setsockopt(zmq.LINGER, 0)
         address = ipc_address(config.engine_id, f"{config.epoch:x}-core")
         # A pair has one other end: nobody else gets messages that are meant for the engine core.
         self._socket = bind_socket(self._context, zmq.PAIR, address)

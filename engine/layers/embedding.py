@@ -7,11 +7,13 @@ The vocabulary is padded so that every rank holds the same number of rows, a mul
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.distributed import ParallelGroup
 from engine.layers.methods.base import LinearPart
 from engine.layers.methods.registry import format_of
 from engine.layers.methods.weight_format import WeightFormat, matrix_weight
@@ -57,14 +59,42 @@ class VocabParallelEmbedding(nn.Module):
         yield matrix_weight(self.form, rows, LinearPart(prefix, self.shape, 0, start))
 
 
+@dataclass(frozen=True, slots=True)
+class VocabPart:
+    """A rank's part of logits: [S, v] float32 of tokens `start` and on."""
+
+    logits: Tensor
+    start: int
+    group: ParallelGroup
+
+    def best(self, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Returns the tokens [S] that `ops.sample` would draw from all parts without filters: each
+        rank draws from its own, and the best is taken. All ranks call this alike."""
+        found = ops.sample_part(self.logits, temperature, seeds, positions, self.start)
+        of_ranks = self.group.gather_rows(found)
+        return ops.best_of_parts(of_ranks.view(self.group.size, *found.shape))
+
+
 class LMHead(VocabParallelEmbedding):
     """[S, H] -> float32 logits [S, vocabulary], whole on every rank. Computed with plain weights,
-    however the checkpoint has them."""
+    however the checkpoint has them.
+
+    Args:
+        scale: Of the logits.
+        softcap: What their absolute value stays below; 0: nothing.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, shard: Shard, weight: nn.Parameter | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        shard: Shard,
+        weight: nn.Parameter | None = None,
+        scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__(vocab_size, hidden_size, shard, weight)
+        self.scale, self.softcap = scale, softcap
         self.form = format_of(shard.scheme(), shard.prefix)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -73,10 +103,28 @@ class LMHead(VocabParallelEmbedding):
         # A single row counts as contiguous whatever its stride; kernels are compiled by strides.
         return logits[:, :vocab_size].flatten().view(len(hidden), vocab_size)
 
+    @property
+    def may_stay_split(self) -> bool:
+        """Returns whether `part` may be asked for: every rank has tokens. Not in deterministic
+        mode, where it must not count how the vocabulary is cut."""
+        filled_by_others = (self.group.size - 1) * self.num_rows
+        return 0 < filled_by_others < self.shape[0] and not self.deterministic
+
+    def part(self, hidden: Tensor) -> VocabPart:
+        """Computes this rank's part of the logits of [S, H]."""
+        return VocabPart(self._local_logits(hidden)[:, : self.num_filled], self.start, self.group)
+
     def _local_logits(self, hidden: Tensor) -> Tensor:
-        """Computes this rank's logits in float32. On a GPU the GEMM's own sums, without a rounding
-        to half precision.
-        """
+        """Computes this rank's logits in float32."""
+        logits = self._product(hidden)
+        if self.scale != 1.0:
+            logits = logits.mul_(self.scale)
+        if self.softcap:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """Multiplies. On a GPU the GEMM's own sums, without a rounding to half precision."""
         if self.deterministic:
             return ops.invariant_gemm(hidden, self.weight, None, torch.float32)
         if hidden.is_cuda and hidden.dtype != torch.float32:

@@ -35,6 +35,11 @@ class ResidualStream:
             self.sum = self.sum + plain
         self.sum.index_add_(0, rows, x)
 
+    def keep(self, rows: Tensor) -> None:
+        """Goes on with `rows` [n] alone. Nothing waits to be added."""
+        assert self._waiting is None, "what waits has all rows"
+        self.sum = self.sum.index_select(0, rows)
+
     def value(self) -> Tensor:
         """Returns a copy of the stream, [T, H], which goes on as if nobody had looked."""
         self._waiting = waiting = self._taken()

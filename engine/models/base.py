@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend
+from engine.layers.embedding import VocabPart
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
@@ -22,10 +23,12 @@ class GroupInputs:
     Attributes:
         slot_mapping: [T] int64, block * B + offset; -1: nowhere.
         metadata: The ragged batch, as the backend made it, or as layers with a state take it.
+        kept: See `AttentionInputs`.
     """
 
     slot_mapping: Tensor
     metadata: AttentionMetadata | StateMetadata
+    kept: AttentionMetadata | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class ForwardInputs:
         taps: Filled during the pass; None: nobody asks.
         images: None: no token of the pass is of an image, nor of a prompt that is still among
             images.
+        kept: [n], the tokens whose hidden states are asked for, in this order: behind its attention
+            the last layer leaves the others out. None: all. Only of a model that `keeps_rows`.
     """
 
     input_ids: Tensor
@@ -93,6 +98,7 @@ class ForwardInputs:
     on_layer: Callable[[int], None]
     taps: Taps | None = None
     images: ImageInputs | None = None
+    kept: Tensor | None = None
 
 
 class CausalLM(nn.Module):
@@ -101,10 +107,14 @@ class CausalLM(nn.Module):
     Built with `(config, spec, shard)`: of the engine, of the architecture, of this rank.
     """
 
+    keeps_rows: bool = False
+    """Whether a pass may ask for hidden states of some tokens alone."""
+
     @abstractmethod
     def forward(self, step: ForwardInputs) -> Tensor:
-        """Computes [T] token ids -> hidden states [T, H], after the last norm. A stage of a
-        pipeline computes its layers of what the one before sends, and sends it on."""
+        """Computes [T] token ids -> hidden states [T, H], or of the tokens that are kept, after the
+        last norm. A stage of a pipeline computes its layers of what the one before sends, and sends
+        it on."""
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """Returns what the first layer reads of [T] token ids, [T, H]: drafters begin with it."""
@@ -113,6 +123,15 @@ class CausalLM(nn.Module):
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Computes [S, H] -> float32 [S, vocabulary], the same on every rank."""
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Returns whether `compute_choices` leaves logits where they are."""
+        return False
+
+    def compute_choices(self, hidden: Tensor) -> Tensor | VocabPart:
+        """Does what `compute_logits` does, for `Sampler.draw` without filters."""
+        return self.compute_logits(hidden)
 
     @abstractmethod
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:

@@ -67,7 +67,8 @@ class LayerKinds:
             assert self._axes is not None
             table = _table_of_tokens(table, step.images.positions, self._axes)
             positions = torch.arange(len(table), device=table.device)
-        return AttentionInputs(positions, table, group.slot_mapping, metadata, step.backend)
+        rest = metadata, step.backend, group.kept
+        return AttentionInputs(positions, table, group.slot_mapping, *rest)
 
 
 def _table_of_tokens(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.layers.embedding import LMHead, VocabParallelEmbedding
+from engine.layers.embedding import LMHead, VocabParallelEmbedding, VocabPart
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
@@ -48,7 +48,9 @@ class LlamaForCausalLM(CausalLM):
         )
         if self.link.is_last:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, shard, offset=spec.norm_offset)
-            self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), shared)
+            more = shared, spec.logit_scale, spec.final_softcap or 0.0
+            self.lm_head = LMHead(model.vocab_size, spec.hidden_size, shard.at("lm_head"), *more)
+            self.keeps_rows = self.link.is_first and bool(self.layers[-1].keeps_rows)
         self.kinds = LayerKinds(config, spec, self.layer_indices, shard.device)
         self.like = torch.empty(0, spec.hidden_size, dtype=shard.dtype, device=shard.device)
 
@@ -65,7 +67,7 @@ class LlamaForCausalLM(CausalLM):
         for index, (layer, kv_cache) in enumerate(zip(self.layers, step.kv_caches, strict=True)):
             if step.taps is not None and index in step.taps.layers:
                 step.taps.streams.append(stream.value())
-            layer(stream, kv_cache, inputs[index])
+            layer(stream, kv_cache, inputs[index], step.kept if layer is self.layers[-1] else None)
             if images is not None:
                 images.follow(stream, self.layer_indices[index])
             step.on_layer(index)
@@ -83,11 +85,14 @@ class LlamaForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
-        if self.spec.logit_scale != 1.0:
-            logits = logits.mul_(self.spec.logit_scale)
-        if cap := self.spec.final_softcap:
-            logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        return self.link.is_last and self.lm_head.may_stay_split
+
+    def compute_choices(self, hidden: Tensor) -> Tensor | VocabPart:
+        return self.lm_head.part(hidden) if self.splits_vocabulary else self.compute_logits(hidden)
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
         if self.has_embedding:
@@ -108,8 +113,7 @@ class LlamaForCausalLM(CausalLM):
 
     @property
     def elsewhere(self) -> frozenset[str]:
-        is_tied = self.spec.tie_word_embeddings
-        return weights_of_others(self.place, self.num_layers, is_tied=is_tied)
+        return weights_of_others(self.place, self.num_layers, is_tied=self.spec.tie_word_embeddings)
 
     @property
     def unused_weights(self) -> frozenset[str]:

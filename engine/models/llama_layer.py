@@ -58,16 +58,32 @@ class LlamaDecoderLayer(nn.Module):
                 norm=norm(spec.norms.after_mlp),
             )
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Returns whether `forward` takes rows to be kept."""
+        return isinstance(self.self_attn, AttentionBlock)
+
     def forward(
-        self, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs | StateInputs
+        self,
+        stream: ResidualStream,
+        kv_cache: Tensor,
+        inputs: AttentionInputs | StateInputs,
+        kept: Tensor | None = None,
     ) -> None:
+        """Adds the layer to the stream, which behind attention goes on with the rows `kept` [n]
+        alone; None: with all."""
         attention, mlp = self.self_attn, self.mlp
         group = None
         if isinstance(attention, AttentionBlock | LatentAttentionBlock):
             group = attention.input_group
-        attention(stream.read_rows(self.before_attention, group), stream, kv_cache, inputs)
+        normed, slots = stream.read_rows(self.before_attention, group), inputs.slot_mapping
+        if kept is None:
+            attention(normed, stream, kv_cache, inputs)
+        else:
+            attention(normed, stream, kv_cache, inputs, kept)
+            slots = slots.index_select(0, kept)
         if isinstance(mlp, SparseMLP):
-            mlp(stream.read(self.before_mlp), stream, inputs.slot_mapping)
+            mlp(stream.read(self.before_mlp), stream, slots)
         else:
             mlp(stream.read_rows(self.before_mlp, mlp.input_group), stream)
 

@@ -29,6 +29,7 @@ from engine.models.adapter_files import AdapterError, AdapterFiles, ModuleMatric
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
 from engine.models.weight_files import StoredTensor
+from tandem_kernels.lora.lora_gemm_shapes import num_counters
 
 _TWO_LAUNCHES = AdapterForm()
 _ALIGNED = 64
@@ -106,10 +107,14 @@ class LoRAWeights:
             raise CheckpointError(path, "has no layers that take adapters", "leave --enable-lora")
         self._slots = torch.zeros(config.max_loras, self._size, dtype=dtype, device=device)
         for place in places:
+            counters = torch.zeros(
+                num_counters(place.num_outputs), dtype=torch.int32, device=device
+            )
             a, b = self._matrices(self._slots, place)
             ends = tuple(_ends(place.layer.share.outputs))
+            inner = place.layer.method
             place.layer.method = WithAdapters(
-                place.layer.method, self.tokens, a, b, ends, fixed_order=fixed_order, form=form
+                inner, self.tokens, a, b, ends, counters, fixed_order=fixed_order, form=form
             )
 
     def pack(self, adapter: AdapterFiles) -> Tensor:

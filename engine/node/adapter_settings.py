@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings
 
+from edge.command_line import SettingsError
 from engine.config import EngineConfig, ModelConfig
 from engine.lora import LoRAConfig, LoRAModule, check_adapter_name
 from engine.models.adapter_files import read_adapter
-from engine.node.command_line import SettingsError
 
 
 def _number(value: object) -> object:

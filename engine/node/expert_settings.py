@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings
 
+from edge.command_line import SettingsError
 from engine.config import ParallelConfig
 from engine.eplb_config import EplbConfig
-from engine.node.command_line import SettingsError
 
 
 def parse_eplb_config(text: str) -> EplbConfig:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import RoleSwitchRefused
@@ -33,15 +34,21 @@ class RoleWish:
 
 class RoleSwitch:
     """Takes the wish of one life of a node. `drain_timeout_s`: the longest that it may take;
-    `http_port`: of the API while it is a decode node."""
+    `http_port`: of the API while it is a decode node; `obstacle`: says why the node could not be
+    the other one just now, empty if it could."""
 
     def __init__(
-        self, role: node_pb2.NodeRole, drain_timeout_s: float = 0.0, http_port: int = 0
+        self,
+        role: node_pb2.NodeRole,
+        drain_timeout_s: float = 0.0,
+        http_port: int = 0,
+        obstacle: Callable[[], str] = lambda: "",
     ) -> None:
         self.role = role
         self.http_port = http_port
         self.wish: RoleWish | None = None
         self._drain_timeout_s = drain_timeout_s
+        self._obstacle = obstacle
         self._wished = asyncio.Event()
 
     def ask(self, role: node_pb2.NodeRole, drain_timeout_s: float = 0.0) -> None:
@@ -62,6 +69,8 @@ class RoleSwitch:
             raise RoleSwitchRefused(f"this node is a {NAMES[role]} node already")
         if not math.isfinite(drain_timeout_s) or drain_timeout_s < 0:
             raise RoleSwitchRefused("the seconds for draining must be a number from 0 on")
+        if obstacle := self._obstacle():
+            raise RoleSwitchRefused(obstacle)
         limit = self._drain_timeout_s
         self.wish = RoleWish(role, min(drain_timeout_s, limit) if drain_timeout_s else limit)
         self._wished.set()

@@ -17,6 +17,8 @@ from typing import Any, Literal, Self
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from edge.command_line import SettingsError as SettingsError
+from edge.command_line import parse_settings
 from edge.logs.settings import LogSettings
 from edge.security.config import SecurityError
 from edge.tracing.settings import TraceSettings
@@ -43,14 +45,11 @@ from engine.models.checkpoint import (
 from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.adapter_settings import AdapterSettings
 from engine.node.cache_settings import CacheSettings
-from engine.node.command_line import SettingsError as SettingsError
-from engine.node.command_line import parse_settings
 from engine.node.expert_settings import ExpertSettings, check_eplb
-from engine.node.group_settings import check_groups
 from engine.node.image_settings import ImageSettings
 from engine.node.inspection_settings import InspectionSettings
 from engine.node.speculative_settings import SpeculativeSettings
-from engine.node.stage_checks import check_role, check_stages
+from engine.node.stage_checks import check_ranks, check_stages
 from engine.node.transfer_settings import TransferSettings
 from kv_transfer.config import KVRole, KVTransferConfig
 
@@ -136,14 +135,14 @@ class EngineSettings(
         "every expert.",
     )
     all_reduce: str = Field(
-        default="nccl",
-        pattern=r"^(nccl|(auto|\d+,\d+)(\+push)?(\+norm)?)$",
+        default="auto",
+        pattern=r"^(nccl|auto|\d+,\d+(,\d+)?)$",
         description="Who sums over the tensor-parallel workers of a host, on GPUs. auto: small "
         "messages go over memory that the workers share, as far as a measurement at the start "
-        "finds that quicker. Two numbers: the largest such messages, in bytes, that are summed in "
-        "one shot and in two. What may follow is off until it has been timed: +push: workers write "
-        "into each other's memory, in place of reading it. +norm: the residual stream and its norm "
-        "are in the same launch, as in auto+push+norm.",
+        "finds that quicker, and NCCL sums the others; NCCL sums all where GPUs do not reach each "
+        "other over NVLink. nccl: it sums all. Two numbers: the largest messages, in bytes, that "
+        "are summed in one shot and in two; a third one: those whose residual stream and norm are "
+        "in the same launch.",
     )
     distributed_executor_backend: ExecutorBackend = Field(
         default="mp",
@@ -206,17 +205,23 @@ class EngineSettings(
         "as they are loaded, and take four times the memory. pdl: small kernels overlap, by "
         "programmatic dependent launch. prompt-graphs: CUDA graphs of steps with short prompts. "
         "residual-gemm: GEMMs of many rows add to the residual stream themselves. side-stream: "
-        "shared experts run beside the others. small-m-gemm: our own kernels for few rows.",
+        "shared experts run beside the others, adapters of few rows beside their layer. "
+        "small-m-gemm: our own kernels for few rows.",
     )
     enabled_fast_paths: tuple[NewFastPath, ...] = Field(
         default=(),
         description="Fast paths on a GPU to turn on, which are off until they have been timed. "
-        "few-row-gemm: one kernel of our own computes linear layers of few rows, of any size, "
-        "with their bias and the addition to the residual stream. finer-prompt-graphs: CUDA "
-        "graphs of prompts in sizes that are closer together, so that less is padding. "
-        "long-prompt-graphs: for all models also of prompts of up to 2048 tokens. "
-        "lora-few-rows: adapters of few rows take fewer programs, which compute the activation as "
-        "well; lora-beside, with it: their first half runs beside the layer's GEMM.",
+        "few-row-gemm: one kernel of our own computes linear layers of few rows, of any size, with "
+        "their bias and the addition to the residual stream. "
+        "group-writes: data-parallel groups exchange tokens by writes into each other's memory. "
+        "late-norm, late-route: norms and routers of few tokens let the next kernel begin only "
+        "when the ones in front have ended. "
+        "lora-one-launch: adapters of up to 16 rows are computed in the launch of their layer. "
+        "overlapped-sums: two ranks sum some rows of long steps while they multiply others. "
+        "sampled-rows: behind its attention, the last layer computes of a prompt only the token "
+        "behind which the next one is chosen. "
+        "wide-rope: rotary embedding of prompts takes more heads at once. "
+        "wide-windows: attention of decodes walks a small window in one or two tiles.",
     )
     async_scheduling: bool | None = Field(
         default=None,
@@ -275,7 +280,9 @@ class EngineSettings(
         masked."""
         try:
             self._kv_transfer_config(kv_role, is_check=True)
-            check_role(self._parallel_config(), kv_role)
+            parallel = self._parallel_config()
+            check_ranks(parallel, kv_role)
+            check_eplb(parallel, deterministic=self.deterministic)
         except (SettingsError, SecurityError) as error:
             print(f"wrong settings: {error}", file=sys.stderr)
             return 2
@@ -321,7 +328,6 @@ class EngineSettings(
         config = self.with_drafts(config)
         self.check_host_tier(config)
         check_stages(config)
-        check_groups(config)
         return self.with_lora(config)
 
     def _named_as_in(self, config: type[Any]) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from typing import Annotated, Any, get_args
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings
 
+from edge.command_line import SettingsError
 from engine.config import DrafterName, EngineConfig, SpeculativeConfig
 from engine.models.checkpoint import resolve_draft
 from engine.models.draft_checkpoint import read_draft
-from engine.node.command_line import SettingsError
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from edge.command_line import SettingsError
 from engine.config import EngineConfig, ParallelConfig
-from engine.node.command_line import SettingsError
 from kv_transfer.config import KVRole
 
 
-def check_role(parallel: ParallelConfig, kv_role: KVRole | None) -> None:
-    """Raises `SettingsError` for a decode node with stages."""
-    if parallel.pipeline_parallel_size > 1 and kv_role == "kv_consumer":
+def check_ranks(parallel: ParallelConfig, kv_role: KVRole | None) -> None:
+    """Raises `SettingsError` for stages of a decode node, or of data-parallel groups."""
+    num_stages = parallel.pipeline_parallel_size
+    if num_stages > 1 and parallel.data_parallel_size > 1:
+        raise SettingsError(
+            f"--data-parallel-size does not work with --pipeline-parallel-size {num_stages}; use "
+            "--tensor-parallel-size, or start as many nodes as groups"
+        )
+    if num_stages > 1 and kv_role == "kv_consumer":
         raise SettingsError(
             "--pipeline-parallel-size is for prefill nodes: a decoding row would wait for all "
             "stages before each token; use --tensor-parallel-size on decode nodes"
@@ -22,7 +28,7 @@ def check_stages(config: EngineConfig) -> None:
     if num_stages == 1:
         return
     transfer = config.kv_transfer
-    check_role(config.parallel, transfer.kv_role if transfer is not None else None)
+    check_ranks(config.parallel, transfer.kv_role if transfer is not None else None)
     if num_stages > model.num_layers:
         raise SettingsError(
             f"--pipeline-parallel-size {num_stages} is more than the model has layers "
@@ -38,9 +44,7 @@ def check_stages(config: EngineConfig) -> None:
     for is_asked, what in (
         (config.speculative is not None, "--speculative-config with a drafter that keeps KV"),
         (config.lora is not None, "--enable-lora"),
-        (config.parallel.data_parallel_size > 1, "--data-parallel-size"),
         (model.vision is not None, "a model that sees images"),
-        (transfer is not None and transfer.shares_prefixes, "--kv-share-prefixes"),
         (config.inspection.enable_mfu_metrics, "--enable-mfu-metrics"),
     ):
         if is_asked:

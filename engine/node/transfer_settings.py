@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from edge.command_line import SettingsError
 from edge.security.config import SecurityConfig
 from edge.security.settings import SecuritySettings
 from engine.config import EngineConfig
-from engine.node.command_line import SettingsError
 from host.named_addresses import NETWORK_STATUS_FILE, NamedAddresses, NoSuchAddress, is_named
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
 from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host

@@ -29,6 +29,7 @@ import torch
 from engine.batch.buffer_utils import CarriedTensor
 from engine.batch.input_batch import InputBatch
 from engine.batch.places import Int32Array, Places
+from engine.layers.embedding import VocabPart
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
 from engine.sample.grammars import GrammarStates, PlaceFailure
@@ -71,11 +72,14 @@ class Sampler:
         *,
         token_ids: torch.Tensor,
         grammars: GrammarStates,
+        splits_vocabulary: bool = False,
     ) -> None:
         """Builds the sampler over `token_ids` [rows, L]: all tokens of each row, which grow by what
-        is sampled here.
+        is sampled here. `splits_vocabulary`: logits may come as `VocabPart` for rows that
+        `only_draws` says yes to.
         """
         self._deterministic = deterministic
+        self._splits_vocabulary = splits_vocabulary
         self._params = SamplingStates(max_num_reqs, device)
         self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
         self._logit_bias = LogitBiasStates(max_num_reqs, device)
@@ -86,7 +90,8 @@ class Sampler:
 
     def add_request(self, new: NewRequestData) -> None:
         tokens = np.frombuffer(new.prefill_token_ids, "<i4")
-        prompt, output = tokens[: new.prompt_len], tokens[new.prompt_len :]
+        num_of_prompt = max(0, new.prompt_len - new.first_token)
+        prompt, output = tokens[:num_of_prompt], tokens[num_of_prompt:]
         self._params.add_request(new.row, new.sampling)
         self.penalties.add_request(new.row, new.sampling, prompt, output)
         self._logit_bias.add_request(new.row, new.sampling, new.prompt_len, new.eos_token_ids)
@@ -109,9 +114,13 @@ class Sampler:
         self._bad_words.remove_request(row)
         self._siblings.remove_request(row)
 
-    def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
-        """Chooses tokens. `logits` [L, V] are float32 of the places of `batch`; may be changed."""
+    def __call__(self, logits: torch.Tensor | VocabPart, batch: InputBatch) -> SamplerOutput:
+        """Chooses tokens. `logits` [L, V] are float32 of the places of `batch`; may be changed. A
+        part of the vocabulary will do if `only_draws` says so."""
         places = batch.places()
+        if isinstance(logits, VocabPart):
+            chosen = self.draw(logits, places.idx_mapping, places.seq_lens, has_filters=False)
+            return SamplerOutput(places.accept(chosen), None)
         rows = places.rows
         changes = self._changes_logits(rows)
         wanted = self._params.logprobs_wanted(rows)
@@ -134,9 +143,11 @@ class Sampler:
         return SamplerOutput(token_ids, found, siblings, failures)
 
     def only_draws(self, rows: Int32Array) -> bool:
-        """Returns whether `draw` is all that `rows` need."""
+        """Returns whether `draw` is all that `rows` need; of a split vocabulary, without filters,
+        for which a rank must see all logits."""
         return not (
             self._changes_logits(rows)
+            or (self._splits_vocabulary and self._params.has_filters(rows))
             or self._siblings.needed_by(rows)
             or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
         )
@@ -170,14 +181,17 @@ class Sampler:
 
     def draw(
         self,
-        logits: torch.Tensor,
+        logits: torch.Tensor | VocabPart,
         idx_mapping: torch.Tensor,
         seq_lens: torch.Tensor,
         has_filters: bool = True,
     ) -> torch.Tensor:
         """Returns [L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], with `seq_lens` [L]
         tokens before each place: a new token's index. `has_filters`: False promises that no row
-        cuts its distribution."""
+        cuts its distribution, as a part of the vocabulary does."""
+        if isinstance(logits, VocabPart):
+            params = self._params.gather(idx_mapping)
+            return logits.best(params.temperature, params.seeds, seq_lens.long())
         return self._draw_for(has_filters, logits, idx_mapping, seq_lens)
 
     def _draw_for(

@@ -129,9 +129,9 @@ class Admission:
     def _admit_choices(self, budget: int) -> int | None:
         """Returns what is left of the budget; None while a choice waits for blocks, which nobody
         behind it may take. Nobody runs who could give any: then a fork gives up its own."""
-        forks = self._forks
+        forks, headroom = self._forks, self._headroom()
         while forks.ready and budget > 0 and self._running.table.num_free > 0:
-            taken = forks.take_ready(self._headroom())
+            taken = forks.take_ready(headroom)
             if taken is not None:
                 choice, copies = taken
                 row = self._enter(choice)

@@ -7,19 +7,30 @@
 Scores are sums of log probabilities, and of ended answers the sum / length ** `length_penalty`. The
 rules are those of `generate(num_beams=...)` in transformers, so that its users find their answers:
 ends count among the first `width` candidates alone, and `early_stopping` says when no better answer
-is looked for.
+is looked for. Of equal sums the one behind the better beam goes first, then that of the lower
+token, whatever device found them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from heapq import heappop, heappush
+from itertools import islice
+from typing import NamedTuple
 
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import BeamParams
 
-EarlyStopping = bool | Literal["never"]
+
+class _Candidate(NamedTuple):
+    """One token behind a beam; the least is the best. `loss`: the sum of log probabilities with it,
+    negated. `place`: where it is in what was found for the beam."""
+
+    loss: float
+    parent: int
+    token: int
+    place: int
 
 
 @dataclass(slots=True)
@@ -66,41 +77,62 @@ class BeamSearch:
         return len(self.live[0].token_ids)
 
     def advance(self, found: Sequence[TokenLogprobs]) -> list[Hypothesis]:
-        """Takes the candidates of each live beam, in their order, and returns the next ones; none:
-        the search is over."""
-        length = self.num_tokens + 1
-        candidates = self._candidates(found, length)
-        hits = [length >= self._max_tokens or c[2] in self._stop_ids for c in candidates]
-        width = self._params.width
-        ended = [c for c, hit in zip(candidates[:width], hits, strict=False) if hit]
-        going = [c for c, hit in zip(candidates, hits, strict=True) if not hit][:width]
+        """Takes the candidates of each live beam, in their order, each beam's most likely first.
+        Returns the next beams; none: the search is over."""
+        length, width = self.num_tokens + 1, self._params.width
+        all_end = length >= self._max_tokens
+        ended: list[_Candidate] = []
+        going: list[_Candidate] = []
+        for place, one in enumerate(islice(self._best_first(found, length), self._num_kept)):
+            if not all_end and one.token not in self._stop_ids:
+                going.append(one)
+            elif place < width:
+                ended.append(one)
+            if place + 1 >= width and (all_end or len(going) == width):
+                break
         self._end(found, ended, length)
-        if not going or self._is_over(going[0][0], length):
+        if not going or self._is_over(-going[0].loss, length):
             self.live = []
         else:
-            self.live = [self._grown(found, candidate) for candidate in going]
+            self.live = [self._grown(found, one) for one in going]
         return self.live
 
-    def _candidates(
-        self, found: Sequence[TokenLogprobs], length: int
-    ) -> list[tuple[float, int, int, int]]:
-        """Returns (score, beam, token, place among the beam's), the best first."""
+    def _best_first(self, found: Sequence[TokenLogprobs], length: int) -> Iterator[_Candidate]:
+        """Merges the candidates of all beams, as far as somebody asks for them."""
         forbidden = self._stop_ids if length <= self._min_tokens else frozenset[int]()
-        candidates = [
-            (beam.score + logprob, index, token, place)
-            for index, (beam, of_beam) in enumerate(zip(self.live, found, strict=True))
-            for place, (token, logprob) in enumerate(
-                zip(of_beam.token_ids[1:], of_beam.logprobs[1:], strict=True)
-            )
-            if token not in forbidden
-        ]
-        candidates.sort(key=lambda candidate: -candidate[0])
-        return candidates[: self._num_kept]
+        heap: list[_Candidate] = []
+        places = [self._push(heap, index, of, 1, forbidden) for index, of in enumerate(found)]
+        while heap:
+            best = heappop(heap)
+            yield best
+            index = best.parent
+            places[index] = self._push(heap, index, found[index], places[index], forbidden)
+
+    def _push(
+        self,
+        heap: list[_Candidate],
+        parent: int,
+        found: TokenLogprobs,
+        place: int,
+        forbidden: Collection[int],
+    ) -> int:
+        """Adds the next candidate of a beam, from `place` on, with all that are as likely. Returns
+        the place behind them."""
+        tokens, logprobs = found.token_ids, found.logprobs
+        score, num_before = self.live[parent].score, len(heap)
+        while place < len(tokens):
+            if len(heap) > num_before and logprobs[place] != logprobs[place - 1]:
+                break
+            if tokens[place] not in forbidden:
+                loss = -(score + logprobs[place])
+                heappush(heap, _Candidate(loss, parent, tokens[place], place))
+            place += 1
+        return place
 
     def _end(
         self,
         found: Sequence[TokenLogprobs],
-        ended: Sequence[tuple[float, int, int, int]],
+        ended: Sequence[_Candidate],
         length: int,
     ) -> None:
         if self._is_full and self._params.early_stopping is True:
@@ -129,10 +161,8 @@ class BeamSearch:
         hoped: float = best_live / reach**params.length_penalty
         return hoped <= self.best[-1].score
 
-    def _grown(
-        self, found: Sequence[TokenLogprobs], candidate: tuple[float, int, int, int]
-    ) -> Hypothesis:
-        score, parent, token, place = candidate
+    def _grown(self, found: Sequence[TokenLogprobs], candidate: _Candidate) -> Hypothesis:
+        loss, parent, token, place = candidate
         beam = self.live[parent]
         logprobs = list(beam.logprobs)
         if self._num_logprobs is not None:
@@ -140,8 +170,8 @@ class BeamSearch:
             logprobs.append(
                 TokenLogprobs(
                     [token, *at.token_ids[1:stop]],
-                    [at.logprobs[1 + place], *at.logprobs[1:stop]],
-                    1 + place,
+                    [at.logprobs[place], *at.logprobs[1:stop]],
+                    place,
                 )
             )
-        return Hypothesis(score, [*beam.token_ids, token], logprobs, parent)
+        return Hypothesis(-loss, [*beam.token_ids, token], logprobs, parent)

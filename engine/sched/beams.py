@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.outputs import TokenLogprobs
 from engine.request import Request, RequestStatus
+from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.beam_search import BeamSearch, Hypothesis
 from engine.sched.forks import Forks
@@ -38,13 +38,15 @@ from engine.sched.request_limits import RequestLimits
 @dataclass(slots=True, eq=False)
 class BeamGroup:
     """One search. `prompt` is the prompt's request and `asked` what was wanted of it; `beams`
-    compute or have computed the current step, and `found` has the candidates of those that have."""
+    compute or have computed the current step, `num_missing` of them have not yet, and `found` has
+    the candidates of the others."""
 
     prompt: Request
     asked: SamplingParams
     names: tuple[str, ...]
     search: BeamSearch
     beams: list[Request]
+    num_missing: int = 1
     step: int = 0
     found: dict[str, TokenLogprobs] = field(default_factory=dict)
 
@@ -81,7 +83,6 @@ class Beams:
         search = BeamSearch(beam, stop_ids, max_tokens, sampling.min_tokens, sampling.logprobs)
         names = prompt.choice_ids or (prompt.request_id,)
         group = BeamGroup(prompt, sampling, names, search, [prompt])
-        prompt.packed_head = pack_tokens(prompt.all_token_ids)
         for name in {prompt.request_id, *names}:
             self._groups[name] = group
         prompt.is_beam = True
@@ -112,7 +113,8 @@ class Beams:
         self._forks.hold(beam)
         if candidates is not None:
             group.found.setdefault(beam.request_id, candidates)
-        if any(one.request_id in self._requests for one in group.beams):
+        group.num_missing -= 1
+        if group.num_missing:
             return []
         chosen = group.search.advance([group.found[one.request_id] for one in group.beams])
         return self._branch(group, chosen) if chosen else self._answers(group)
@@ -132,38 +134,24 @@ class Beams:
 
     def _branch(self, group: BeamGroup, chosen: list[Hypothesis]) -> list[EngineCoreOutput]:
         group.step += 1
-        parents = group.beams
-        group.beams = [self._beam(group, index, one) for index, one in enumerate(chosen)]
-        for parent in parents:
-            if self._groups[parent.request_id] is group and parent is not group.prompt:
-                del self._groups[parent.request_id]
-        for beam in group.beams:
-            self._requests[beam.request_id] = beam
-            self._groups[beam.request_id] = group
+        group.num_missing = len(chosen)
         group.found.clear()
-        for index, parent in enumerate(parents):
-            own = zip(group.beams, chosen, strict=True)
-            self._forks.branch(parent, [beam for beam, one in own if one.parent == index])
+        parents, asked = group.beams, group.prompt
+        spec = asked.spec.resumed_after(chosen[0].token_ids).for_one_token()
+        group.beams = []
+        successors: list[list[Request]] = [[] for _ in parents]
+        for index, one in enumerate(chosen):
+            name = f"{asked.request_id}/{group.step}.{index}"
+            beam = _beam(asked, name, spec.resumed_after(one.token_ids))
+            group.beams.append(beam)
+            successors[one.parent].append(beam)
+            self._requests[name] = beam
+            self._groups[name] = group
+        for parent, own in zip(parents, successors, strict=True):
+            if parent is not asked:
+                del self._groups[parent.request_id]
+            self._forks.branch(parent, own)
         return []
-
-    def _beam(self, group: BeamGroup, index: int, one: Hypothesis) -> Request:
-        asked = group.prompt
-        spec = asked.spec.resumed_after(one.token_ids).for_one_token()
-        beam = Request(
-            EngineCoreRequest(
-                request_id=f"{asked.request_id}/{group.step}.{index}",
-                spec=spec,
-                eos_token_ids=asked.eos_token_ids,
-                arrival_time=asked.arrival_time,
-                pixels=tuple(asked.pixels.values()),
-            )
-        )
-        beam.is_beam = True
-        beam.packed_head = asked.packed_head
-        beam.arrival_order = asked.arrival_order
-        beam.num_cached_tokens = asked.num_cached_tokens
-        beam.first_scheduled_at = asked.first_scheduled_at
-        return beam
 
     def _answers(self, group: BeamGroup) -> list[EngineCoreOutput]:
         prompt, asked = group.prompt, group.asked
@@ -190,3 +178,21 @@ class Beams:
             self._forks.drop(beam)
         for name in {group.prompt.request_id, *group.names, *(b.request_id for b in group.beams)}:
             del self._groups[name]
+
+
+def _beam(asked: Request, name: str, spec: RequestSpec) -> Request:
+    """Returns the request for the next token of one beam of the search that `asked` began."""
+    beam = Request(
+        EngineCoreRequest(
+            request_id=name,
+            spec=spec,
+            eos_token_ids=asked.eos_token_ids,
+            arrival_time=asked.arrival_time,
+            pixels=tuple(asked.pixels.values()),
+        )
+    )
+    beam.is_beam = True
+    beam.arrival_order = asked.arrival_order
+    beam.num_cached_tokens = asked.num_cached_tokens
+    beam.first_scheduled_at = asked.first_scheduled_at
+    return beam

@@ -14,54 +14,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from engine.crash_facts import EngineFacts
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.outputs import SchedulerStats, TokenLogprobs
 from engine.request import Request
 from engine.sched.adapters import share_host_memory
+from engine.sched.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.admission import Admission
 from engine.sched.exports import is_exported
 from engine.sched.group_choice import choose_group
 from engine.sched.group_output import GroupOutput, GroupStep
 from engine.sched.group_remote import GroupRemote
 from engine.sched.merged_stats import merged_stats
-from engine.sched.output import SchedulerOutput
+from engine.sched.output import EncodingOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.scheduler import Scheduler
+from engine.sched.step_sizes import StepSizes
 from engine.sched.work_meter import WorkMeter
 from kv_transfer.group_connector import GroupEvents
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
 
 
-class _StepSizes:
-    """Follows which rows of a group decode, as its workers do."""
+class _Admissions:
+    """Stands for the `Admission` of each group."""
 
-    def __init__(self) -> None:
-        self._decodes: set[int] = set()
+    def __init__(self, of_groups: Sequence[Admission]) -> None:
+        self._of_groups = of_groups
 
-    def of(self, step: SchedulerOutput | None) -> tuple[int, int]:
-        """Returns how many rows decode in the step, and how many tokens of prompts it computes."""
-        if step is None:
-            return 0, 0
-        self._decodes -= {*step.finished_rows, *step.decode_remove}
-        self._decodes |= set(step.decode_add)
-        return len(self._decodes), sum(count for _, count in step.prefill_chunks)
+    def take_stranded(self) -> list[str]:
+        """Returns those of all groups; see `Admission`."""
+        return [name for admission in self._of_groups for name in admission.take_stranded()]
 
 
 class GroupScheduler:
     """Has the methods of a `Scheduler`, over those of all groups. `query_len`: tokens that a row
-    which decodes computes in a step, with its drafts."""
+    which decodes computes in a step, with its drafts; `is_adaptive`: at most."""
 
-    def __init__(self, groups: Sequence[Scheduler], query_len: int = 1) -> None:
+    def __init__(
+        self, groups: Sequence[Scheduler], query_len: int = 1, *, is_adaptive: bool = False
+    ) -> None:
         self.groups = groups
         self._query_len = query_len
+        self._drafts: SharedDrafts | None = None
+        if is_adaptive:
+            self._drafts = SharedDrafts(query_len)
+            for group in groups:
+                group.running.drafts = self._drafts
         self._num_given = [0] * len(groups)
         self.remote = GroupRemote([group.remote for group in groups], self._remote_of)
         self.adapters = groups[0].adapters
         """Knows what all groups know; each has slots of its own."""
         share_host_memory([group.adapters for group in groups])
-        self._sizes = [_StepSizes() for _ in groups]
+        self._sizes = [StepSizes() for _ in groups]
         self._step_id = 0
         self._group_of: dict[str, Scheduler] = {}
         """Maps each known request to the group that has it."""
@@ -142,23 +148,32 @@ class GroupScheduler:
 
     def schedule(self) -> GroupStep | None:
         """Returns the next step of all groups; None when no group has one."""
+        if self._drafts is not None:
+            self._drafts.begin_step()
         steps = [group.schedule() for group in self.groups]
         if all(step is None for step in steps):
             return None
         sizes = [size.of(step) for size, step in zip(self._sizes, steps, strict=True)]
-        only_decode = not any(of_prompts for _, of_prompts in sizes)
-        only_decode &= not any(step is not None and _waits_for_layers(step) for step in steps)
+        only_decode = not any(size.num_prompt_tokens or size.waits_for_layers for size in sizes)
+        most_decodes = max(size.num_decodes for size in sizes)
+        drafts = DraftPlan(self._query_len)
+        if self._drafts is not None:
+            drafts = self._drafts.issued(most_decodes, only_decodes=only_decode)
         self._step_id += 1
         return GroupStep(
             self._step_id,
-            steps,
-            max(decodes * self._query_len + of_prompts for decodes, of_prompts in sizes),
-            max(decodes for decodes, _ in sizes) if only_decode else 0,
+            cast(list[EncodingOutput | None], steps),
+            max(size.num_decodes * drafts.query_len + size.num_prompt_tokens for size in sizes),
+            most_decodes if only_decode else 0,
+            max(size.num_sampled for size in sizes),
+            *drafts,
         )
 
     def update_from_output(self, step: GroupStep, output: GroupOutput) -> EngineCoreOutputs:
         """Results come in the order of their steps. Raises ValueError like `Scheduler`."""
         found = EngineCoreOutputs(timestamp=time.monotonic())
+        if self._drafts is not None:
+            self._drafts.retired()
         for group, own, result in zip(self.groups, step.steps, output.outputs, strict=True):
             if own is not None:
                 _add(found, self._heard(group.update_from_output(own, result)))
@@ -194,9 +209,9 @@ class GroupScheduler:
         return found
 
     @property
-    def admission(self) -> Admission:
-        """Returns the first group's: no group leaves images to another node, as none sees any."""
-        return self.groups[0].admission
+    def admission(self) -> _Admissions:
+        """Returns what tells of requests that no group can compute."""
+        return _Admissions([group.admission for group in self.groups])
 
     def check_empty(self) -> list[str]:
         left = [
@@ -235,12 +250,6 @@ class GroupScheduler:
             if not choices:
                 del self._choices_of[prompt]
                 self._group_of.pop(prompt, None)
-
-
-def _waits_for_layers(step: SchedulerOutput) -> bool:
-    """Returns whether the step reads KV while it is loaded: then its kernels are launched one by
-    one, and so must be those of the other groups."""
-    return step.kv is not None and step.kv.load is not None
 
 
 def _add(to: EngineCoreOutputs, more: EngineCoreOutputs) -> None:

@@ -1,5 +1,6 @@
 """KV in host memory: full blocks go there while they are in the cache, and come back when a prompt
-needs them that the cache has forgotten.
+needs them that the cache has forgotten. What lies on disk behind it is read if that is sooner done
+than computed, by what was seen of both.
 
 A block                                       A request
     offered    it is full and certain             waiting ──▶ LOADING ──▶ READY ──▶ a row
@@ -21,10 +22,13 @@ from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
+from engine.sched.counters import PrefillRate
 from engine.sched.early_loads import EarlyLoads
 from engine.sched.request_queue import RequestQueue
+from engine.sched.source_rate import SourceRate
 from engine.sched.step_fence import StepFence
 from kv_transfer.host_tier import HostTier
+from kv_transfer.tier import Tier
 
 _SHARE_HELD = 8
 """At most one block in so many is held to be stored: requests come first."""
@@ -52,8 +56,13 @@ class HostKV:
         fence: StepFence,
         waiting: RequestQueue,
         policy: SchedulingPolicy,
+        prefill_rate: PrefillRate,
     ) -> None:
+        """Takes `prefill_rate`, the speed of our own steps, against which reads from disk are
+        weighed."""
         self._tier = tier
+        self._prefill_rate = prefill_rate
+        self._disk_rate = SourceRate()
         self._early = early
         self._kv_cache = kv_cache
         self._fence = fence
@@ -61,6 +70,8 @@ class HostKV:
         self.ready = RequestQueue(policy)
         """Requests that have blocks and KV, and lack only a row."""
         self.num_loaded_tokens = 0
+        self.num_cheaper_to_compute = 0
+        """Prompts that computed what lies on disk."""
         self._offered: deque[tuple[KVCacheBlock, BlockHash]] = deque(maxlen=kv_cache.num_blocks)
         self._storing: dict[int, list[KVCacheBlock]] = {}  # [job]
         self._num_storing = 0
@@ -125,7 +136,25 @@ class HostKV:
             return 0
         block_size = self._kv_cache.least_block_size
         names = self._kv_cache.block_names(request, request.num_tokens - 1)
-        return self._tier.num_found(names, num_cached_tokens // block_size) * block_size
+        first = num_cached_tokens // block_size
+        count = self._tier.num_found(names, first)
+        if self._tier.has_disk and count:
+            count = self._num_worth_it(request, names[first : first + count], self._tier)
+        return count * block_size
+
+    def _num_worth_it(self, request: Request, found: list[BlockHash], tier: HostTier) -> int:
+        """Returns how many of these blocks are sooner here than computed: all of them, or those
+        before the first that lies on disk. A request is told once; it may ask before every step."""
+        on_disk = [i for i, name in enumerate(found) if tier.tier_of(name) is Tier.DISK]
+        if not on_disk:
+            return len(found)
+        if request.reads_disk is None:
+            block_size, own = self._kv_cache.least_block_size, self._prefill_rate.tokens_per_s
+            seconds = self._disk_rate.seconds_for(len(on_disk) * block_size)
+            saved = (len(found) - on_disk[0]) * block_size
+            request.reads_disk = not own or self._disk_rate.verdict(seconds, saved / own).is_to_take
+            self.num_cheaper_to_compute += not request.reads_disk
+        return len(found) if request.reads_disk else on_disk[0]
 
     def start(self, request: Request, num_cached_tokens: int, num_tokens: int) -> None:
         """Begins to load `num_tokens` tokens: blocks for the whole need are allocated."""
@@ -182,6 +211,9 @@ class HostKV:
 
     def jobs_done(self, jobs: dict[int, bool]) -> None:
         """Goes on after jobs of the tier, of which nothing is on its way any more."""
+        if jobs and self._tier is not None:
+            for num_blocks, seconds in self._tier.disk.take_reads():
+                self._disk_rate.took(num_blocks * self._kv_cache.least_block_size, seconds)
         for job, is_right in jobs.items():
             if job in self._storing:
                 stored = self._storing.pop(job)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
+from engine.sched.adaptive_drafts import AdaptiveDrafts
 from engine.sched.counters import PrefillRate, SchedulerCounters
-from engine.sched.draft_length import DraftLength
 from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
@@ -33,7 +33,7 @@ class DraftingStep:
     """The part of a step that the choice of drafts learns from: `num_decodes` rows computed
     `query_len` tokens each."""
 
-    chooser: DraftLength
+    drafts: AdaptiveDrafts
     num_decodes: int
     query_len: int
 
@@ -111,6 +111,6 @@ class StepsInFlight:
 def _learn(drafting: DraftingStep, output: ModelRunnerOutput, seconds: float | None) -> None:
     """Tells the choice of drafts what a step gave, and what it took if it computed nothing else."""
     if seconds is not None and drafting.num_decodes:
-        drafting.chooser.step_done(drafting.num_decodes, drafting.query_len, seconds)
+        drafting.drafts.step_done(drafting.num_decodes, drafting.query_len, seconds)
     if output.drafts is not None and output.counts:
-        drafting.chooser.drafts_checked(output.drafts.counts, output.counts)
+        drafting.drafts.drafts_checked(output.drafts.counts, output.counts)

@@ -28,6 +28,9 @@ from engine.images.image_input import EncoderWork, ImageSpan
 from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVConnectorMetadata
 
+BYTES_OF_TOKEN = 4
+"""In `NewRequestData`."""
+
 
 class PulledDrafts(msgspec.Struct, array_like=True):
     """Tells a drafter with KV of its own what a peer gave of a request.
@@ -57,8 +60,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
         row: Index into the workers' tables.
         epoch: Tags results of this owner of the row.
         prompt_len: Tokens of the user's prompt.
-        prefill_token_ids: Little-endian int32 of all known tokens: the prompt, and output
-            that exists already (after a preemption, a resume, or a first token from a peer).
+        prefill_token_ids: Little-endian int32 of known tokens: the prompt, and output that exists
+            already (after a preemption, a resume, or a first token from a peer).
         num_computed_tokens: Leading tokens whose KV is in the blocks.
         block_ids: The row's block table so far, in the first KV group. Those of other groups
             follow in `new_block_ids` of the same step.
@@ -69,6 +72,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
         pulled: KV that came from a peer, if a drafter must know; None: nothing to know.
         images: Those of the prompt.
         lora: Where the request's adapter is; None: it has none.
+        first_token: `prefill_token_ids` begin here. Those before have KV, and nothing that the
+            request asks for looks at them. Beams enter rows at every step.
     """
 
     row: int
@@ -84,6 +89,12 @@ class NewRequestData(msgspec.Struct, array_like=True):
     pulled: PulledDrafts | None = None
     images: tuple[ImageSpan, ...] = ()
     lora: LoRASlot | None = None
+    first_token: int = 0
+
+    @property
+    def prefill_len(self) -> int:
+        """Returns the number of known tokens."""
+        return self.first_token + len(self.prefill_token_ids) // BYTES_OF_TOKEN
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):

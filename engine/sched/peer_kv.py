@@ -24,6 +24,7 @@ from engine.request import Request, RequestStatus
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.pull_rates import PullRates
 from engine.sched.request_queue import RequestQueue
+from engine.sched.source_rate import PullDecision
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVTransferParams
 
@@ -108,10 +109,17 @@ class PeerKV:
         count = (request.num_tokens - 1) // block_size * block_size - num_cached_tokens
         if count <= 0:
             request.prefix_peer = ""
-        elif not self._rates.is_quicker(request.prefix_peer, count):
+        elif not request.tries_prefix_peer and not self._is_worth_asking(request, count):
             request.prefix_peer = ""
             self.counters.cheaper_to_compute += 1
         return count if request.prefix_peer else 0
+
+    def _is_worth_asking(self, request: Request, num_tokens: int) -> bool:
+        """A try is decided once, or the next look at the request, as before the peer answers and
+        after, would find the peer slower and the try spent."""
+        verdict = self._rates.verdict(request.prefix_peer, num_tokens)
+        request.tries_prefix_peer = verdict in (PullDecision.ON_TRUST, PullDecision.ON_CREDIT)
+        return verdict.is_to_take
 
     def start(self, request: Request, num_cached_tokens: int, num_tokens: int) -> None:
         """Begins to ask: blocks for the whole need are allocated."""
@@ -151,7 +159,8 @@ class PeerKV:
             return
         self._rates.asked(fetch.peer, time.monotonic() - fetch.asked_at)
         num_lacking = num_tokens - fetch.num_cached
-        if not self._rates.is_quicker(fetch.peer, num_lacking, has_asked=True):
+        is_decided = fetch.request.tries_prefix_peer
+        if not is_decided and not self._rates.is_quicker(fetch.peer, num_lacking, has_asked=True):
             self._refuse(request_id, params)
             self.counters.cheaper_to_compute += 1
             self._done(fetch, fetch.num_cached)

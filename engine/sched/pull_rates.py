@@ -4,36 +4,21 @@
 2. `pulled`     its KV is here; how many tokens, in how many seconds
 3. `is_quicker` seconds to ask and pull so many tokens, against seconds to compute them
 
-A peer of which nothing is known is tried. One that lost is tried again after a while, since what
-made it slow may be over: the later, the slower it was, so that tries never cost more than a small
-part of what computing does.
+`SourceRate` says what is tried although it looks slower. With logs at debug each decision is
+written with the figures that made it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from engine.sched.counters import PrefillRate
+from engine.sched.source_rate import PullDecision, SourceRate
 
-_DECAY = 0.8
-"""Weight that a pull leaves to those before it."""
-_TRY_AGAIN_AFTER = 32
-"""Decisions against a peer as slow as we are until it gets another chance; against one that takes
-twice as long, twice as many."""
 _MAX_PEERS = 256
 
-
-@dataclass(slots=True)
-class _Peer:
-    ask_s: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    num_refusals: int = 0
-
-    def seconds_for(self, num_tokens: int) -> float:
-        """Returns how long it takes to get so many tokens; as good as none before the first."""
-        return self.ask_s + (num_tokens * self.seconds / self.tokens if self.tokens else 0.0)
+logger = logging.getLogger(__name__)
 
 
 class PullRates:
@@ -42,36 +27,48 @@ class PullRates:
     def __init__(self, prefill: PrefillRate, *, pulls_always: bool = False) -> None:
         self._prefill = prefill
         self._pulls_always = pulls_always
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._peers: OrderedDict[str, SourceRate] = OrderedDict()
 
     def asked(self, peer: str, seconds: float) -> None:
         known = self._of(peer)
         known.ask_s = seconds if not known.ask_s else known.ask_s + (seconds - known.ask_s) / 4
 
     def pulled(self, peer: str, num_tokens: int, seconds: float) -> None:
-        known = self._of(peer)
-        known.tokens = known.tokens * _DECAY + num_tokens
-        known.seconds = known.seconds * _DECAY + seconds
-        known.num_refusals = 0
+        own = self._prefill.tokens_per_s
+        self._of(peer).took(num_tokens, seconds, num_tokens / own if own else 0.0)
+        logger.debug(
+            "prefix of %d tokens from %s: here after %.1f ms", num_tokens, peer, seconds * 1e3
+        )
 
     def is_quicker(self, peer: str, num_tokens: int, *, has_asked: bool = False) -> bool:
-        """Returns whether `num_tokens` are sooner here from the peer than computed. `has_asked`:
-        the peer has answered, and only the pull is left."""
+        """Returns whether `num_tokens` are sooner here from the peer than computed, as far as is
+        known, or worth a try. `has_asked`: the peer has answered, and only the pull is left."""
+        return self.verdict(peer, num_tokens, has_asked=has_asked).is_to_take
+
+    def verdict(self, peer: str, num_tokens: int, *, has_asked: bool = False) -> PullDecision:
+        """Decides as `is_quicker` does, and says why."""
         own = self._prefill.tokens_per_s
         known = self._of(peer)
         seconds = known.seconds_for(num_tokens) - known.ask_s * has_asked
-        if self._pulls_always or not own or seconds * own < num_tokens:
-            return True
-        known.num_refusals += 1
-        if known.num_refusals < _TRY_AGAIN_AFTER * seconds * own / num_tokens:
-            return False
-        known.num_refusals = 0
-        return True
+        if self._pulls_always or not own:
+            found = PullDecision.ON_TRUST
+        else:
+            found = known.verdict(seconds, num_tokens / own, num_tokens)
+        if logger.isEnabledFor(logging.DEBUG):
+            setup, each = known.parts
+            logger.debug(
+                "prefix of %d tokens from %s%s: %s; pull %.1f ms (ask %.1f, setup %.1f, %.0f "
+                "tokens/s, %d pulls), compute %.1f ms (%.0f tokens/s), credit %.1f ms",
+                num_tokens, peer, ", asked" if has_asked else "", found,
+                seconds * 1e3, known.ask_s * 1e3, setup * 1e3, 1 / each if each else 0.0,
+                known.num_takes, num_tokens / own * 1e3 if own else 0.0, own, known.credit_s * 1e3,
+            )  # fmt: skip
+        return found
 
-    def _of(self, peer: str) -> _Peer:
+    def _of(self, peer: str) -> SourceRate:
         known = self._peers.get(peer)
         if known is None:
-            known = self._peers[peer] = _Peer()
+            known = self._peers[peer] = SourceRate()
             if len(self._peers) > _MAX_PEERS:
                 self._peers.popitem(last=False)
         self._peers.move_to_end(peer)

@@ -67,14 +67,14 @@ class RemoteKV:
         self.exports = Exports(self._connector, fence, self.held)
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy, draft_hash)
         self.early = EarlyLoads(connector)
-        self.host = HostKV(connector.host_tier, self.early, kv_cache, fence, waiting, policy)
+        tier = connector.host_tier
+        self.host = HostKV(tier, self.early, kv_cache, fence, waiting, policy, prefill_rate)
         transfer = config.kv_transfer
         is_shared = transfer is not None and transfer.shares_prefixes
         pulls_prefixes, answers = False, None
         if transfer is not None and is_shared:
             pulls_prefixes = transfer.kv_role == "kv_producer"
             if not pulls_prefixes:
-                tier = connector.host_tier
                 num_behind = tier.capacity if tier is not None else 0
                 answers = OfferedAnswers.of(transfer, kv_cache.num_blocks, num_behind)
         is_always = transfer is not None and transfer.pulls_always
@@ -83,7 +83,7 @@ class RemoteKV:
             connector, kv_cache, self.held, self.host.ready, rates, is_on=pulls_prefixes
         )
         self.offers = PrefixOffers(connector, kv_cache, fence, self.held, answers, is_on=is_shared)
-        self.tiers = BlockTiers(kv_cache.block_pool, connector.host_tier)
+        self.tiers = BlockTiers(kv_cache.block_pool, tier)
 
     def refusal(self, request: Request) -> str:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""
@@ -184,6 +184,8 @@ class RemoteKV:
         if self.offers.is_on:
             more["prefix_offered_tokens"] = float(self.offers.num_offered_tokens)
             more["prefix_offered_tokens_loaded"] = float(self.offers.num_loaded_tokens)
+        if self.host.is_on:
+            more["disk_tier_cheaper_to_compute"] = float(self.host.num_cheaper_to_compute)
         return {**self._connector.counters, **more}
 
     def forget_cached(self) -> None:

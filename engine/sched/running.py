@@ -27,9 +27,9 @@ from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.sched.adapters import AdapterTable
+from engine.sched.adaptive_drafts import AdaptiveDrafts, DraftPlan
 from engine.sched.counters import SchedulerCounters
 from engine.sched.decode_calendar import DecodeCalendar
-from engine.sched.draft_length import DraftLength
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
 from engine.sched.image_encoding import ImageEncoding
@@ -75,10 +75,10 @@ class RunningRows:
         self.calendar = DecodeCalendar(kv_cache, config.decode_query_len, config.num_ahead)
         self.builder = StepBuilder(kv_cache)
         self._query_len = config.decode_query_len
-        """Tokens that each row of the decode set computes in the next step."""
-        self._draft_length: DraftLength | None = None
+        self.drafts: AdaptiveDrafts | None = None
+        """Says how many tokens rows of the decode set compute in a step; None: always as many."""
         if config.is_adaptive:
-            self._draft_length = DraftLength(config.decode_query_len)
+            self.drafts = AdaptiveDrafts(config.decode_query_len)
         self.step_id = -1
         """The last step that went out."""
         self.meter: WorkMeter | None = None
@@ -106,13 +106,14 @@ class RunningRows:
             row.check_len = self._next_check(row, row.prefill_len)
         request.status = RequestStatus.RUNNING
         self._prefilling.append(row)
+        first_token = request.num_computed_tokens if request.is_beam else 0
         block_ids, *of_other_groups = self._kv_cache.get_block_ids(request.request_id)
         self.builder.enter(
             NewRequestData(
                 row=row.index,
                 epoch=row.epoch,
                 prompt_len=request.num_prompt_tokens - request.num_resumed_tokens,
-                prefill_token_ids=_packed(request),
+                prefill_token_ids=pack_tokens(request.all_token_ids[first_token:]),
                 num_computed_tokens=request.num_computed_tokens,
                 block_ids=block_ids,
                 max_len=max_len,
@@ -122,6 +123,7 @@ class RunningRows:
                 pulled=self._pulled_drafts(request),
                 images=request.spec.images,
                 lora=self._adapters.slot_of(request),
+                first_token=first_token,
             )
         )
         for group, ids in enumerate(of_other_groups, start=1):
@@ -277,16 +279,16 @@ class RunningRows:
         """Sends the step out: its message, and the record of what its result confirms."""
         self.step_id = step_id
         num_decodes = self.calendar.size
-        num_drafts, query_len = None, self._query_len
-        if (chooser := self._draft_length) is not None:
-            self._query_len = chooser.choose(num_decodes)
-            num_drafts = self._query_len - 1
+        drafts = DraftPlan(self._query_len)
+        if self.drafts is not None:
+            drafts = self.drafts.next_step(num_decodes)
+        query_len = drafts.query_len
         self.builder.images = self.images.take_work()
         step, record = self.builder.build(
-            step_id, kv, num_decodes, num_decodes * query_len, num_drafts
+            step_id, kv, num_decodes, num_decodes * query_len, drafts.num_drafts
         )
-        if chooser is not None:
-            record.drafting = DraftingStep(chooser, num_decodes, query_len)
+        if self.drafts is not None:
+            record.drafting = DraftingStep(self.drafts, num_decodes, query_len)
         if self.meter is not None:
             chunks = [
                 (row, end, count)
@@ -318,9 +320,3 @@ class RunningRows:
 
 def _key(row: Row) -> SortKey:
     return row.key
-
-
-def _packed(request: Request) -> bytes:
-    """Returns all tokens of a request as workers are told of them."""
-    head = request.packed_head
-    return head + pack_tokens(request.all_token_ids[len(head) // 4 :])

@@ -75,7 +75,7 @@ class Scheduler:
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
         self._requests: dict[str, Request] = {}
         self.adapters = AdapterTable(config.lora, self._requests, self._waiting)
-        self._running = RunningRows(
+        self.running = self._running = RunningRows(
             self._limits,
             config,
             self._kv_cache,

@@ -13,6 +13,8 @@ from engine.messages import EngineCoreRequest
 from engine.speed.offline_engine import OfflineEngine
 from engine.speed.profile import DecodePoint, PrefillPoint
 
+_PROMPTS_ALONE = 6
+
 
 @dataclass(frozen=True, slots=True)
 class StepSpread:
@@ -39,11 +41,9 @@ def decode_steps(
     return StepSpread(mean_s, statistics.median(gaps), gaps[int(0.99 * len(gaps))])
 
 
-def prompts_alone(engine: OfflineEngine, length: int, count: int = 6) -> list[float]:
+def prompts_alone(engine: OfflineEngine, length: int) -> list[float]:
     """Returns the seconds from a prompt to its first token, sorted, without the first one's."""
-    times = []
-    for _ in range(count):
-        times.append(duration_s(engine, [engine.request(length, 1)]))
+    times = [duration_s(engine, [engine.request(length, 1)]) for _ in range(_PROMPTS_ALONE)]
     return sorted(times[1:])
 
 

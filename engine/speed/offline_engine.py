@@ -104,9 +104,12 @@ def offline_engine(
     # Parts of an engine before refer to each other, and would keep its memory.
     gc.collect()
     engine = OfflineEngine(config, executor)
+    # Or full collections look at all libraries, in the middle of what is measured.
+    gc.freeze()
     try:
         yield engine
     finally:
+        gc.unfreeze()
         engine.close()
 
 

@@ -44,13 +44,21 @@ def prepare_attention(
 
 
 def group_inputs(
-    groups: Sequence[KVGroup], by_group: Sequence[InputBatch], attention: AttentionBackend
+    groups: Sequence[KVGroup],
+    by_group: Sequence[InputBatch],
+    attention: AttentionBackend,
+    *,
+    keeps_ends: bool = False,
 ) -> tuple[GroupInputs, ...]:
-    """Returns a pass over a batch, which is given as each KV group sees it, for their layers."""
+    """Returns a pass over a batch, which is given as each KV group sees it, for their layers.
+    `keeps_ends`: the last one attends for `InputBatch.ends` alone."""
     return tuple(
-        GroupInputs(
+        GroupInputs(batch.slot_mapping, batch.state_metadata())
+        if group.is_state
+        else GroupInputs(
             batch.slot_mapping,
-            batch.state_metadata() if group.is_state else attention.metadata(batch),
+            attention.metadata(batch),
+            attention.metadata(batch.ends()) if keeps_ends else None,
         )
         for group, batch in zip(groups, by_group, strict=True)
     )

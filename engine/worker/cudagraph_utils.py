@@ -30,14 +30,15 @@ from engine.sched.draft_length import lengths_up_to
 
 logger = logging.getLogger(__name__)
 
-PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
-"""Sizes of steps with short prompts."""
-LONG_PROMPT_TOKENS = (768, 1024, 1536, 2048)
-"""More sizes, for models whose launches take the host longer than such steps take the GPU."""
-FINER_PROMPT_TOKENS = (192, 320, 384, 448)
-FINER_LONG_PROMPT_TOKENS = (640, 896, 1280, 1792)
-"""Sizes in between, for `finer-prompt-graphs`. GEMMs compute 64 or 128 rows at a time, so a size
-that is the next multiple of that costs little more than the prompt itself."""
+PROMPT_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512)
+"""Sizes of steps with short prompts. GEMMs compute 64 or 128 rows at a time, so a size that is the
+next multiple of that costs little more than the prompt itself; of 448 rows the library's take
+longer than of 512."""
+LONG_PROMPT_TOKENS = (640, 768, 832, 896, 1024)
+"""More sizes. Launched one by one, steps of these take as long at best."""
+LONGEST_PROMPT_TOKENS = (1280, 1536, 1792, 2048)
+"""Still more, where launches take the host longer than such steps take the GPU: in models of many
+launches, and where ranks share the work of each."""
 PROMPT_REQUESTS = (8, 64)
 """Requests of such a step: few or many."""
 MOST_DRAFTED_PLACES = 512
@@ -107,11 +108,11 @@ def recorded_prompts(config: EngineConfig, *, many_launches: bool) -> list[Graph
     if config.parallel.data_parallel_size > 1:
         return []  # Other groups may have other steps at the same time.
     has_state = any(group.is_state for group in config.kv_layout.groups)
-    is_long = (many_launches or device.enables("long-prompt-graphs")) and not has_state
-    is_fine = device.enables("finer-prompt-graphs")
-    return prompt_keys(
-        limits.max_num_seqs, limits.max_num_batched_tokens, is_long=is_long, is_fine=is_fine
-    )
+    longest = PROMPT_TOKENS[-1]
+    if not has_state:
+        waits_for_host = many_launches or config.parallel.tensor_parallel_size > 1
+        longest = (LONGEST_PROMPT_TOKENS if waits_for_host else LONG_PROMPT_TOKENS)[-1]
+    return prompt_keys(limits.max_num_seqs, min(longest, limits.max_num_batched_tokens))
 
 
 def longest_prompt(keys: list[GraphKey]) -> int:
@@ -119,18 +120,12 @@ def longest_prompt(keys: list[GraphKey]) -> int:
     return max((key.num_tokens for key in keys), default=0)
 
 
-def prompt_keys(
-    max_num_reqs: int, max_num_tokens: int, *, is_long: bool = False, is_fine: bool = False
-) -> list[GraphKey]:
+def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
     """Graphs of steps with prompts, smallest first. Those that end with logits, and all long ones,
     are of as many requests as there may be: a few rows of logits more cost less than a graph."""
     sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
     keys: list[GraphKey] = []
-    lengths = PROMPT_TOKENS + (LONG_PROMPT_TOKENS if is_long else ())
-    if is_fine:
-        finer = FINER_PROMPT_TOKENS + (FINER_LONG_PROMPT_TOKENS if is_long else ())
-        lengths = tuple(sorted(lengths + finer))
-    for num_tokens in lengths:
+    for num_tokens in PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS:
         fitting = [num_reqs for num_reqs in sizes if num_reqs < num_tokens <= max_num_tokens]
         drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]
         keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in drawing]

@@ -73,6 +73,8 @@ class DraftPasses:
         self._vocab_size = config.model.vocab_size
         self._kv_caches: list[torch.Tensor] = []
         self._graphs: CudaGraphManager | None = None
+        self.most_rows: int | None = None
+        """Rows of the data-parallel group that has most, in this step; None: there is one group."""
         most = config.scheduler.max_num_seqs
         self._inputs = [_one_token_inputs(most, one, device) for one in rows]
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
@@ -117,9 +119,7 @@ class DraftPasses:
         is K."""
         count = len(idx_mapping)
         room = self._room_of(order.rows[:count])
-        key = None
-        if self._graphs is not None:
-            key = self._graphs.dispatch_drafts(count, rows.max_drafts)
+        key = self._graph_of(count if self.most_rows is None else self.most_rows, rows.max_drafts)
         if self._graphs is None or key is None:
             lens = order.seq_lens[:count]
             batch = _Batch(order.rows[:count], lens, idx_mapping, self._starts[: count + 1])
@@ -133,6 +133,31 @@ class DraftPasses:
             self._room[:count].copy_(room)
         self._graphs.replay(key)
         return self._drafts[:count, : rows.max_drafts]
+
+    def take_part(self, num_rows: int, num_drafts: int) -> None:
+        """Computes what the drafts of other groups, `num_rows` requests in the largest, ask of this
+        rank's experts, where it drafts for nobody itself."""
+        key = self._graph_of(num_rows, num_drafts)
+        if self._graphs is None or key is None:
+            for networks in self._networks_of_passes(num_drafts):
+                for network in networks:
+                    for block in network.expert_blocks:
+                        block.take_part()
+            return
+        self._row_ids[: key.num_reqs].fill_(_NO_ROW)
+        self._bounds[: key.num_reqs + 1].zero_()
+        self._graphs.replay(key)
+
+    def _graph_of(self, num_rows: int, num_drafts: int) -> GraphKey | None:
+        return None if self._graphs is None else self._graphs.dispatch_drafts(num_rows, num_drafts)
+
+    def _networks_of_passes(self, num_drafts: int) -> list[Sequence[DraftNetwork]]:
+        """Returns the networks that run in each pass. Those whose drafts nobody asks for have
+        nothing to make; Medusa's heads need no pass."""
+        chain = self._network.chain
+        if isinstance(self._network, MedusaHeads):
+            return []
+        return [(chain[i:] or chain[-1:])[: num_drafts - i] for i in range(num_drafts)]
 
     def _record(self, key: GraphKey) -> None:
         """Runs what a graph holds. Until a batch is loaded, its rows are nobody's."""
@@ -163,6 +188,7 @@ class DraftPasses:
         next_place = rows.total_len[drawn.long()]
         features = [part.contiguous() for part in feature.chunk(len(chain), dim=1)]
         drafts = feature.new_full((len(drawn), rows.max_drafts), -1, dtype=torch.int64)
+        of_passes = self._networks_of_passes(rows.max_drafts)
         for index in range(rows.max_drafts):
             if isinstance(network, MedusaHeads):
                 if index >= network.num_heads:
@@ -170,17 +196,14 @@ class DraftPasses:
                 logits = network.head_logits(index, feature)
             else:
                 assert room is not None
-                # Networks whose drafts nobody asks for have nothing to make.
-                left = chain[index:] or chain[-1:]
-                running = left[: min(len(features), rows.max_drafts - index)]
+                running = of_passes[index]
                 found = self._pass(batch, index, running, features, room)
                 logits = running[0].compute_logits(found[0])
                 features = found[:-1] or found
-            drafts[:, index] = self._draw(logits, drawn, next_place + index)
+            drawn_now = self._draw(logits, drawn, next_place + index)
+            drafts[:, index] = drawn_now
             behind = replace(rows, total_len=rows.total_len + index)
-            ops.write_drafts(
-                batch.idx_mapping, drafts[:, index : index + 1], self._vocab_size, behind
-            )
+            ops.write_drafts(batch.idx_mapping, drawn_now.unsqueeze(1), self._vocab_size, behind)
         return drafts
 
     def _room_of(self, rows: Int32Array) -> torch.Tensor | None:

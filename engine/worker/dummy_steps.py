@@ -15,16 +15,18 @@ from engine.batch.row_states import RowStates
 from engine.config import EngineConfig, ModelConfig
 from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
-from engine.sched.output import NewRequestData, SchedulerOutput
+from engine.sched.draft_length import lengths_up_to
+from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from kv_transfer.layout import KVGroup
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """The tokens from which attention has tiles that depend on the context."""
-_CHUNK, _CHUNK_CONTEXT = 640, 16
+_CHUNK, _CHUNK_ROWS, _CHUNK_CONTEXT = 640, 128 * 128, 16
 """Tokens of a chunk that no library of uncached prompts takes, and that has more of them than any
-recorded step: our own attention kernel has larger tiles for it. It comes with a decode."""
+recorded step, and more query rows (a token has one for each head of the rank): our own attention
+kernel has larger tiles for it. It comes with a decode."""
 _FEWEST_PROMPTS = 16
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
@@ -47,16 +49,18 @@ class DummyStep(NamedTuple):
     sibling_seeds: tuple[int, ...] = ()
 
     def messages(self, config: EngineConfig, num_blocks: int) -> list[SchedulerOutput]:
-        """Returns the step's message, that of a step with drafts behind it, if decodes have more
-        than one token, and the one that ends its requests. All blocks are block 0, and those of
-        states block 1, if the cache has one.
+        """Returns the step's message, those of steps with drafts behind it, one for each number of
+        tokens that decodes may have, and the one that ends its requests. All blocks are block 0,
+        and those of states block 1, if the cache has one.
         """
         groups = config.kv_layout.groups
         # Attention must not read a state: as keys and values its bytes may be no numbers at all.
         of_states = min(1, num_blocks - 1)
         whole = [self.num_cached + length for length in self.lengths]
-        step = SchedulerOutput(
+        lengths = decode_lengths(config)
+        step = AdaptiveOutput(
             step_id=0,
+            num_drafts=lengths[0] - 1 if config.is_adaptive else None,
             new_reqs=[self._request(row, groups[0], length) for row, length in enumerate(whole)],
             new_block_ids=[
                 (
@@ -70,10 +74,16 @@ class DummyStep(NamedTuple):
             block_copies=[(0, 0)],
         )
         rows = list(range(len(whole)))
-        decoding: list[SchedulerOutput] = []
+        decoding: list[AdaptiveOutput] = []
         if (query_len := config.decode_query_len) > 1:
             most = config.scheduler.max_num_batched_tokens // query_len
-            decoding = [SchedulerOutput(step_id=0, decode_add=rows[:most])]
+            decoding = [AdaptiveOutput(step_id=0, decode_add=rows[:most])]
+            for length in lengths[1:]:
+                decoding[-1].num_drafts = length - 1
+                decoding.append(AdaptiveOutput(step_id=0))
+            if config.is_adaptive:
+                # The next step's decodes have as many again as when the engine began.
+                decoding[-1].num_drafts = query_len - 1
         return [step, *decoding, SchedulerOutput(step_id=0, finished_rows=rows)]
 
     def _request(self, row: int, group: KVGroup, length: int) -> NewRequestData:
@@ -88,6 +98,13 @@ class DummyStep(NamedTuple):
             sampling=self.sampling,
             sibling_seeds=self.sibling_seeds if row == 0 else (),
         )
+
+
+def decode_lengths(config: EngineConfig) -> tuple[int, ...]:
+    """Returns the numbers of tokens that decodes may have in a step, the most last. Kernels are
+    compiled for each of them, in recorded steps and in all that no graph holds: drafts are."""
+    most = config.decode_query_len
+    return lengths_up_to(most) if config.is_adaptive else (most,)
 
 
 def dummy_lengths(num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:
@@ -137,7 +154,9 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
     many = min(_MANY_TOKENS, longest)
     steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
-    chunk = min(_CHUNK, longest - 1, max_model_len - _CHUNK_CONTEXT)
+    heads = max(1, config.model.num_heads // config.parallel.tensor_parallel_size)
+    chunk = max(_CHUNK, _CHUNK_ROWS // heads + 1)
+    chunk = min(chunk, longest - 1, max_model_len - _CHUNK_CONTEXT)
     if chunk > 1:
         lengths = [1, chunk] if max_num_reqs > 1 else [chunk]
         steps.append(DummyStep(lengths, plain, _CHUNK_CONTEXT))

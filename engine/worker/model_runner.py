@@ -62,6 +62,7 @@ from engine.worker.image_rows import create_image_rows
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
 from engine.worker.network_drafter import NetworkDrafter, with_drafts
+from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from tandem_kernels import ops
 
 
@@ -91,8 +92,7 @@ class ModelRunner:
     ) -> None:
         limits, max_model_len = config.scheduler, config.model.max_model_len
         rows = limits.max_num_seqs
-        self._config = config
-        self._model = model
+        self._config, self._model = config, model
         self._connector, self._device = connector, device
         self.states = RowStates(rows, max_model_len, device)
         self._decode_query_len = self._query_len = config.decode_query_len
@@ -110,6 +110,7 @@ class ModelRunner:
             config.device.deterministic,
             token_ids=self.states.token_ids.tensor,
             grammars=create_grammars(config, device),
+            splits_vocabulary=model.splits_vocabulary,
         )
         self.adapters: Adapters = adapters or NoAdapters()
         self._prompt_logprobs = PromptLogprobsStates(rows)
@@ -138,6 +139,7 @@ class ModelRunner:
         """Asked for after each step, if decodes have more than one token."""
         self._network = self._create_network(draft)
         self._hands_over = config.is_producer
+        self._keeps_rows = tower is None and keeps_sampled_rows(config, model)
 
     def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
         if draft is None:
@@ -290,7 +292,6 @@ class ModelRunner:
             ops.copy_blocks(self.kv_pages, copies)
             if self._network is not None:
                 self._network.features.copy_blocks(copies)
-
         self._images.run(step)
 
     def _add_request(self, new: NewRequestData) -> None:
@@ -327,10 +328,13 @@ class ModelRunner:
         self, order: BatchOrder, on_layer: OnLayer
     ) -> tuple[SamplerOutput | None, list[PromptLogprobsTensors]]:
         batch = self._input_buffers.prepare(order, self._row_tables)
-        hidden = self._forward(batch, on_layer)
+        wanted = None if self._prompt_logprobs.needed_by(order) else batch.sampled_rows
+        hidden = self._forward(batch, on_layer, wanted)
         of_prompts = self._prompt_logprobs.compute(
             order, hidden, self.states, self._model.compute_logits
         )
+        if wanted is None:
+            hidden = hidden.index_select(0, batch.sampled_rows)
         sampled = self._sample(hidden, batch)
         self._advance_rows(batch, sampled)
         return sampled, of_prompts
@@ -354,49 +358,45 @@ class ModelRunner:
         batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
         self.adapters.has_any = key.adapters
-        hidden = self._forward(batch, lambda layer: None)  # Graphs hold no call to the host.
-        if not key.decodes:
-            hidden = hidden.index_select(0, batch.logits_indices.clamp(min=0))
-        logits = self._model.compute_logits(hidden)
+        ends = None if key.decodes else batch.logits_indices.clamp(min=0)
+        hidden = self._forward(batch, lambda layer: None, ends)  # Graphs hold no call to the host.
         if not key.samples:
-            self._graph_logits[: len(logits)].copy_(logits)
+            self._graph_logits[: len(hidden)].copy_(self._model.compute_logits(hidden))
             return
-        places = batch.places()
+        places, logits = batch.places(), self._model.compute_choices(hidden)
         chosen = self.sampler.draw(logits, places.idx_mapping.clamp(min=0), places.seq_lens)
         token_ids = places.accept(chosen)
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
         self._graph_token_ids[: key.num_reqs, : key.width].copy_(token_ids)
 
-    def _forward(self, batch: InputBatch, on_layer: OnLayer) -> torch.Tensor:
+    def _forward(
+        self, batch: InputBatch, on_layer: OnLayer, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns hidden states of the tokens `wanted`; None: of all."""
+        keeps = wanted is not None and self._keeps_rows and len(wanted) < batch.num_tokens
         self.adapters.apply_to(batch)
         by_group = self._input_buffers.by_group(batch)
-        groups = group_inputs(self._groups, by_group, self._attention)
+        ends = keeps and attends_ends(batch)
+        groups = group_inputs(self._groups, by_group, self._attention, keeps_ends=ends)
         network = self._network
         positions, images = self._images.inputs(batch, self.states)
         taps = Taps(network.taps) if network is not None and network.taps else None
-        hidden: torch.Tensor = self._model(
-            ForwardInputs(
-                batch.input_ids,
-                positions,
-                groups,
-                self.kv_caches if network is None else self.kv_caches[: network.first_layer],
-                self._attention,
-                on_layer,
-                taps,
-                images,
-            )
-        )
+        caches = self.kv_caches if network is None else self.kv_caches[: network.first_layer]
+        rest = self._attention, on_layer, taps, images, wanted if keeps else None
+        step = ForwardInputs(batch.input_ids, positions, groups, caches, *rest)
+        hidden: torch.Tensor = self._model(step)
         if network is not None:
             streams = [] if taps is None else taps.streams
             network.follow(batch, groups, by_group, hidden, streams, on_layer)
-        return hidden
+        return hidden if keeps or wanted is None else hidden.index_select(0, wanted)
 
     def _sample(self, hidden: torch.Tensor, batch: InputBatch) -> SamplerOutput | None:
         """Returns None when only unfinished prompts ran."""
         if batch.order.num_sampled == 0:
             return None
-        logits = self._model.compute_logits(hidden.index_select(0, batch.logits_indices))
-        return self.sampler(logits, batch)
+        draws = self.sampler.only_draws(batch.order.rows)
+        compute = self._model.compute_choices if draws else self._model.compute_logits
+        return self.sampler(compute(hidden), batch)
 
     def _advance_rows(self, batch: InputBatch, sampled: SamplerOutput | None) -> None:
         shape = (batch.num_reqs, batch.order.decode_query_len)

@@ -87,7 +87,7 @@ class RankEndpoints(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "rank", "tp_size", "first_token", "num_tokens", "repeat_chunks", "transport")
+    __slots__ = ("transfer_id", "attempt", "epoch", "stream_index", "num_streams", "rank", "tp_size", "first_token", "num_tokens", "repeat_chunks", "transport", "first_layer", "stop_layer")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,8 @@ class PullRequest(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPEAT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    STOP_LAYER_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     epoch: int
@@ -110,7 +112,9 @@ class PullRequest(_message.Message):
     num_tokens: int
     repeat_chunks: _containers.RepeatedScalarFieldContainer[int]
     transport: int
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ..., transport: _Optional[int] = ...) -> None: ...
+    first_layer: int
+    stop_layer: int
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., stream_index: _Optional[int] = ..., num_streams: _Optional[int] = ..., rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., repeat_chunks: _Optional[_Iterable[int]] = ..., transport: _Optional[int] = ..., first_layer: _Optional[int] = ..., stop_layer: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("transfer_id", "attempt", "epoch", "complete")

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import msgspec
 import torch
 
 from engine.config import EngineConfig
@@ -18,10 +19,18 @@ from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.group_results import GroupResults
-from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
+from engine.executor.worker_messages import (
+    AdapterLoaded,
+    BeginProfile,
+    EndProfile,
+    ExecuteGroupStep,
+    ExecuteStep,
+    ProfileReply,
+)
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.adapters import DropAdapter, LoadAdapter
-from engine.sched.group_output import Step, StepResult
+from engine.sched.group_output import GroupStep, Step, StepResult
+from engine.sched.output import EncodingOutput
 from engine.worker.worker import Worker
 from tests.engine.models.conftest import free_ports
 
@@ -65,6 +74,13 @@ class RankThread:
         self._calls.put(None)
         self._thread.join(_TIMEOUT_S)
         assert not self._thread.is_alive(), "a rank hangs"
+
+
+def _as_sent(step: Step) -> bytes:
+    """Returns the message that other processes would get: nothing else of a step reaches ranks."""
+    if isinstance(step, GroupStep):
+        return msgspec.msgpack.encode(ExecuteGroupStep(step))
+    return msgspec.msgpack.encode(ExecuteStep(cast(EncodingOutput, step)))
 
 
 class ThreadExecutor(Executor):
@@ -115,8 +131,10 @@ class ThreadExecutor(Executor):
         self._of_groups.expect(step.step_id)
         self._num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self._num_in_flight)
+        sent = _as_sent(step)
         for index, rank in enumerate(self._ranks):
-            rank.start(lambda index=index, worker=rank.worker: self._run(index, worker, step))  # type: ignore[misc]
+            received = msgspec.msgpack.decode(sent, type=ExecuteStep | ExecuteGroupStep).step
+            rank.start(partial(self._run, index, rank.worker, received))
 
     def _run(self, index: int, worker: Worker, step: Step) -> None:
         result = worker.execute_model(step)

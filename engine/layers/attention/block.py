@@ -123,9 +123,15 @@ class AttentionBlock(nn.Module):
         return self.qkv_proj.input_group
 
     def forward(
-        self, x: Rows, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
+        self,
+        x: Rows,
+        stream: ResidualStream,
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+        kept: Tensor | None = None,
     ) -> None:
-        """Attends for the normed `x`: [T, H]."""
+        """Attends for the normed `x`: [T, H]. The stream goes on with the rows `kept` [n] alone;
+        None: with all."""
         qkv = projected = self.qkv_proj(x)
         if self.num_gates:
             qkv = projected[:, self.num_gates :]
@@ -136,9 +142,12 @@ class AttentionBlock(nn.Module):
             qkv[:, q : q + k] = self.k_norm(qkv[:, q : q + k])
         else:
             weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
-        attended: Tensor = self.attention(qkv, kv_cache, inputs, *weights, self.eps)
+        attended: Tensor = self.attention(qkv, kv_cache, inputs, *weights, self.eps, kept)
+        if kept is not None:
+            stream.keep(kept)
         if self.num_gates:
-            attended = ops.sigmoid_and_mul(attended, projected[:, : self.num_gates])
+            gates = projected if kept is None else projected.index_select(0, kept)
+            attended = ops.sigmoid_and_mul(attended, gates[:, : self.num_gates])
         self.o_proj.add_to(stream, attended, self.norm)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:

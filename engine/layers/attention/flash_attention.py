@@ -19,7 +19,11 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention.backend import AttentionSpec
-from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
+from engine.layers.attention.uncached_prefill import (
+    DensePrefill,
+    UncachedPrefillMetadata,
+    with_sinks,
+)
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 
@@ -70,15 +74,8 @@ def flash_attention(
         **more,
     )
     if sinks is not None:
-        return _with_sinks(attended[0], attended[1], sinks)
+        return with_sinks(attended[0], attended[1], sinks)
     return cast(Tensor, attended)
-
-
-def _with_sinks(attended: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Returns [T, Hq, D] as it is where the softmax has counted `sinks` [Hq] as well. Without them
-    it has divided by exp(`log_sums`), [Hq, T] float32."""
-    share = torch.sigmoid(log_sums.t() - sinks)
-    return attended.mul_(share[..., None])
 
 
 def forward_kernel(package: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -139,6 +136,7 @@ class FlashPrefill(DensePrefill):
         """Raises `ImportError` or `OSError` when the package does not load."""
         self.min_tokens = min_tokens
         self._forward = forward_kernel(package)
+        self.ragged = FlashRagged(package)
 
     @staticmethod
     def package(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
@@ -193,4 +191,4 @@ class FlashPrefill(DensePrefill):
             is_causal=True,
             num_splits=1,
         )
-        return attended if sinks is None else _with_sinks(attended, log_sums, sinks)
+        return attended if sinks is None else with_sinks(attended, log_sums, sinks)

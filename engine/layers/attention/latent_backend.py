@@ -19,31 +19,28 @@ may be recorded. Source: the absorbed form is DeepSeek-V2's, 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.layers.attention.backend import PrefillChunk, StepBatch, StepOrder
-from engine.layers.attention.latent_passes import LatentPass, latent_passes
+from engine.layers.attention.context_passes import (
+    PASS_TOKENS,
+    ContextPass,
+    RaggedKernel,
+    context_passes,
+)
 from engine.layers.attention.paged import PagedBackend
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 
-RaggedKernel: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, RaggedBatch, float], tuple[Tensor, Tensor]
-]
-"""See `tandem_kernels.reference.ragged.ragged_attention`."""
-
 _FEWEST_TOKENS = 64
 """Shorter chunks stay absorbed: a launch more would cost what they save."""
 _FEWEST_OF_STEP = 513
 """A step with fewer tokens to expand stays absorbed, so that it may be a recorded one."""
-PASS_TOKENS = 16384
-"""The most tokens of contexts that are expanded at once, unless a step has more of its own."""
 
 
 class LatentShape(Protocol):
@@ -71,7 +68,7 @@ class LatentMetadata(AttentionMetadata):
     """
 
     rows: slice = field(default_factory=lambda: slice(0))
-    passes: tuple[LatentPass, ...] = ()
+    passes: tuple[ContextPass, ...] = ()
     before: AttentionMetadata | None = None
     after: AttentionMetadata | None = None
 
@@ -148,7 +145,7 @@ class LatentBackend(PagedBackend):
             metadata.max_seq_len,
             decode_query_len=metadata.decode_query_len,
             rows=slice(begin, stop),
-            passes=latent_passes(chunks, tables, self.pass_tokens),
+            passes=context_passes(chunks, tables, self.pass_tokens),
             before=before,
             after=after,
         )
@@ -172,7 +169,7 @@ class LatentBackend(PagedBackend):
             longest = num_tokens
         bounds = batch.query_start_loc
         rows = slice(0, num_tokens)
-        whole = LatentPass(
+        whole = ContextPass(
             rows,
             batch.block_tables,
             torch.zeros_like(batch.seq_lens),

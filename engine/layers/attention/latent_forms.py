@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.layers.attention.context_passes import ContextPass
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
-from engine.layers.attention.latent_passes import LatentPass
 from engine.layers.attention.layer import AttentionInputs
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
@@ -76,7 +76,7 @@ class LatentForms:
         self,
         heads: Tensor,
         cache: Tensor,
-        passes: tuple[LatentPass, ...],
+        passes: tuple[ContextPass, ...],
         backend: LatentBackend,
     ) -> Tensor:
         """Attends to keys and values made of the cache: [T, H, P + R] -> [T, H, V]."""
@@ -89,7 +89,7 @@ class LatentForms:
             ops.merge_attention(attended[part.rows], log_sums[:, part.rows], found, sums)
         return attended
 
-    def _expand(self, heads: Tensor, cache: Tensor, part: LatentPass) -> tuple[Tensor, Tensor]:
+    def _expand(self, heads: Tensor, cache: Tensor, part: ContextPass) -> tuple[Tensor, Tensor]:
         """Returns keys [S, H, P + R] and values [S, H, V] of a part of the contexts."""
         num_heads, width, rank = self.kv_b.shape
         rope = cache.shape[2] - rank

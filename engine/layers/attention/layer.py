@@ -22,6 +22,8 @@ class AttentionInputs:
         cos_sin_cache: [max_model_len, head_dim] float32.
         slot_mapping: [T] int64, where each token's key and value go; -1: nowhere.
         metadata: The ragged batch, as `backend` made it.
+        kept: The same of the tokens that the last layer keeps, each of which decodes: its request's
+            keys are in the cache. None: they are attended with all others.
     """
 
     positions: Tensor
@@ -29,6 +31,7 @@ class AttentionInputs:
     slot_mapping: Tensor
     metadata: AttentionMetadata
     backend: AttentionBackend
+    kept: AttentionMetadata | None = None
 
 
 class Attention(nn.Module):
@@ -64,9 +67,10 @@ class Attention(nn.Module):
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 0.0,
+        kept: Tensor | None = None,
     ) -> Tensor:
-        """Attends: [T, (Hq + 2 Hkv) * D] -> [T, Hq * D]. The weights normalise each head before
-        RoPE.
+        """Attends: [T, (Hq + 2 Hkv) * D] -> [T, Hq * D], or the rows `kept` [n] of it. The weights
+        normalise each head before RoPE.
         """
         spec, backend = self.spec, inputs.backend
         heads = qkv.view(len(qkv), -1, spec.head_dim)
@@ -85,4 +89,8 @@ class Attention(nn.Module):
             keep_k=backend.reads_new_keys(inputs.metadata),
             kv_scales=spec.kv_scales,
         )
-        return backend.attend(spec, heads, kv_cache, inputs.metadata).flatten(1)
+        if kept is not None and inputs.kept is not None:
+            few = heads.index_select(0, kept)
+            return backend.attend(spec, few, kv_cache, inputs.kept).flatten(1)
+        attended = backend.attend(spec, heads, kv_cache, inputs.metadata).flatten(1)
+        return attended if kept is None else attended.index_select(0, kept)

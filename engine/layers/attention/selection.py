@@ -77,7 +77,8 @@ def choose_attention(
     if dense is None:
         logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
         return PagedBackend(fixed_order=config.device.deterministic)
-    logger.info("attention of uncached prefill: %s; of all others: Triton", dense.name)
+    which = "uncached" if dense.ragged is None else "long"
+    logger.info("attention of %s prompts: %s; of all others: Triton", which, dense.name)
     return UncachedPrefillBackend(dense, recorded_tokens=recorded_tokens)
 
 

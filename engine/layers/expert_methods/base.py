@@ -50,10 +50,6 @@ class ExpertSizes:
         """Returns how many experts this rank has."""
         return len(self.held)
 
-    @property
-    def are_all(self) -> bool:
-        return self.count == self.total
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:

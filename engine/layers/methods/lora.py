@@ -20,10 +20,12 @@ from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
 from engine.layers.rows import Rows, UnscaledProduct
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
+from tandem_kernels.device import supports_pdl
+from tandem_kernels.lora import lora_gemm_shapes
 from tandem_kernels.lora.lora_tiles import MOST_PIECES
 
-_FEW_ROWS = 64
-"""The largest number of rows: with more, programs for one slot each have enough to do."""
+_FEW_ROWS = 16
+"""The largest number of rows: with more, nobody has timed other forms than two launches."""
 _PIECES_BESIDE = 4
 """Beside a GEMM the shrink has time, and the expand has fewer sums to load."""
 
@@ -45,25 +47,25 @@ class AdapterForm:
 
     Attributes:
         few_rows: At most so many rows take an expand for few rows, which gate·up's activation is
-            part of.
-        beside_rows: And at most so many their shrink on a stream of its own beside the layer's
-            GEMM, where a graph is recorded.
-        most_pieces: The shrink of few rows cuts its inputs in so many pieces at most.
+            part of. Where a graph is recorded, their shrink is on a stream of its own beside the
+            layer's GEMM.
+        one_launch_rows: At most so many are computed in the launch of their layer, where it takes
+            its weights.
     """
 
     few_rows: int = 0
-    beside_rows: int = 0
-    most_pieces: int = MOST_PIECES
+    one_launch_rows: int = 0
 
     @classmethod
     def choose(cls, config: DeviceConfig, device: torch.device) -> AdapterForm:
-        """Returns the form that `config` asks for on a device."""
-        if device.type != "cuda" or config.deterministic or not config.enables("lora-few-rows"):
+        """Returns the fastest form of a device that `config` allows."""
+        if device.type != "cuda" or config.deterministic or not supports_pdl(device):
             return cls()
-        if not config.enables("lora-beside"):
-            return cls(_FEW_ROWS)
+        one_launch = _FEW_ROWS if config.enables("lora-one-launch") else 0
+        if not config.allows("side-stream"):
+            return cls(one_launch_rows=one_launch)
         side_stream(device)
-        return cls(_FEW_ROWS, _FEW_ROWS, _PIECES_BESIDE)
+        return cls(_FEW_ROWS, one_launch)
 
 
 _TWO_LAUNCHES = AdapterForm()
@@ -76,6 +78,7 @@ class WithAdapters(Wrapped):
         a: [slots, P * r, in] for the layer's P projections, which lie behind each other.
         b: [slots, out, r].
         ends: Where the outputs of each projection end.
+        counters: [`num_counters(out)`] int32 zeros, of this layer alone.
         fixed_order: A row's bits do not depend on the others.
     """
 
@@ -86,6 +89,7 @@ class WithAdapters(Wrapped):
         a: Tensor,
         b: Tensor,
         ends: tuple[int, ...],
+        counters: Tensor,
         *,
         fixed_order: bool,
         form: AdapterForm = _TWO_LAUNCHES,
@@ -93,6 +97,7 @@ class WithAdapters(Wrapped):
         super().__init__(inner, form.few_rows)
         self.tokens = tokens
         self.a, self.b, self.ends = a, b, ends
+        self.counters = counters
         self.fixed_order = fixed_order
         self.form = form
 
@@ -109,6 +114,10 @@ class WithAdapters(Wrapped):
         if slots is None:
             return self.inner.apply_rows(layer, x)
         assert isinstance(x, Tensor)
+        if self._takes(layer, x):
+            return ops.lora_gemm(
+                x, layer.weight, layer.bias, self.a, self.b, slots, self.ends, self.counters
+            )
         shrunk, out = self._halves(layer, x, slots)
         if len(x) <= self.rows:
             ops.lora_expand_few(shrunk, self.b, slots, self.ends, out)
@@ -118,14 +127,14 @@ class WithAdapters(Wrapped):
 
     def _halves(self, layer: LinearLayer, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what A makes of the rows, and what the layer does without adapters."""
-        pieces = self.form.most_pieces if len(x) <= self.rows else MOST_PIECES
+        pieces = _PIECES_BESIDE if len(x) <= self.rows else MOST_PIECES
 
         def shrink() -> Tensor:
             return ops.lora_shrink(
                 x, self.a, slots, fixed_order=self.fixed_order, most_pieces=pieces
             )
 
-        if len(x) > self.form.beside_rows or not is_recording(x):
+        if len(x) > self.rows or not is_recording(x):
             return shrink(), self.inner.apply(layer, x)
         side = SideStream(x.device)
         with side.beside():
@@ -133,6 +142,14 @@ class WithAdapters(Wrapped):
         out = self.inner.apply(layer, x)
         side.join()
         return shrunk, out
+
+    def _takes(self, layer: LinearLayer, x: Tensor) -> bool:
+        """Returns whether one launch computes the layer and its adapters."""
+        return (
+            len(x) <= self.form.one_launch_rows
+            and layer.scheme is None
+            and lora_gemm_shapes.takes(x, layer.weight, self.a, self.ends)
+        )
 
     def gate_up(self, layer: LinearLayer, x: Tensor) -> Tensor:
         if self.tokens.slots is None:
@@ -147,6 +164,10 @@ class WithAdapters(Wrapped):
 
     def _activated(self, layer: LinearLayer, x: Tensor, *, is_gelu: bool) -> Tensor:
         slots = self.tokens.slots
+        if slots is not None and layer.bias is None and self._takes(layer, x):
+            return ops.lora_gate_up(
+                x, layer.weight, self.a, self.b, slots, self.counters, is_gelu=is_gelu
+            )
         if slots is not None and len(x) <= self.rows:
             shrunk, both = self._halves(layer, x, slots)
             return ops.lora_expand_gated(shrunk, self.b, slots, both, is_gelu=is_gelu)
@@ -160,6 +181,11 @@ class WithAdapters(Wrapped):
         if self.tokens.slots is None:
             return self.inner.unscaled(layer, x)
         return self.apply_rows(layer, x)
+
+    @property
+    def takes_parts(self) -> bool:
+        """Returns whether no row has an adapter: which one is told by its place in the step."""
+        return self.tokens.slots is None and self.inner.takes_parts
 
     def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
         if self.tokens.slots is None:

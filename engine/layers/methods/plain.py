@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,3 +19,9 @@ class Plain(Unquantised):
     def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
         assert isinstance(x, Tensor)
         out.addmm_(x, layer.weight.t())
+
+    def write(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
+        if layer.bias is not None or not isinstance(x, Tensor):
+            super().write(layer, x, out)
+        else:
+            torch.mm(x, layer.weight.t(), out=out)

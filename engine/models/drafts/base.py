@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 
 from engine.layers.shard import CheckpointWeight
+from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM, ForwardInputs
 
 
@@ -50,6 +51,12 @@ class DraftNetwork(nn.Module):
     def chain(self) -> Sequence[DraftNetwork]:
         """Returns the networks that guess one behind the other: mostly this one alone."""
         return (self,)
+
+    @property
+    def expert_blocks(self) -> Sequence[SparseMLP]:
+        """Returns the blocks of this network alone that have experts, in the order in which it
+        computes them."""
+        return [block for block in self.modules() if isinstance(block, SparseMLP)]
 
     def features(self, hidden: Tensor, taps: list[Tensor]) -> Tensor:
         """Returns [T, F] of the other model's output [T, H] and of its tapped streams."""

@@ -18,6 +18,7 @@ from engine.layers.linear import ReplicatedLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.drafts.base import DraftNetwork, behind_first
 from engine.models.layer_kinds import LayerKinds
@@ -61,6 +62,10 @@ class MtpLayer(DraftNetwork):
     @property
     def chain(self) -> Sequence[DraftNetwork]:
         return (self,) if self.behind is None else (self, *self.behind.chain)
+
+    @property
+    def expert_blocks(self) -> Sequence[SparseMLP]:
+        return [block for block in self.layer.modules() if isinstance(block, SparseMLP)]
 
     def forward(self, step: ForwardInputs, features: Tensor) -> Tensor:
         embedded = self.enorm(self.target.embedded(step.input_ids))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,11 +92,24 @@ async def tokens_by_choice(stream: RequestStream) -> dict[str, list[int]]:
     return found
 
 
+async def start_engines(*starting: Awaitable[AsyncLLM]) -> list[AsyncLLM]:
+    """Starts all at the same time, or none: if one fails, the others are shut down."""
+    found = await asyncio.gather(*starting, return_exceptions=True)
+    failed = [one for one in found if isinstance(one, BaseException)]
+    started = [one for one in found if not isinstance(one, BaseException)]
+    if failed:
+        for llm in started:
+            await llm.shutdown()
+        raise failed[0]
+    return started
+
+
 async def start_engine(
     role: str,
     num_blocks: int = NUM_BLOCKS,
     speculative: SpeculativeConfig | None = None,
     path: str = "",
+    stages: int = 1,
     **transfer: Any,
 ) -> AsyncLLM:
     """Starts an engine. `role`: prefill or decode. `path`: where the model has a tokenizer.
@@ -105,7 +120,8 @@ async def start_engine(
     )
     config = tiny_config(async_scheduling=role == "decode", path=path)
     config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
-    config = replace(config, kv_transfer=kv_transfer, speculative=speculative)
+    parallel = replace(config.parallel, pipeline_parallel_size=stages)
+    config = replace(config, kv_transfer=kv_transfer, speculative=speculative, parallel=parallel)
     if speculative is not None and role == "decode":
         config = replace(config, decode_query_len=speculative.num_speculative_tokens + 1)
     return await AsyncLLM.start(config)

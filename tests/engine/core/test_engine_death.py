@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,26 @@ import uvloop
 from msgspec import to_builtins
 
 from engine.errors import EngineDeadError
+from engine.frontend import crash_reporter
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.inspection_config import InspectionConfig
 from engine.messages import LoadProgress
 from engine.node.status import NodeStatus
 from engine.request_spec import RequestSpec
+from host.stack_dump import dump_stacks
 from tandem_pb import node_pb2
 from tests.engine.core.pd_pair import tokens_of
 from tests.engine.core.tiny_engine import NUM_BLOCKS, Oracle, make_request, tiny_config, until
 from tests.processes import descendants, is_gone
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets processes take their time to write their stacks: those of a busy machine are late."""
+    monkeypatch.setattr(crash_reporter, "dump_stacks", partial(dump_stacks, timeout_s=30.0))
 
 
 @asynccontextmanager
@@ -131,7 +140,7 @@ async def test_killed_worker(tmp_path: Path, oracle: Oracle) -> None:
     assert failed or "worker_proc.py" in stack_of(report, "worker 0"), (
         "it missed its peer, or waits"
     )
-    assert all(link["type"] == "RuntimeError" for link in failed)
+    assert not failed or "RankLostError" in [link["type"] for link in failed]
     assert "_write" in stack_of(report, "the node server")
     frames = report["exceptions"]["the engine core"][-1]["frames"]
     assert any("process_executor.py" in frame for frame in frames)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
 from kv_transfer.config import KVRole
+from tests.engine.core.pd_pair import start_engines
 from tests.engine.core.test_gpu_pd_engines import config, ended
 from tests.engine.core.test_shared_prefixes import Nodes, prompt_of
 
@@ -38,7 +38,7 @@ async def test_prefixes_come_from_prefill_and_decode(transport: str) -> None:
         "decode": "kv_consumer",
     }
     starting = (AsyncLLM.start(sharing(role, transport)) for role in roles.values())
-    nodes = Nodes(dict(zip(roles, await asyncio.gather(*starting), strict=True)))
+    nodes = Nodes(dict(zip(roles, await start_engines(*starting), strict=True)))
     await nodes.serve()
     for seed, length in enumerate((64, 65, 130, 200)):
         await nodes.forget_all()

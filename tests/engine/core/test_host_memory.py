@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from engine.frontend.async_llm import AsyncLLM
-from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
+from tests.engine.core.pd_pair import Pair, start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until
 
 SEEDS = range(5, 29)
@@ -27,7 +27,7 @@ async def pair() -> AsyncIterator[Pair]:
         start_engine(role, NUM_BLOCKS, host_tier_bytes=HOST_BYTES, num_processes=2)
         for role in ("prefill", "decode")
     )
-    made = Pair(*await asyncio.gather(*starting))
+    made = Pair(*await start_engines(*starting))
     yield made
     for llm in (made.prefill, made.decode):
         assert not llm.is_dead, llm.dead_reason

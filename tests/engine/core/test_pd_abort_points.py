@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from engine.frontend.async_llm import AsyncLLM
 from engine.node.metrics import EngineCollector
 from kv_transfer.metadata import Reclaim
-from tests.engine.core.pd_pair import Pair, start_engine, tokens_of
+from tests.engine.core.pd_pair import Pair, start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, until, until_empty
 from tests.processes import is_gone
 
@@ -37,7 +37,7 @@ between.
 async def pair() -> AsyncIterator[Pair]:
     roles = ("prefill", "decode")
     starting = (start_engine(role, **ONLY_THE_ABORT_FREES) for role in roles)
-    pair = Pair(*await asyncio.gather(*starting))
+    pair = Pair(*await start_engines(*starting))
     yield pair
     for llm in (pair.prefill, pair.decode):
         await ended(llm)

@@ -29,7 +29,7 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.models.draft_checkpoint import read_draft
 from engine.node.metrics import EngineCollector
 from engine.outputs import TokenLogprobs
-from tests.engine.core.pd_pair import Pair, start_engine, tokens_by_choice, tokens_of
+from tests.engine.core.pd_pair import Pair, start_engine, start_engines, tokens_by_choice, tokens_of
 from tests.engine.core.tiny_engine import TINY, VOCAB, Oracle, until, until_empty
 from tests.engine.core.tiny_tokenizer import save_tokenizer, text_of
 from tests.processes import find_processes, is_gone
@@ -63,7 +63,7 @@ async def pair(path: str) -> AsyncIterator[Pair]:
     level = root.level
     root.setLevel(logging.DEBUG)
     starting = (start_engine(role, path=path) for role in ("prefill", "decode"))
-    pair = Pair(*await asyncio.gather(*starting))
+    pair = Pair(*await start_engines(*starting))
     root.setLevel(level)
     yield pair
     for llm in (pair.prefill, pair.decode):

@@ -26,7 +26,7 @@ from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVTransferParams
 from tandem_pb import node_pb2, prefixes_pb2_grpc
-from tests.engine.core.pd_pair import start_engine, tokens_of
+from tests.engine.core.pd_pair import start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import VOCAB, until, until_empty
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,7 +36,8 @@ BLOCK = 8
 
 @dataclass
 class Nodes:
-    """Two prefill nodes and a decode node; the test plays router and proxy."""
+    """Two prefill nodes, the second of two stages, and a decode node; the test plays router and
+    proxy."""
 
     engines: dict[str, AsyncLLM]
     addresses: dict[str, str] = field(default_factory=dict)
@@ -114,41 +115,57 @@ def _holds_nothing(llm: AsyncLLM) -> bool:
     return is_free and not stats.kv_transfer.get("live_transfers")
 
 
+def _processes_hold_nothing(llm: AsyncLLM) -> bool:
+    """Returns what transfer processes told last, which is later than the scheduler knows it."""
+    held = ("staged_bytes", "leases", "process_transfers", "open_pulls")
+    return not any(llm.stats.kv_transfer[name] for name in held)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def nodes() -> AsyncIterator[Nodes]:
     names = ("first", "second", "decode")
     starting = (
         start_engine(
-            "decode" if name == "decode" else "prefill", shares_prefixes=True, pulls_always=True
+            "decode" if name == "decode" else "prefill",
+            stages=2 if name == "second" else 1,
+            shares_prefixes=True,
+            pulls_always=True,
         )
         for name in names
     )
-    nodes = Nodes(dict(zip(names, await asyncio.gather(*starting), strict=True)))
-    await nodes.serve()
-    yield nodes
-    await nodes.settle()
-    await nodes.close()
-    for llm in nodes.engines.values():
-        assert not llm.is_dead, llm.dead_reason
-        for left in ("staged_bytes", "leases", "process_transfers", "open_pulls"):
-            assert llm.stats.kv_transfer[left] == 0, left
-        await llm.shutdown()
+    nodes = Nodes(dict(zip(names, await start_engines(*starting), strict=True)))
+    try:
+        await nodes.serve()
+        yield nodes
+        await nodes.settle()
+        for llm in nodes.engines.values():
+            assert not llm.is_dead, llm.dead_reason
+            await until(partial(_processes_hold_nothing, llm), "processes that hold nothing")
+            assert llm.stats.kv_transfer["leases_expired"] == 0, "all were given back"
+    finally:
+        await nodes.close()
+        for llm in nodes.engines.values():
+            await llm.shutdown()
 
 
 def prompt_of(seed: int, length: int = 41) -> list[int]:
     return [1 + (seed * 17 + i * i) % (VOCAB - 1) for i in range(length)]
 
 
-async def test_a_prefix_comes_from_another_prefill_node(nodes: Nodes) -> None:
+@pytest.mark.parametrize(("holder", "lacking"), [("first", "second"), ("second", "first")])
+async def test_a_prefix_comes_from_another_prefill_node(
+    nodes: Nodes, holder: str, lacking: str
+) -> None:
+    """Each stage of the one takes its layers from the other, and the other way round."""
     await nodes.forget()
     prompt = prompt_of(1)
-    expected = await nodes.turn(prompt, "first")
-    before = nodes.count("second", "prefix_pulled_tokens")
-    computed = nodes.engines["second"].stats.prompt_tokens_computed
-    assert await nodes.turn(prompt, "second", "first") == expected
+    expected = await nodes.turn(prompt, holder)
+    before = nodes.count(lacking, "prefix_pulled_tokens")
+    computed = nodes.engines[lacking].stats.prompt_tokens_computed
+    assert await nodes.turn(prompt, lacking, holder) == expected
     await nodes.settle()
-    assert nodes.count("second", "prefix_pulled_tokens") - before == 40
-    assert nodes.engines["second"].stats.prompt_tokens_computed - computed == 1
+    assert nodes.count(lacking, "prefix_pulled_tokens") - before == 40
+    assert nodes.engines[lacking].stats.prompt_tokens_computed - computed == 1
 
 
 async def test_turns_with_and_without_what_decode_offers(nodes: Nodes) -> None:

@@ -1,15 +1,17 @@
-"""A driver with an executor over two hosts whose steps must not take long, for a test.
+"""A driver of two data-parallel groups, each on a host of its own, for a test.
 
-1. starts; stops the workers on both hosts, and hands out a step
-2. prints why `collect` raised, as JSON
-3. waits for a line on standard input (the test has killed something), and does 2 again
-4. shuts down
+1. starts; hands prompts over to a decode engine beside it, and prints which groups computed any
+2. stops the workers on both hosts, and hands out a step, which must not take long
+3. prints why `collect` raised, as JSON
+4. waits for a line on standard input (the test has killed something), and does 3 again
+5. shuts down
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -17,13 +19,54 @@ from dataclasses import replace
 
 import zmq
 
+from edge.security.config import SecurityConfig
+from engine.config import EngineConfig, ParallelConfig
+from engine.core.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.executor.ray_executor import RayExecutor
-from engine.sched.output import SchedulerOutput
-from tests.engine.core.tiny_engine import tiny_config
+from engine.sched.group_output import GroupStep
+from kv_transfer.config import KVRole, KVTransferConfig
+from tests.engine.core.tiny_engine import make_request, tiny_config
+from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until
 
 STEP_TIMEOUT_S = 0.5
 LIMIT_S = 60
+NUM_TOKENS = 24
+
+
+class Alone:
+    """Is what the decode engine makes of prompts by itself."""
+
+    def __init__(self, node: GroupedNode, prompts: list[list[int]]) -> None:
+        self._found: dict[tuple[int, ...], list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            node.add(f"alone {index}", prompt, NUM_TOKENS)
+        run_until([node], lambda: len(node.ended) == len(prompts))
+        for index, prompt in enumerate(prompts):
+            self._found[tuple(prompt)] = node.tokens[f"alone {index}"]
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        return self._found[tuple(prompt)][:count]
+
+
+def config_of(kv_role: KVRole, host: str, parallel: ParallelConfig) -> EngineConfig:
+    trusting = SecurityConfig(allow_plaintext=True)
+    transfer = KVTransferConfig(kv_role=kv_role, num_streams=2, hosts=(host,), security=trusting)
+    config = tiny_config(async_scheduling=True)
+    name = f"groups-{secrets.token_hex(4)}"
+    return replace(config, engine_id=name, parallel=parallel, kv_transfer=transfer)
+
+
+def groups_that_compute(prefill: GroupedNode, host: str) -> list[int]:
+    """Returns the groups of `prefill` whose KV another engine has gone on with."""
+    decode = GroupedNode.start(config_of("kv_consumer", host, ParallelConfig()))
+    try:
+        prompts = [list(make_request("", seed).spec.prompt_token_ids) for seed in (3, 5, 6, 7, 15)]
+        known = Alone(decode, prompts)
+        hand_over(prefill, decode, {str(i): prompt for i, prompt in enumerate(prompts)}, known)
+    finally:
+        decode.shutdown()
+    return sorted(set(prefill.groups.values()))
 
 
 def reason_of_death(executor: RayExecutor) -> str:
@@ -43,19 +86,27 @@ def reason_of_death(executor: RayExecutor) -> str:
 
 
 def main(address: str) -> None:
-    config = tiny_config(2)
-    parallel = replace(
-        config.parallel, distributed_executor_backend="ray", ray_address=address, ray_timeout_s=60
+    host = address.rpartition(":")[0]
+    groups = ParallelConfig(
+        data_parallel_size=2,
+        distributed_executor_backend="ray",
+        ray_address=address,
+        ray_timeout_s=60,
     )
+    config = config_of("kv_producer", host, groups)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    executor = RayExecutor(
-        replace(config, parallel=parallel), context, step_timeout_s=STEP_TIMEOUT_S
-    )
+    executor = RayExecutor(config, context, step_timeout_s=LIMIT_S)
     try:
-        executor.initialize(lambda stage, fraction, total=0: None)
+        core = EngineCore(config, executor, lambda *_: None)
+        try:
+            prefill = GroupedNode(config, core, executor, None)
+            print(json.dumps(groups_that_compute(prefill, host)), flush=True)
+        finally:
+            core.shutdown()
         for pid in executor.worker_pids:
             os.kill(pid, signal.SIGSTOP)
-        executor.execute_model(SchedulerOutput(1))
+        executor._step_timeout_s = STEP_TIMEOUT_S
+        executor.execute_model(GroupStep(1, [None, None], 0, 0, 0, 1))
         print(json.dumps(reason_of_death(executor)), flush=True)
         sys.stdin.readline()
         executor._step_timeout_s = LIMIT_S

@@ -1,4 +1,5 @@
-"""One tensor-parallel group over two Ray hosts: tokens, KV transfer, and the end of everything."""
+"""One engine over two Ray hosts, its ranks, stages or data-parallel groups: tokens, KV transfer,
+and the end of everything."""
 
 from __future__ import annotations
 
@@ -233,7 +234,9 @@ async def reason_of_death(llm: AsyncLLM, pid: int) -> str:
     return str(error.value)
 
 
-async def test_hanging_worker_then_killed_actor(hosts: RayHosts) -> None:
+async def test_groups_on_two_hosts_then_a_hanging_worker_and_a_killed_actor(
+    hosts: RayHosts,
+) -> None:
     driver = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.engine.executor.ray_driver", hosts.address),
         cwd=ROOT,
@@ -249,6 +252,7 @@ async def test_hanging_worker_then_killed_actor(hosts: RayHosts) -> None:
         return json.loads(line)
 
     try:
+        assert await answer() == [0, 1], "KV came from the groups of both hosts"
         reason, other = await answer(), hosts.addresses[1]
         stopped = "has not taken the step (process state T)"
         assert str(reason).startswith(

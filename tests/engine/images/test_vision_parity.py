@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.core.core import EngineCore
 from engine.images.image_config import ImageConfig
 from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
@@ -21,6 +22,8 @@ from tests.engine.images.vision_checkpoints import (
     reference_greedy,
     save_checkpoint,
 )
+from tests.engine.kv_groups.grouped_node import GroupedNode, run_until
+from tests.engine.thread_executor import ThreadExecutor
 from tests.engine.worker.one_engine import OneEngine
 
 COUNT = 20
@@ -48,18 +51,22 @@ def prompts(kind: str) -> list[Prompt]:
     return [prompt([], 1, 20), prompt([large], 2), prompt([small, large, wide], 3)]
 
 
-def engine_of(folder: Path, **changes: Any) -> OneEngine:
-    budget = changes.pop("budget", 128)
+def config_of(folder: Path, **changes: Any) -> EngineConfig:
+    budget, parallel = changes.pop("budget", 128), changes.pop("parallel", ParallelConfig())
     images = {"max_images": 8, "has_encoder": True, "max_image_tokens": 54, **changes}
-    config = EngineConfig(
+    return EngineConfig(
         engine_id="images",
         epoch=1,
         model=load_model_config(folder),
         cache=CacheConfig(block_size=8, num_blocks=128),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget),
         images=ImageConfig(**images),
+        parallel=parallel,
     )
-    return OneEngine(config, depth=2)
+
+
+def engine_of(folder: Path, **changes: Any) -> OneEngine:
+    return OneEngine(config_of(folder, **changes), depth=2)
 
 
 def request_of(name: str, asked: Prompt, count: int = COUNT) -> EngineCoreRequest:
@@ -96,6 +103,29 @@ def test_tokens_are_those_of_transformers(
         assert engine.tokens[f"again-{index}"] == tokens
     assert engine.scheduler.stats().prefix_cache_hits > 0
     assert engine.scheduler.check_empty() == []
+
+
+def test_groups_see_images(folders: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
+    """Each data-parallel group has an encoder of its own, with a budget and a cache, beside which
+    the other group decodes or computes text."""
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = config_of(folders["qwen3"], budget=24, encoder_budget=54, parallel=parallel)
+    executor = ThreadExecutor(config)
+    node = GroupedNode(config, EngineCore(config, executor, lambda *_: None), executor, None)
+    try:
+        for turn in range(2):
+            for index, asked in enumerate(prompts("qwen3")):
+                node.tokens[name := f"{turn}.{index}"] = []
+                node.core.handle(request_of(name, asked))
+            run_until([node], lambda: len(node.ended) == 3 * (turn + 1))  # noqa: B023
+        for turn in range(2):
+            found = [node.tokens[f"{turn}.{index}"] for index in range(3)]
+            assert found == expected["qwen3"]
+        stats = node.core.stats()
+        assert stats.images is not None and stats.images.num_encoded_tokens > 0
+        run_until([node], lambda: not node.core.scheduler.check_empty())
+    finally:
+        node.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5", "qwen3"])

@@ -59,7 +59,8 @@ def engine_config(
 @dataclass
 class GroupedNode:
     """Runs one engine. `tokens[request id]`: what the engine has answered; `ended`: requests that
-    have ended; `groups[request id]`: the data-parallel group that a prompt for a peer came to.
+    have ended; `groups[request id]`: the data-parallel group that a prompt for a peer came to;
+    `features[request id]`: what a drafter goes on with elsewhere.
     """
 
     config: EngineConfig
@@ -70,13 +71,14 @@ class GroupedNode:
     ended: set[str] = field(default_factory=set)
     results: list[KVTransferResult] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
+    features: dict[str, bytes] = field(default_factory=dict)
     asks: list[PrefixAsk] = field(default_factory=list)
 
     @classmethod
     def start(cls, config: EngineConfig) -> GroupedNode:
         context = None
         executor: Executor
-        if config.parallel.tensor_parallel_size == 1:
+        if config.parallel.num_ranks == 1:
             executor = UniprocExecutor(config)
         else:
             context = zmq.Context()
@@ -127,6 +129,8 @@ class GroupedNode:
             if output.group >= 0:
                 self.groups[output.request_id] = output.group
             self.tokens[output.request_id] += output.new_token_ids
+            if output.draft_feature is not None:
+                self.features[output.request_id] = output.draft_feature
             if output.siblings is not None:
                 self.tokens[output.request_id] += output.siblings.token_ids
             if output.finish_reason:
@@ -204,7 +208,8 @@ def hand_over(
             tokens = prefill.tokens[name]
             for choice, token in zip(names[name], tokens, strict=True):
                 decode.tokens[choice].append(token)
-            decode.core.handle(SupplyFirstToken(name, tokens[0], tokens[1:]))
+            feature = prefill.features.get(name, b"")
+            decode.core.handle(SupplyFirstToken(name, tokens[0], tokens[1:], feature))
         return all(decode.ended.issuperset(choices) for choices in names.values())
 
     run_until([prefill, decode], is_done)

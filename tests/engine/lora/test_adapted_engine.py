@@ -144,7 +144,7 @@ def test_few_rows_may_take_fewer_launches_on_two_streams(
     adapted_family: Callable[[str], Adapted], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of more rows take those of many."""
-    forms, done = (AdapterForm(8, 4, 2), AdapterForm(8)), Counter[str]()
+    done = Counter[str]()
 
     class Side:
         def __init__(self, device: torch.device) -> None:
@@ -168,27 +168,54 @@ def test_few_rows_may_take_fewer_launches_on_two_streams(
     monkeypatch.setattr(method, "SideStream", Side)
     monkeypatch.setattr(method, "is_recording", lambda x: True)
     models = adapted_family(family)
-    for form in forms:
-        done.clear()
-        monkeypatch.setattr(AdapterForm, "choose", lambda *_args, _form=form: _form)
-        check_empty(serve(models, models.config(lora=models.lora()), [0, None, 1, 2]))
-        assert min(done[name] for name in ("lora_expand", "lora_expand_few")) > 0
-        assert done["lora_expand_gated"] > 0
-        assert (done["forks"] > 0) == (form.beside_rows > 0) and done["forks"] == done["joins"]
+    monkeypatch.setattr(AdapterForm, "choose", lambda *_args: AdapterForm(8))
+    check_empty(serve(models, models.config(lora=models.lora()), [0, None, 1, 2]))
+    assert min(done[name] for name in ("lora_expand", "lora_expand_few")) > 0
+    assert done["lora_expand_gated"] > 0
+    assert done["forks"] == done["joins"] == done["lora_expand_few"] + done["lora_expand_gated"]
 
 
-def test_new_forms_are_for_gpus_that_are_asked_for_them() -> None:
-    gpu = torch.device("cuda")
-    both = ("lora-few-rows", "lora-beside")
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_few_rows_may_take_the_launch_of_their_layer(
+    adapted_family: Callable[[str], Adapted], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a bias and without do; prompts of more rows do not."""
+    done = Counter[str]()
+    for name in ("lora_expand", "lora_gemm", "lora_gate_up"):
+        op = getattr(ops, name)
+
+        def counted(*args: Any, _op: Any = op, _name: str = name, **options: Any) -> Any:
+            done[_name] += 1
+            return _op(*args, **options)
+
+        monkeypatch.setattr(ops, name, counted)
+    monkeypatch.setattr(method.lora_gemm_shapes, "takes", lambda *_args: True)
+    monkeypatch.setattr(AdapterForm, "choose", lambda *_args: AdapterForm(one_launch_rows=8))
+    models = adapted_family(family)
+    check_empty(serve(models, models.config(lora=models.lora()), [0, None, 1, 2]))
+    assert min(done.values()) > 0 and len(done) == 3
+    # Each layer has four, of which one is gate and up.
+    assert done["lora_gemm"] == 3 * done["lora_gate_up"]
+
+
+def test_the_form_is_for_gpus_that_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, asked, made = torch.device("cuda"), ("lora-one-launch",), []
+    monkeypatch.setattr(method, "side_stream", made.append)
+    monkeypatch.setattr(method, "supports_pdl", lambda device: device == gpu)
     for device, config in (
-        (gpu, DeviceConfig(device="cuda")),
-        (gpu, DeviceConfig(device="cuda", enabled_fast_paths=both[1:])),
-        (gpu, DeviceConfig(device="cuda", enabled_fast_paths=both, deterministic=True)),
-        (torch.device("cpu"), DeviceConfig(enabled_fast_paths=both)),
+        (torch.device("cuda:1"), DeviceConfig(device="cuda")),
+        (gpu, DeviceConfig(device="cuda", deterministic=True)),
+        (torch.device("cpu"), DeviceConfig(enabled_fast_paths=asked)),
     ):
         assert AdapterForm.choose(config, device) == AdapterForm()
-    few = AdapterForm.choose(DeviceConfig(device="cuda", enabled_fast_paths=both[:1]), gpu)
-    assert few.few_rows > 0 == few.beside_rows
+    assert not made
+    usual = AdapterForm.choose(DeviceConfig(device="cuda"), gpu)
+    assert usual.few_rows > 0 == usual.one_launch_rows and made == [gpu]
+    config = DeviceConfig(
+        device="cuda", disabled_fast_paths=("side-stream",), enabled_fast_paths=asked
+    )
+    without = AdapterForm.choose(config, gpu)
+    assert without.one_launch_rows > 0 == without.few_rows and made == [gpu]
 
 
 def test_kv_is_shared_by_digest_and_never_by_name(

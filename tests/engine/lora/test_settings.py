@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from bench.engine.offline import shape_config
+from edge.command_line import SettingsError, parse_settings
 from engine.node.adapter_settings import AdapterSettings
-from engine.node.command_line import SettingsError, parse_settings
 from prefill_node.config import PrefillNodeSettings
 
 CONFIG = shape_config("tiny", device="cpu")

@@ -10,9 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from engine.distributed import ParallelGroup
+from engine.layers.embedding import LMHead
+from engine.layers.shard import Shard
+from engine.parallel import ParallelPlace
+from tandem_kernels import ops
 from tests.engine.models.conftest import free_ports
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 _TIMEOUT_S = 60
 
 
@@ -43,6 +48,9 @@ def collectives(group: ParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
         "gathered_strided": group.all_gather(strided + own).tolist(),
         "empty": list(group.all_gather(torch.empty(0, 4)).shape),
     }
+    begun = torch.full((2, 3), own + 1)
+    group.begin_all_reduce(begun)()
+    results["begun"] = begun.tolist()
     sockets = listening()
     for _ in range(20):
         noise = group.all_reduce(noise * 0.5)
@@ -53,19 +61,40 @@ def collectives(group: ParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
 
 def sum_of_rows(group: ParallelGroup) -> list[bool]:
     """Says of steps of several sizes whether each row has the bits that it has alone, which are
-    those of adding in the order of ranks."""
+    those of adding in the order of ranks in float32 and rounding once."""
     parts = [
         torch.randn(37, 19, generator=torch.Generator().manual_seed(rank)).bfloat16()
         for rank in range(group.size)
     ]
-    expected = parts[0].clone()
+    wide = parts[0].float()
     for part in parts[1:]:
-        expected += part
+        wide += part.float()
+    expected = wide.to(parts[0].dtype)
     own = parts[group.rank]
     found = [
         torch.equal(group.all_reduce(own[first:end].clone()), expected[first:end])
         for first, end in ((0, 1), (36, 37), (3, 20), (0, 37))
     ]
+    group.close()
+    return found
+
+
+def draws_of_parts(group: ParallelGroup) -> list[bool]:
+    """Says of vocabularies, the last of which leaves a rank without tokens, whether ranks that draw
+    each from its part choose what is drawn from whole rows; False: the head does not split it."""
+    found = []
+    for vocab_size in (150, 100, 60):
+        head = LMHead(vocab_size, 16, Shard(ParallelPlace(range(1), group), torch.float32, CPU))
+        generator = torch.Generator().manual_seed(vocab_size + group.rank)
+        head.weight[: head.num_filled].normal_(generator=generator)
+        hidden = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+        temperature = torch.tensor([0.0, 0.3, 1.0] * 4)
+        seeds, positions = torch.arange(12) - 5, torch.arange(12) * 1000
+        no_k, ones = torch.zeros(12, dtype=torch.int32), torch.ones(12)
+        whole = ops.sample(head(hidden), temperature, no_k, ones, 0 * ones, seeds, positions)
+        if head.may_stay_split:
+            drawn = head.part(hidden).best(temperature, seeds, positions)
+        found.append(head.may_stay_split and torch.equal(drawn, whole))
     group.close()
     return found
 

@@ -1,14 +1,13 @@
-"""One of several ranks that add up over each other's GPU memory:
+"""One of several ranks that add up, and exchange rows, over each other's GPU memory:
 
     python -m tests.engine.models.reduce_process RANK SIZE RENDEZVOUS
 
 Ranks may share one GPU. Prints "equal" when every call, eager and replayed, gave the sum in the
-order of ranks, bit for bit.
+order of ranks, bit for bit, and every gather the rows of all.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from datetime import timedelta
 from functools import partial
@@ -17,10 +16,15 @@ import torch
 from torch import Tensor
 
 from engine.distributed import meet
-from engine.peer_reducer import MAX_BYTES, PeerReducer
+from engine.mapped_memory import MappedMemory
+from engine.peer_exchanger import PeerExchanger, room_for
+from engine.peer_reducer import PeerReducer
 from tandem_kernels.reference.elementwise import fused_add_rms_norm
 
 ROWS = ((1, 4096), (5, 2880), (256, 4096))
+MAX_BYTES = 16 << 20
+EXCHANGED = ((1, 2048), (3, 2880), (130, 2048), (2048, 2048))
+"""Rows of the largest rank and their width."""
 SIZES = (1, 77, 4096, 65536, MAX_BYTES // 2)
 
 
@@ -46,11 +50,11 @@ def check_norm(reducer: PeerReducer, rank: int, size: int, rows: int, width: int
     parts = [part.view(rows, width) for part in inputs(rows * width, size, rows, device)]
     carried = inputs(rows * width, 1, rows + 1, device)[0].view(rows, width)
     x, residual = parts[rank].clone(), carried.clone()
-    found = reducer.reduce_norm(x, residual, weight, 1e-5)
+    found = reducer.reduce_norm_at_once(x, residual, weight, 1e-5)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = reducer.reduce_norm(x, residual, weight, 1e-5)
+        again = reducer.reduce_norm_at_once(x, residual, weight, 1e-5)
     for normed in (found, again):
         expected, carried = fused_add_rms_norm(summed(parts), carried, weight, 1e-5)
         assert normed is not None and torch.equal(residual, carried)
@@ -58,15 +62,55 @@ def check_norm(reducer: PeerReducer, rank: int, size: int, rows: int, width: int
         graph.replay()
 
 
+def check_exchange(exchanger: PeerExchanger, rank: int, size: int, most: int, width: int) -> None:
+    """Ranks with fewer rows than `most`, the last with none, find those of all, and the sums of
+    what all make of theirs; replayed, with what the same place then holds, too."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    counts = [most * (size - 1 - peer) // (size - 1) for peer in range(size)]
+    own = torch.empty(counts[rank], width, dtype=torch.bfloat16, device=device)
+    slots = torch.arange(counts[rank], device=device) + (rank << 40)
+    wide = torch.empty(size * most, width, dtype=torch.bfloat16, device=device)
+
+    def exchange() -> tuple[Tensor, Tensor, Tensor]:
+        gathered, own_sums = exchanger.gather(own, slots, most), exchanger.sum_own_rows(wide)
+        assert gathered is not None and own_sums is not None, "there is room"
+        return *gathered, own_sums
+
+    exchange()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = exchange()
+    for turn in range(4):
+        rows = torch.zeros(size, most, width, dtype=torch.bfloat16, device=device)
+        all_slots = torch.full((size, most), -1, device=device)
+        for peer, part in enumerate(inputs(most * width, size, turn, device)):
+            rows[peer, : counts[peer]] = part.view(most, width)[: counts[peer]]
+            all_slots[peer, : counts[peer]] = torch.arange(counts[peer], device=device)
+            all_slots[peer, : counts[peer]] += peer << 40
+        parts = inputs(wide.numel(), size, 100 + turn, device)
+        own.copy_(rows[rank, : counts[rank]])
+        wide.copy_(parts[rank].view_as(wide))
+        if turn % 2:
+            graph.replay()
+            found = recorded
+        else:
+            found = exchange()
+        assert torch.equal(found[0], rows.flatten(0, 1))
+        assert torch.equal(found[1], all_slots.flatten())
+        assert torch.equal(found[2], summed(parts).view_as(wide).chunk(size)[rank])
+
+
 def main(rank: int, size: int, rendezvous: str) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     store = meet(rank, size, rendezvous, timedelta(seconds=60))
-    reducer = PeerReducer.connect(store, rank, size, device)
-    assert reducer is not None, "ranks of one host map each other's memory"
+    memory = MappedMemory.connect(store, rank, size, device, MAX_BYTES, "all-reduce")
+    assert memory is not None, "ranks of one host map each other's memory"
+    reducer = PeerReducer(memory)
     for seed, count in enumerate(SIZES):
-        for two_shot, pushes in itertools.product((False, True), (False, True)):
-            reduce = partial(reducer.reduce_by, two_shot=two_shot, pushes=pushes)
+        for two_shot in (False, True):
+            reduce = partial(reducer.reduce_by, two_shot=two_shot)
             parts = inputs(count, size, seed, device)
             assert torch.equal(reduce(parts[rank]), summed(parts))
             # A graph: its second call takes what the first has given.
@@ -86,10 +130,17 @@ def main(rank: int, size: int, rendezvous: str) -> None:
                 assert torch.equal(second, summed([once] * size))
     for rows, width in ROWS:
         check_norm(reducer, rank, size, rows, width)
+    room = room_for(size, *EXCHANGED[-1]) * 2
+    memory = MappedMemory.connect(store, rank, size, device, room, "exchange of tokens")
+    assert memory is not None, "ranks of one host map each other's memory"
+    exchanger = PeerExchanger(memory)
+    for rows, width in EXCHANGED:
+        check_exchange(exchanger, rank, size, rows, width)
     store.set(f"done {rank}", "yes")
     for peer in range(size):
         store.get(f"done {peer}")
     reducer.close()
+    exchanger.close()
     print("equal", flush=True)
     for peer in range(size):
         store.set(f"closed {rank}", "yes")

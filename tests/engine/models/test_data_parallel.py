@@ -12,6 +12,7 @@ import pytest
 
 from engine.config import (
     CacheConfig,
+    DeviceConfig,
     EngineConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -32,14 +33,13 @@ NUM_TOKENS = 14
 DP2 = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
 
 
-@contextmanager
-def node_of(
+def config_of(
     folder: Path,
     parallel: ParallelConfig,
     kv_transfer: KVTransferConfig | None = None,
     **more: Any,
-) -> Iterator[GroupedNode]:
-    config = EngineConfig(
+) -> EngineConfig:
+    return EngineConfig(
         engine_id=f"groups-{secrets.token_hex(4)}",
         epoch=secrets.randbits(63),
         model=load_model_config(folder),
@@ -49,6 +49,17 @@ def node_of(
         kv_transfer=kv_transfer,
         **more,
     )
+
+
+@contextmanager
+def node_of(
+    folder: Path,
+    parallel: ParallelConfig,
+    kv_transfer: KVTransferConfig | None = None,
+    **more: Any,
+) -> Iterator[GroupedNode]:
+    """Runs an engine whose ranks are threads of this process."""
+    config = config_of(folder, parallel, kv_transfer, **more)
     executor = ThreadExecutor(config)
     node = GroupedNode(config, EngineCore(config, executor, lambda *_: None), executor, None)
     try:
@@ -58,12 +69,13 @@ def node_of(
 
 
 def answers(node: GroupedNode) -> dict[str, list[int]]:
-    """Asks every prompt, the longest twice, and checks that nothing is left behind."""
+    """Asks every prompt, the longest twice, and waits until nothing is left behind: where drafts
+    were right, one more step is on its way when the last answer ends."""
     asked = {str(index): prompt for index, prompt in enumerate((*prompts(), prompts()[3]))}
     for name, prompt in asked.items():
         node.add(name, prompt, NUM_TOKENS)
     run_until([node], lambda: node.ended.issuperset(asked))
-    node.check_empty()
+    run_until([node], lambda: not node.core.scheduler.check_empty())
     return dict(node.tokens)
 
 
@@ -99,6 +111,23 @@ def test_groups_answer_as_one_rank_does(
         assert min(used) >= NUM_TOKENS, "a request takes as many steps"
         assert any(step.num_decodes == 0 for step in steps)
         assert any(0 < step.num_decodes < step.num_tokens + 1 for step in steps)
+
+
+@pytest.mark.multi_gpu
+def test_gpus_answer_alike_by_writes_and_by_the_library(checkpoints: Path) -> None:
+    """Steps are recorded, and one group has requests while the other has none."""
+    found = []
+    for paths in ((), ("group-writes",)):
+        device = DeviceConfig(device="cuda", enabled_fast_paths=paths)
+        node = GroupedNode.start(config_of(checkpoints / "mixtral", DP2, device=device))
+        try:
+            of_all = answers(node)
+            node.add("alone", prompts()[0], NUM_TOKENS)
+            run_until([node], lambda: "alone" in node.ended)  # noqa: B023
+            found.append((of_all, node.tokens["alone"]))
+        finally:
+            node.shutdown()
+    assert found[0] == found[1]
 
 
 def test_a_group_without_requests_takes_part(checkpoints: Path) -> None:

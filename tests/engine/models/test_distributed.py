@@ -10,6 +10,7 @@ from engine.distributed import ParallelGroup
 from tests.engine.models.collective_scenes import (
     collectives,
     dead_peer,
+    draws_of_parts,
     listening,
     play,
     sum_of_rows,
@@ -26,6 +27,7 @@ def test_collectives(size: int) -> None:
     assert all(rank == ranks[0] for rank in ranks), "ranks must agree in every bit"
     total = sum(range(size))
     assert ranks[0]["half"] == [[float(total + size)] * 5] * 3
+    assert ranks[0]["begun"] == [[float(total + size)] * 3] * 2
     assert ranks[0]["strided"] == [
         [0.0, 3.0 * total],
         [total, 4.0 * total],
@@ -44,6 +46,10 @@ def test_collectives(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_in_fixed_order_a_row_does_not_depend_on_the_others(size: int) -> None:
     assert play(sum_of_rows, size, fixed_order=True) == [[True] * 4] * size
+
+
+def test_ranks_draw_from_their_parts_of_the_vocabulary() -> None:
+    assert play(draws_of_parts, 2) == [[True, True, False]] * 2
 
 
 def test_a_rank_that_leaves_is_noticed() -> None:

@@ -42,11 +42,15 @@ def test_vllms_flags_are_taken() -> None:
         ([*EP2, "--deterministic"], "does not go with --deterministic"),
     ],
 )
-def test_what_does_not_go_together_is_named(flags: list[str], message: str) -> None:
-    """They are refused before a checkpoint is looked for."""
+def test_what_does_not_go_together_is_named(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused before a checkpoint is looked for, and `--check` says the same."""
     settings = PrefillNodeSettings.from_args("x", ["--model", "nowhere", *flags])
-    with pytest.raises(SettingsError, match=message):
+    with pytest.raises(SettingsError, match=message) as caught:
         settings.to_engine_config("kv_producer")
+    assert settings.print_checked("kv_producer") == 2
+    assert capsys.readouterr().err == f"wrong settings: {caught.value}\n"
 
 
 @pytest.mark.parametrize(

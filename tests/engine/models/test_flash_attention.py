@@ -156,7 +156,7 @@ def test_sinks_and_windows_of_some_layers_leave_it_the_others(
         choose_attention(everything, CPU)
 
 
-def test_uncached_prefill_is_its_where_its_forward_kernels_are_installed(
+def test_long_prompts_are_its_where_its_forward_kernels_are_installed(
     tmp_path, monkeypatch, caplog
 ) -> None:
     package = ModuleType(PREFILL_PACKAGE)
@@ -170,7 +170,7 @@ def test_uncached_prefill_is_its_where_its_forward_kernels_are_installed(
         chosen = choose_attention(bf16, CPU)
     assert isinstance(chosen, UncachedPrefillBackend) and chosen.paged == PagedBackend()
     assert isinstance(chosen.dense, FlashPrefill)
-    assert "uncached prefill: FlashAttention 3" in caplog.text
+    assert chosen.expands_contexts and "long prompts: FlashAttention 3" in caplog.text
     fp16 = replace(wanted, model=replace(wanted.model, dtype="float16"))
     assert choose_attention(fp16, CPU) == PagedBackend()
     ours = replace(bf16, device=DeviceConfig(attention_backend="triton"))

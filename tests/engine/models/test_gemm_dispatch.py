@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -94,7 +95,14 @@ def test_the_policy_follows_device_and_settings(
     gate_up = 1024 if capability[0] == 9 else 0
     fp8 = capability[0] == 9
     assert choose() == GemmPolicy(False, small_m, gate_up, 1024, 256, fp8, 512)
-    assert choose(tp_size=2) == GemmPolicy(False, small_m, gate_up, 0, 256, fp8, 512)
+    four = GemmPolicy(False, small_m, gate_up, 0, 256, fp8, 512)
+    assert choose(tp_size=4) == four
+    two = replace(four, shared_residual_rows=1024)
+    assert choose(tp_size=2) == two
+    beside = {"enabled_fast_paths": ("overlapped-sums",)}
+    assert choose(tp_size=2, **beside) == replace(two, overlapped_rows=4096)
+    assert choose(tp_size=4, **beside) == four
+    assert choose(tp_size=2, disabled_fast_paths=("residual-gemm",)) == four
     assert not GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float16).fp8
     assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256)
     new = choose(enabled_fast_paths=("few-row-gemm",))

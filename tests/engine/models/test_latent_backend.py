@@ -15,9 +15,9 @@ from engine.batch.input_batch import BatchOrder
 from engine.config import DeviceConfig
 from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import PrefillChunk
+from engine.layers.attention.context_passes import PASS_TOKENS, context_ranges
 from engine.layers.attention.flash_attention import FlashRagged
-from engine.layers.attention.latent_backend import PASS_TOKENS, LatentBackend
-from engine.layers.attention.latent_passes import context_ranges
+from engine.layers.attention.latent_backend import LatentBackend
 from engine.layers.attention.selection import choose_attention
 from engine.models.specs.latent import LatentSpec
 from engine.worker.cudagraph_utils import PROMPT_TOKENS

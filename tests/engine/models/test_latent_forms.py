@@ -172,6 +172,7 @@ def test_graphs_of_whole_prompts(
     """Runs by hand what a graph holds, with nothing of the step known but on the device."""
     monkeypatch.setattr(cudagraph_utils, "PROMPT_TOKENS", (8,))
     monkeypatch.setattr(cudagraph_utils, "LONG_PROMPT_TOKENS", (16, 40, 80))
+    monkeypatch.setattr(cudagraph_utils, "LONGEST_PROMPT_TOKENS", (80,))
     monkeypatch.setattr(model_runner, "CudaGraphManager", GraphsByHand)
     backend = replace(tiny_backend(1000), fewest_of_step=9, recorded_tokens=80)
     monkeypatch.setattr(selection, "_latent_backend", lambda *choice: backend)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import RowParallelLinear
+from engine.layers.methods.plain import Plain
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
@@ -76,3 +79,78 @@ def test_the_stream_hides_who_adds(rows: int, residual_rows: int, in_gemm: bool)
     torch.testing.assert_close(stream.normed(norm), norm(expected))
     torch.testing.assert_close(stream.sum, expected)
     assert torch.equal(stream.normed(norm), norm(stream.sum)), "nothing is added twice"
+
+
+class RankOfTwo(ParallelGroup):
+    """One of two ranks; `parts` lists what it gave to sums, which are what it gave."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(0, 1)
+        self.rank, self.size = rank, 2
+        self.parts: list[torch.Tensor] = []
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.parts.append(x.clone())
+        return x
+
+    def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], object]:
+        """The sum is there when it has been waited for, and not before."""
+        self.parts.append(x.clone())
+        x.fill_(torch.nan)
+        return lambda part=self.parts[-1]: x.copy_(part)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bias", "in_gemm"),
+    [(MANY, False, True), (MANY - 1, False, False), (MANY, True, False)],
+)
+def test_the_first_of_two_ranks_adds_to_the_stream(rows: int, bias: bool, in_gemm: bool) -> None:
+    """Then the stream is the sum of what both give, and waits for nothing; a layer with a bias,
+    which one of the ranks has, adds as ever."""
+    torch.manual_seed(3)
+    residual, given = torch.randn(rows, 8), torch.zeros(rows, 8)
+    expected = residual.clone() if in_gemm else torch.zeros(rows, 8)
+    for rank in (0, 1):
+        group = RankOfTwo(rank)
+        place = ParallelPlace(range(1), group)
+        policy = GemmPolicy(shared_residual_rows=MANY)
+        shard = Shard(place, torch.float32, torch.device("cpu"), policy)
+        layer = RowParallelLinear(8, 8, shard, bias=bias)
+        layer.weight.normal_()
+        x, stream = torch.randn(rows, 4), ResidualStream(residual.clone())
+        if layer.bias is not None:
+            layer.bias.normal_()
+            expected += layer.bias
+        expected += x @ layer.weight.t()
+        layer.add_to(stream, x)
+        (part,) = group.parts
+        given += part
+        if in_gemm:
+            assert torch.equal(stream.value(), part), "nothing waits"
+        else:
+            torch.testing.assert_close(stream.value(), residual + part)
+    torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.parametrize("rows", [512, 1300])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_some_rows_are_summed_while_others_are_multiplied(rank: int, rows: int) -> None:
+    """Each part is a whole number of tiles, but for the last; a step whose rows belong together, as
+    one with adapters, is summed at once."""
+    torch.manual_seed(4)
+    group = RankOfTwo(rank)
+    policy = GemmPolicy(shared_residual_rows=MANY, overlapped_rows=512)
+    shard = Shard(ParallelPlace(range(1), group), torch.float32, torch.device("cpu"), policy)
+    layer = RowParallelLinear(8, 8, shard)
+    layer.weight.normal_()
+    x, residual = torch.randn(rows, 4), torch.randn(rows, 8)
+    expected = x @ layer.weight.t() + (residual if rank == 0 else 0)
+    stream = ResidualStream(residual.clone())
+    layer.add_to(stream, x)
+    torch.testing.assert_close(stream.value(), expected)
+    assert [len(part) for part in group.parts] == {512: [128] * 4, 1300: [384] * 3 + [148]}[rows]
+    for fewer, in_parts in ((511, True), (rows, False)):
+        group.parts.clear()
+        with patch.object(Plain, "takes_parts", in_parts):
+            layer.add_to(ResidualStream(residual[:fewer].clone()), x[:fewer])
+        assert [len(part) for part in group.parts] == [fewer]

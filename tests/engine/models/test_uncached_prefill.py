@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,6 +30,8 @@ from engine.layers.attention.uncached_prefill import (
 from engine.layers.rotary import cos_sin_cache
 from engine.rope import Rotary
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
+from tandem_kernels import ops
+from tandem_kernels.attention.kv_scales import E4M3, KVScales
 
 HEADS, KV_HEADS, MAX_LEN = 8, 2, 4096
 LENGTHS = [1024, 1500, 2047]
@@ -75,6 +76,67 @@ def test_flash_way_equals_paged_attention_on_cpu(monkeypatch: pytest.MonkeyPatch
             assert difference < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_copied_contexts_equal_paged_attention(
+    head_dim: int, kv_dtype: torch.dtype | None, block_size: int
+) -> None:
+    package = FlashPrefill.package(torch.bfloat16, head_dim, torch.device("cuda"))
+    if package is None:
+        pytest.skip("no package with FlashAttention 3 is installed")
+    shape = torch.bfloat16, head_dim, block_size, "cuda"
+    for difference in _of_chunks(FlashPrefill(package), 1024, 1700, shape, kv_dtype):
+        assert difference < 8e-3
+
+
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_copied_contexts_equal_paged_attention_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype | None
+) -> None:
+    """One pass over all contexts, and several that are joined."""
+    monkeypatch.setattr(flash_attention, "forward_kernel", lambda package: _forward_kernel)
+    dense = FlashPrefill(PREFILL_PACKAGE)
+    for pass_tokens in (1 << 20, 400):
+        shape = torch.float32, 32, 16, "cpu"
+        for difference in _of_chunks(dense, 100, pass_tokens, shape, kv_dtype):
+            assert difference < 1e-5
+
+
+def _of_chunks(
+    dense: DensePrefill,
+    shortest: int,
+    pass_tokens: int,
+    shape: tuple[torch.dtype, int, int, str],
+    kv_dtype: torch.dtype | None,
+) -> Iterator[float]:
+    """Returns how far the two ways are apart: of two long chunks behind cached tokens alone; of one
+    between decodes, an uncached prompt and a short chunk; of one with sinks. An uncached prompt
+    sees its keys as they were before they came into an FP8 cache, so there it has none beside it.
+    """
+    dense.min_tokens = shortest
+    backend = UncachedPrefillBackend(dense, pass_tokens=pass_tokens)
+    assert backend.expands_contexts and not UncachedPrefillBackend(CudnnPrefill()).expands_contexts
+    chunks = [(shortest, 3 * shortest + 7), (shortest + 3, 2 * shortest)]
+    short, decodes = (9, 2 * shortest), [(1, 77), (1, 130)]
+    prompts = [] if kv_dtype is not None else [(shortest, shortest)]
+    sinks = torch.linspace(-2, 5, HEADS, device=shape[-1])
+    for num_decodes, parts, apart, more in (
+        (0, chunks, chunks, {}),
+        (2, [*decodes, *prompts, chunks[0], short], chunks[:1], {}),
+        (0, [chunks[1], short], chunks[1:], {"sinks": sinks}),
+    ):
+        batch = _Batch(parts, num_decodes, *shape, **more, kv_dtype=kv_dtype)
+        metadata = backend.metadata(batch)
+        assert isinstance(metadata, UncachedPrefillMetadata)
+        assert metadata.chunk_lens == tuple(length for length, _ in apart)
+        assert backend.reads_new_keys(metadata) == bool(num_decodes and prompts)
+        assert not backend.graph_ok(batch.order)
+        expected, found = batch.attended(PagedBackend()), batch.attended(backend)
+        yield ((found - expected).norm() / expected.norm()).item()
+
+
 def test_layers_with_a_window_are_paged() -> None:
     batch = _Batch([(1, 9), (300, 300)], 1, torch.float32, 16, 16, "cpu")
     backend = UncachedPrefillBackend(CudnnPrefill(min_tokens=100))
@@ -100,26 +162,22 @@ def _forward_kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attends [T, Hq, D], and gives the log of the softmax's sums [Hq, T]; what lies outside of the
     sequences is left as it is."""
-    assert (
-        is_causal
-        and num_splits == 1
-        and cu_seqlens_q.dtype == torch.int32
-        and q.stride(-1) == k.stride(-1) == 1
-    )
-    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+    assert num_splits == 1 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     log_sums = torch.full((q.shape[1], len(q)), torch.nan)
-    for start, end in pairwise(cu_seqlens_q.tolist()):
-        assert end - start <= max_seqlen_q
-        parts = (part[start:end].transpose(0, 1) for part in (q, k, v))
-        attended = F.scaled_dot_product_attention(
-            *parts, is_causal=True, scale=softmax_scale, enable_gqa=True
+    bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for (start, end), (first, last) in bounds:
+        assert end - start <= max_seqlen_q and last - first <= max_seqlen_k
+        keys, values = (
+            part[first:last].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v)
         )
-        out[start:end] = attended.transpose(0, 1)
-        keys = k[start:end].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * softmax_scale
-        unseen = torch.ones(scores.shape[1:]).triu(1).bool()
-        log_sums[:, start:end] = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
+        if is_causal:
+            unseen = torch.ones(scores.shape[1:]).triu(1 + last - first - (end - start)).bool()
+            scores.masked_fill_(unseen, -torch.inf)
+        out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        log_sums[:, start:end] = scores.logsumexp(-1)
     return out, log_sums, out[:0], log_sums[:0]
 
 
@@ -170,6 +228,7 @@ class _Batch:
         block_size: int,
         device: str,
         sinks: Tensor | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator(device).manual_seed(head_dim + block_size)
 
@@ -197,13 +256,19 @@ class _Batch:
         self.slots = block * block_size + self.positions % block_size
         self.qkv = randn(len(self.positions), (HEADS + 2 * KV_HEADS) * head_dim)
         self.kv_cache = randn(num_blocks, 2, KV_HEADS, block_size, head_dim)
+        kv_scales = None
+        if kv_dtype is not None:
+            self.kv_cache = self.kv_cache.to(kv_dtype)
+            scales = torch.linspace(0.5, 2, KV_HEADS, device=device)
+            kv_scales = KVScales(scales, scales.flip(0))
         self.rotary = cos_sin_cache(head_dim, MAX_LEN, Rotary(theta=1e4, dim=head_dim)).to(device)
-        self.layer = Attention(HEADS, KV_HEADS, head_dim, sinks=sinks)
+        self.layer = Attention(HEADS, KV_HEADS, head_dim, sinks=sinks, kv_scales=kv_scales)
 
     def attended(self, backend: AttentionBackend) -> Tensor:
         metadata = backend.metadata(self)
         inputs = AttentionInputs(self.positions, self.rotary, self.slots, metadata, backend)
-        found: Tensor = self.layer(self.qkv.clone(), self.kv_cache.clone(), inputs)
+        cache = self.kv_cache.clone()
+        found: Tensor = self.layer(self.qkv.clone(), cache, inputs)
         return found.double()
 
 
@@ -212,16 +277,20 @@ chunk_lists = st.lists(
 )
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @given(ending=chunk_lists, leaving=chunk_lists, num_decodes=st.integers(0, 2))
-def test_uncached_prompts_lie_together_behind_the_decodes(
-    ending: list[PrefillChunk], leaving: list[PrefillChunk], num_decodes: int
+def test_long_prompts_lie_together_behind_the_decodes(
+    copies: bool, ending: list[PrefillChunk], leaving: list[PrefillChunk], num_decodes: int
 ) -> None:
-    backend = UncachedPrefillBackend(CudnnPrefill(min_tokens=100))
+    dense = CudnnPrefill(min_tokens=100)
+    dense.ragged = ops.ragged_attention if copies else None
+    backend = UncachedPrefillBackend(dense)
+    last = 1 if copies else 0
     ordered = [backend.order(chunks) for chunks in (ending, leaving)]
     for before, after in zip((ending, leaving), ordered, strict=True):
         assert sorted(before) == sorted(after)
-        for uncached in (True, False):
-            kept = [[c for c in part if _is_long(c) == uncached] for part in (before, after)]
+        for place in (0, 1, 2):
+            kept = [[c for c in part if _place(c, last) == place] for part in (before, after)]
             assert kept[0] == kept[1], "chunks of a kind stay in order"
     chunks = ordered[0] + ordered[1]
     query_lens = [1] * num_decodes + [chunk.num_tokens for chunk in chunks]
@@ -233,15 +302,20 @@ def test_uncached_prompts_lie_together_behind_the_decodes(
         num_decodes=num_decodes,
         num_sampled=num_decodes + len(ending),
     )
-    found = backend._prompt_lens(order)
-    expected = list(itertools.takewhile(_is_long, chunks))
-    assert found == tuple(chunk.num_tokens for chunk in expected)
-    assert len(found) >= sum(map(_is_long, ending))
-    assert backend.graph_ok(order) == (not found)
+    found = [list(part) for part in backend._apart(order)]
+    expected: list[list[PrefillChunk]] = [[], []]
+    for place, group in itertools.groupby(chunks, lambda chunk: _place(chunk, last)):
+        if place == 2 or expected[1] or (place == 0 and expected[0]):
+            break
+        expected[place] = [chunk._replace(row=-1) for chunk in group]
+    assert found == expected
+    assert len(found[0]) + len(found[1]) >= sum(_place(chunk, last) < 2 for chunk in ending)
+    assert backend.graph_ok(order) == (found == [[], []])
 
 
-def _is_long(chunk: PrefillChunk) -> bool:
-    return chunk.num_tokens >= 100 and chunk.num_computed == 0
+def _place(chunk: PrefillChunk, last: int) -> int:
+    place = 0 if chunk.num_computed == 0 else 1
+    return place if chunk.num_tokens >= 100 and place <= last else 2
 
 
 def test_steps_that_may_be_recorded_are_paged() -> None:
@@ -249,7 +323,7 @@ def test_steps_that_may_be_recorded_are_paged() -> None:
         lengths = np.array(query_lens, np.int32)
         order = BatchOrder(lengths, lengths, lengths, 0, len(lengths))
         backend = UncachedPrefillBackend(CudnnPrefill(min_tokens=1000), recorded_tokens=2000)
-        assert (backend._prompt_lens(order) == ()) == is_paged
+        assert (not any(backend._apart(order))) == is_paged
         assert backend.graph_ok(order) == is_paged
 
 

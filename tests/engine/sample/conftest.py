@@ -30,7 +30,7 @@ class SamplerBench:
 
     vocab_size = VOCAB
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, splits_vocabulary: bool = False) -> None:
         self._device = device
         self.states = RowStates(ROWS, MAX_LEN, device)
         self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
@@ -42,6 +42,7 @@ class SamplerBench:
             device,
             token_ids=self.states.token_ids.tensor,
             grammars=GrammarStates(ROWS, VOCAB, device, compiler, num_threads=1),
+            splits_vocabulary=splits_vocabulary,
         )
         self.last: SamplerOutput | None = None
         self.rows: list[int] = []

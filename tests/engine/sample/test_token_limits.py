@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
 from engine.sampling_params import SamplingParams
+from tests.engine.sample.conftest import SamplerBench
 
 CPU = torch.device("cpu")
 VOCAB, ROWS, LENGTH = 7, 4, 24
@@ -156,6 +157,17 @@ def test_other_rows_keep_the_graph_of_the_whole_step(bench, limit) -> None:
     bench.remove(1)
     bench.add(1, [1], SamplingParams())
     assert only_draws(np.array([0, 1], np.int32))
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("splits_vocabulary", [False, True])
+def test_ranks_with_parts_of_the_vocabulary_cut_no_distribution(cut, splits_vocabulary) -> None:
+    """Such steps gather logits, since what a row keeps depends on all of them."""
+    bench = SamplerBench(CPU, splits_vocabulary=splits_vocabulary)
+    bench.add(0, [1], SamplingParams())
+    bench.add(1, [1], SamplingParams(**cut))
+    assert bench.sampler.only_draws(np.array([0], np.int32))
+    assert bench.sampler.only_draws(np.array([0, 1], np.int32)) != splits_vocabulary
 
 
 def test_the_pool_of_masks_grows_and_is_given_back() -> None:

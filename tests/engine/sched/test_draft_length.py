@@ -1,4 +1,4 @@
-"""The choice of q, with planted costs and planted drafts."""
+"""The choice of q, with planted costs and planted drafts; of several groups, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from engine.sched.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.draft_length import DraftLength
 
 FLAT = {1: 4.41, 2: 4.4, 4: 4.5, 8: 4.6}
@@ -97,3 +98,38 @@ def test_batches_of_other_sizes_have_costs_of_their_own() -> None:
 @pytest.mark.parametrize(("most", "lengths"), [(2, (1, 2)), (4, (1, 2, 4)), (6, (1, 2, 4, 6))])
 def test_tries_powers_of_two_up_to_the_setting(most: int, lengths: tuple[int, ...]) -> None:
     assert DraftLength(most).lengths == lengths
+
+
+def test_groups_share_one_choice_and_learn_from_whole_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No group is heard alone: steps last as long as the longest
+    group's, and those with prompts in any group cost more than their decodes."""
+    asked: list[int] = []
+    learnt: list[tuple[int, int]] = []
+    lengths = iter((2, 1, 4, 2))
+
+    def choose(self: DraftLength, num_rows: int) -> int:
+        asked.append(num_rows)
+        return next(lengths)
+
+    def step_done(self: DraftLength, num_rows: int, length: int, seconds: float) -> None:
+        assert seconds >= 0
+        learnt.append((num_rows, length))
+
+    monkeypatch.setattr(DraftLength, "choose", choose)
+    monkeypatch.setattr(DraftLength, "step_done", step_done)
+    shared = SharedDrafts(4)
+    told = []
+    for num_rows, only_decodes in ((3, False), (9, True), (5, True)):
+        shared.begin_step()
+        shared.begin_step()  # No group had a step.
+        told.append(shared.next_step(1))
+        assert shared.next_step(num_rows) == told[-1]
+        assert shared.issued(num_rows, only_decodes=only_decodes) == told[-1]
+    shared.step_done(1, 4, 0.5)
+    for _ in told:
+        shared.retired()
+    assert told == [DraftPlan(4, 1), DraftPlan(2, 0), DraftPlan(1, 3)]
+    assert asked == [0, 3, 9]
+    assert learnt == [(9, 2), (5, 1)]

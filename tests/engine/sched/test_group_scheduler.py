@@ -239,3 +239,11 @@ def test_choices_are_those_of_the_reference_policy(seed: int) -> None:
     for answer in machine.answers.values():
         if answer.finish_reason != "abort":
             assert answer.tokens == answer.expected
+
+
+def test_requests_that_only_another_node_can_compute_are_named_by_all_groups() -> None:
+    machine = machine_of()
+    for number, group in enumerate(machine.scheduler.groups):
+        group.admission._stranded.append(f"r{number}")
+    assert machine.scheduler.admission.take_stranded() == ["r0", "r1"]
+    assert machine.scheduler.admission.take_stranded() == []

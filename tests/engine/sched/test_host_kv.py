@@ -272,6 +272,74 @@ def test_one_place_tells_which_tier_holds_a_block() -> None:
     assert tiers.num_held(names) == len(names) == NUM_LOADABLE // BLOCK_SIZE
 
 
+# What lies on disk is weighed ------------------------------------------------------------------
+
+
+def machine_with_disk() -> StepMachine:
+    """Returns one that has PROMPT on disk alone, and knows how quickly it computes."""
+    machine = StepMachine(make_config(), 12, num_host_slots=16, num_files=200)
+    run(machine, "first", PROMPT)
+    for i in range(40):
+        run(machine, f"other {i}", [60 + i] * 9)
+    assert machine.scheduler.stats().prefill_tokens_per_s
+    assert machine.host is not None
+    tiers = {machine.host.tier.tier_of(name) for name in names_of(machine)}
+    assert tiers == {Tier.DISK}
+    return machine
+
+
+def names_of(machine: StepMachine) -> list[bytes]:
+    request = machine.clients["first"].request
+    return machine.scheduler.remote.host._kv_cache.block_names(request, NUM_LOADABLE)
+
+
+@pytest.mark.parametrize(("seconds", "is_read"), [(1e-6, True), (1e6, False)])
+def test_a_disk_is_read_only_if_that_is_quicker_than_to_compute(
+    seconds: float, is_read: bool
+) -> None:
+    machine = machine_with_disk()
+    machine.scheduler.remote.host._disk_rate.took(NUM_LOADABLE, seconds)
+    again = run(machine, "again", PROMPT)
+    assert again.num_cached_tokens == NUM_LOADABLE * is_read
+    stats = machine.scheduler.stats()
+    assert stats.prompt_tokens_loaded == NUM_LOADABLE * is_read
+    assert stats.kv_transfer["disk_tier_cheaper_to_compute"] == (not is_read)
+    machine.check_all_done()
+
+
+def test_a_disk_of_which_nothing_is_known_is_tried_and_timed() -> None:
+    machine = machine_with_disk()
+    rate = machine.scheduler.remote.host._disk_rate
+    assert rate.seconds_for(NUM_LOADABLE) == 0
+    assert run(machine, "again", PROMPT).num_cached_tokens == NUM_LOADABLE
+    assert rate.most_tokens == NUM_LOADABLE and rate.seconds_for(NUM_LOADABLE) > 0
+    machine.check_all_done()
+
+
+def test_blocks_in_host_memory_are_loaded_where_those_behind_them_are_slow_to_read() -> None:
+    machine = machine_with_disk()
+    host = machine.scheduler.remote.host
+    host._disk_rate.took(NUM_LOADABLE, 1e6)
+    assert machine.host is not None
+    names = names_of(machine)
+    job = machine.host.tier.load(names[:2], [0, 1])
+    machine.host.finish()
+    assert machine.host.tier.take_finished()[job]
+    assert [machine.host.tier.tier_of(name) for name in names[1:3]] == [Tier.HOST, Tier.DISK]
+    request = make_request("again", PROMPT)
+    assert host.num_loadable(request, 0) == 2 * BLOCK_SIZE
+
+
+def test_a_prompt_that_waits_is_weighed_once() -> None:
+    """Asked before every step, it would use up the tries that a slow disk gets."""
+    machine = machine_with_disk()
+    host = machine.scheduler.remote.host
+    host._disk_rate.took(NUM_LOADABLE, 1e6)
+    request = make_request("again", PROMPT)
+    assert [host.num_loadable(request, 0) for _ in range(100)] == [0] * 100
+    assert host._disk_rate.num_refusals == host.num_cheaper_to_compute == 1
+
+
 # The tier itself ------------------------------------------------------------------------------
 
 
@@ -319,7 +387,7 @@ def test_a_load_behind_a_fetch_is_marked_with_a_higher_number_than_those_before_
     told = Told(4, num_files=4)
     told.store(b"a")
     told.tier.apply(TierContents(0, 1, dict(enumerate([b"a"])), [b"f"]))
-    told.tier._disk.add([b"f"])
+    told.tier.disk.add([b"f"])
     fetching = told.tier.load([b"f"], [3])
     job = told.tier.load([b"a"], [4])
     before = told.tier.ticket(job)

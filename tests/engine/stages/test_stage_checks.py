@@ -63,7 +63,6 @@ WINDOW = (
             "--data-parallel-size",
         ),
         (replace(PREFILL, model=replace(PREFILL.model, vision=VISION)), "a model that sees images"),
-        (sharing_prefixes(PREFILL), "--kv-share-prefixes"),
         (
             replace(PREFILL, inspection=InspectionConfig(enable_mfu_metrics=True)),
             "--enable-mfu-metrics",
@@ -77,6 +76,7 @@ def test_what_stages_cannot_do_is_named(config: EngineConfig, message: str) -> N
 
 def test_everything_else_is_let_through() -> None:
     check_stages(PREFILL)
+    check_stages(sharing_prefixes(PREFILL))
     check_stages(with_a_drafter(stage_config(1)))
 
 
@@ -91,3 +91,5 @@ def test_settings_are_checked_before_a_checkpoint_is_read() -> None:
     with pytest.raises(SettingsError, match="needs ports up to 65536"):
         ports._kv_transfer_config("kv_producer", is_check=True)
     assert DecodeNodeSettings.from_args("x", flags).print_checked("kv_consumer") == 2
+    groups = PrefillNodeSettings.from_args("x", [*flags, "--data-parallel-size", "2"])
+    assert groups.print_checked("kv_producer") == 2

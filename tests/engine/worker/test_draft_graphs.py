@@ -129,7 +129,7 @@ def test_recorded_passes_draft_like_single_launches(
             engine.worker.runner.capture_model(lambda fraction: None)
         lengths = cycle([4, 2, 1, 4])
         monkeypatch.setattr(DraftLength, "choose", lambda self, rows, of=lengths: next(of))
-        drafted = watch(engine, [])
+        drafted = watch(engine.worker.runner)
         for request in requests:
             engine.add(request)
             engine.step()

@@ -26,7 +26,7 @@ def test_beams_beside_requests_that_draft(tmp_path: Path) -> None:
     requests = greedy_requests(config.model.vocab_size)
     alone = run(engine_config(target), 1, requests)
     engine = OneEngine(config, depth=2)
-    drafted = watch(engine, [])
+    drafted = watch(engine.worker.runner)
     for number, prompt in enumerate(PROMPTS):
         for i, beam in enumerate(BEAMS[:2]):
             engine.add(asked(f"beam-{number}-{i}", prompt, beam, 3))

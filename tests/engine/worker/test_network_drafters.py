@@ -31,6 +31,7 @@ from engine.models.errors import CheckpointError
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.output import NewRequestData, PulledDrafts, SchedulerOutput
+from engine.worker.model_runner import ModelRunner
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
 from tests.engine.worker import draft_checkpoints as drafts
@@ -111,16 +112,17 @@ def with_drafter(
     return replace(config, decode_query_len=count + 1, speculative=speculative)
 
 
-def watch(engine: OneEngine, answers: list[list[int]]) -> list[tuple[list[int], list[int], int]]:
+def watch(
+    runner: ModelRunner, answers: list[list[int]] | None = None
+) -> list[tuple[list[int], list[int], int]]:
     """Returns (known tokens, drafts, how many of them have a place and blocks) of each step and row
     that goes on, as they will come. With `answers`, these are what is drafted instead, and some
     are wrong."""
-    runner = engine.worker.runner
     drafter, found = runner.drafts.drafter, []
     assert drafter is not None
     propose = drafter.propose
     slots = runner._block_tables[0].num_slots
-    knowing = KnowingDrafter(answers, lies=0.4, gaps=0.1, seed=3)
+    knowing = KnowingDrafter(answers or [], lies=0.4, gaps=0.1, seed=3)
 
     def watching(idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
         lengths, ends = rows.total_len.tolist(), rows.max_len.tolist()
@@ -176,7 +178,8 @@ def test_drafts_are_those_of_the_reference(case: str, target: Path, tmp_path: Pa
     requests = greedy_requests(config.model.vocab_size)
     alone = run(engine_config(whole), 1, requests)
     engine = OneEngine(config, depth=2)
-    found = watch(engine, [known + alone.tokens[name] for name, known in prompts_of(requests)])
+    answers = [known + alone.tokens[name] for name, known in prompts_of(requests)]
+    found = watch(engine.worker.runner, answers)
     for request in requests:
         engine.add(request)
         engine.step()
@@ -204,7 +207,7 @@ def test_ranks_draft_alike(target: Path, tmp_path: Path) -> None:
         config = replace(config, parallel=ParallelConfig(tensor_parallel_size=tp_size))
         worker = TwoRanks(config, free_address()) if tp_size == 2 else None
         engines.append(OneEngine(config, 2, worker))
-    found = [watch(engine, []) for engine in engines]
+    found = [watch(engine.worker.runner) for engine in engines]
     for engine in engines:
         for request in requests:
             engine.add(request)
@@ -265,7 +268,7 @@ def _after_transfer(
 ) -> tuple[list[int], list[int]]:
     """Computes a prompt on one engine and goes on from its KV on another. Returns all tokens known
     there with the second, and what is drafted behind them."""
-    num_tokens, found = len(prompt), watch(decode, [])
+    num_tokens, found = len(prompt), watch(decode.worker.runner)
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     of_prefill, of_decode = [7, 3, 9, 11], [20, 2, 31, 5]
 

@@ -21,6 +21,7 @@ from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.draft_length import DraftLength
 from engine.worker.worker import Worker
+from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.worker import grammar_requests
 from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
 from tests.engine.worker.test_choices import forked
@@ -242,4 +243,34 @@ def test_memory_is_measured_with_as_many_drafts_as_there_may_be(make_config: Any
     assert num_places == [6, 5 * 4]
     runner.warm_up(lambda fraction: None)
     assert not runner.states.is_live_np.any()
+    worker.shutdown()
+
+
+def test_warm_up_makes_drafts_of_every_number_that_steps_may_make(make_config: Any) -> None:
+    """Kernels that write drafts are compiled for each number of them; no recorded step has them."""
+    config = with_ngrams(make_config(), 6)
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, adaptive=True))
+    worker = Worker(config, 0, "")
+    worker.init_device()
+    worker.load_model(lambda fraction: None)
+    worker.initialize_kv_cache(64)
+    runner, drafter = worker.runner, worker.runner.drafts.drafter
+    assert drafter is not None
+    seen: set[tuple[int, int]] = set()
+    propose = drafter.propose
+
+    def noting(idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
+        seen.add((len(idx_mapping), rows.max_drafts))
+        return propose(idx_mapping, rows)
+
+    drafter.propose = noting  # type: ignore[method-assign]
+    runner.warm_up(lambda fraction: None)
+    lengths = DraftLength(6).lengths
+    for num_rows in (1, 2, 4):
+        of_rows = {num_drafts for count, num_drafts in seen if count == num_rows}
+        assert of_rows == {length - 1 for length in lengths if length > 1}, num_rows
+    assert not runner.states.is_live_np.any()
+    # The next step's decodes have room for as many drafts as an engine begins with.
+    assert runner._query_len == config.decode_query_len
     worker.shutdown()

@@ -4,6 +4,7 @@ scheduler may take, so that none is compiled while somebody waits."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from engine.worker.dummy_steps import warm_up_steps
+from tandem_kernels.experts.expert_rows import MAX_SEARCHED_PAIRS, ExpertRows
+from tandem_kernels.experts.expert_tuning import ExpertShape, expert_tuning
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
@@ -31,7 +34,7 @@ class LibraryOf(DensePrefill):
         self.min_tokens = min_tokens
 
     def attend(self, spec: Any, heads: Tensor, metadata: Any) -> Tensor:
-        return heads[:, :NUM_HEADS]
+        return heads[:, : spec.num_heads]
 
     def prepare(self, *sizes: Any) -> None:
         raise NotImplementedError
@@ -67,8 +70,9 @@ def tunings_of(
     from tandem_kernels.attention.prefill_attention import _tuning_of
 
     found: set[tuple[int, ...]] = set()
-    block_size = config.cache.block_size
-    cache = torch.empty(1, 2, NUM_KV_HEADS, block_size, HEAD_DIM, device="meta", dtype=torch.half)
+    block_size, ranks = config.cache.block_size, config.parallel.tensor_parallel_size
+    num_heads, num_kv_heads = NUM_HEADS // ranks, NUM_KV_HEADS // ranks
+    cache = torch.empty(1, 2, num_kv_heads, block_size, HEAD_DIM, device="meta", dtype=torch.half)
 
     def kernel(q: Tensor, kv_cache: Tensor, metadata: Any, scale: float) -> Tensor:
         if metadata.num_decodes < len(metadata.seq_lens):
@@ -93,17 +97,17 @@ def tunings_of(
     shape = torch.empty(len(both), device="meta")
     metadata = backend.metadata(Batch(order, shape[:, None], starts, shape))
     heads = torch.empty(
-        int(query_lens.sum()), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, device="meta",
+        int(query_lens.sum()), num_heads + 2 * num_kv_heads, HEAD_DIM, device="meta",
         dtype=torch.half,
     )  # fmt: skip
-    spec: Any = Spec()
+    spec: Any = Spec(num_heads)
     backend.attend(spec, heads, cache, metadata)
     return found
 
 
 @dataclass
 class Spec:
-    num_heads: int = NUM_HEADS
+    num_heads: int
     softcap: float = 0.0
     sinks: None = None
     kv_scales: None = None
@@ -116,12 +120,17 @@ DECODES = ([], [16], [16] * 3, [5000], [16] * 60)
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1024, 4096], ids=["none", "FlashAttention", "cuDNN"])
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 2048), (64, 8192), (256, 512)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "budget", "ranks"), [(4, 2048, 1), (64, 8192, 2), (64, 8192, 8), (256, 512, 1)]
+)
 def test_every_tuning_is_warmed_up(
-    make_config, max_num_seqs: int, budget: int, min_tokens: int
+    make_config, max_num_seqs: int, budget: int, ranks: int, min_tokens: int
 ) -> None:
     """Steps of prompts alone and beside decodes, behind short and long contexts."""
     config = make_config()
+    parallel = replace(config.parallel, tensor_parallel_size=ranks)
+    heads = replace(config.model, num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
+    config = replace(config, parallel=parallel, model=heads)
     limits = replace(config.scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     for max_model_len, block_size in ((9216, 128), (9216, 64), (3000, 16)):
         model = replace(config.model, max_model_len=max_model_len)
@@ -139,3 +148,37 @@ def test_every_tuning_is_warmed_up(
                 continue
             requests = [(1, context) for context in decodes] + [(tokens, cached)]
             assert tunings_of(config, min_tokens, requests) <= warm, requests
+
+
+@pytest.mark.parametrize(
+    "shape", [ExpertShape(128, 384, 2048), ExpertShape(64, 768, 2048), ExpertShape(64, 1408, 2048)]
+)
+def test_every_tiling_of_the_experts_of_groups_is_warmed_up(
+    make_config: Any, shape: ExpertShape
+) -> None:
+    """Their steps with prompts are never recorded, and experts compute the tokens of all groups."""
+    config = make_config()
+    num_groups, top_k = 2, 8
+    config = replace(
+        config,
+        parallel=replace(config.parallel, data_parallel_size=num_groups),
+        model=replace(config.model, max_model_len=9216),
+        scheduler=replace(config.scheduler, max_num_seqs=64, max_num_batched_tokens=8192),
+    )
+
+    def tilings(num_tokens: int) -> Iterator[tuple[object, ...]]:
+        experts = torch.empty((num_groups * num_tokens, top_k), dtype=torch.int32, device="meta")
+        found = experts if experts.numel() > MAX_SEARCHED_PAIRS else None
+        rows = ExpertRows(experts, shape.num_experts, found, found)
+        for gated in (True, False):
+            tuning = expert_tuning(shape, experts.numel(), "NVIDIA_H200", gated=gated)
+            yield gated, tuning, tuple(rows.tiles(tuning.rows)[1].items())
+
+    warm = {one for step in warm_up_steps(config) for one in tilings(sum(step.lengths))}
+    missing = {
+        num_tokens: one
+        for num_tokens in range(2, 8193)
+        for one in tilings(num_tokens)
+        if one not in warm
+    }
+    assert not missing

@@ -1,4 +1,5 @@
-"""How contexts are expanded: in passes of bounded size, whose attention is joined.
+"""How contexts are expanded, or copied out of their pages: in passes of bounded size, whose
+attention is joined.
 
     context of a request    0 ............ cached ................. num_cached ...... seq_len
                             |  slices: all queries see all of it   |  last pass: causal   |
@@ -8,10 +9,10 @@ Where all contexts of a step fit one pass there is no other, and nothing to join
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,13 @@ from engine.layers.attention.backend import Int32Array, PrefillChunk
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 _ALIGNED_INTS = 4
+PASS_TOKENS = 16384
+"""The most tokens of contexts that are expanded or copied at once, unless a step has more of its
+own."""
+RaggedKernel: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, RaggedBatch, float], tuple[Tensor, Tensor]
+]
+"""See `tandem_kernels.reference.ragged.ragged_attention`."""
 
 
 class ContextRange(NamedTuple):
@@ -32,11 +40,11 @@ class ContextRange(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPass:
-    """Expands a part of the contexts of requests that lie together, and attends to it.
+class ContextPass:
+    """Tells of a part of the contexts of requests that lie together, and of who attends to it.
 
     Attributes:
-        rows: Query rows of those requests, counted from the first that is expanded.
+        rows: Query rows of those requests, counted from the first that has a pass.
         block_tables: [R, max_blocks] int32.
         first: [R] int32, the first position of each request.
         num_keys: Of all of them.
@@ -88,9 +96,9 @@ def _slices(left: list[ContextRange], most_tokens: int) -> Iterator[list[Context
         yield part
 
 
-def latent_passes(
+def context_passes(
     chunks: Sequence[PrefillChunk], block_tables: Tensor, most_tokens: int
-) -> tuple[LatentPass, ...]:
+) -> tuple[ContextPass, ...]:
     """Returns the passes over the contexts of `chunks`, whose block tables are [R, max_blocks]."""
     plan = context_ranges(chunks, most_tokens)
     bounds = [0, *accumulate(chunk.num_tokens for chunk in chunks)]
@@ -114,7 +122,7 @@ def latent_passes(
             causal=number == 0,
         )
         passes.append(
-            LatentPass(
+            ContextPass(
                 slice(bounds[begin], bounds[end]),
                 block_tables[begin:end],
                 first_positions,
