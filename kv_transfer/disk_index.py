@@ -18,12 +18,22 @@ class DiskIndex:
         self.num_evicted = 0
         self.residency_s = 0.0
         """Seconds that evicted blocks have been here, summed."""
+        self._reads: list[tuple[int, float]] = []
 
     def __len__(self) -> int:
         return len(self._names)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._names
+
+    def took(self, num_blocks: int, seconds: float) -> None:
+        """Records that so many blocks were read for a prompt, and came."""
+        self._reads.append((num_blocks, seconds))
+
+    def take_reads(self) -> list[tuple[int, float]]:
+        """Returns the blocks and the seconds of each read since the last call."""
+        reads, self._reads = self._reads, []
+        return reads
 
     def add(self, names: Iterable[bytes]) -> None:
         """Records blocks that are whole on disk; those used longest ago go for them."""

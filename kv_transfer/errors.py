@@ -5,7 +5,6 @@ KVTransferError
 ├── PeerLost              the connection broke or the peer restarted
 │   └── NotServed         the peer cannot serve the pull over this transport
 ├── TransferTimeout       no progress within the limit, or the lease ended
-├── TransferAborted       somebody asked for it
 ├── CorruptChunk          checksum, bounds or identity of a chunk is wrong
 └── StagingFull           no staging memory within the limit
 """
@@ -44,12 +43,6 @@ class NotServed(PeerLost):
 
 class TransferTimeout(KVTransferError):
     """No progress within the limit."""
-
-
-class TransferAborted(KVTransferError):
-    """The transfer was called off."""
-
-    retryable = False
 
 
 class CorruptChunk(KVTransferError):

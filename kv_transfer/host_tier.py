@@ -18,6 +18,7 @@ process, or the whole engine, is found again.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -75,8 +76,8 @@ class HostTier:
         self._slots = SlotTable(num_slots)
         self._filling: set[bytes] = set()
         self._spilling: set[bytes] = set()
-        self._disk = DiskIndex(num_files, self._remove_files)
-        self._has_disk = num_files > 0
+        self.disk = DiskIndex(num_files, self._remove_files)
+        self.has_disk = num_files > 0
         self._jobs: dict[int, TierTask] = {}
         self._next_job = 0
         self._finished: dict[int, bool] = {}
@@ -87,8 +88,7 @@ class HostTier:
         self._let_go = let_go
         self._unheard = set(range(num_processes))
         """Processes that have not said what they hold."""
-        self._contents: dict[int, TierContents] = {}
-        """Is what they said, until all have."""
+        self._contents: dict[int, TierContents] = {}  # Until all have spoken.
         self._is_first = True
         self._off: dict[Tier, str] = {}
         self._totals = Counter[str]()
@@ -108,9 +108,9 @@ class HostTier:
             "host_tier_blocks": float(len(self._slots.stored)),
             "host_tier_displaced_blocks": float(self._slots.num_displaced),
             "host_tier_residency_seconds": self._slots.residency_s,
-            "disk_tier_blocks": float(len(self._disk)),
-            "disk_tier_evicted_blocks": float(self._disk.num_evicted),
-            "disk_tier_residency_seconds": self._disk.residency_s,
+            "disk_tier_blocks": float(len(self.disk)),
+            "disk_tier_evicted_blocks": float(self.disk.num_evicted),
+            "disk_tier_residency_seconds": self.disk.residency_s,
             "disk_tier_damaged_files": float(self._totals["damaged_files"]),
         }
 
@@ -133,14 +133,14 @@ class HostTier:
             return None
         if name in self._slots.stored:
             return Tier.HOST
-        return Tier.DISK if name in self._disk else None
+        return Tier.DISK if name in self.disk else None
 
     def num_found(self, names: Sequence[bytes], start: int) -> int:
         """Returns how many blocks from `names[start]` on can be loaded without a gap. All of
         `names` count as used."""
         if not self.is_ready:
             return 0
-        stored, disk = self._slots.stored, self._disk
+        stored, disk = self._slots.stored, self.disk
         for name in reversed(names):
             if name in stored:
                 self._slots.use(name)
@@ -267,7 +267,7 @@ class HostTier:
             job.is_lost = job.is_lost or isinstance(job.command, SpillMeta)
         for name in list(self._slots.stored):
             self._slots.forget(name)
-        self._disk.clear()
+        self.disk.clear()
         for process in range(self._num_processes):
             self._send(process, ForgetMeta(None))
 
@@ -287,21 +287,21 @@ class HostTier:
         if self._is_first:
             self._is_first = False
             self._slots.fill(told[0].slots)
-            self._disk.add(told[0].files)
+            self.disk.add(told[0].files)
         for name, slot in list(self._slots.stored.items()):
             if any(contents.slots.get(slot) != name for contents in told):
                 self._slots.forget(name)
                 self._totals["lost"] += 1
-        if self._has_disk:
-            self._disk.keep_common([contents.files for contents in told])
+        if self.has_disk:
+            self.disk.keep_common([contents.files for contents in told])
 
     def _turn_off(self, tier: Tier, reason: str) -> None:
         if tier in self._off:
             return
         self._off[tier] = reason
         logger.warning("KV in the %s tier is off, and serving goes on: %s", tier, reason)
-        self._disk.clear()
-        self._has_disk = False
+        self.disk.clear()
+        self.has_disk = False
 
     # Inside -----------------------------------------------------------------------------------
 
@@ -339,8 +339,9 @@ class HostTier:
             case FetchMeta(names=names, slots=slots):
                 self._totals["damaged_files"] += len(job.damaged)
                 self._filled(job, names, slots, "fetched")
-                self._disk.drop(n for n, s in zip(names, slots, strict=True) if s in job.damaged)
+                self.disk.drop(n for n, s in zip(names, slots, strict=True) if s in job.damaged)
                 if is_right and job.load is not None:
+                    self.disk.took(len(names), time.monotonic() - job.begun_at)
                     self._begin_load(job.load, job.names)
                     return
                 self._unpin(job, job.load.slots if job.load is not None else [])
@@ -378,7 +379,7 @@ class HostTier:
         """Begins to write blocks to disk that would be displaced soon."""
         ahead = max(1, self._num_slots // _SHARE_AHEAD)
         if (
-            not self._has_disk
+            not self.has_disk
             or self._spilling
             or self._slots.num_free >= ahead
             or not self.is_ready
@@ -387,7 +388,7 @@ class HostTier:
         due = [
             (name, slot)
             for name, slot in islice(self._slots.stored.items(), ahead)
-            if name not in self._disk and slot not in self._slots.pins
+            if name not in self.disk and slot not in self._slots.pins
         ][:_MOST_SPILLED]
         if due:
             names, slots = [name for name, _ in due], [slot for _, slot in due]
@@ -400,9 +401,9 @@ class HostTier:
         whole = job.whole
         job.damaged.clear()
         self._unpin(job, job.command.slots)
-        if self._has_disk:
+        if self.has_disk:
             self._totals["spilled"] += len(whole)
-            self._disk.add(whole)
+            self.disk.add(whole)
         self._reconcile()
         if is_right:
             self._spill_ahead()

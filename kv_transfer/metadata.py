@@ -8,8 +8,7 @@ Four directions, all msgspec, none with tensors:
     transfer process ──TransferEvent──▶ scheduler    over ZeroMQ, at once
 
 Commands and events do not pass through the workers: block ids are the same on every rank, so the
-scheduler addresses transfer processes itself, and an idle engine wakes up on an event instead of
-polling its workers. The workers' loop does no work for KV that arrives.
+scheduler addresses transfer processes itself, and an event wakes up an idle engine.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import msgspec
 
 from kv_transfer.layer_times import LayerTime
 from kv_transfer.layout import BlockIds, KVLayout
+from kv_transfer.load_times import LoadTimes
 from kv_transfer.tier import Tier
 
 
@@ -336,13 +336,14 @@ class HostTierEvent(msgspec.Struct, frozen=True, tag="host_tier", array_like=Tru
     """A transfer process has done its share of a job; nothing of it is on its way any more.
 
     Attributes:
-        process: As in `TransferEvent`.
         damaged: Slots of which nothing is to be used: checksums are wrong, or it failed.
+        times: Of a load that went well.
     """
 
     job: int
     process: int
     damaged: list[int] = []
+    times: LoadTimes | None = None
 
 
 class LoadBegun(msgspec.Struct, frozen=True, tag="load_begun", array_like=True):
@@ -357,8 +358,7 @@ class TierContents(msgspec.Struct, frozen=True, tag="tier_contents", array_like=
 
     Attributes:
         slots: Of the host tier: the hash of each block that outlived the process's former life.
-        files: Of the disk tier: hashes, those used longest ago first.
-        damaged_files: Files of the disk tier that were not what they should be.
+        files: Of the disk tier, the same, those used longest ago first; `damaged_files`: others.
         off: Why a tier is off, by its name.
     """
 
@@ -379,7 +379,7 @@ class TierOff(msgspec.Struct, frozen=True, tag="tier_off", array_like=True):
 
 
 TierEvent = HostTierEvent | LoadBegun | TierContents | TierOff
-ProcessEvent = TransferEvent | HostTierEvent | LoadBegun | TierContents | TierOff
+ProcessEvent = TransferEvent | TierEvent
 ProcessMessage = ProcessEvent | ProcessReport
 
 

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
+ALL_LAYERS = range(1 << 20)
+"""Are more than any model has."""
+
+
+def positions_of(layers: Sequence[int], wanted: range) -> range:
+    """Returns which of `layers`, which ascend, are wanted."""
+    return range(bisect_left(layers, wanted.start), bisect_left(layers, wanted.stop))
+
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
     """Returns the layers of a pipeline stage. Of layers that stages cannot share evenly, the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from kv_transfer.metadata import LoadMeta, TierJob
@@ -23,6 +24,7 @@ class TierTask:
     """Follows a fetch."""
     unbegun: set[int] = field(default_factory=set)
     """Processes that have no layer of a load yet."""
+    begun_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_right(self) -> bool:

@@ -55,8 +55,12 @@ class CopyQueue:
         done = asyncio.Event()
         self.then(done.set)
         if not done.is_set():
-            self._settle_until = time.monotonic() + _LOOK_FOR_S
+            self.hurry()
             await done.wait()
+
+    def hurry(self) -> None:
+        """Looks without a pause for the next few milliseconds: somebody waits for nothing else."""
+        self._settle_until = time.monotonic() + _LOOK_FOR_S
 
     def wait_for_oldest(self) -> bool:
         """Blocks until the first one in line can be called, and calls it. False: nobody waits.

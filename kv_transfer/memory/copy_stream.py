@@ -60,7 +60,13 @@ class Copier(ABC):
 
 
 class CopyStream(Copier):
-    """Copies in order. All addresses are those of this process."""
+    """Copies in order. All addresses are those of this process.
+
+    Attributes:
+        portion_bytes: What moves without others getting their turn, where copies are in portions.
+    """
+
+    portion_bytes: int = 256 << 10
 
     @abstractmethod
     def fence(self) -> Fence: ...

@@ -19,8 +19,6 @@ _NOT_SUPPORTED = 801
 _SOURCES_IN_STREAM_ORDER = 1
 _MOST_AT_ONCE = 128
 """The device begins when the call returns, so a longer one is no faster, but begins later."""
-_PORTION_BYTES = 256 << 10
-"""A portion takes 5 µs over PCIe."""
 
 _ARRAYS = (c_void_p, c_void_p, c_void_p, c_size_t)
 _ATTRIBUTES = (c_void_p, c_void_p, c_size_t)
@@ -70,12 +68,12 @@ class CudaCopies:
         sources: Numbers,
         sizes: Numbers,
         stream: int,
-        in_portions: bool = False,
+        portion_bytes: int = 0,
     ) -> None:
-        """Copies as `CopyStream.copy` does."""
+        """Copies as `CopyStream.copy` does, in portions of so many bytes; 0: as many as can be."""
         at_once = _MOST_AT_ONCE
-        if in_portions:
-            at_once = max(1, min(at_once, _PORTION_BYTES // int(sizes.max())))
+        if portion_bytes:
+            at_once = max(1, min(at_once, portion_bytes // int(sizes.max())))
         is_alone = at_once == 1 or len(targets) == 1
         if is_alone or not self._issue_batches(targets, sources, sizes, stream, at_once):
             self.issue_alone(targets, sources, sizes, stream)

@@ -68,7 +68,8 @@ class CudaCopyStream(CopyStream):
     def copy(
         self, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool = False
     ) -> None:
-        self._driver.copies.issue(targets, sources, sizes, self._stream, in_portions)
+        portion = self.portion_bytes if in_portions else 0
+        self._driver.copies.issue(targets, sources, sizes, self._stream, portion)
 
     def copy_rows(
         self,

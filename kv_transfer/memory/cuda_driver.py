@@ -25,6 +25,7 @@ _PCI_TEXT_BYTES = 32
 
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_DEVICEMAP = 1, 2
 _IPC_LAZY_PEER_ACCESS = 1
+_P2P_NATIVE_ATOMICS = 3
 _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _CONTEXT_BLOCKING_SYNC = 4
@@ -79,6 +80,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (c_void_p, c_int),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
     "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuDeviceGetP2PAttribute": (c_void_p, c_uint, c_int, c_int),
     "cuDevicePrimaryCtxSetFlags_v2": (c_int, c_uint),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxSetCurrent": (c_void_p,),
@@ -177,6 +179,14 @@ class CudaDriver:
         self._do("cuDeviceGetPCIBusId", text, _PCI_TEXT_BYTES, self._device(index))
         domain, _, rest = text.value.decode().lower().partition(":")
         return f"{domain[-4:]}:{rest}"
+
+    def has_native_atomics(self, index: int, peer: int) -> bool:
+        """Returns whether atomic operations of one device on another's memory are such on the link
+        between them, as on NVLink."""
+        value = c_int()
+        devices = self._device(index), self._device(peer)
+        self._do("cuDeviceGetP2PAttribute", byref(value), _P2P_NATIVE_ATOMICS, *devices)
+        return value.value != 0
 
     def use_device(self, index: int) -> None:
         """Makes the primary context of this device current. Waiting threads sleep."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ import numpy as np
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
+from kv_transfer.load_times import LoadTimes
 from kv_transfer.memory.block_files import BlockFiles
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_queue import CopyQueue
@@ -53,6 +56,12 @@ from kv_transfer.metadata import (
 from kv_transfer.tier import Tier
 
 T = TypeVar("T")
+
+_PORTION_BYTES = 1 << 20
+"""Limits what moves at once: pages of 512 KiB by pairs reach 40 GB/s on an H200, one by one 37. The
+p99 of the time between tokens of rows beside it stayed below that without loads."""
+_LAYERS_AHEAD = 3
+"""Layers of a load whose copies a device has been given and has not done."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +110,7 @@ class HostPool:
         self._threads = {job: ThreadPoolExecutor(1, job) for job in ("checksums", "files")}
         self._jobs: set[asyncio.Task[None]] = set()
         self._copies = CopyQueue(cache.device.new_stream())
+        self._copies.stream.portion_bytes = _PORTION_BYTES
         self._copies.on_error = lambda error: cache.copies.on_error(error)
         self._in_order = asyncio.Lock()
         """Loads are verified and marked one behind the other."""
@@ -162,25 +172,41 @@ class HostPool:
         self._end(meta, [])
 
     async def _load(self, meta: LoadMeta) -> None:
-        memory, layers = self._memory, self._layers
+        memory, times = self._memory, None
         damaged = {slot for slot in meta.slots if memory.name_of(slot) is None}
-        if not damaged and not layers:
+        if not damaged and not self._layers:
             self._has_begun(meta)
         elif not damaged:
+            told = time.monotonic()
             async with self._in_order:
-                checks = self._checks.begin(meta.slots)
-                self._copy(meta, 0, layers[0])
-                for place, layer in enumerate(layers):
-                    copied = self._copied()
-                    if place + 1 < len(layers):
-                        self._copy(meta, place + 1, layers[place + 1])
-                    damaged |= await checks.wrong_in(place)
-                    await copied
-                    if not damaged:
-                        self._mark(meta, place, layer)
+                damaged, times = await self._load_layers(meta, told)
         if damaged:
             logger.error("%d blocks of the host tier are damaged, and not used", len(damaged))
-        self._end(meta, sorted(damaged))
+        self._end(meta, sorted(damaged), None if damaged else times)
+
+    async def _load_layers(self, meta: LoadMeta, told: float) -> tuple[set[int], LoadTimes]:
+        """Returns slots that are damaged."""
+        layers, damaged = self._layers, set[int]()
+        checks = self._checks.begin(meta.slots)
+        # The device shall not wait until we have seen that it is done.
+        ahead = 1 if self._cache.device.copies_at_once else _LAYERS_AHEAD
+        copied: deque[asyncio.Future[None]] = deque()
+        begun = first = compared = 0.0
+        for place in range(-ahead, len(layers)):
+            if place + ahead < len(layers):
+                self._copy(meta, place + ahead, layers[place + ahead])
+                copied.append(self._copied())
+                begun = begun or time.monotonic()
+            if place >= 0:
+                damaged |= await checks.wrong_in(place)
+                compared = time.monotonic()
+                if place + 1 == len(layers):
+                    self._copies.hurry()
+                await copied.popleft()
+                if not damaged:
+                    self._mark(meta, place, layers[place])
+                first = first or time.monotonic()
+        return damaged, LoadTimes(told, begun, first, compared, time.monotonic())
 
     async def _spill(self, meta: SpillMeta) -> None:
         files, failed = self._files, list[int]()
@@ -229,14 +255,14 @@ class HostPool:
         if not job.cancelled() and (error := job.exception()) is not None:
             self._cache.copies.on_error(error)
 
-    def _end(self, meta: TierJob, damaged: list[int]) -> None:
+    def _end(self, meta: TierJob, damaged: list[int], times: LoadTimes | None = None) -> None:
         """Answers; what is damaged is forgotten."""
         for slot in damaged:
             self._memory.clear(slot)
-        self._answer(meta, damaged)
+        self._answer(meta, damaged, times)
 
-    def _answer(self, meta: TierJob, damaged: list[int]) -> None:
-        self._emit(HostTierEvent(meta.job, self._config.process, damaged))
+    def _answer(self, meta: TierJob, damaged: list[int], times: LoadTimes | None = None) -> None:
+        self._emit(HostTierEvent(meta.job, self._config.process, damaged, times))
 
     def _mark(self, meta: LoadMeta, place: int, layer: int) -> None:
         if meta.ticket is None or self._marks is None:

@@ -22,6 +22,7 @@ from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError,
 from kv_transfer.metadata import KVPeer, is_transfer_id
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.producer.sender import KVSender
+from kv_transfer.stages import ALL_LAYERS
 from kv_transfer.state import LateMessage
 from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.wire.chunk import ChunkKind, mark
@@ -116,6 +117,7 @@ class PullService:
             num_tokens=request.num_tokens,
             repeat=frozenset(request.repeat_chunks),
             transport=request.transport,
+            layers=range(request.first_layer, request.stop_layer or ALL_LAYERS.stop),
         )
         return self._sender.open_pull(transfer, wish)
 

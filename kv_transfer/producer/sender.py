@@ -37,6 +37,7 @@ from kv_transfer.metadata import (
 )
 from kv_transfer.producer.early_pulls import EarlyPulls
 from kv_transfer.producer.send_transfer import SendTransfer
+from kv_transfer.stages import positions_of
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
 from kv_transfer.transports.base import Export, ExportOwner, TransportId
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
@@ -177,11 +178,13 @@ class KVSender(ExportOwner):
             raise NotServed(f"transport {wish.transport} is not open here")
         chunk_bytes, num_tokens = self._config.chunk_bytes, transfer.num_tokens
         grid = ChunkGrid.of(self._layout, chunk_bytes, wish.first_token, num_tokens)
-        stripe = grid.stripe_of(share, wish.stream, wish.num_streams)
+        layers = tuple(positions_of(group.layers, wish.layers) for group in self._layout.groups)
+        stripe = grid.stripe_of(share, wish.stream, wish.num_streams, layers)
         if wish.repeat and not wish.repeat.issubset(stripe):
             raise KVTransferError("a chunk is asked for again that this stream does not carry")
         transfer.narrow(grid)
-        pull = part.open_pull(PullTerms(wish, share, self._num_pullers(wish.tp_size), grid))
+        num_pullers = self._num_pullers(wish.tp_size)
+        pull = part.open_pull(PullTerms(wish, share, num_pullers, grid, layers))
         transfer.pulls.add(pull)
         transfer.num_pulls_seen += 1
         self._transfers.activate(transfer.transfer_id, transfer.attempt)

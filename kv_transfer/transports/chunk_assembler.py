@@ -145,4 +145,5 @@ class ChunkAssembler(ABC):
         job, meta = self.job, self.job.meta
         self._chunk_bytes = chunk_bytes
         self._grid = ChunkGrid.of(self._theirs, chunk_bytes, meta.first_token, meta.num_tokens)
-        self._missing = set(self._grid.stripe_of(job.source.share, job.stream, job.num_streams))
+        stripe = self._grid.stripe_of(job.source.share, job.stream, job.num_streams, job.layers)
+        self._missing = set(stripe)

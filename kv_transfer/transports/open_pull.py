@@ -21,12 +21,14 @@ class PullTerms:
         share: What the puller takes of each block, by group.
         num_pullers: Calls that carry each chunk, this one included, by group.
         grid: That of its tokens. Chunks have the same indices as in the export's.
+        layers: Those that are wanted, within each group; None: all.
     """
 
     wish: PullWish
     share: tuple[PageShape, ...]
     num_pullers: tuple[int, ...]
     grid: ChunkGrid
+    layers: tuple[range, ...] | None = None
 
 
 class OpenPull(ABC):
@@ -40,7 +42,7 @@ class OpenPull(ABC):
         self.wake = asyncio.Event()
         self.is_writing = False
         self._wanted = set(
-            terms.grid.stripe_of(self.share, self.wish.stream, self.wish.num_streams)
+            terms.grid.stripe_of(self.share, self.wish.stream, self.wish.num_streams, terms.layers)
         )
         if self.wish.repeat:
             self._wanted &= self.wish.repeat

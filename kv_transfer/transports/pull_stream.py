@@ -16,6 +16,7 @@ import numpy as np
 
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.staging import StagedChunk
+from kv_transfer.stages import ALL_LAYERS
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.wire.chunk import (
@@ -221,4 +222,6 @@ class PullStream:
             num_tokens=meta.num_tokens,
             repeat_chunks=repeat,
             transport=self._assembler.transport,
+            first_layer=job.source.layers.start,
+            stop_layer=job.source.layers.stop % ALL_LAYERS.stop,
         )

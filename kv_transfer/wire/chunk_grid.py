@@ -127,18 +127,27 @@ class ChunkGrid:
         return chain.from_iterable(self._stripe_in(group, stream, num_streams) for group in groups)
 
     def stripe_of(
-        self, share: tuple[PageShape, ...], stream: int, num_streams: int
+        self,
+        share: tuple[PageShape, ...],
+        stream: int,
+        num_streams: int,
+        layers: Sequence[range] | None = None,
     ) -> Iterator[int]:
         """Returns those of a stripe of which `share`, as `KVLayout.share` gives it, has any
-        part."""
+        part. `layers`: of each group, those that are wanted; None: all."""
         groups = [group for group, page in enumerate(share) if page.num_bytes]
-        return chain.from_iterable(self._stripe_in(group, stream, num_streams) for group in groups)
+        return chain.from_iterable(
+            self._stripe_in(group, stream, num_streams, None if layers is None else layers[group])
+            for group in groups
+        )
 
-    def _stripe_in(self, group: int, stream: int, num_streams: int) -> Iterator[int]:
+    def _stripe_in(
+        self, group: int, stream: int, num_streams: int, layers: range | None = None
+    ) -> Iterator[int]:
         grid, spans = self.groups[group], self.groups[group].wanted_spans
         return chain.from_iterable(
             self.striped(group, layer, spans, stream, num_streams)
-            for layer in range(grid.num_layers)
+            for layer in (range(grid.num_layers) if layers is None else layers)
         )
 
     def striped(self, group: int, layer: int, spans: range, share: int, num_shares: int) -> range:

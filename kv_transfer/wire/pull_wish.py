@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
+from kv_transfer.stages import ALL_LAYERS, positions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class PullWish:
         first_token, num_tokens: Tokens [first_token, num_tokens) of the prompt.
         repeat: Only these chunks, once more; empty for all of the stream.
         transport: How it wants to have it, see `kv_transfer/transports/base.py`.
+        layers: Those that it has itself, counted from the first that is here.
     """
 
     rank: int
@@ -28,6 +30,7 @@ class PullWish:
     num_tokens: int
     repeat: frozenset[int] = frozenset()
     transport: int = 0
+    layers: range = ALL_LAYERS
 
     def check(self, layout: KVLayout, process: int, num_processes: int, num_tokens: int) -> None:
         """Raises KVTransferError when process `process` of `num_processes` of a rank does not have
@@ -44,6 +47,8 @@ class PullWish:
             raise KVTransferError(
                 f"the prompt has {num_tokens} tokens here and {self.num_tokens} there"
             )
+        if not any(positions_of(group.layers, self.layers) for group in layout.groups):
+            raise KVTransferError(f"none of the layers {self.layers} is here")
         if self.first_token > num_tokens:
             raise KVTransferError(
                 f"tokens from {self.first_token} on are asked for, of {num_tokens} in all"

@@ -150,8 +150,10 @@ class RankCache:
 
     current_stream: Callable[[], int] | None = None
 
-    def __init__(self, shape: KVLayout, rank: int, num_blocks: int) -> None:
+    def __init__(self, shape: KVLayout, rank: int, num_blocks: int, first_layer: int = 0) -> None:
+        """`shape` has the layers of the rank's stage; `first_layer` is the number of the first."""
         self.layout = shape
+        self.first_layer = first_layer
         self.rank = rank
         self.heads = shape.page(0, rank).heads[0]
         self.num_blocks = num_blocks
@@ -185,7 +187,9 @@ class RankCache:
         for group, slot in self._slots_of(layer):
             kind = self.layout.groups[group]
             for plane, lies in enumerate(self.layout.page(group, self.rank).planes):
-                values = plane_rows(seed, group, layer, plane, lies.heads, tokens, lies.row_bytes)
+                values = plane_rows(
+                    seed, group, self.first_layer + layer, plane, lies.heads, tokens, lies.row_bytes
+                )
                 for i, token in enumerate(tokens):
                     number, offset = divmod(token, kind.block_size)
                     offset %= kind.rows_per_block  # Every token overwrites a state.
@@ -218,7 +222,7 @@ class RankCache:
             expected = np.full_like(flat, UNTOUCHED)
             skip = first * kind.rows_per_block
             expected[:, wanted.start - skip : wanted.stop - skip] = plane_rows(
-                seed, group, layer, plane, lies.heads, tokens, lies.row_bytes
+                seed, group, self.first_layer + layer, plane, lies.heads, tokens, lies.row_bytes
             )
             np.testing.assert_array_equal(flat, expected)
         assert (found[:, page.num_bytes :] == UNTOUCHED).all(), "unused bytes were written"

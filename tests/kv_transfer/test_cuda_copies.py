@@ -91,7 +91,7 @@ def test_others_get_their_turn_between_portions(size: int, calls: int) -> None:
     single, many = Call(lambda *arguments: 0), Call(lambda *arguments: 0)
     copies = CudaCopies(SimpleNamespace(cuMemcpyAsync=single, cuMemcpyBatchAsync_v2=many), check)
     addresses = np.arange(20)
-    copies.issue(addresses, addresses, np.full(20, size), 7, in_portions=True)
+    copies.issue(addresses, addresses, np.full(20, size), 7, portion_bytes=256 << 10)
     assert len(single.calls) + len(many.calls) == calls
     assert sum(arguments[3] for arguments in many.calls) + len(single.calls) == 20
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from kv_caches import Blocks, RankCache
 
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.consumer.stream_plan import plan_streams
 from kv_transfer.group_sizes import share_page_size
 from kv_transfer.layout import (
     STATE_SPAN,
@@ -32,7 +34,7 @@ from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.cuda_ipc.consumer import MappedBlocks
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
-from kv_transfer.transports.fetch_job import FetchJob, PullSource
+from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.named.names_assembler import NamesAssembler
 from kv_transfer.transports.named.read_leases import ReadLeases
 from kv_transfer.transports.open_pull import PullTerms
@@ -99,7 +101,13 @@ def cases(draw: st.DrawFn) -> Case:
             else KVGroup(**{**_fields(group), "block_size": draw(block_sizes)})
             for group in groups
         ]
-        return KVLayout(groups=share_page_size(own, tp_size), tp_size=tp_size, model_hash="m")
+        groups_of_node = share_page_size(own, tp_size)
+        whole = KVLayout(groups=groups_of_node, tp_size=tp_size, model_hash="m")
+        later = draw(st.sets(st.integers(1, 4), max_size=2))
+        staged = msgspec.structs.replace(whole, stage_starts=(0, *sorted(later)))
+        stages = range(staged.num_stages)
+        has_layers = all(any(staged.layers_on(s, group) for group in own) for s in stages)
+        return staged if later and has_layers else whole
 
     num_tokens = draw(st.integers(1, 70))
     return Case(
@@ -180,7 +188,7 @@ class Call:
     """One PullKV call to a rank that computes the prompt before or after it comes."""
 
     def __init__(self, case: Case, view: KVCacheView, job: FetchJob, block_ids: BlockIds) -> None:
-        self._layout = layout = case.theirs
+        self._layout = layout = job.layout
         self._rank = job.source.peer_rank
         self._view = view
         self._chunk_bytes = case.chunk_bytes
@@ -195,11 +203,12 @@ class Call:
             num_streams=job.num_streams,
             first_token=case.first_token,
             num_tokens=case.num_tokens,
+            layers=job.source.layers,
         )
         wish.check(layout, 0, 1, case.num_tokens)
         grid = ChunkGrid.of(layout, case.chunk_bytes, wish.first_token, wish.num_tokens)
         num_pullers = layout.num_pullers(self._rank, wish.tp_size)
-        self._terms = PullTerms(wish, job.source.share, num_pullers, grid)
+        self._terms = PullTerms(wish, job.source.share, num_pullers, grid, job.layers)
         self._computed = SendMeta(TRANSFER, 1, -1, 0, case.num_tokens, block_ids)
         self._is_early = case.is_early
 
@@ -269,32 +278,37 @@ def _window_that_sees_nothing() -> Case:
     return Case(node, node, 0, 5 * 16, 2 * node.page_bytes, 1)
 
 
+def _cache(node: KVLayout, rank: int) -> RankCache:
+    return RankCache(node.of_rank(rank), rank, 96, node.first_layer_on(rank))
+
+
 @pytest.mark.parametrize("is_direct", [False, True])
 @example(case=_window_that_sees_nothing())
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_every_byte_of_every_wanted_token_once(is_direct: bool, case: Case) -> None:
     case.ours.check_compatible(case.theirs)
-    theirs = [RankCache(case.theirs, rank, 96) for rank in range(case.theirs.tp_size)]
-    sources = [KVCacheView(cache.handle, case.theirs) for cache in theirs]
+    theirs = [_cache(case.theirs, rank) for rank in range(case.theirs.num_ranks)]
+    sources = [KVCacheView(cache.handle, cache.layout) for cache in theirs]
     source_ids = Blocks(96, seed=1).take_all(case.theirs, case.num_tokens)
     for cache in theirs:
-        for layer in range(case.theirs.num_layers):
+        for layer in range(cache.layout.num_layers):
             cache.write(5, layer, range(case.num_tokens), source_ids)
-    peer = KVPeer(engine_id="p", epoch=1, layout=case.theirs)
+    addresses = tuple((f"rank:{rank}",) for rank in range(case.theirs.num_ranks))
+    peer = KVPeer(engine_id="p", epoch=1, layout=case.theirs, endpoints=addresses)
+    config = KVTransferConfig(
+        kv_role="kv_consumer", num_processes=1, num_streams=case.num_streams,
+        chunk_bytes=case.chunk_bytes,
+    )  # fmt: skip
     target_ids = Blocks(96, seed=2).take_all(case.ours, case.num_tokens)
     meta = RecvMeta(TRANSFER, 1, peer, target_ids, case.first_token, case.num_tokens)
-    for rank in range(case.ours.tp_size):
-        cache = RankCache(case.ours, rank, 96)
-        view = KVCacheView(cache.handle, case.ours)
+    for rank in range(case.ours.num_ranks):
+        cache = _cache(case.ours, rank)
+        view = KVCacheView(cache.handle, cache.layout)
         stream = view.copies.stream = CountedStream()
-        for peer_rank, source_view in enumerate(sources):
-            share = case.theirs.share(peer_rank, rank, case.ours.tp_size)
-            source = PullSource(rank, case.ours.tp_size, peer_rank, share)
-            for number in range(case.num_streams):
-                if not any(page.num_bytes for page in share):
-                    continue
-                job = FetchJob(meta, source, number, case.num_streams)
+        for planned in plan_streams(meta, config, case.ours, rank, 0):
+            source_view = sources[planned.job.source.peer_rank]
+            for job in planned.cut():
                 call = Call(case, source_view, job, source_ids)
                 assembler: ChunkAssembler = StreamAssembler(job, view)
                 messages = call.staged()

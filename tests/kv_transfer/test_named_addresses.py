@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.node.command_line import SettingsError
+from edge.command_line import SettingsError
 from host.named_addresses import NamedAddresses, NoSuchAddress
 from prefill_node.config import PrefillNodeSettings
 

@@ -321,10 +321,12 @@ def until_restarted(node: KVNode, times: int, *nodes: KVNode) -> None:
 
 
 def test_many_transfers_with_deaths_and_aborts_leave_nothing(make_node: MakeNode) -> None:
-    """Interleaved prompts; every third is aborted, and both sides lose a process on the way."""
+    """Interleaved prompts; every third is aborted, and both sides lose a process on the way. Whose
+    peer is gone is free when its lease ends."""
     shape = layout()
     prefill = make_node("prefill", shape, num_processes=2, lease_s=3.0)
     decode = make_node("decode", layout(block_size=64), num_processes=2)
+    late = 0
     for seed in range(24):
         request = prefill.export(40)
         source = prefill.blocks.take(shape, 40)
@@ -339,6 +341,10 @@ def test_many_transfers_with_deaths_and_aborts_leave_nothing(make_node: MakeNode
         poll_until(lambda: any(request.transfer_id in end for end in ends), prefill, decode)  # noqa: B023
         if request.transfer_id in decode.done.received:
             decode.check(seed, range(40), target)
+        elif seed % 3 and seed not in (8, 16):
+            poll_until(lambda: request.transfer_id in prefill.done.failed, prefill, decode)  # noqa: B023
+            assert "the lease has ended" in prefill.done.failed[request.transfer_id][0]
+            late += 1
         for node, killed_at in ((prefill, 8), (decode, 16)):
             until_restarted(node, int(seed >= killed_at), prefill, decode)
         prefill.blocks.free += source
@@ -347,7 +353,8 @@ def test_many_transfers_with_deaths_and_aborts_leave_nothing(make_node: MakeNode
             cache.words[:, target] = int.from_bytes(bytes([UNTOUCHED] * 2), "little")
     until_empty(prefill, decode)
     hurt = len(decode.done.failed) + len(decode.done.aborted)
-    assert len(decode.done.received) == 24 - hurt and hurt <= 10, decode.done.failed
+    assert len(decode.done.received) == 24 - hurt and hurt <= 10 + late, decode.done.failed
+    assert late <= 3, "only on a busy machine nobody pulls for so long"
 
 
 def test_a_process_that_cannot_start_says_so(make_node: MakeNode) -> None:

@@ -14,6 +14,8 @@ arrived in memory that the reader had given up (NIXL 1.5.1 over TCP). Its memory
 from __future__ import annotations
 
 import importlib
+import logging
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +23,11 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.errors import KVTransferError
+from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.transports.nixl.environment import set_defaults
+
+logger = logging.getLogger(__name__)
 
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 
@@ -57,7 +62,7 @@ class NixlAgent:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         """Starts UCX. Raises NixlError."""
-        api = _load(hosts)
+        api = load(hosts)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             self._agent: Any = api.nixl_agent(f"tandem-{uuid.uuid4().hex}", config)
@@ -141,11 +146,29 @@ class NixlAgent:
         return self._agent.get_xfer_descs(table, _kind(device))
 
 
+def registered_agent(hosts: Sequence[str], cache: KVCacheView) -> NixlAgent:
+    """Returns an agent that has registered a cache, and logs how long each took. Raises
+    NixlError."""
+    at = time.monotonic()
+    agent = NixlAgent(hosts)
+    started = time.monotonic()
+    agent.register(cache.address, cache.num_bytes, cache.device.number)
+    logger.info(
+        "NIXL started in %.1f s, and registered %.1f GB of %s in %.1f s",
+        started - at,
+        cache.num_bytes / 1e9,
+        "host memory" if cache.device.number is None else f"GPU {cache.device.number}",
+        time.monotonic() - started,
+    )
+    return agent
+
+
 def _kind(device: int | None) -> str:
     return "DRAM" if device is None else "VRAM"
 
 
-def _load(hosts: Sequence[str]) -> Any:
+def load(hosts: Sequence[str]) -> Any:
+    """Returns the module of NIXL's interface, imported by the first call. Raises NixlError."""
     set_defaults(hosts)
     for module in _MODULES:
         try:

@@ -33,7 +33,7 @@ from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.named.names_assembler import NamesAssembler, PeerBlocks
 from kv_transfer.transports.named.read_leases import LeaseName
 from kv_transfer.transports.nixl.advert import NixlAdvert
-from kv_transfer.transports.nixl.agent import NixlAgent, NixlError
+from kv_transfer.transports.nixl.agent import NixlAgent, NixlError, registered_agent
 from kv_transfer.transports.nixl.peer_reads import PeerMemory, PeerReads, ReadBatch, ReadQueue
 
 MIN_PIECE_BYTES = 1024
@@ -53,6 +53,8 @@ class _Peer:
     asked_at: float
     num_users: int = 0
     is_lost: bool = False
+    is_told: bool = False
+    """Whether the log says that it is read."""
 
 
 class NixlConsumer(ConsumerTransport):
@@ -67,9 +69,7 @@ class NixlConsumer(ConsumerTransport):
         self._peers: dict[_Name, _Peer] = {}
         self._queue: ReadQueue | None = None
         try:
-            agent = NixlAgent(config.hosts)
-            agent.register(cache.address, cache.num_bytes, cache.device.number)
-            self._queue = ReadQueue(agent)
+            self._queue = ReadQueue(registered_agent(config.hosts, cache))
         except NixlError as error:
             logger.warning("KV does not come through NIXL: %s", error)
 
@@ -138,7 +138,11 @@ class NixlConsumer(ConsumerTransport):
         if first.error:
             logger.warning("%s cannot be read through NIXL: %s", engine, first.error)
             peer.is_lost = True
-        return first.word is not None and not peer.is_lost
+        is_ready = first.word is not None and not peer.is_lost
+        if is_ready and not peer.is_told:
+            peer.is_told = True
+            logger.info("%s is read through NIXL from now on", engine)
+        return is_ready
 
 
 class RemoteBlocks(PeerBlocks):

@@ -19,7 +19,7 @@ from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.transports.base import ExportOwner, TransportId
 from kv_transfer.transports.named.named_export import NamingProducer
 from kv_transfer.transports.nixl.advert import NixlAdvert
-from kv_transfer.transports.nixl.agent import NixlAgent, NixlError
+from kv_transfer.transports.nixl.agent import NixlAgent, NixlError, registered_agent
 
 _CALLS_IN_A_ROW = 16
 _BUSY_PAUSE_S = 0.0002
@@ -41,8 +41,7 @@ class NixlProducer(NamingProducer):
         self._agent: NixlAgent | None = None
         self._advert = b""
         try:
-            agent = NixlAgent(config.hosts)
-            agent.register(cache.address, cache.num_bytes, cache.device.number)
+            agent = registered_agent(config.hosts, cache)
             agent.register(self.leases.address, self.leases.num_bytes, None)
         except NixlError as error:
             logger.warning("KV does not leave through NIXL: %s", error)
