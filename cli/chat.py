@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from rich.console import Console
 
 from cli.openai_client import ApiError, ChatStream, first_model
 from cli.timeline import timeline_table
-from engine.node.command_line import parse_settings
+from edge.command_line import parse_settings
+
+
+def _without_v1(url: str) -> str:
+    """Returns the address of a server, which `tandem up` and clients of the API write with /v1."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 class ChatSettings(BaseSettings):
@@ -27,7 +32,9 @@ class ChatSettings(BaseSettings):
         cli_hide_none_type=True,
     )
 
-    url: str = Field(default="http://127.0.0.1:8000", description="Base address, without /v1.")
+    url: Annotated[str, AfterValidator(_without_v1)] = Field(
+        default="http://127.0.0.1:8000", description="Address of the server, with or without /v1."
+    )
     model: str = Field(
         default="", description="Model name. Default: the first that the server names."
     )

@@ -1,4 +1,5 @@
-"""Lists the processes of a local cluster: one router, prefill nodes, decode nodes."""
+"""Lists the processes of a local cluster: one router, prefill nodes, decode nodes, and nodes that
+change between the two."""
 
 from __future__ import annotations
 
@@ -50,6 +51,12 @@ class UpSettings(BaseSettings):
         default=1, ge=0, description="Prefill nodes. 0: decode nodes do everything."
     )
     decode: int = Field(default=1, ge=1, description="Decode nodes.")
+    switchable: int = Field(
+        default=0,
+        ge=0,
+        description="Further nodes, which `tandem switch-role` makes prefill or decode nodes while "
+        "they run (docs/roles.md). They begin as prefill nodes.",
+    )
     tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks of each node.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where to compute. auto: cuda where there is a GPU, else cpu."
@@ -70,6 +77,10 @@ class UpSettings(BaseSettings):
         description="Keys that clients of the router must show, comma separated. Empty: none.",
     )
     verbose: bool = Field(default=False, description="Show what the processes log.")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.prefill + self.decode + self.switchable
 
 
 def free_ports(count: int) -> list[int]:
@@ -108,8 +119,8 @@ def _hold(port: int) -> bool:
 def cluster_specs(
     settings: UpSettings, node_args: list[str], decode_args: Sequence[str] = ()
 ) -> list[ServiceSpec]:
-    """Lists the router, then decode nodes, then prefill nodes. They stop in this order: whoever
-    takes requests first. `decode_args` are for decode nodes alone.
+    """Lists the router, then decode nodes, switchable ones, prefill nodes. They stop in this order:
+    whoever takes requests first. `decode_args` are for nodes that decode.
 
     Ports are chosen here and stay the same when a process is started again.
 
@@ -126,11 +137,14 @@ def cluster_specs(
         *(["--served-model-name", "demo"] if settings.model == str(DEMO_CHECKPOINT) else []),
         *node_args,
     ]
-    places = _places(settings, node_args)
-    prefills = [_prefill_spec(i, [*common, *places[i]]) for i in range(settings.prefill)]
+    places = iter(_places(settings, node_args))
+    prefills = [_prefill_spec(i, [*common, *next(places)]) for i in range(settings.prefill)]
     decodes = [
-        _decode_spec(i, [*common, *decode_args, *places[settings.prefill + i]])
-        for i in range(settings.decode)
+        _decode_spec(i, [*common, *decode_args, *next(places)]) for i in range(settings.decode)
+    ]
+    switchable = [
+        _switchable_spec(i, [*common, *decode_args, *next(places)])
+        for i in range(settings.switchable)
     ]
     port, keys = settings.port or free_ports(1)[0], settings.api_key.get_secret_value()
     router = ServiceSpec(
@@ -142,7 +156,7 @@ def cluster_specs(
             "--port",
             str(port),
             "--prefill",
-            ",".join(address for _, address in prefills),
+            ",".join(address for _, address in (*prefills, *switchable)),
             "--decode",
             ",".join(address for _, address in decodes),
         ),
@@ -150,12 +164,13 @@ def cluster_specs(
         # Everybody on this machine can read a command line.
         env={"TANDEM_ROUTER_API_KEYS": keys} if keys else {},
     )
-    return [router, *(spec for spec, _ in decodes), *(spec for spec, _ in prefills)]
+    return [router, *(spec for spec, _ in (*decodes, *switchable, *prefills))]
 
 
 def _places(settings: UpSettings, node_args: list[str]) -> list[list[str]]:
-    """Flags that tell each node its GPUs, prefill nodes first. Who names GPUs means them."""
-    num_nodes = settings.prefill + settings.decode
+    """Flags that tell each node its GPUs: prefill, decode, switchable ones. Who names GPUs means
+    them."""
+    num_nodes = settings.num_nodes
     device = detect_device() if settings.device == "auto" else settings.device
     if device != "cuda" or any(arg.startswith("--first-gpu") for arg in node_args):
         return [[] for _ in range(num_nodes)]
@@ -169,7 +184,7 @@ def _prefill_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
         "prefill_node", *common, "--port", str(port), "--metrics-port", str(metrics_port)
     )
     address = f"127.0.0.1:{port}"
-    spec = ServiceSpec(f"prefill-{index}", argv, f"grpc://{address}", stop_stage=2)
+    spec = ServiceSpec(f"prefill-{index}", argv, f"grpc://{address}", stop_stage=3)
     return spec, address
 
 
@@ -178,6 +193,15 @@ def _decode_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
     argv = _module("decode_node", *common, "--port", str(port), "--grpc-port", str(grpc_port))
     spec = ServiceSpec(f"decode-{index}", argv, f"http://127.0.0.1:{port}", stop_stage=1)
     return spec, f"127.0.0.1:{port}/{grpc_port}"
+
+
+def _switchable_spec(index: int, common: list[str]) -> tuple[ServiceSpec, str]:
+    """Returns its address as that of a prefill node: routers follow what it reports."""
+    port, grpc_port, metrics_port = map(str, free_ports(3))
+    ports = ("--port", port, "--grpc-port", grpc_port, "--metrics-port", metrics_port)
+    address = f"127.0.0.1:{grpc_port}"
+    argv = _module("role_node", *common, *ports)
+    return ServiceSpec(f"node-{index}", argv, f"grpc://{address}", stop_stage=2), address
 
 
 def _module(name: str, *args: str) -> tuple[str, ...]:

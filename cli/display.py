@@ -6,6 +6,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from cli.supervisor import Listener, Service, ServiceState
 
@@ -64,8 +65,17 @@ class ClusterDisplay:
                 description=service.state.value,
             )
         elif service.state is not ServiceState.STOPPED:
-            self.console.print(f"[bold]{service.spec.name}[/] is {service.state.value}")
+            self.console.print(f"[bold]{service.spec.name}[/] is {_state(service)}")
 
     def on_log(self, service: Service, line: str) -> None:
         if self._verbose or service.state is ServiceState.RESTARTING:
-            self.console.print(f"[dim]{service.spec.name}[/] {line}", markup=True, highlight=False)
+            text = Text.assemble((service.spec.name, "dim"), " ", line)
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _state(service: Service) -> str:
+    """Returns how a service is; one that changes between prefill and decode, also which it is."""
+    role = str(service.ready_info.get("role", ""))
+    if service.state is not ServiceState.READY or service.spec.name.startswith(role):
+        return service.state.value
+    return f"ready as a {role} node"

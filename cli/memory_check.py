@@ -35,7 +35,7 @@ def check_memory(settings: UpSettings) -> None:
 
 
 def _check_host(settings: UpSettings, num_bytes: int) -> None:
-    num_nodes, free = settings.prefill + settings.decode, available_memory()
+    num_nodes, free = settings.num_nodes, available_memory()
     needed = num_nodes * num_bytes
     if needed > free:
         raise TooLarge(
@@ -50,9 +50,8 @@ def _check_gpus(settings: UpSettings, num_bytes: int) -> None:
     num_gpus = len(driver.device_uuids())
     if not num_gpus:
         return
-    num_nodes = settings.prefill + settings.decode
     num_places = max(1, num_gpus // settings.tp)
-    num_sharing = -(-num_nodes // num_places)
+    num_sharing = -(-settings.num_nodes // num_places)
     total = min(driver.total_memory(index) for index in range(num_gpus))
     each = num_bytes // settings.tp
     if num_sharing * each > total:
@@ -64,8 +63,9 @@ def _check_gpus(settings: UpSettings, num_bytes: int) -> None:
 
 
 def _advice(settings: UpSettings, fits_once: bool) -> str:
-    if fits_once and settings.prefill:
-        return "start one node with --prefill 0 --decode 1, or choose a smaller model"
+    if fits_once and settings.num_nodes > 1:
+        alone = "--prefill 0 --decode 1" + (" --switchable 0" if settings.switchable else "")
+        return f"start one node with {alone}, or choose a smaller model"
     return "choose a smaller model, or a larger machine"
 
 

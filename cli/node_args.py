@@ -6,7 +6,7 @@
 1. other names of the cluster's own settings become ours
 2. flags that are not the cluster's are the nodes'; those behind `--` always
 3. of these, what every engine has goes to all nodes, and everything else to decode nodes, which
-   serve the API; a decode node says what it does not know (`check`)
+   serve the API, and to those that may become one; one of them says what it does not know (`check`)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cli.cluster import UpSettings
-from engine.node.command_line import flags_of
+from edge.command_line import flags_of
 from engine.node.settings import EngineSettings
 
 _OTHER_NAMES = {"--tensor-parallel-size": "--tp", "-tp": "--tp"}
 _MODEL = "--model"
-_DECODE_PROGRAM = "python -m decode_node"
+_PROGRAM = re.compile(r"tandem \w+: ")
 _VALUE = re.compile(r"(?!--?[A-Za-z]).*", re.DOTALL)
 """Negative numbers are values, too."""
 
@@ -35,18 +35,20 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeArgs:
-    """Holds the flags of nodes: `common` ones, and those of decode nodes alone."""
+    """Holds the flags of nodes: `common` ones, and those of nodes that decode."""
 
     common: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
 
-    async def check(self) -> None:
-        """Asks a decode node whether it knows its flags. Raises `UsageError`."""
+    async def check(self, are_switchable: bool = False) -> None:
+        """Asks a node whether it knows its flags: a decode node, or one that changes its role,
+        which knows the same but has not all that they ask for. Raises `UsageError`."""
         if not self.common and not self.decode:
             return
         flags = (*self.common, *self.decode)
+        module = "role_node" if are_switchable else "decode_node"
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "decode_node", "--check", "--model", "any", *flags),
+            *(sys.executable, "-m", module, "--check", "--model", "any", *flags),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -66,7 +68,7 @@ def _nearest_own(flags: Sequence[str]) -> str:
 
 
 def _without_program(said: bytes) -> str:
-    return said.decode(errors="replace").strip().removeprefix(f"{_DECODE_PROGRAM}: ")
+    return _PROGRAM.sub("", said.decode(errors="replace").strip(), count=1)
 
 
 def read_args(args: Sequence[str]) -> tuple[list[str], NodeArgs]:

@@ -13,37 +13,32 @@ import asyncio
 import json
 import sys
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import aiohttp
 import grpc
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import AfterValidator, Field
 
+from cli.running_node import NodeCallSettings, grpc_address, node_stub
+from edge.command_line import parse_settings
 from edge.security.config import Role, SecurityError
 from edge.security.credentials import Credentials
-from edge.security.settings import SecuritySettings
-from engine.node.command_line import parse_settings
-from tandem_pb import node_pb2, node_pb2_grpc
+from tandem_pb import node_pb2
 
+_HTTP = ("http://", "https://")
 _STOP_TIMEOUT_S = 300.0
 """Seconds in which every rank has written its file."""
 
 
-class ProfileSettings(SecuritySettings):
+def _any_address(node: str) -> str:
+    return node if node.startswith(_HTTP) else grpc_address(node)
+
+
+class ProfileSettings(NodeCallSettings):
     """Profile a running node with torch.profiler. Where services show each other certificates or a
     token, this needs them, too."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TANDEM_",
-        cli_implicit_flags=True,
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        extra="ignore",
-    )
-
-    node: str = Field(
+    node: Annotated[str, AfterValidator(_any_address)] = Field(
         description="The node: http://host:port or https://host:port of a decode node; host:port "
         "of the gRPC port of either kind, the only one that a prefill node has."
     )
@@ -113,7 +108,7 @@ class GrpcNode:
     """A node of either kind, by its gRPC port."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
-        self._address = address.removeprefix("grpc://")
+        self._address = address
         self._credentials = credentials
 
     async def start(self, options: dict[str, Any]) -> None:
@@ -128,11 +123,9 @@ class GrpcNode:
         return {"name": profile.name, "ended_by": profile.ended_by, "traces": traces}
 
     async def _call(self, name: str, request: Any) -> node_pb2.Profile:
-        await self._credentials.meet(self._address)
-        async with self._credentials.channel(self._address, Role.PREFILL, ()) as channel:
-            call = getattr(node_pb2_grpc.NodeStatusStub(channel), name)  # type: ignore[no-untyped-call]
+        async with node_stub(self._credentials, self._address) as stub:
             try:
-                answer: node_pb2.Profile = await call(
+                answer: node_pb2.Profile = await getattr(stub, name)(
                     request, timeout=_STOP_TIMEOUT_S, metadata=self._credentials.metadata()
                 )
             except grpc.aio.AioRpcError as error:
@@ -165,9 +158,8 @@ def main(args: list[str]) -> int:
     settings = parse_settings(ProfileSettings, "tandem profile", args)
     try:
         credentials = Credentials(settings.security_config())
-        is_http = settings.node.startswith(("http://", "https://"))
-        node = (HttpNode if is_http else GrpcNode)(settings.node, credentials)
-        return asyncio.run(profile_node(node, settings))
+        kind = HttpNode if settings.node.startswith(_HTTP) else GrpcNode
+        return asyncio.run(profile_node(kind(settings.node, credentials), settings))
     except (NodeRefused, SecurityError, aiohttp.ClientError, OSError) as error:
         print(f"{settings.node}: {error}", file=sys.stderr)
         return 1

@@ -12,16 +12,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import Literal
+from typing import Annotated, Literal
 
 import grpc
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import AfterValidator, Field
 
-from edge.security.config import Role, SecurityError
+from cli.running_node import NodeCallSettings, grpc_address, node_stub
+from edge.command_line import parse_settings
+from edge.security.config import SecurityError
 from edge.security.credentials import Credentials
-from edge.security.settings import SecuritySettings
-from engine.node.command_line import parse_settings
 from engine.node.role_switch import NAMES
 from tandem_pb import node_pb2, node_pb2_grpc
 
@@ -30,20 +29,13 @@ _CALL_TIMEOUT_S = 10.0
 _LOOK_AGAIN_S = 0.1
 
 
-class SwitchSettings(SecuritySettings):
+class SwitchSettings(NodeCallSettings):
     """Change a node that `tandem node` runs between prefill and decode; weights stay where they
     are. Where services show each other certificates or a token, this needs them, too."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TANDEM_",
-        cli_implicit_flags=True,
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        extra="ignore",
+    node: Annotated[str, AfterValidator(grpc_address)] = Field(
+        description="host:port of the node's gRPC port."
     )
-
-    node: str = Field(description="host:port of the node's gRPC port.")
     to: Literal["prefill", "decode"] = Field(description="What it shall be.")
     drain_timeout_s: float = Field(
         default=0.0,
@@ -62,11 +54,8 @@ class NoSwitch(Exception):
 
 async def switch_role(settings: SwitchSettings, credentials: Credentials) -> float:
     """Returns the seconds that it took. Raises `NoSwitch`."""
-    address = settings.node.removeprefix("grpc://")
     started_at = time.monotonic()
-    await credentials.meet(address)
-    async with credentials.channel(address, Role.PREFILL, ()) as channel:
-        stub = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+    async with node_stub(credentials, settings.node) as stub:
         wish = node_pb2.SwitchRoleRequest(
             role=_ROLES[settings.to], drain_timeout_s=settings.drain_timeout_s
         )
@@ -76,7 +65,7 @@ async def switch_role(settings: SwitchSettings, credentials: Credentials) -> flo
             )
         except grpc.aio.AioRpcError as error:
             raise NoSwitch(error.details() or error.code().name) from None
-        print(f"{before.node_id} drains ...", file=sys.stderr)
+        print(f"{settings.node} drains ...", file=sys.stderr)
         try:
             async with asyncio.timeout(settings.wait_s):
                 await _until_new(stub, credentials, before.epoch, _ROLES[settings.to])

@@ -23,9 +23,9 @@ from cli.display import ClusterDisplay
 from cli.memory_check import check_memory
 from cli.node_args import NodeArgs, UsageError, read_args
 from cli.supervisor import ServiceFailed, Supervisor
+from edge.command_line import parse_settings
 from engine.errors import CannotStartError
 from engine.models.checkpoint import check_architecture
-from engine.node.command_line import parse_settings
 from kv_transfer.memory.device import DeviceError
 
 _ROUTABLE_POLL_S = 0.05
@@ -89,7 +89,8 @@ async def _stop(supervisor: Supervisor, wish: StopWish) -> None:
 
 async def wait_routable(url: str, settings: UpSettings) -> None:
     """Waits until the router has heard of every node."""
-    wanted = {"prefill_nodes": settings.prefill, "decode_nodes": settings.decode}
+    prefills = settings.prefill + settings.switchable
+    wanted = {"prefill_nodes": prefills, "decode_nodes": settings.decode}
     async with aiohttp.ClientSession() as session:
         while True:
             with contextlib.suppress(aiohttp.ClientConnectionError):
@@ -119,6 +120,9 @@ async def _serve(
     async with running_cluster(settings, node_args, console, wish) as supervisor:
         url = supervisor.services[0].spec.endpoint
         console.print(f"serving at [bold]{url}/v1[/] (OpenAI API). Stop with Ctrl-C.")
+        if settings.switchable:
+            change = "tandem switch-role --node ENDPOINT --to decode"
+            console.print(f"node-N changes its role by [bold]{change}[/]")
         await supervisor.wait_failed()
 
 
@@ -140,7 +144,7 @@ def main(args: list[str]) -> int:
 
 async def _checked_up(settings: UpSettings, node_args: NodeArgs, console: Console) -> None:
     """Finds what cannot work before anything is started."""
-    await node_args.check()
+    await node_args.check(settings.switchable > 0)
     check_architecture(settings.model)
     check_memory(settings)
     await _up(settings, node_args, console)

@@ -14,7 +14,7 @@ from engine.node.settings import SettingsError
 
 
 def main() -> int:
-    settings = DecodeNodeSettings.from_args("python -m decode_node")
+    settings = DecodeNodeSettings.from_args("tandem decode")
     if settings.check:
         return _check(settings)
     setup_logging(settings.log_style(), "decode")

@@ -9,7 +9,7 @@ from prefill_node.server import serve
 
 
 def main() -> int:
-    settings = PrefillNodeSettings.from_args("python -m prefill_node")
+    settings = PrefillNodeSettings.from_args("tandem prefill")
     if settings.check:
         return settings.print_checked("kv_producer")
     setup_logging(settings.log_style(), "prefill")

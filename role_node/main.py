@@ -14,7 +14,7 @@ from role_node.server import serve
 
 
 def main() -> int:
-    settings = RoleNodeSettings.from_args("python -m role_node")
+    settings = RoleNodeSettings.from_args("tandem node")
     if settings.check:
         return _check(settings)
     setup_logging(settings.log_style(), "node")

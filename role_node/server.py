@@ -11,7 +11,8 @@
 -  SIGTERM, at any moment: as on a node of one role; exit code 0
 -  the engine dies, also while it switches: exit code 1. Whoever starts the node again gets it in
    the role that `--role` names
--  a switch that is refused changes nothing (`RoleSwitch`, `refuse_what_has_one_role`)
+-  a switch that is refused changes nothing (`RoleSwitch`, `refuse_what_has_one_role`,
+   `certificate_obstacle`)
 
 While the engine switches, the services of the old role still say that the node drains.
 """
@@ -26,6 +27,7 @@ from typing import Protocol
 from decode_node.prefix_sharing import only_kept_answers
 from decode_node.served_text import ServedText
 from decode_node.server import DecodeNode, NodePorts
+from edge.security.config import SecurityError
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
@@ -36,6 +38,7 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import StopSignal, start_engine
 from engine.node.role_switch import RoleSwitch
 from prefill_node.server import PrefillNode, PrefillPorts
+from role_node.certificate import certificate_obstacle
 from role_node.config import RoleNodeSettings
 from role_node.ports import HeldPorts
 from role_node.role_engines import KV_ROLES, RoleEngines, RoleName
@@ -96,7 +99,12 @@ class RoleNode:
         """Is a node in one role until its end. Returns the exit code, and what it shall be next;
         None: nothing."""
         limit_s, http_port = self._settings.drain_timeout_s, self._settings.port
-        switch = RoleSwitch(_ROLES[self._role], limit_s, http_port)
+        switch = RoleSwitch(
+            _ROLES[self._role],
+            limit_s,
+            http_port,
+            obstacle=lambda: certificate_obstacle(self._credentials),
+        )
         name = f"tandem-{self._role}"
         tracer = Tracer.open(self._settings, name, engine.config.engine_id)
         node = self._node(engine, ports, tracer, switch)
@@ -175,6 +183,8 @@ async def serve(settings: RoleNodeSettings) -> int:
     settings.check_roles()
     credentials = Credentials(settings.security_config())
     credentials.check_listen(settings.host)
+    if obstacle := certificate_obstacle(credentials):
+        raise SecurityError(obstacle)
     held = HeldPorts(settings.host)
     try:
         settings = hold_ports(settings, held)

@@ -26,7 +26,6 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
 
     model_config = SettingsConfigDict(
         env_prefix="TANDEM_ROUTER_",
-        cli_prog_name="python -m router",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_show_env_vars=True,

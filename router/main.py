@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import uvloop
-from pydantic import ValidationError
 
+from edge.command_line import parse_settings
 from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
@@ -19,9 +17,8 @@ from router.server import RouterServer, bind, https_files
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
+    settings = parse_settings(RouterSettings, "tandem router", argv)
     try:
-        settings = RouterSettings(_cli_parse_args=arguments)
         setup_logging(settings.log_style(), "router")
         if settings.check:
             return print_checked(settings)
@@ -31,10 +28,6 @@ def main(argv: list[str] | None = None) -> int:
         if settings.admin_port is not None:
             admin_listener = bind(settings.admin_host, settings.admin_port)
         server = RouterServer(settings, listener, admin_listener=admin_listener)
-    except ValidationError as error:
-        for problem in error.errors():
-            print(f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", file=sys.stderr)
-        return 2
     except (ConfigurationError, SecurityError, TracingError) as error:
         tell_failure("error", error)
         return 2

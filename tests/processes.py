@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 
 import psutil
+
+from cli.cluster import free_ports
 
 
 def descendants(root: int) -> set[int]:
@@ -43,7 +44,6 @@ def is_gone(pid: int) -> bool:
 
 
 def free_address() -> str:
-    """Returns an address of this host at which nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    """Returns an address of this host at which nobody listens, and that nobody else is given before
+    the caller's process does."""
+    return f"127.0.0.1:{free_ports(1)[0]}"

@@ -43,9 +43,9 @@ class ResponseItems:
         self.items: list[Json] = []
 
     @classmethod
-    def of_choice(cls, ids: CallIds, choice: int = 0) -> ResponseItems:
-        """Returns the items of one choice, whose calls `ids` names."""
-        return cls(ids.answer, lambda index, function: ids.name(choice, index, function))
+    def of_calls(cls, ids: CallIds) -> ResponseItems:
+        """Returns the items of the only choice, whose calls `ids` names."""
+        return cls(ids.answer, lambda index, function: ids.name(0, index, function))
 
     def take(self, deltas: Sequence[Delta]) -> list[Event]:
         """Adds deltas and returns their events."""

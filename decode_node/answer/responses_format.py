@@ -99,7 +99,7 @@ class ResponsesFormat(ResponseFormat):
         """Returns the items so far. Their ids need the answer's creation, which a journal may say
         after this format was made."""
         if self._made is None:
-            self._made = ResponseItems.of_choice(self._chat.call_ids(self.identity))
+            self._made = ResponseItems.of_calls(self._chat.call_ids(self.identity))
         return self._made
 
     def _read(self, choice: Choice, output: RequestOutput) -> list[Event]:

@@ -51,9 +51,8 @@ class GrammarChecker:
         seconds: What checking took, in all.
     """
 
-    def __init__(self, model: ModelConfig, *, compile_s: float = COMPILE_S) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         self._model = model
-        self._compile_s = compile_s
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammar-checks")
         self._lock = threading.Lock()
         """Guards the process, its control socket and the counts."""
@@ -141,7 +140,7 @@ class GrammarChecker:
             self.num_refused += verdict is not None and bool(verdict.error)
         if verdict is not None:
             return verdict
-        limit = f"{self._compile_s * 1e3:.0f} ms"
+        limit = f"{COMPILE_S * 1e3:.0f} ms"
         return Verdict(f"it is too expensive: the limit is {limit} of computing and 512 MiB")
 
     def _connect(self) -> socket.socket | None:
@@ -167,7 +166,7 @@ class GrammarChecker:
         """Starts the process and waits for its tokenizer, which takes up to a second."""
         control, theirs = socket.socketpair()
         with theirs:
-            config = CheckerConfig(self._model, theirs.fileno(), self._compile_s)
+            config = CheckerConfig(self._model, theirs.fileno(), COMPILE_S)
             self._process = ChildProcess.start(
                 "decode_node.grammar.checker_process",
                 config,

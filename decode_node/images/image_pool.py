@@ -31,6 +31,8 @@ from host.child_process import ChildProcess
 
 _START_S = 30.0
 """Seconds that the first answer of a process may take more than any other."""
+_MAX_WAITING = 256
+"""Images that wait for a process at most."""
 _decode = msgspec.msgpack.Decoder(ImageResult).decode
 
 
@@ -41,7 +43,6 @@ class ImagePool:
         size: Processes at most.
         max_pixels: Of an image as it is sent.
         timeout_s: Seconds that one image may take.
-        max_waiting: Images that wait for a process at most.
     """
 
     def __init__(
@@ -51,12 +52,11 @@ class ImagePool:
         size: int,
         max_pixels: int,
         timeout_s: float,
-        max_waiting: int = 256,
     ) -> None:
         self._pixels = pixels
         self._max_pixels = max_pixels
         self._timeout_s = timeout_s
-        self._max_open = size + max_waiting
+        self._max_open = size + _MAX_WAITING
         self._num_open = 0
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="images")
         self._local = threading.local()

@@ -89,6 +89,7 @@ class ChatCompletionRequest(GenerationBody):
         ]
 
     def param_name(self, name: str) -> str:
+        name = super().param_name(name)
         if name == "max_tokens" and self.max_completion_tokens is not None:
             name = "max_completion_tokens"
         name = _PARAM_NAMES.get(name, name)

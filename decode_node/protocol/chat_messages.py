@@ -57,14 +57,25 @@ class ImagePart(BaseModel):
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
-def _kind_of_part(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", "")
-    return "part-image" if kind in ("image_url", "input_image") else "part-text"
+def _kind_of_part(part: Any) -> str | None:
+    """Returns the tag of a part; none for audio, files and whatever else is not built."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", "text")
+    match kind:
+        case "text" | "input_text" | "output_text":
+            return "part-text"
+        case "image_url" | "input_image":
+            return "part-image"
+        case _:
+            return None
 
 
 ContentPart = Annotated[
     Annotated[TextPart, Tag("part-text")] | Annotated[ImagePart, Tag("part-image")],
-    Discriminator(_kind_of_part),
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="part_type",
+        custom_error_message="must have a type of text or image_url; nothing else is read",
+    ),
 ]
 
 

@@ -151,7 +151,7 @@ class GenerationBody(StructuredFields):
 
     def param_name(self, name: str) -> str:
         """Returns the field of this API that an engine's parameter came from, for errors."""
-        return name
+        return self.form_field or name if name == "grammar" else name
 
     @property
     @abstractmethod
@@ -270,7 +270,8 @@ def check_beams(body: GenerationBody) -> None:
         message = f"beam search draws nothing: temperature must be 0 or 1, not {body.temperature}"
         raise BadRequest(message, param="temperature")
     if body.num_beams < 1:
-        raise BadRequest(f"best_of must be at least 1, not {body.best_of}", param="best_of")
+        param = "n" if body.best_of is None else "best_of"
+        raise BadRequest(f"{param} must be at least 1, not {body.num_beams}", param=param)
     if body.num_choices > body.num_beams:
         message = f"n must be at most best_of with use_beam_search, and {body.num_choices} is more"
         raise BadRequest(message, param="n")

@@ -130,8 +130,8 @@ def _piece(block: Json, place: str) -> str | Json:
 def _text(block: Json, place: str) -> str:
     if block.get("type") != "text":
         raise BadRequest(
-            f"{place}: blocks can be text, image, tool_use, tool_result and thinking, in turns "
-            "that have them; nothing else is supported",
+            f"{place}.type: blocks can be text, image, tool_use, tool_result and thinking, in "
+            "turns that have them; nothing else is supported",
             param=f"{place}.type",
         )
     return _string(block, "text", place)

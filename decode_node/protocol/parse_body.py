@@ -5,7 +5,6 @@ Sizes are looked at before types, so that no body keeps the validator busy for s
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +12,9 @@ from pydantic import ValidationError
 
 from decode_node.protocol.body import MAX_STRING, StrictBody
 from decode_node.protocol.not_built import refuse_not_built
-from edge.http.errors import BadRequest, HttpError
+from decode_node.protocol.wrong_type import describe
+from edge.http.errors import BadRequest
+from edge.http.json_fault import json_fault
 
 MAX_MESSAGES = 4096
 _MAX_PARTS = 4096
@@ -31,7 +32,7 @@ def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        message = f"the body is not valid JSON: {_one_line(error)}"
+        message = f"the body is not valid JSON: {json_fault(body, error)}"
         raise BadRequest(message, code="invalid_json") from None
     if not isinstance(content, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
@@ -44,7 +45,7 @@ def validate(content: dict[str, Any], kind: type[BodyT]) -> BodyT:
     try:
         found = kind.model_validate(content)
     except ValidationError as error:
-        raise _describe(error) from None
+        raise describe(error) from None
     refuse_not_built(found)
     return found
 
@@ -70,29 +71,3 @@ def _check_sizes(content: dict[str, Any]) -> None:
         objects += [item for item in (*messages, *parts) if isinstance(item, dict)]
     if any(len(item) > _MAX_KEYS for item in objects):
         raise BadRequest(f"an object has more than {_MAX_KEYS} keys")
-
-
-def _describe(error: ValidationError) -> HttpError:
-    """Returns the most exact fault, in the API's own words; values of the client are not
-    repeated."""
-    faults = error.errors(include_url=False, include_input=False, include_context=False)
-    fault = max(faults, key=lambda fault: len(fault["loc"]))
-    param = _param(fault["loc"])
-    code = "missing_required_parameter" if fault["type"] == "missing" else "invalid_type"
-    return BadRequest(f"{param}: {fault['msg']}", param=param, code=code)
-
-
-def _param(loc: tuple[int | str, ...]) -> str:
-    """Returns a place as `messages.0.content`. Pydantic also names the members of unions that it
-    tried."""
-    parts = [str(part) for part in loc]
-    return ".".join(part for part in parts if not _UNION_MEMBER.fullmatch(part))[:MAX_STRING]
-
-
-_UNION_MEMBER = re.compile(
-    r"str|int|float|bool|constrained-\w+|(list|dict)\[.*\]|function-.*|part-\w+"
-)
-
-
-def _one_line(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]

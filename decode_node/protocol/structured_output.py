@@ -115,3 +115,14 @@ class StructuredFields(StrictBody):
     """The same as `structured_outputs.grammar`; SGLang's name."""
     thinking_token_budget: Int | None = None
     """The most tokens that the model may think before it answers; -1 for any number."""
+
+    @property
+    def form_field(self) -> str:
+        """Returns the name of the field that says what form the answer has; empty where none is."""
+        return next((name for name in _FORM_FIELDS if getattr(self, name) is not None), "")
+
+
+_FORM_FIELDS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "structural_tag", "json_schema", "regex", "ebnf",
+)  # fmt: skip

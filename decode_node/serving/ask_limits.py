@@ -18,19 +18,13 @@ class AskLimits:
 
     def check(self, body: GenerationBody, num_prompts: int) -> None:
         """Raises `BadRequest` for too many answers or log probabilities."""
-        n = body.num_choices
-        if n < 1 or n * num_prompts > self.max_choices:
-            raise BadRequest(
-                f"n times the number of prompts must be 1 to {self.max_choices}, not "
-                f"{n} times {num_prompts}",
-                param="n",
-            )
-        if body.num_beams * num_prompts > self.max_choices:
-            raise BadRequest(
-                f"best_of times the number of prompts must be at most {self.max_choices}, not "
-                f"{body.num_beams} times {num_prompts}",
-                param="best_of",
-            )
+        for param, count in (("n", body.num_choices), ("best_of", body.num_beams)):
+            if count >= 1 and count * num_prompts <= self.max_choices:
+                continue
+            what, told = param, f"{count}"
+            if num_prompts > 1:
+                what, told = f"{param} times the number of prompts", f"{count} times {num_prompts}"
+            raise BadRequest(f"{what} must be 1 to {self.max_choices}, not {told}", param=param)
         for name, asked in (
             ("logprobs", body.wanted_logprobs),
             ("prompt_logprobs", body.prompt_logprobs),

@@ -33,4 +33,4 @@ BodyT = TypeVar("BodyT", LoadBody, UnloadBody)
 
 async def read_adapter_body(request: Request, kind: type[BodyT]) -> BodyT:
     """Reads a body. Raises `BadRequest`, `RequestTooLarge`."""
-    return await read_small_body(request, kind, "request for an adapter")
+    return await read_small_body(request, kind)

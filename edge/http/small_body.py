@@ -14,8 +14,8 @@ _MAX_BYTES = 8192
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
-async def read_small_body(request: Request, kind: type[BodyT], what: str) -> BodyT:
-    """Reads a body that must be `what`, as errors say. Raises `BadRequest`, `RequestTooLarge`."""
+async def read_small_body(request: Request, kind: type[BodyT]) -> BodyT:
+    """Reads a body with the fields of `kind`. Raises `BadRequest`, `RequestTooLarge`."""
     body = b""
     async for part in request.stream():
         body += part
@@ -24,4 +24,5 @@ async def read_small_body(request: Request, kind: type[BodyT], what: str) -> Bod
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is no {what}: {error}") from None
+        names = ", ".join(kind.__struct_fields__)
+        raise BadRequest(f"the body must be JSON with {names}: {error}") from None

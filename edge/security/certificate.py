@@ -1,6 +1,7 @@
-"""Reads of a certificate what we have to know: when it ends.
+"""Reads of a certificate of ours what we have to know: when it ends, and what it names.
 
-    Certificate { TBSCertificate { [version] serial algorithm issuer Validity { from until } ...
+    Certificate { TBSCertificate { [version] serial algorithm issuer Validity { from until }
+                                 subject key ... [extensions] { { id [critical] content } ... }}}
 
 The standard library only reads certificates of peers, after a handshake.
 """
@@ -10,28 +11,59 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from edge.security.config import SecurityError
 
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _VERSION, _UTC_TIME = 0xA0, 0x17
+_EXTENSIONS, _DNS_NAME = 0xA3, 0x82
 _FIELDS_BEFORE_VALIDITY = 3
+_ALTERNATIVE_NAMES = bytes.fromhex("551d11")
+"""The object id 2.5.29.17."""
 
 
 def expires_at(pem: bytes) -> float:
     """Returns the end of the first certificate, in seconds of Unix time. Raises `SecurityError`."""
-    try:
-        found = _PEM.search(pem.decode("ascii", "replace"))
-        der = ssl.PEM_cert_to_DER_cert(found[0] if found else "")
-        [(_, certificate)] = _elements(der)
-        fields = list(_elements(next(_elements(certificate))[1]))
-        if fields[0][0] == _VERSION:
-            fields.pop(0)
-        _, (kind, until) = _elements(fields[_FIELDS_BEFORE_VALIDITY][1])
+    with _readable():
+        _, (kind, until) = _elements(_fields(pem)[_FIELDS_BEFORE_VALIDITY][1])
         return _seconds(kind, until.decode("ascii"))
+
+
+def dns_names(pem: bytes) -> list[str]:
+    """Returns the DNS names of the first certificate. Raises `SecurityError`."""
+    with _readable():
+        for kind, content in _fields(pem):
+            if kind != _EXTENSIONS:
+                continue
+            [(_, extensions)] = _elements(content)
+            for _, extension in _elements(extensions):
+                parts = [part for _, part in _elements(extension)]
+                if parts[0] == _ALTERNATIVE_NAMES:
+                    [(_, names)] = _elements(parts[-1])
+                    return [
+                        text.decode("ascii") for kind, text in _elements(names) if kind == _DNS_NAME
+                    ]
+        return []
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
     except (ValueError, IndexError, StopIteration):
         raise SecurityError("a certificate cannot be read: is it PEM?") from None
+
+
+def _fields(pem: bytes) -> list[tuple[int, bytes]]:
+    """Returns what a certificate says, without the version, which some have."""
+    found = _PEM.search(pem.decode("ascii", "replace"))
+    der = ssl.PEM_cert_to_DER_cert(found[0] if found else "")
+    [(_, certificate)] = _elements(der)
+    _, content = next(_elements(certificate))
+    fields = list(_elements(content))
+    return fields[1:] if fields[0][0] == _VERSION else fields
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:

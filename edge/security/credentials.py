@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from edge.address import join_address, split_address
+from edge.security.certificate import dns_names
 from edge.security.cluster_token import TOKEN_HEADER, ClusterToken
 from edge.security.config import Role, SecurityConfig, SecurityError, roles_of
 from edge.security.peer_tls import PeerTls
@@ -72,6 +73,11 @@ class Credentials:
     def certificate_expires_at(self) -> float | None:
         """Returns when the certificate ends, in Unix time, or None without TLS."""
         return None if self._tls is None else self._tls.expires_at()
+
+    def own_names(self) -> list[str] | None:
+        """Returns the DNS names of our certificate as its file is now, or None without TLS. Raises
+        `SecurityError`."""
+        return None if self._tls is None else dns_names(self._tls.pems()[0])
 
     # Dialling ---------------------------------------------------------------------------------
 

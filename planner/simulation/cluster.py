@@ -113,7 +113,6 @@ class SimCluster:
     def _make_prefill(self, index: int, speed: float = 1.0) -> SimPrefillNode:
         engine = self._make_engine(speed)
         node = SimPrefillNode(_address(NodeRole.PREFILL, index), self._make_cache(), engine)
-        node.born_at = self.timeline.now
         engine.begin = partial(self._begin_remote, node)
         engine.first = partial(self._first_token, node)
         engine.began = partial(self._changed, node)
@@ -125,7 +124,6 @@ class SimCluster:
         address = _address(NodeRole.DECODE, index)
         node = SimDecodeNode(address, kv_tokens, self._make_cache(), engine)
         node.steps = self.shape.batched
-        node.born_at = self.timeline.now
         engine.begin = partial(self._begin_local, node)
         engine.first = partial(self._first_local, node)
         engine.end = partial(self._end, node)

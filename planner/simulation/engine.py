@@ -24,9 +24,6 @@ from planner.simulation.jobs import Job
 from planner.simulation.step_times import Part, StepTimes
 from planner.simulation.virtual_time import VirtualTime
 
-Gap = tuple[float, float]
-"""Seconds between two tokens, and how many such gaps there were."""
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimEngine:
@@ -154,7 +151,7 @@ class SimEngine:
         assert self._run is not None
         _, first_s, growth_s, count = self._run
         took_s, self._run = steps_s(count, first_s, growth_s), None
-        self._count(took_s, count, first_s)
+        self._count(took_s, count)
         ended = []
         while self._running and self._running[0][0] <= self._num_steps:
             ended.append(heapq.heappop(self._running)[2])
@@ -170,7 +167,7 @@ class SimEngine:
         if finished:
             self.began()
 
-    def _count(self, took_s: float, count: int, first_s: float) -> None:
+    def _count(self, took_s: float, count: int) -> None:
         num = len(self._running)
         self.busy_s += took_s
         self.sequence_s += took_s * num

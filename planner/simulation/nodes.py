@@ -44,7 +44,6 @@ class SimPrefillNode:
     num_waiting_tokens: int = 0
     sequence: int = 0
     computed: int = 0
-    born_at: float = 0.0
     model: str = "m"
     new_prefixes: list[int] = field(default_factory=list)
 
@@ -83,7 +82,6 @@ class SimDecodeNode:
     used_tokens: int = 0
     num_running: int = 0
     sequence: int = 0
-    born_at: float = 0.0
     model: str = "m"
     steps: bool = False
     pending: deque[Job] = field(default_factory=deque)

@@ -35,7 +35,7 @@ def role_routes(changes: RoleChanges, may_change: Callable[[], bool] = lambda: T
     async def switch(request: Request) -> JSONResponse:
         if not may_change():
             raise AdminOnly("keys of clients do not change roles; use the router's --admin-port")
-        body = await read_small_body(request, SwitchBody, "wish for a role")
+        body = await read_small_body(request, SwitchBody)
         role = NodeRole(body.role)
         node = await changes.change(body.node, role, body.drain_timeout_s)
         was = node.address

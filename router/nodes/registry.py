@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -57,7 +56,6 @@ class NodeRegistry:
     on_prefixes: PrefixListener | None = None
     """Hears of prompts that nodes say they have the KV of."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
-    _counts: Counter[NodeRole] = field(default_factory=Counter)
 
     def set_members(
         self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()
@@ -67,15 +65,7 @@ class NodeRegistry:
         self._nodes = {address: self._nodes.get(address) or Node(address) for address in addresses}
         for address, node in self._nodes.items():
             node.leaving = address in leaving
-        self._count()
-
-    def _count(self) -> None:
-        self._counts = Counter(node.address.role for node in self._nodes.values())
         self.version += 1
-
-    def num_members(self, role: NodeRole) -> int:
-        """Returns the number of members in whatever state."""
-        return self._counts[role]
 
     def nodes(self, role: NodeRole) -> list[Node]:
         return [node for node in self._nodes.values() if node.address.role is role]
@@ -150,7 +140,7 @@ class NodeRegistry:
         self.learn_calls(report.model_name, *report.adapter_calls)
         if place != node.address or (known is not None and known.epoch != report.epoch):
             self._replace(node, place).apply(report, self.clock())
-            self._count()
+            self.version += 1
             self._check_partners(place, report)
             return ReportOutcome.RESTARTED if known is not None else ReportOutcome.APPLIED
         if known is not None and report.sequence <= known.sequence:
@@ -224,7 +214,7 @@ class NodeRegistry:
         """Leaves a node that has changed its role to the entry that lists it in that role."""
         if node.report is not None:
             self._replace(node, node.listed)
-            self._count()
+            self.version += 1
         return ReportOutcome.LISTED_TWICE
 
     def mark_draining(self, node: Node) -> None:

@@ -113,15 +113,7 @@ class NodeReport:
                 AdapterId(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
                 for one in load.adapters[:_MAX_ADAPTERS]
             ),
-            adapter_calls=tuple(
-                AdapterCall(
-                    one.name[:_MAX_NAME],
-                    one.digest[:_MAX_DIGEST],
-                    one.path[:_MAX_PATH],
-                    one.version,
-                )
-                for one in load.adapter_calls[:_MAX_ADAPTERS]
-            ),
+            adapter_calls=tuple(map(_adapter_call, load.adapter_calls[:_MAX_ADAPTERS])),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=load.version[:_MAX_VERSION],
             http_port=load.http_port if load.http_port <= _MAX_PORT else 0,

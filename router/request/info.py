@@ -15,6 +15,7 @@ import xxhash
 
 from edge.http import headers as names
 from edge.http.errors import BadRequest
+from edge.http.json_fault import json_fault
 from router.request.image_urls import image_names, shortened
 from router.request.model_route import ModelRoute, plain_route
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
@@ -157,12 +158,9 @@ def _read_body(body: bytes) -> _Body:
         return _decode_body(body)
     except msgspec.ValidationError:
         raise _bad_json("the request body must be a JSON object") from None
-    except msgspec.DecodeError as error:
-        raise _bad_json(f"the request body is not valid JSON: {error}") from None
-    except UnicodeDecodeError:
-        raise _bad_json("the request body is not valid JSON: it is not UTF-8") from None
-    except RecursionError:
-        raise _bad_json("the JSON of the request body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fault = json_fault(body, error)
+        raise _bad_json(f"the request body is not valid JSON: {fault}") from None
 
 
 def _bad_json(message: str) -> BadRequest:

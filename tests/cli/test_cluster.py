@@ -40,6 +40,25 @@ def test_every_node_is_known_to_the_router_and_ports_are_distinct() -> None:
     assert "--block-size" not in router.argv
 
 
+def test_switchable_nodes_begin_as_prefill_nodes_and_stop_between_the_tiers() -> None:
+    settings = UpSettings(prefill=1, decode=1, switchable=2, device="cpu")
+    specs = cluster_specs(settings, ["--block-size", "32"], ["--strict-fields"])
+    router, decode, *switchable, prefill = specs
+    assert [s.name for s in specs[1:]] == ["decode-0", "node-0", "node-1", "prefill-0"]
+    assert [s.stop_stage for s in specs] == [0, 1, 2, 2, 3]
+    for spec in switchable:
+        assert spec.argv[1:3] == ("-m", "role_node") and "--role" not in spec.argv
+        assert option(spec.argv, "--block-size") == "32" and "--strict-fields" in spec.argv
+        assert spec.endpoint == f"grpc://127.0.0.1:{option(spec.argv, '--grpc-port')}"
+    addresses = [f"127.0.0.1:{option(s.argv, '--grpc-port')}" for s in switchable]
+    fixed = f"127.0.0.1:{option(prefill.argv, '--port')}"
+    assert option(router.argv, "--prefill").split(",") == [fixed, *addresses]
+    assert option(router.argv, "--decode").count(",") == 0
+    names = ("--port", "--grpc-port", "--metrics-port")
+    ports = [option(s.argv, name) for s in switchable for name in names]
+    assert len(set(ports) | {option(s.argv, "--port") for s in (decode, prefill)}) == 8
+
+
 def test_keys_reach_the_router_and_no_command_line() -> None:
     router, *nodes = cluster_specs(UpSettings(api_key="k1,k2"), [], ["--strict-fields"])
     assert router.env == {"TANDEM_ROUTER_API_KEYS": "k1,k2"}
@@ -57,7 +76,14 @@ def test_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "bad", [["--prefill", "-1"], ["--decode", "0"], ["--port", "70000"], ["--device", "gpu"]]
+    "bad",
+    [
+        ["--prefill", "-1"],
+        ["--decode", "0"],
+        ["--switchable", "-1"],
+        ["--port", "70000"],
+        ["--device", "gpu"],
+    ],
 )
 def test_impossible_settings_are_named(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

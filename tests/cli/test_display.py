@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from cli.display import ClusterDisplay
-from cli.supervisor import Listener, Service, ServiceSpec
+from cli.supervisor import Listener, Service, ServiceSpec, ServiceState
 
 
 def test_the_table_has_the_room_of_every_node() -> None:
@@ -22,3 +22,23 @@ def test_the_table_has_the_room_of_every_node() -> None:
     assert "http://127.0.0.1:8100" in of_decode and "882,432 tokens" in of_decode
     (of_router,) = (line for line in lines if "router" in line)
     assert "tokens" not in of_router
+
+
+def test_a_node_that_has_changed_its_role_is_told_with_it() -> None:
+    out = io.StringIO()
+    display = ClusterDisplay(Console(file=out, width=120))
+    display.end_loading()
+    for name in ("node-0", "decode-0"):
+        service = Service(ServiceSpec(name, (), ""), Listener(), state=ServiceState.READY)
+        service.ready_info = {"event": "ready", "role": "decode"}
+        display.on_state(service)
+    told = out.getvalue().strip().splitlines()
+    assert told == ["node-0 is ready as a decode node", "decode-0 is ready"]
+
+
+def test_lines_of_logs_are_neither_broken_nor_read_as_colours() -> None:
+    out = io.StringIO()
+    display = ClusterDisplay(Console(file=out, width=40), verbose=True)
+    line = '{"message": "cannot read [/x]", "path": "[red]' + "y" * 100 + '"}'
+    display.on_log(Service(ServiceSpec("decode-0", (), ""), Listener()), line)
+    assert out.getvalue() == f"decode-0 {line}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.node_profile import main
-from edge.security.config import SecurityConfig
+from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
@@ -16,6 +16,7 @@ from engine.profiles import ProfileOptions, RankTrace
 from tandem_pb import node_pb2
 from tests.decode_node.http_node import http_node, live
 from tests.engine.frontend.test_node_status import StillEngine
+from tests.security.authority import Authority
 
 TOKEN = "t" * 32
 
@@ -52,6 +53,27 @@ async def test_a_node_is_profiled_by_its_grpc_port(
         await server.stop()
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_node_of_either_role_is_reached_by_the_certificate_that_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], role: Role
+) -> None:
+    authority, engine = Authority(tmp_path / "ours"), StillEngine()
+    status = NodeStatus(engine, node_pb2.NODE_ROLE_DECODE, stuck_after_s=5.0)
+    server = NodeGrpcServer("127.0.0.1", 0, authority.credentials(role, "role"))
+    await server.start(status)
+    folder = authority.service("router", Role.ROUTER)
+    files = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+    shown = [f"--tls-{name}-file={folder / file}" for name, file in files.items()]
+    node = f"grpc://127.0.0.1:{server.port}"
+    try:
+        assert await run("--node", node, "--tls-identity", "role", *shown) == 0
+        assert str(engine.profiles.trace.path) in capsys.readouterr().out
+    finally:
+        await server.stop()
+    assert await run("--node", node, "--tls-identity", "role", *shown) == 1
+    assert f"127.0.0.1:{server.port}: " in capsys.readouterr().err
+
+
 async def test_a_decode_node_is_profiled_by_its_http_port(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,3 +86,12 @@ async def test_a_decode_node_is_profiled_by_its_http_port(
         assert capsys.readouterr().out == f"rank 0 on here: {node.engine.profiles.trace.path}\n"
     assert await run("--node", url) == 1
     assert url in capsys.readouterr().err
+
+
+def test_what_is_neither_an_address_nor_a_url_is_told_before_anybody_is_called(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--node", "decode-0"])
+    assert ended.value.code == 2
+    assert "'decode-0' is not host:port" in capsys.readouterr().err

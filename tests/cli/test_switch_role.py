@@ -53,7 +53,7 @@ async def lives() -> AsyncIterator[Lives]:
 
 
 async def run(lives: Lives, to: str, *args: str) -> int:
-    node = f"127.0.0.1:{lives.port}"
+    node = f"grpc://127.0.0.1:{lives.port}"
     return await asyncio.to_thread(main, ["--node", node, "--to", to, *args])
 
 
@@ -81,6 +81,16 @@ async def test_a_refusal_is_the_nodes(lives: Lives, capsys: pytest.CaptureFixtur
     await lives.begin(PREFILL, http_port=0)
     assert await run(lives, "decode") == 1
     assert "tandem node" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("node", ["http://127.0.0.1:8100", "decode-0", "127.0.0.1:x"])
+def test_what_is_no_grpc_port_is_told_before_anybody_is_called(
+    node: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--node", node, "--to", "decode"])
+    assert ended.value.code == 2
+    assert f"'{node}' is not host:port" in capsys.readouterr().err
 
 
 async def test_a_node_that_takes_too_long_is_not_waited_for(

@@ -11,9 +11,9 @@ from cli.__main__ import main as tandem
 from cli.cluster import UpSettings
 from cli.memory_check import TooLarge, check_memory
 from cli.node_args import NodeArgs, UsageError, read_args
+from edge.command_line import parse_settings
 from engine.models.checkpoint import resolve_model
 from engine.models.errors import CheckpointError
-from engine.node.command_line import parse_settings
 
 GIB = 1 << 30
 
@@ -28,6 +28,7 @@ GIB = 1 << 30
         ("m --max-model-len 4096 --verbose", "m --verbose", "--max-model-len 4096", ""),
         ("--enforce-eager m --dtype=float32", "m", "--enforce-eager --dtype float32", ""),
         ("--verbose m", "--verbose m", "", ""),
+        ("m --switchable 2 --strict-fields", "m --switchable 2", "", "--strict-fields"),
         ("m --strict-fields --prefill 2", "m --prefill 2", "", "--strict-fields"),
         ("m --generation-config none", "m", "", "--generation-config none"),
         ("m --no-enable-prefix-caching", "m", "--no-enable-prefix-caching", ""),
@@ -68,6 +69,9 @@ async def test_flags_of_nodes_are_checked_before_anything_starts() -> None:
     await NodeArgs(["--block-size", "32"], ["--strict-fields"]).check()
     with pytest.raises(UsageError, match="--block-size"):
         await NodeArgs(["--block-size", "many"]).check()
+    stages = NodeArgs(["--pipeline-parallel-size", "2"])
+    with pytest.raises(UsageError, match="--pipeline-parallel-size.*`tandem prefill`"):
+        await stages.check(are_switchable=True)
 
 
 def checkpoint(folder: Path, gib: float) -> Path:
@@ -78,12 +82,13 @@ def checkpoint(folder: Path, gib: float) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "prefill", "words"),
+    ("free_gib", "prefill", "switchable", "words"),
     [
-        (40, 1, None),
-        (25, 1, ["15.0 GiB", "2 nodes need 30.0 GiB", "25.0 GiB left", "--prefill 0"]),
-        (25, 0, None),
-        (9, 0, ["1 nodes need 15.0 GiB", "9.0 GiB left", "smaller model"]),
+        (40, 1, 0, None),
+        (25, 1, 0, ["15.0 GiB", "2 nodes need 30.0 GiB", "25.0 GiB left", "--decode 1, or"]),
+        (40, 1, 1, ["3 nodes need 45.0 GiB", "--prefill 0 --decode 1 --switchable 0"]),
+        (25, 0, 0, None),
+        (9, 0, 0, ["1 nodes need 15.0 GiB", "9.0 GiB left", "smaller model"]),
     ],
 )
 def test_a_model_that_cannot_fit_this_machine(
@@ -91,11 +96,12 @@ def test_a_model_that_cannot_fit_this_machine(
     monkeypatch: pytest.MonkeyPatch,
     free_gib: int,
     prefill: int,
+    switchable: int,
     words: list[str] | None,
 ) -> None:
     monkeypatch.setattr(cli.memory_check, "available_memory", lambda: free_gib * GIB)
     folder = checkpoint(tmp_path, 15)
-    settings = UpSettings(model=str(folder), prefill=prefill, device="cpu")
+    settings = UpSettings(model=str(folder), prefill=prefill, switchable=switchable, device="cpu")
     if words is None:
         check_memory(settings)
         return

@@ -171,7 +171,14 @@ async def live(node: HttpNode) -> AsyncIterator[str]:
         node.settings.connection_limits(), node.callers, node.settings.http_front()
     )
     config = uvicorn.Config(
-        node.app, http=protocol, lifespan="off", log_config=None, access_log=False
+        node.app,
+        http=protocol,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        # Clients that do not try again must not meet a connection that has just been given up: on
+        # a busy machine they do nothing for seconds.
+        timeout_keep_alive=int(TIMEOUT_S),
     )
     server = HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

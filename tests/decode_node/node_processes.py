@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.processes import find_processes
 
 TIMEOUT_S = 90.0
@@ -38,6 +40,19 @@ class NodeProcess:
     @property
     def ready(self) -> dict[str, Any]:
         return next(event for event in self.events if event["event"] == "ready")
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    async def freeze(self) -> None:
+        """Stops it, and takes note of all that it has said before."""
+        self.send(signal.SIGSTOP)
+        async with asyncio.timeout(TIMEOUT_S):
+            while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
+                await asyncio.sleep(0.01)
+        for _ in range(10):  # Each turn of the loop reads what the pipes hold.
+            await asyncio.sleep(0)
 
     async def wait_ready(self) -> None:
         """Raises AssertionError with the log when it ends instead."""

@@ -154,8 +154,11 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
             "prompt_logprobs": 1,
             "allowed_token_ids": [5],
             "bad_words": ["the"],
+            "response_format": {"type": "json_object"},
+            "guided_choice": ["a", "b"],
         }.items()
     ),
+    ({"prompt": [1], "use_beam_search": True, "stream": False, "n": 0}, "n"),
     ({"prompt": [1], "prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"prompt": [1], "lora_path": "x"}, "lora_path"),
     ({"prompt": [1], "repeat_penalty": 1.2}, "repeat_penalty"),

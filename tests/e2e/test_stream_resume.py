@@ -89,6 +89,29 @@ def summary(answer: Any) -> tuple[Any, ...]:
 async def test_decode_nodes_that_die_freeze_and_stop_cost_no_token(
     cluster: Any, complete: Any, http: Any, expected: list[Any], router_metrics: Any
 ) -> None:
+    """A node may have ended all its answers before a late process of ours hurts it: then all of
+    this is done again."""
+
+    async def moves() -> tuple[int, int]:
+        metrics = await router_metrics(http, cluster.url)
+        return metrics["tandem_router_migrations_total"], metrics["tandem_router_retries_total"]
+
+    for _ in range(4):
+        before = await moves()
+        found = await answers_while_nodes_go(cluster, complete, expected)
+        moved, tried_again = (now - then for now, then in zip(await moves(), before, strict=True))
+        for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert summary(got) == summary(wanted), f"request {i}"
+        await cluster.wait_whole()
+        await cluster.wait_empty()
+        # Each had answers. Those that had not begun are no moves: their requests are tried again.
+        if moved >= 1 and moved + tried_again >= 3:
+            return
+    pytest.fail(f"nodes that went had no answers: {moved} moved, {tried_again} tried again")
+
+
+async def answers_while_nodes_go(cluster: Any, complete: Any, expected: list[Any]) -> list[Any]:
+    """One decode node is killed, one freezes, one drains."""
     num_events = num_begun = 0
     total = sum(answer.num_events for answer in expected)
     kill, freeze, drain = cluster.decodes
@@ -114,18 +137,10 @@ async def test_decode_nodes_that_die_freeze_and_stop_cost_no_token(
         found = await answers(cluster, complete, on_event)
     finally:
         for pid in frozen:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     assert frozen and drained
-    metrics = await router_metrics(http, cluster.url)
-    moved, tried_again = (
-        metrics[f"tandem_router_{what}_total"] for what in ("migrations", "retries")
-    )
-    # Each node had answers. Those that had not begun are no moves: their requests are tried again.
-    assert moved >= 1 and moved + tried_again >= 3, (moved, tried_again)
-    for i, (got, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert summary(got) == summary(wanted), f"request {i}"
-    await cluster.wait_whole()
-    await cluster.wait_empty()
+    return found
 
 
 @pytest.mark.e2e
@@ -176,21 +191,24 @@ async def test_a_beam_search_whose_node_dies_begins_again(cluster: Any, http: An
         async with http.post(f"{cluster.url}/v1/completions", json=wish) as response:
             return response.status, await response.json()
 
-    async def node_at_work() -> Any:
-        while True:
+    async def ask_and_kill() -> tuple[int, Any] | None:
+        """Returns the answer; None where it came before its node was found."""
+        answer = asyncio.create_task(ask())
+        while not answer.done():
             for node in cluster.decodes:
-                if (await read_metrics(http, node.metrics_url))["vllm:num_requests_running"] > 0:
-                    return node
+                metrics = await read_metrics(http, node.metrics_url)
+                if metrics["vllm:num_requests_running"] > 0 and not answer.done():
+                    os.kill(node.pid, signal.SIGKILL)
+                    return await answer
             await asyncio.sleep(0.01)
+        return None
 
     status, expected = await ask()
     assert status == 200, expected
-    answer = asyncio.create_task(ask())
-    async with asyncio.timeout(60):
-        node = await node_at_work()
-        assert not answer.done()
-        os.kill(node.pid, signal.SIGKILL)
-        status, found = await answer
+    async with asyncio.timeout(100):
+        while (answer := await ask_and_kill()) is None:
+            pass
+    status, found = answer
     assert status == 200, found
     assert found["choices"] == expected["choices"]
     assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
@@ -226,13 +244,21 @@ async def test_a_killed_node_has_again_what_was_loaded_while_it_ran(
             asked = (complete(url, **adapted_body(i)) for i in range(12))
             return [summary(answer) for answer in await asyncio.gather(*asked)]
 
-    async def node_with_adapters() -> Any:
-        while True:
+    async def ask_and_kill() -> Any:
+        """Returns the node that was killed; None where all answers came before it was found."""
+        asking = asyncio.create_task(ask(cluster.url))
+        killed = None
+        while not asking.done() and killed is None:
             for node in cluster.decodes:
                 async with http.get(node.metrics_url) as response:
-                    if re.search('running_lora_adapters="[a-z]', await response.text()):
-                        return node
+                    is_at_work = re.search('running_lora_adapters="[a-z]', await response.text())
+                if is_at_work and not asking.done():
+                    killed = node
+                    os.kill(node.pid, signal.SIGKILL)
+                    break
             await asyncio.sleep(0.01)
+        assert await asking == one_node
+        return killed
 
     async def until_served(node: Any, *names: str) -> None:
         served: set[str] = set()
@@ -249,12 +275,9 @@ async def test_a_killed_node_has_again_what_was_loaded_while_it_ran(
         texts = {answer[2] for answer in one_node[first : first + 3]}
         assert len(texts) == 3, "adapters must change answers"
     assert await ask(cluster.url) == one_node
-    asking = asyncio.create_task(ask(cluster.url))
-    async with asyncio.timeout(60):
-        node = await node_with_adapters()
-        assert not asking.done()
-        os.kill(node.pid, signal.SIGKILL)
-    assert await asking == one_node
+    async with asyncio.timeout(100):
+        while (node := await ask_and_kill()) is None:
+            pass
     await cluster.wait_whole()
     async with asyncio.timeout(60):
         await until_served(node, *ADAPTERS)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge.adapter_call import AdapterCall
 from router.nodes.address import NodeRole
 from router.nodes.health import EjectionPolicy, Health
 from router.nodes.node import NodeState
@@ -121,6 +122,18 @@ def test_numbers_that_make_no_sense_count_as_unknown(value: float) -> None:
     got = NodeReport.from_message(load)
     assert (got.prefill_tokens_per_s, got.seconds_since_progress) == (0.0, 0.0)
     assert got.kv_usage == 0.0
+
+
+def test_a_report_says_whose_adapters_its_calls_are_about() -> None:
+    """A prefill node of several models tells of calls for each."""
+    load = NodeLoad(node_id="x", role=NODE_ROLE_DECODE, model_name="demo")
+    load.adapter_calls.add(name="poet", digest="d", path="/a/poet", version=9, model="twin")
+    load.adapter_calls.add(name="poet", version=7)
+    got = NodeReport.from_message(load)
+    assert got.adapter_calls == (
+        AdapterCall("poet", "d", "/a/poet", 9, "twin"),
+        AdapterCall("poet", "", "", 7, ""),
+    )
 
 
 def test_the_states_of_a_node_in_the_order_of_its_life() -> None:

@@ -225,7 +225,9 @@ def _requests(router: RunningRouter, status: str) -> float:
 
 # Nodes that hang: the process stands still, its connections stay open ----------------------------
 
-IMPATIENT = {"stale_after_s": 0.3, "down_after_s": 0.6, "stream_stall_s": 1.01}
+IMPATIENT = {"stale_after_s": 0.3, "down_after_s": 1.5, "stream_stall_s": 1.01}
+"""A second and a half, as all nodes are in this process: where it gets no processor for longer than
+1.25 s, the router takes note that it stood still itself."""
 
 
 @pytest.mark.parametrize("waits_for", ["the head", "the first byte"])
@@ -271,7 +273,7 @@ async def test_a_node_that_falls_silent_in_the_answer_ends_it_with_an_error(
 
 
 async def test_an_answer_that_flows_needs_no_reports(cluster: Cluster) -> None:
-    decode = await cluster.decode(handler=stream_tokens(30, gap_s=0.05))
+    decode = await cluster.decode(handler=stream_tokens(40, gap_s=0.05))
     router = await cluster.router(await cluster.prefill(), decode, **IMPATIENT)
     asking = asyncio.create_task(router.text(BODY))
     await eventually(lambda: decode.num_open == 1)

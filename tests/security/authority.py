@@ -22,12 +22,17 @@ class Authority:
         self._authority.cert_pem.write_to_path(str(folder / "ca.pem"))
 
     def service(
-        self, name: str, role: Role | None = None, addresses: tuple[str, ...] = LOOPBACK
+        self,
+        name: str,
+        role: Role | None = None,
+        addresses: tuple[str, ...] = LOOPBACK,
+        other_roles: tuple[Role, ...] = (),
     ) -> Path:
         """Writes a folder with tls.crt, tls.key and ca.crt, over what was there."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
-        names = [*addresses, *([role.certificate_name] if role else [])]
+        roles = [*([role] if role else []), *other_roles]
+        names = [*addresses, *(role.certificate_name for role in roles)]
         issued = self._authority.issue_cert(*names, key_type=trustme.KeyType.ECDSA)
         for file in ("tls.crt", "tls.key", "ca.crt"):
             (folder / file).unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""A router, a prefill node and a decode node that only talk over mutual TLS, and show a token."""
+"""A router, a prefill node and a decode node that only talk over mutual TLS, and show a token; also
+when the two have changed places."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ import asyncio
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from cli.cluster import free_ports
+from cli.switch_role import main as switch_role
 from edge.security.config import Role
 from router.config import RouterSettings
-from tests.decode_node.node_processes import TIMEOUT_S, node_process
+from tests.decode_node.node_processes import TIMEOUT_S, NodeProcess, node_process
 from tests.router.cluster import run_router
 from tests.security.authority import Authority
 
@@ -23,8 +26,8 @@ PULLED = re.compile(r"^tandem_kv_transfer_seconds_count.* 1\.0$", re.MULTILINE)
 EXPIRY = re.compile(r"^tandem_tls_certificate_expiry_timestamp_seconds [0-9.e+]+$", re.MULTILINE)
 
 
-def files(authority: Authority, role: Role, token: Path) -> dict[str, str]:
-    folder = authority.service(role.value, role, ("10.9.9.9",))
+def files(authority: Authority, token: Path, *roles: Role) -> dict[str, str]:
+    folder = authority.service("-".join(roles), None, ("10.9.9.9",), roles)
     return {
         "tls_cert_file": str(folder / "tls.crt"),
         "tls_key_file": str(folder / "tls.key"),
@@ -34,12 +37,13 @@ def files(authority: Authority, role: Role, token: Path) -> dict[str, str]:
     }
 
 
-def flags(authority: Authority, role: Role, token: Path) -> list[str]:
-    settings = files(authority, role, token)
+def flags(authority: Authority, token: Path) -> list[str]:
+    settings = files(authority, token, Role.PREFILL, Role.DECODE)
     return [
         *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()),
         "--served-model-name=demo",
         "--metrics-port=0",
+        "--grpc-port=0",
     ]
 
 
@@ -50,13 +54,11 @@ async def test_an_answer_comes_over_tls_alone(
     token, [kv_port] = token_file("s" * 32), free_ports(1)
     async with (
         node_process(
-            "prefill_node",
-            demo_checkpoint,
-            *flags(authority, Role.PREFILL, token),
-            f"--kv-port={kv_port}",
+            *("role_node", demo_checkpoint, "--role=prefill", f"--kv-port={kv_port}"),
+            *flags(authority, token),
         ) as prefill,
         node_process(
-            "decode_node", demo_checkpoint, *flags(authority, Role.DECODE, token)
+            "role_node", demo_checkpoint, "--role=decode", *flags(authority, token)
         ) as decode,
     ):
         await asyncio.gather(prefill.wait_ready(), decode.wait_ready())
@@ -66,19 +68,31 @@ async def test_an_answer_comes_over_tls_alone(
             port=0,
             prefill=prefill.ready["address"],
             decode=f"{decode.ready['address']}/{grpc_port}",
-            **files(authority, Role.ROUTER, token),
+            **(shown := files(authority, token, Role.ROUTER)),
         )
         async with run_router(settings) as router:
             await router.wait_usable(decode=1, prefill=1)
-            body = {"model": "demo", "prompt": "Ada " * 30, "max_tokens": 8, "stream": True}
-            async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:
-                assert answer.status == 200
-                text = await answer.text()
-            assert text.endswith("data: [DONE]\n\n"), text
-            await scrape_until(router.client, prefill.ready["metrics_port"], COMPUTED, EXPIRY)
-            await scrape_until(router.client, decode.ready["metrics_port"], PULLED, EXPIRY)
+            await check_an_answer(router, prefill, decode)
             assert is_open(kv_port), "KV is not fetched where settings say"
             await check_others_are_refused(router.client, decode.ready["address"])
+            change = [f"--{name.replace('_', '-')}={value}" for name, value in shown.items()]
+            for node, role, num_decode in ((prefill, "decode", 2), (decode, "prefill", 1)):
+                _, _, at = node.ready.get("grpc_address", node.ready["address"]).rpartition("/")
+                asked = [f"--node={at}", f"--to={role}", *change]
+                assert await asyncio.to_thread(switch_role, asked) == 0
+                await router.wait_usable(decode=num_decode, prefill=2 - num_decode)
+            await check_an_answer(router, decode, prefill)
+
+
+async def check_an_answer(router: Any, prefill: NodeProcess, decode: NodeProcess) -> None:
+    """Has a prompt computed by the one and answered by the other: the first of these roles."""
+    body = {"model": "demo", "prompt": "Ada " * 30, "max_tokens": 8, "stream": True}
+    async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:
+        assert answer.status == 200
+        text = await answer.text()
+    assert text.endswith("data: [DONE]\n\n"), text
+    await scrape_until(router.client, prefill.ready["metrics_port"], COMPUTED, EXPIRY)
+    await scrape_until(router.client, decode.ready["metrics_port"], PULLED, EXPIRY)
 
 
 def is_open(port: int) -> bool:

@@ -29,8 +29,9 @@ from kv_transfer.transports.stream.h2.frames import client_opening
 from kv_transfer.transports.stream.h2.server import H2Server
 from tests.security.authority import Authority, tls_config
 
-SOON_S = 0.5
 TIMEOUT_S = 30.0
+LIMIT_S = 30.0
+"""Whoever falls silent is left after so long: only `impatient` tests wait for it."""
 Run: TypeAlias = Callable[[Callable[[], Awaitable[None]]], None]
 
 
@@ -84,8 +85,8 @@ async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
         TlsConfig(
             app,
             credentials.server_tls("http"),
-            handshake_timeout_s=SOON_S,
-            http=guarded_protocol(ConnectionLimits(header_timeout_s=SOON_S)),
+            handshake_timeout_s=LIMIT_S,
+            http=guarded_protocol(ConnectionLimits(header_timeout_s=LIMIT_S)),
             lifespan="off",
             log_config=None,
             ws="none",
@@ -110,7 +111,7 @@ async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
 
 @asynccontextmanager
 async def h2_port(credentials: Credentials) -> AsyncIterator[Port]:
-    server = H2Server({}, tls=credentials.server_tls("kv", h2=True), ping_after_s=SOON_S)
+    server = H2Server({}, tls=credentials.server_tls("kv", h2=True), ping_after_s=LIMIT_S)
     yield Port(
         await server.listen("127.0.0.1", 0),
         client_opening(),
@@ -123,10 +124,18 @@ async def h2_port(credentials: Credentials) -> AsyncIterator[Port]:
 
 @pytest.fixture(params=[http_port, h2_port], ids=["http", "h2"])
 def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(h2_server, "HANDSHAKE_S", SOON_S)
-    monkeypatch.setattr("kv_transfer.transports.stream.h2.tls_socket.HANDSHAKE_S", SOON_S)
     monkeypatch.setattr(h2_server, "_CHECK_S", 0.05)
     return request.param
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        f"{__name__}.LIMIT_S",
+        "kv_transfer.transports.stream.h2.server.HANDSHAKE_S",
+        "kv_transfer.transports.stream.h2.tls_socket.HANDSHAKE_S",
+    ):
+        monkeypatch.setattr(name, 0.5)
 
 
 async def ended(reader: asyncio.StreamReader) -> None:
@@ -143,6 +152,7 @@ async def nobody_waits(port: Port) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_who_falls_silent_is_left(run: Run, port: Any, credentials: Credentials):
     words = [b"", b"\x16", b"\x16\x03\x01", b"G", b"P", b"\x00"]
 
@@ -224,7 +234,6 @@ def test_of_many_that_say_nothing_the_oldest_go(
     run: Run, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(either_listener, "_MAX_UNDECIDED", 8)
-    monkeypatch.setattr(f"{__name__}.SOON_S", TIMEOUT_S)
 
     async def test() -> None:
         async with http_port(credentials) as here:

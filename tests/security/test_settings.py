@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from edge.address import is_loopback, join_address, split_address
-from edge.security.certificate import expires_at
+from edge.security.certificate import dns_names, expires_at
 from edge.security.cluster_token import TOKEN_HEADER
 from edge.security.config import PlaintextRefused, Role, SecurityConfig, SecurityError
 from edge.security.credentials import CallerRefused, Credentials
@@ -167,12 +168,24 @@ def test_the_end_of_a_certificate_is_known(until):
     assert expires_at(pem) == until.replace(tzinfo=UTC).timestamp()
 
 
+@pytest.mark.parametrize("names", [["127.0.0.1", "*.node.example", "tandem-decode"], ["::1"]])
+def test_the_names_of_our_certificate_are_known(names: list[str]):
+    """It names addresses, too, which are no names."""
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    issued = authority.issue_cert(*names, key_type=trustme.KeyType.ECDSA)
+    assert dns_names(issued.cert_chain_pems[0].bytes()) == names[1:]
+    assert dns_names(authority.cert_pem.bytes()) == []
+    assert Credentials().own_names() is None
+
+
 @given(st.binary(max_size=40))
 def test_what_is_no_certificate_is_refused(content):
     pem = f"-----BEGIN CERTIFICATE-----\n{b64encode(content).decode()}\n-----END CERTIFICATE-----\n"
     for text in (pem.encode(), content):
         with pytest.raises(SecurityError):
             expires_at(text)
+        with suppress(SecurityError):
+            assert dns_names(text) == []
 
 
 def test_the_end_of_the_certificate_in_use_is_a_metric(authority: Authority):

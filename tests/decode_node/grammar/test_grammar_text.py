@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 
 import pytest
@@ -167,13 +168,16 @@ def test_names_that_are_taken_get_a_number() -> None:
     ],
 )
 def test_a_text_that_must_come_costs_a_step_nothing_however_long_it_is(expression: str) -> None:
-    """The library spelled all of it in each step: up to 3 s, while all other rows waited."""
+    """The library spelled all of it in each step: up to 3 s, while all other rows waited. Of most
+    steps, for a busy processor makes one dear now and then."""
     made = matcher(written(expression))
+    costs = []
     for _ in range(8):
         started = time.thread_time()
         choices = allowed(made)
-        assert time.thread_time() - started < 0.02
+        costs.append(time.thread_time() - started)
         assert made.consume_token(choices[-1])
+    assert statistics.median(costs) < 0.02, costs
 
 
 @pytest.mark.parametrize("seed", range(5))

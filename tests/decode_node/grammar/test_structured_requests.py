@@ -94,6 +94,7 @@ async def test_what_cannot_be_kept_is_refused_by_name(
         assert not node.engine.requests, "nothing was computed"
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 async def test_hostile_bodies_cost_a_running_stream_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

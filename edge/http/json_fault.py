@@ -1,0 +1,29 @@
+"""Says why a body is no JSON, in words that lead to the mistake."""
+
+from __future__ import annotations
+
+import re
+
+_MAX_CHARS = 200
+_MAX_SEARCHED = 1 << 18
+"""Bytes of the longest body that is searched, in about 10 ms, during which no stream goes on."""
+_HALF = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\u"
+    rb"(?:d[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2}\\u)d[c-f][0-9a-f]{2})",
+    re.IGNORECASE,
+)
+"""Matches the escape of half a surrogate pair: who cuts text between its UTF-16 units sends it, and
+a parser says of it that the data were truncated."""
+
+
+def json_fault(body: bytes, error: Exception) -> str:
+    """Returns what is wrong with a body that raised `error` when it was decoded."""
+    if not body:
+        return "it is empty"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    if len(body) <= _MAX_SEARCHED and _HALF.search(body):
+        return "a \\u escape is half of a surrogate pair, as if text was cut inside of a character"
+    return str(error)[:_MAX_CHARS]

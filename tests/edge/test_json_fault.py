@@ -1,0 +1,33 @@
+"""Errors of bodies lead to the mistake: a client that cut text inside of a character is told so."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from edge.http.json_fault import json_fault
+
+HALF = "half of a surrogate pair"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "empty"),
+        (b'{"a": "b"', "truncated"),
+        (b'{"a": "\xff"}', "UTF-8"),
+        (b"[" * 5000, "nested too deeply"),
+        (rb'{"a": "\ud83d"}', HALF),
+        (rb'{"a": "\uD83D and \uDE00"}', HALF),
+        (rb'{"a": "\uDe00"}', HALF),
+        (rb'{"a": "\\\ud83d"}', HALF),
+        (rb'{"a": "\ud83d\ude00"', "truncated"),
+        (rb'{"a": "\\ud83d"', "truncated"),
+        (rb'{"a": "' + b"x" * (1 << 18) + rb'\ud83d"}', "truncated"),
+    ],
+    ids=range(11),
+)
+def test_the_fault_of_a_body(body: bytes, words: str) -> None:
+    with pytest.raises((msgspec.DecodeError, UnicodeDecodeError, RecursionError)) as caught:
+        msgspec.json.decode(body)
+    assert words in json_fault(body, caught.value)
