@@ -13,10 +13,10 @@ dnsPolicy: ClusterFirstWithHostNet
 {{- if (.of.network | default dict).hostNetwork }}true{{ end -}}
 {{- end -}}
 
-{{/* Where a prefill node's KV is fetched, and where a decode node fetches it from. */}}
+{{/* Where a prefill node's KV is fetched, and where a decode node fetches it from: component, of */}}
 {{- define "tandem.kvHostFlags" -}}
 {{- $host := .of.network.kvHost -}}
-{{- if eq .component "prefill" }}
+{{- if ne .component "decode" }}
 - {{ printf "--kv-host=%s" (default "$(POD_IP)" $host) | quote }}
 {{- else if $host }}
 - {{ printf "--kv-host=%s" $host | quote }}

@@ -35,7 +35,7 @@ leaderWorkerTemplate:
 
 {{/* Whether a tier is a role of a DisaggregatedSet, and not a workload of its own: root, component */}}
 {{- define "tandem.isRole" -}}
-{{- if and .root.Values.disaggregatedSet.enabled (ne .component "router") }}true{{ end -}}
+{{- if and .root.Values.disaggregatedSet.enabled (not (has .component (list "router" "node"))) }}true{{ end -}}
 {{- end -}}
 
 {{/* root, tiers, found */}}

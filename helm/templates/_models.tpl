@@ -24,7 +24,7 @@
 {{- include "tandem.overlay" (dict "base" $model "over" $own) -}}
 {{- include "tandem.overlay" (dict "base" $model "over" (default dict $entry.model)) -}}
 {{- $_ := set $values "model" $model -}}
-{{- range $tier := list "prefill" "decode" -}}
+{{- range $tier := list "prefill" "decode" "node" -}}
 {{- $laid := deepCopy (get $root.Values $tier) -}}
 {{- include "tandem.overlay" (dict "base" $laid "over" (default dict (get $entry $tier))) -}}
 {{- $_ := set $values $tier $laid -}}

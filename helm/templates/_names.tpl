@@ -24,7 +24,7 @@
 {{/* The entry of `models` that a component is of; empty for that of `model`, and for what serves all
   of them: root, component */}}
 {{- define "tandem.modelKey" -}}
-{{- if has (toString .component) (list "prefill" "decode" "pool" "preload" "calibration") -}}{{- get .root "modelKey" -}}{{- end -}}
+{{- if has (toString .component) (list "prefill" "decode" "node" "pool" "preload" "calibration") -}}{{- get .root "modelKey" -}}{{- end -}}
 {{- end -}}
 
 {{/* component name: root, component */}}

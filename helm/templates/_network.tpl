@@ -42,6 +42,11 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{- if ne (default "off" .of.settings.kvSharePrefixes) "off" -}}true{{- end -}}
 {{- end -}}
 
+{{/* Whether others fetch KV from a node: component, of */}}
+{{- define "tandem.givesKv" -}}
+{{- if ne .component "decode" -}}true{{- else -}}{{- include "tandem.sharesPrefixes" . -}}{{- end -}}
+{{- end -}}
+
 {{/* What is called on a node that others fetch KV from. */}}
 {{- define "tandem.prefillPorts" -}}
 - port: {{ int .ports.grpc }}

@@ -64,7 +64,7 @@ topologySpreadConstraints:
 
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selectorLabels" . }}
-{{- if and (ne .component "router") (ne .part "worker") }}
+{{- if and (has .component (list "prefill" "decode")) (ne .part "worker") }}
 # What endpoint pickers of gateways look for.
 llm-d.ai/inference-serving: "true"
 llm-d.ai/role: {{ .component }}

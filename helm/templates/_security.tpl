@@ -68,11 +68,20 @@
 {{- end }}
 {{- end -}}
 
-{{/* Names in a component's certificate, one a line. The first says which kind of service it is: that
-  one is demanded, since pods are dialled by address. The others are for who asks by name. */}}
+{{/* The kinds of service that a component is, one a line. */}}
+{{- define "tandem.certificateRoles" -}}
+{{- range ternary (list "prefill" "decode") (list .) (eq . "node") }}
+- {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Names in a component's certificate, one a line. The first say which kind of service it is: they
+  are demanded, since pods are dialled by address. The others are for who asks by name. */}}
 {{- define "tandem.certificateNames" -}}
 {{- $host := include "tandem.serviceHost" . -}}
-- tandem-{{ .component }}
+{{- range include "tandem.certificateRoles" .component | fromYamlArray }}
+- tandem-{{ . }}
+{{- end }}
 - {{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 - {{ include "tandem.name" . }}.{{ .root.Release.Namespace }}.svc
 - {{ $host }}

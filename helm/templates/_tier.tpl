@@ -1,4 +1,4 @@
-{{/* The pod of a tier: root, component (prefill or decode), of (the tier's values), and `part`, if
+{{/* The pod of a tier: root, component (prefill, decode or node), of (the tier's values), and `part`, if
   a node spans hosts: leader, which serves, or worker. One template for all; where they differ,
   it says so. */}}
 {{- define "tandem.tierPod" -}}
@@ -54,8 +54,11 @@ spec:
 {{- else }}
 - --port={{ int $tier.ports.http }}
 - --grpc-port={{ int $tier.ports.grpc }}
+{{- if eq .component "node" }}
+- --role={{ $tier.role }}
+{{- end }}
 {{- include "tandem.kvHostFlags" . }}
-{{- if include "tandem.sharesPrefixes" . }}
+{{- if include "tandem.givesKv" . }}
 - --kv-port={{ int $tier.ports.kv }}
 {{- end }}
 {{- if include "tandem.nodeKeySecret" .root }}
@@ -81,9 +84,9 @@ spec:
 {{- include "tandem.serviceFlags" (dict "root" .root "settings" $tier.settings) }}
 {{- end -}}
 
-{{/* Decode nodes that serve ask for the key. */}}
+{{/* Nodes that serve the API ask for the key. */}}
 {{- define "tandem.hasNodeKey" -}}
-{{- if and (eq .component "decode") (ne .part "worker") -}}{{ include "tandem.nodeKeySecret" .root }}{{- end -}}
+{{- if and (ne .component "prefill") (ne .part "worker") -}}{{ include "tandem.nodeKeySecret" .root }}{{- end -}}
 {{- end -}}
 
 {{- define "tandem.tierEnv" -}}
@@ -103,7 +106,7 @@ spec:
 {{- define "tandem.tierPorts" -}}
 - name: grpc
   containerPort: {{ int .of.ports.grpc }}
-{{- if eq .component "decode" }}
+{{- if ne .component "prefill" }}
 - name: http
   containerPort: {{ int .of.ports.http }}
 {{- end }}
@@ -111,7 +114,7 @@ spec:
   containerPort: {{ int .of.ports.metrics }}
 {{- if include "tandem.isOnHost" . }}
 # On a host's network, the scheduler keeps pods apart by the ports that they name.
-{{- if or (eq .component "prefill") (include "tandem.sharesPrefixes" .) }}
+{{- if include "tandem.givesKv" . }}
 - name: kv
   containerPort: {{ int .of.ports.kv }}
 {{- end }}
@@ -124,12 +127,13 @@ spec:
 
 {{/* The health service says SERVING while the node serves: not before the model is loaded, not
   while it drains, not with a dead or stuck engine. The kubelet cannot ask it over TLS; then it asks
-  for the same on the port of metrics. */}}
+  for the same on the port of metrics. So it does for nodes that change their role: one that drains on
+  its way must not be restarted, which only that port tells apart. */}}
 {{- define "tandem.tierProbes" -}}
 {{- $probes := .of.probes -}}
 {{- $ready := dict "grpc" (dict "port" (int .of.ports.grpc)) -}}
 {{- $alive := $ready -}}
-{{- if include "tandem.hasTls" .root -}}
+{{- if or (include "tandem.hasTls" .root) (eq .component "node") -}}
 {{- $ready = dict "httpGet" (dict "path" "/ready" "port" "metrics") -}}
 {{- $alive = dict "httpGet" (dict "path" "/health" "port" "metrics") -}}
 {{- end -}}

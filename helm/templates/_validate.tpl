@@ -122,6 +122,7 @@
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.affinity replaces what %s.topology.colocateKey would make: set one of them" $name $name)) -}}
 {{- end -}}{{- end -}}
 {{- include "tandem.mistakes.hosts" . -}}
+{{- include "tandem.mistakes.node" . -}}
 {{- include "tandem.mistakes.autoscaling" . -}}
 {{- include "tandem.mistakes.fabric" . -}}
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" $name "of" $tier) -}}
@@ -196,6 +197,7 @@
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling: minReplicas (%d) is more than maxReplicas (%d)" $name (int $scaling.minReplicas) (int $scaling.maxReplicas))) -}}
 {{- end -}}
 {{- include "tandem.mistakes.slo" . -}}
+{{- include "tandem.mistakes.sloBesideNodes" . -}}
 {{- if eq $scaling.metric "kvUtilization" -}}{{- if gt (toString $scaling.target | float64) 1.0 -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.autoscaling.target is %v, but kvUtilization is a part of 1: set for example 0.8" $name $scaling.target)) -}}
 {{- end -}}{{- end -}}

@@ -113,23 +113,36 @@
 {{/* Pods on the network of their hosts share its ports: root, tiers, found */}}
 {{- define "tandem.mistakes.hostPorts" -}}
 {{- $found := .found -}}
-{{- if hasKey .tiers "prefill" -}}
-{{- $prefill := .tiers.prefill -}}
-{{- $decode := .tiers.decode -}}
-{{- if and $prefill.network.hostNetwork $decode.network.hostNetwork -}}
-{{- range $port, $number := omit $prefill.ports "kv" -}}
-{{- range $other, $taken := $decode.ports -}}
+{{- $tiers := .tiers -}}
+{{- range $pair := list (list "prefill" "decode") (list "prefill" "node") (list "decode" "node") -}}
+{{- $one := first $pair -}}
+{{- $other := last $pair -}}
+{{- $ours := get $tiers $one -}}
+{{- $theirs := get $tiers $other -}}
+{{- if and $ours $theirs -}}{{- if and $ours.network.hostNetwork $theirs.network.hostNetwork -}}
+{{- range $port, $number := omit $ours.ports "kv" -}}
+{{- range $second, $taken := $theirs.ports -}}
 {{- if eq (int $number) (int $taken) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "prefill.ports.%s and decode.ports.%s are both %d, so with network.hostNetwork no host could run a pod of each: choose two" $port $other (int $number))) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.ports.%s and %s.ports.%s are both %d, so with network.hostNetwork no host could run a pod of each: choose two" $one $port $other $second (int $number))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- $first := int $prefill.ports.kv -}}
-{{- $last := include "tandem.lastKvPort" $prefill | int -}}
-{{- range $other, $taken := $decode.ports -}}
+{{- include "tandem.mistakes.hostKvPorts" (dict "found" $found "name" $one "of" $ours "other" $other "tier" $theirs) -}}
+{{- if eq $other "node" -}}
+{{- include "tandem.mistakes.hostKvPorts" (dict "found" $found "name" $other "of" $theirs "other" $one "tier" $ours) -}}
+{{- end -}}
+{{- end -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* found, name and of (whose KV is fetched), other and tier (who is on the same hosts) */}}
+{{- define "tandem.mistakes.hostKvPorts" -}}
+{{- if include "tandem.givesKv" (dict "component" .name "of" .of) -}}
+{{- $first := int .of.ports.kv -}}
+{{- $last := include "tandem.lastKvPort" .of | int -}}
+{{- range $port, $taken := .tier.ports -}}
 {{- if and (ge (int $taken) $first) (le (int $taken) $last) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "decode.ports.%s (%d) is one of the ports %d to %d, which KV transfer of prefill takes on the same hosts: choose another" $other (int $taken) $first $last)) -}}
-{{- end -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "%s.ports.%s (%d) is one of the ports %d to %d, which KV transfer of %s takes on the same hosts: choose another" $.other $port (int $taken) $first $last $.name)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -9,7 +9,7 @@
 {{- end -}}
 {{- $_ := set $taken $key $port -}}
 {{- end -}}
-{{- if or (eq $name "prefill") (include "tandem.sharesPrefixes" (dict "of" .tier)) -}}
+{{- if include "tandem.givesKv" (dict "component" $name "of" .tier) -}}
 {{- $first := int .tier.ports.kv -}}
 {{- $last := include "tandem.lastKvPort" .tier | int -}}
 {{- range $number, $port := $taken -}}
@@ -37,10 +37,10 @@
 {{- if eq $tls.mode "existingSecret" -}}
 {{- range $component := prepend (keys .tiers | sortAlpha) "router" -}}
 {{- if not (get $tls.existingSecret $component) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "tls.mode is existingSecret: set tls.existingSecret.%s to a Secret with tls.crt, tls.key and ca.crt, whose certificate names tandem-%s" $component $component)) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" (printf "tls.mode is existingSecret: set tls.existingSecret.%s to a Secret with tls.crt, tls.key and ca.crt, whose certificate names tandem-%s" $component (include "tandem.certificateRoles" $component | fromYamlArray | join " and tandem-"))) -}}
 {{- end -}}
 {{- end -}}
-{{- else if or $tls.existingSecret.router $tls.existingSecret.prefill $tls.existingSecret.decode -}}
+{{- else if or $tls.existingSecret.router $tls.existingSecret.prefill $tls.existingSecret.decode $tls.existingSecret.node -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "tls.existingSecret names Secrets, which tls.mode %s does not read: set tls.mode to existingSecret" $tls.mode)) -}}
 {{- end -}}
 {{- if eq $tls.mode "certManager" -}}

@@ -13,11 +13,14 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Puts the tiers that there are, with their defaults, into `into`: root, into */}}
+{{/* Puts the tiers that there are, and nodes that change between them, with their defaults, into
+  `into`: root, into */}}
 {{- define "tandem.tiers" -}}
 {{- $root := .root -}}
 {{- $into := .into -}}
-{{- range $name := ternary (list "prefill" "decode") (list "decode") $root.Values.prefill.enabled -}}
+{{- $names := ternary (list "prefill" "decode") (list "decode") $root.Values.prefill.enabled -}}
+{{- if int $root.Values.node.replicas -}}{{- $names = append $names "node" -}}{{- end -}}
+{{- range $name := $names -}}
 {{- $tier := deepCopy $root.Values.tierDefaults -}}
 {{- include "tandem.overlay" (dict "base" $tier "over" (get $root.Values $name)) -}}
 {{- $_ := set $into $name $tier -}}

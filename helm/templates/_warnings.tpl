@@ -24,7 +24,7 @@
 {{- range $scope := $scopes.list -}}
 {{- $name := printf "%s%s" (include "tandem.modelPrefix" $scope.root) $scope.component -}}
 {{- $tier := $scope.of -}}
-{{- if and (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 1) -}}
+{{- if and (eq $tier.autoscaling.kind "none") (eq (int $tier.replicas) 1) (ne $scope.component "node") -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s has one pod: %s" $name (ternary "while it is upgraded, decode nodes compute prompts themselves" "an upgrade is an outage" (eq $scope.component "prefill")))) -}}
 {{- end -}}
 {{- if $tier.network.hostNetwork -}}

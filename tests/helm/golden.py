@@ -13,7 +13,7 @@ import yaml
 from tests.helm.scenarios import rendered, reproducible
 
 FOLDER = Path(__file__).parent / "golden"
-NAMES = ("cpu", "default", "keda", "models", "production", "tls-certmanager")
+NAMES = ("cpu", "default", "keda", "models", "production", "roles", "tls-certmanager")
 
 
 def text_of(name: str) -> str:

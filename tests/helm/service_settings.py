@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import decode_node.main
 import prefill_node.main
+import role_node.main
 import router.main
 from tests.helm.helm_engine import Manifest, Rendered
 from tests.helm.scenarios import pods, rendered
@@ -34,9 +35,10 @@ keys = ["sha256:{hashlib.sha256(SECRET.encode()).hexdigest()}"]
 PROGRAMS = {
     "prefill": prefill_node.main.main,
     "decode": decode_node.main.main,
+    "node": role_node.main.main,
     "router": router.main.main,
 }
-PREFIXES = {"router": "TANDEM_ROUTER_", "prefill": "TANDEM_", "decode": "TANDEM_"}
+PREFIXES = {"router": "TANDEM_ROUTER_", **dict.fromkeys(("prefill", "decode", "node"), "TANDEM_")}
 
 
 class WrongSettings(Exception):

@@ -53,6 +53,66 @@ BETWEEN_VALUES = [
         },
         "decode.ports.http (8100) is one of the ports 8098 to 8101",
     ),
+    (
+        {"node": {"replicas": 1}, "tierDefaults": {"parallelism": {"hosts": 2}}},
+        "node.parallelism.hosts is 2, but nodes that change their role have one",
+    ),
+    (
+        {"node": {"replicas": 1, "parallelism": {"pipeline": 2}}},
+        "node.parallelism.pipeline is 2, but nodes that change their role have one",
+    ),
+    (
+        {"node": {"replicas": 1, "autoscaling": {"kind": "hpa"}}},
+        "node.autoscaling.kind is hpa, but pods of node are of two kinds",
+    ),
+    (
+        {
+            "node": {"replicas": 1},
+            "decode": {"autoscaling": {"kind": "hpa", "metric": "slo"}},
+            "router": {"settings": {"sloItlMs": 50}},
+        },
+        "decode.autoscaling.metric is slo, whose number has the pods of node in it",
+    ),
+    (
+        {
+            "node": {"replicas": 1},
+            "tierDefaults": {
+                "settings": {
+                    "speculativeConfig": '{"method": "ngram", "num_speculative_tokens": 2}'
+                }
+            },
+        },
+        "node.settings.speculativeConfig is set, which nodes that change their role refuse",
+    ),
+    (
+        {
+            "node": {"replicas": 1},
+            "inferencePool": {"enabled": True, "endpointPicker": {"name": "p"}},
+        },
+        "a label of their pods, which does not follow a role: set node.replicas to 0",
+    ),
+    (
+        {"node": {"replicas": 1}, "tierDefaults": {"network": {"hostNetwork": True}}},
+        "decode.ports.http and node.ports.http are both 8100",
+    ),
+    (
+        {
+            "node": {"replicas": 1, "ports": {"http": 1, "grpc": 2, "metrics": 3, "kv": 8098}},
+            "tierDefaults": {"network": {"hostNetwork": True}},
+        },
+        "decode.ports.http (8100) is one of the ports 8098 to 8101, which KV transfer of node",
+    ),
+    (
+        {
+            "node": {"replicas": 1},
+            "tls": {
+                "mode": "existingSecret",
+                "existingSecret": {"router": "r", "prefill": "p", "decode": "d"},
+            },
+        },
+        "set tls.existingSecret.node to a Secret with tls.crt, tls.key and ca.crt, whose "
+        "certificate names tandem-prefill and tandem-decode",
+    ),
     ({"prefill": {"kvTiers": {"diskGiB": 9}}}, "diskGiB needs prefill.kvTiers.hostGiB"),
     (
         {"prefill": {"kvTiers": {"hostGiB": 1, "diskGiB": 9, "disk": {"type": "hostPath"}}}},

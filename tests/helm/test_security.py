@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from edge.security.config import Role
+from edge.security.config import Role, roles_of
 from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
 from tests.helm.scenarios import (
     SCENARIOS,
@@ -182,6 +182,20 @@ def test_certificates_of_an_issuer_name_the_role_and_the_services() -> None:
         assert {"server auth", "client auth"} <= set(spec["usages"])
         assert spec["issuerRef"]["name"] == "tandem-ca"
         assert (spec["duration"], spec["renewBefore"]) == ("720h", "240h")
+
+
+@pytest.mark.parametrize("mode", ["tls-certmanager", "tls-generated"])
+def test_certificates_of_nodes_that_change_their_role_name_both(mode: str) -> None:
+    found = HelmSdk.shared().render(overlay(values_of(mode), {"node": {"replicas": 1}}))
+    if mode == "tls-certmanager":
+        names = found.one("Certificate", "node")["spec"]["dnsNames"]
+    else:
+        data = data_of(found, secret_of(found, "node", "/etc/tandem/tls"))
+        certificate = x509.load_pem_x509_certificate(data["tls.crt"])
+        told = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = told.get_values_for_type(x509.DNSName)
+    assert roles_of(names) == {Role.PREFILL, Role.DECODE}
+    assert "*.tandem-node.default.svc.cluster.local" in names
 
 
 @pytest.mark.parametrize("engine", ["helm-4", "helm-3"])

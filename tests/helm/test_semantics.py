@@ -31,6 +31,7 @@ from tests.helm.scenarios import (
 from tests.helm.service_settings import POD_IP, containers, settings_of
 
 TIERS = ("prefill", "decode")
+ENGINES = (*TIERS, "node")
 each_scenario = pytest.mark.parametrize("name", SCENARIOS)
 
 
@@ -218,7 +219,7 @@ def test_slow_loads_are_not_killed(name: str) -> None:
     seconds = budget.get("probes", {}).get("startup", {}).get("budgetSeconds", 1800)
     for service, container in containers(rendered(name)).items():
         probe = container["startupProbe"]
-        if service in TIERS:
+        if service in ENGINES:
             assert probe["failureThreshold"] * probe["periodSeconds"] >= seconds
             for deployment in rendered(name).all("Deployment", service):
                 assert deployment["spec"]["progressDeadlineSeconds"] > seconds
@@ -227,7 +228,7 @@ def test_slow_loads_are_not_killed(name: str) -> None:
 @each_scenario
 def test_rollouts_on_a_full_cluster_can_begin(name: str) -> None:
     """A GPU tier must free a GPU before it needs another, unless the user has spares."""
-    for service in TIERS:
+    for service in ENGINES:
         for deployment in rendered(name).all("Deployment", service):
             strategy = deployment["spec"]["strategy"]["rollingUpdate"]
             if "strategy" not in values_of(name).get(service, {}):
@@ -309,7 +310,7 @@ def restricted_violations(pod: Manifest) -> Iterator[str]:
             yield f"volume {volume['name']}"
 
 
-_TIER_VALUES = ("tierDefaults", "prefill", "decode")
+_TIER_VALUES = ("tierDefaults", *ENGINES)
 
 
 @each_scenario
@@ -338,7 +339,7 @@ def test_caches_are_where_containers_may_write(name: str) -> None:
     for service, container in containers(rendered(name)).items():
         writable = [m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")]
         variables = {v["name"]: v.get("value", "") for v in container["env"]}
-        if service in TIERS:
+        if service in ENGINES:
             for variable in ("HF_HOME", "TRITON_CACHE_DIR"):
                 path = variables[variable]
                 assert any(path == w or path.startswith(f"{w}/") for w in writable)
@@ -426,7 +427,7 @@ def test_gpus_follow_from_the_ranks(name: str) -> None:
         hosts = workload(rendered(name), service)["spec"].get("leaderWorkerTemplate", {})
         gpus = resources.get("limits", {}).get("nvidia.com/gpu", 0)
         assert gpus == resources.get("requests", {}).get("nvidia.com/gpu", 0)
-        on_gpu = service in TIERS and settings["device"] == "cuda"
+        on_gpu = service in ENGINES and settings["device"] == "cuda"
         ranks = 0
         if on_gpu:
             ranks = settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]
