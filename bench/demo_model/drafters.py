@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.demo_model.corpus import documents
 from bench.demo_model.eagle3_head import Eagle3Trainee
+from bench.demo_model.lesson import Lesson, lesson
 from bench.demo_model.medusa_heads import MedusaTrainee
 
 DEMO = Path("cli/demo_checkpoint")
@@ -47,21 +48,6 @@ class DrafterRecipe:
     learning_rate: float = 2e-3
     warmup_steps: int = 40
     seed: int = 31
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """Holds a batch of texts as the model sees them.
-
-    Attributes:
-        tokens: [B, T].
-        streams: [B, T, H] each: in front of every layer, and behind the last norm.
-        probabilities: [B, T, V], of the token behind each place.
-    """
-
-    tokens: Tensor
-    streams: tuple[Tensor, ...]
-    probabilities: Tensor
 
 
 @torch.no_grad()
@@ -90,12 +76,6 @@ def own_texts(model: PreTrainedModel, tokenizer: Tokenizer, recipe: DrafterRecip
         )
         print(f"{128 * len(parts)} texts", flush=True)
     return torch.cat(parts)
-
-
-@torch.no_grad()
-def lesson(model: PreTrainedModel, tokens: Tensor) -> Lesson:
-    out = model(tokens, output_hidden_states=True)
-    return Lesson(tokens, out.hidden_states, out.logits.softmax(-1))
 
 
 def train(

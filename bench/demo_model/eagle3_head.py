@@ -8,15 +8,14 @@ see keys and values of true features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from bench.demo_model.drafters import Lesson
+from bench.demo_model.lesson import Lesson
 
 DRAFT_VOCAB = 640
 """The head may guess so many tokens: those that the model says most."""

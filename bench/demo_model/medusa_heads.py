@@ -5,15 +5,14 @@ Head k guesses from the model's output at p the token at p + 2 + k; the model it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from bench.demo_model.drafters import Lesson
+from bench.demo_model.lesson import Lesson
 
 NUM_HEADS = 3
 

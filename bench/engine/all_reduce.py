@@ -1,12 +1,13 @@
-"""All-reduce of small messages: over memory that ranks share, in one shot and in two, and by NCCL.
+"""All-reduce of small messages: over memory that ranks share, in one shot and in two, and by NCCL;
+or the all-gather and reduce-scatter of data-parallel groups.
 
-    python -m bench.engine.all_reduce --ranks 2 --out bench/results/all-reduce.json
-    python -m bench.engine.all_reduce --ranks 2 --plan auto+push     # see the setting
+    python -m bench.engine.all_reduce --ranks 2
     python -m bench.engine.all_reduce --ranks 2 --tune               # how messages are shared out
-    python -m bench.engine.all_reduce --ranks 2 --norm               # with residual stream and norm
+    python -m bench.engine.all_reduce --ranks 2 --exchange [--tune]  # of rows between groups
 
 One process and one GPU a rank; each time is of a call inside a CUDA graph, the mean over ranks.
-`--tune` prints the quickest of each way by size; a star marks what is taken by default.
+`--tune` prints the quickest of each way by size; a star marks what is taken by default. Results:
+bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -14,33 +15,37 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench.engine.rank_processes import require_gpus, run_ranks
+from bench.record import write_result
 from cli.cluster import free_ports
 from engine.distributed import ParallelGroup
-from engine.peer_reducer import PeerReducer, ReducePlan, microseconds_in_graph
+from engine.mapped_memory import MAX_BYTES
+from engine.peer_exchanger import ExchangeLimits, PeerExchanger
+from engine.peer_reducer import PeerReducer
+from engine.peer_timing import microseconds_in_graph
 from tandem_kernels.collectives.peer_memory import ReduceTuning
-from tandem_kernels.collectives.peer_push import push_tuning
-from tandem_kernels.collectives.peer_reduce import TUNING
-from tandem_kernels.elementwise.rms_norm import fused_add_rms_norm
+from tandem_kernels.collectives.peer_reduce import reduce_tuning
 
-SIZES = (8 << 10, 128 << 10, 512 << 10, 2 << 20)
-"""Bytes of a message: 1, 16, 64 and 256 rows of 4096 numbers in half precision."""
+SIZES = (8 << 10, 128 << 10, 512 << 10, 2 << 20, 16 << 20, 64 << 20)
+"""Bytes of a message: 1, 16, 64, 256, 2048 and 8192 rows of 4096 numbers in half precision."""
 HIDDEN = 4096
+ROWS = (1, 16, 128, 1024, 8192)
+"""Rows of a rank that groups exchange, `--hidden` wide."""
 _SHAPES = ((1024, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16), (16384, 16))
 """Numbers that a program has in flight, and its warps."""
 _BLOCKS = (8, 16, 32, 64, 128)
 _SHOWN = 4
 
 
-def mean_us(group: ParallelGroup, call: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def mean_us(group: ParallelGroup, call: Callable[[Tensor], object], x: Tensor) -> float:
     """Returns the mean over ranks, which all measure at once."""
     own = torch.tensor([microseconds_in_graph(call, x)], device=x.device)
     return float(group.all_gather(own).mean())
@@ -49,17 +54,17 @@ def mean_us(group: ParallelGroup, call: Callable[[Tensor], Tensor], x: Tensor) -
 def tune(group: ParallelGroup, reducer: PeerReducer, dtype: torch.dtype) -> list[dict[str, object]]:
     """Times all ways to share messages out, and prints the quickest of each size."""
     found: list[dict[str, object]] = []
-    for size, pushes, two_shot in itertools.product(SIZES, (False, True), (False, True)):
+    for size, two_shot in itertools.product(SIZES, (False, True)):
         count = size // dtype.itemsize
         x = torch.zeros(count, dtype=dtype, device=torch.device("cuda", group.rank))
-        usual = push_tuning(count // group.size if two_shot else count) if pushes else TUNING
+        usual = reduce_tuning(count // group.size if two_shot else count)
         shapes = (ReduceTuning(blocks, *shape) for blocks in _BLOCKS for shape in _SHAPES)
         timed = []
         for tuning in dict.fromkeys((usual, *shapes)):
-            call = partial(reducer.reduce_by, two_shot=two_shot, pushes=pushes, tuning=tuning)
+            call = partial(reducer.reduce_by, two_shot=two_shot, tuning=tuning)
             timed.append((mean_us(group, call, x), tuning))
         timed.sort(key=lambda item: item[0])
-        way = f"{'push' if pushes else 'pull'}, {'two' if two_shot else 'one'} shot"
+        way = f"{'two' if two_shot else 'one'} shot"
         for us, tuning in timed if group.rank == 0 else ():
             if tuning == usual or us <= timed[_SHOWN - 1][0]:
                 print(f"{size:8} {way} {us:6.1f} {'*' if tuning == usual else ' '} {tuning}")
@@ -67,64 +72,83 @@ def tune(group: ParallelGroup, reducer: PeerReducer, dtype: torch.dtype) -> list
     return found
 
 
-def time_norms(
-    group: ParallelGroup, reducer: PeerReducer, dtype: torch.dtype
+def tune_exchange(
+    group: ParallelGroup, exchanger: PeerExchanger, dtype: torch.dtype, hidden: int
 ) -> list[dict[str, object]]:
-    """Times sum, residual stream and norm in one launch, and in two."""
-    device = torch.device("cuda", group.rank)
-    weight = torch.ones(HIDDEN, dtype=dtype, device=device)
+    """Times all ways to share rows out between programs, and prints the quickest of each number."""
     found: list[dict[str, object]] = []
-    for size in SIZES:
-        x = torch.zeros(size // dtype.itemsize // HIDDEN, HIDDEN, dtype=dtype, device=device)
-        residual = torch.zeros_like(x)
-
-        def one(x: Tensor, residual: Tensor = residual) -> Tensor:
-            normed = reducer.reduce_norm(x, residual, weight, 1e-5)
-            assert normed is not None, "messages of this size fit"
-            return normed
-
-        def two(x: Tensor, residual: Tensor = residual) -> Tensor:
-            summed = reducer.reduce(x)
-            summed = group.all_reduce(x) if summed is None else summed
-            return fused_add_rms_norm(summed, residual, weight, 1e-5)[0]
-
-        both = {"one launch": mean_us(group, one, x), "two": mean_us(group, two, x)}
-        found.append({"bytes": size, **both})
-        if group.rank == 0:
-            print(found[-1])
+    exchanger.limits = ExchangeLimits(MAX_BYTES, MAX_BYTES)
+    tunings = [ReduceTuning(blocks, *shape) for blocks in _BLOCKS for shape in _SHAPES]
+    for rows in ROWS:
+        x = torch.zeros(rows, hidden, dtype=dtype, device=torch.device("cuda", group.rank))
+        slots, wide = torch.arange(rows, device=x.device), x.repeat(group.size, 1)
+        if exchanger.gather(x, slots, rows) is None or exchanger.sum_own_rows(wide) is None:
+            break
+        ways = {
+            "gather": (partial(exchanger.gather, slot_mapping=slots, num_rows=rows), x),
+            "scatter": (exchanger.sum_own_rows, wide),
+        }
+        for way, (call, given) in ways.items():
+            timed = [
+                (mean_us(group, partial(call, tuning=tuning), given), tuning)
+                for tuning in (None, *tunings)
+            ]
+            usual = timed[0][0]
+            for us, tuning in sorted(timed[1:], key=lambda item: item[0])[:_SHOWN]:
+                if group.rank == 0:
+                    print(f"{rows:6} rows {way:8} {us:6.1f} of {usual:6.1f} {tuning}")
+                found.append({"rows": rows, "way": way, "us": us, "tuning": repr(tuning)})
     return found
+
+
+def measure_reduce(group: ParallelGroup, arguments: argparse.Namespace) -> dict[str, object]:
+    """Returns what the start of a node finds of all-reduces."""
+    dtype = getattr(torch, arguments.dtype)
+    group.share_memory(dtype, HIDDEN, SIZES[-1] // HIDDEN // dtype.itemsize)
+    reducer = group.reducer
+    if reducer is None:
+        sys.exit("ranks do not share memory")
+    result: dict[str, object] = {
+        "chosen": str(reducer.limits),
+        "microseconds": {size: asdict(times) for size, times in reducer.times.items()},
+    }
+    return result | ({"tuned": tune(group, reducer, dtype)} if arguments.tune else {})
+
+
+def measure_exchange(group: ParallelGroup, arguments: argparse.Namespace) -> dict[str, object]:
+    """Returns what the start of a node finds of the exchange of rows."""
+    dtype = getattr(torch, arguments.dtype)
+    group.exchange_by_writes(dtype, arguments.hidden, ROWS[-1])
+    exchanger = group.exchanger
+    if exchanger is None:
+        sys.exit("ranks do not share memory")
+    result: dict[str, object] = {
+        "hidden": arguments.hidden,
+        "chosen": str(exchanger.limits),
+        "microseconds": {size: asdict(times) for size, times in exchanger.times.items()},
+    }
+    if arguments.tune:
+        result["tuned"] = tune_exchange(group, exchanger, dtype, arguments.hidden)
+    return result
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
     """Measures in one rank; the first one writes."""
-    device, dtype = torch.device("cuda", rank), getattr(torch, arguments.dtype)
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    measure = measure_exchange if arguments.exchange else measure_reduce
     with ParallelGroup(rank, arguments.ranks, device, rendezvous) as group:
-        group.share_memory(dtype, ReducePlan.parse(arguments.plan))
-        reducer = group.reducer
-        if reducer is None:
-            sys.exit("ranks do not share memory")
         result = {
             "device": torch.cuda.get_device_name(device),
             "torch": torch.__version__,
             "ranks": arguments.ranks,
             "dtype": arguments.dtype,
-            "plan": arguments.plan,
-            "chosen": str(reducer.limits),
-            "microseconds": {
-                size: dict(zip(("one_shot", "two_shot", "nccl"), times, strict=True))
-                for size, times in reducer.times.items()
-            },
+            **measure(group, arguments),
         }
-        if arguments.tune:
-            result["tuned"] = tune(group, reducer, dtype)
-        if arguments.norm:
-            result["norms"] = time_norms(group, reducer, dtype)
         if rank == 0:
-            text = json.dumps(result, indent=1)
-            print(text, flush=True)
-            if arguments.out is not None:
-                arguments.out.write_text(text + "\n")
+            print(json.dumps(result, indent=1))
+            name = arguments.name or ("token_exchange" if arguments.exchange else "all_reduce")
+            print(write_result(name, result), flush=True)
         torch.cuda.synchronize(device)
 
 
@@ -134,24 +158,14 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--plan", default="auto", help="as --all-reduce, but not nccl")
     parser.add_argument("--tune", action="store_true", help="time all ways to share messages out")
-    parser.add_argument("--norm", action="store_true", help="time sums with their norms")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--exchange", action="store_true", help="of rows between groups")
+    parser.add_argument("--hidden", type=int, default=2048, help="width of these rows")
+    parser.add_argument("--name", default="", help="of the result file; default: by what it is of")
     arguments = parser.parse_args()
-    if torch.cuda.device_count() < arguments.ranks:
-        sys.exit(f"{arguments.ranks} GPUs are needed, and {torch.cuda.device_count()} are here")
+    require_gpus(arguments.ranks)
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=run_rank, args=(rank, arguments, rendezvous))
-        for rank in range(arguments.ranks)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    sys.exit(max(process.exitcode or 0 for process in ranks))
+    sys.exit(run_ranks(arguments.ranks, run_rank, arguments, rendezvous))
 
 
 if __name__ == "__main__":

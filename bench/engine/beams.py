@@ -5,9 +5,11 @@
     python -m bench.engine.beams --device cpu --shape tiny        the same engine here
 
 A step takes all beams, or choices, of all searches one token further. The scheduler's part: its
-time, the bytes of its messages to workers, blocks that they copy and tables that they are sent. The
-engine's: milliseconds a step, and how often the host waited for the GPU in steps that were started
-(nothing may). Writes bench/results/beams-scheduler.json or beams-DEVICE.json.
+time, what of it is the selection across the beams of searches, the bytes of its messages to
+workers, blocks that they copy and tables that they are sent. The engine's: milliseconds a step, of
+which the worker's host takes some to start it, beside choices with as many log probabilities as
+beams have candidates; and how often the host waited for the GPU in steps that were started (nothing
+may). Writes bench/results/beams-scheduler.json or beams-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ import random
 import statistics
 import time
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -33,6 +38,7 @@ from engine.outputs import ModelRunnerOutput, RowSiblings, SiblingTokens, TokenL
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import BeamParams, SamplingParams
+from engine.sched.beam_search import BeamSearch, Hypothesis
 from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.speed.offline_engine import offline_engine
@@ -40,7 +46,12 @@ from kv_transfer.no_connector import NoConnectorScheduler
 
 _BLOCK_SIZE = 64
 _MAX_TOKENS = 128
-_NUM_CANDIDATES = 16
+_CASES = [(width, num_searches, 500) for width in (4, 8, 16) for num_searches in (1, 16, 64)] + [
+    (4, 8, 64),
+    (4, 8, 2000),
+]
+"""Triples (width, searches, tokens of their prompts)."""
+_MOST_ROWS = 512
 
 
 @dataclass(slots=True)
@@ -54,6 +65,7 @@ class SchedulerCost:
     prompt_tokens: int
     step_us: float
     step_us_each: float
+    selection_us: float
     message_bytes: float
     copies: float
     table_entries: float
@@ -77,18 +89,47 @@ class Guesses(Workers):
                     RowSiblings(row, result.epochs[index], SiblingTokens(tokens))
                 )
             if new.sampling.logprobs is not None:
-                tokens = self._rng.sample(range(1, 100_000), _NUM_CANDIDATES)
+                tokens = self._rng.sample(range(1, 100_000), new.sampling.logprobs)
                 scores = sorted((-4 * self._rng.random() for _ in tokens), reverse=True)
                 found = TokenLogprobs([tokens[0], *tokens], [scores[0], *scores], 1)
                 result.logprobs[index] = found
         return result
 
 
+class SelectionTimer:
+    """Takes the time of selections in `measured()`."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._select = BeamSearch.advance
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        def advance(search: BeamSearch, found: Sequence[TokenLogprobs]) -> list[Hypothesis]:
+            began = time.perf_counter()
+            chosen = self._select(search, found)
+            self._seconds += time.perf_counter() - began
+            return chosen
+
+        with patch.object(BeamSearch, "advance", advance):
+            yield
+
+    def take(self) -> float:
+        """Returns the seconds since the last time."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 def asked(kind: str, index: int, width: int, prompt: list[int]) -> EngineCoreRequest:
-    """Returns a request for `width` answers of `_MAX_TOKENS` tokens."""
+    """Returns a request for `width` answers of `_MAX_TOKENS` tokens: beams, sampled choices, or
+    choices with the candidates that beams would have."""
     beam = BeamParams(width) if kind == "beams" else None
     sampling = SamplingParams(
-        temperature=0.0 if beam else 1.0, max_tokens=_MAX_TOKENS, ignore_eos=True, beam=beam
+        temperature=0.0 if beam else 1.0,
+        max_tokens=_MAX_TOKENS,
+        ignore_eos=True,
+        beam=beam,
+        logprobs=BeamParams(width).num_candidates(0) if kind == "candidates" else None,
     )
     return EngineCoreRequest(
         request_id=f"{index:032x}",
@@ -98,7 +139,15 @@ def asked(kind: str, index: int, width: int, prompt: list[int]) -> EngineCoreReq
     )
 
 
-def cost_of(kind: str, num_searches: int, width: int, num_prompt_tokens: int) -> SchedulerCost:
+def cost_of(kind: str, width: int, num_searches: int, num_prompt_tokens: int) -> SchedulerCost:
+    timer = SelectionTimer()
+    with timer.measured():
+        return _cost_of(kind, width, num_searches, num_prompt_tokens, timer)
+
+
+def _cost_of(
+    kind: str, width: int, num_searches: int, num_prompt_tokens: int, timer: SelectionTimer
+) -> SchedulerCost:
     rng = random.Random(num_searches)
     config = make_config(num_searches * width, _BLOCK_SIZE)
     blocks = num_searches * (num_prompt_tokens + width * 4 * _MAX_TOKENS) // _BLOCK_SIZE + 64
@@ -108,8 +157,10 @@ def cost_of(kind: str, num_searches: int, width: int, num_prompt_tokens: int) ->
         scheduler.add_request(Request(asked(kind, index, width, prompt)))
     workers = Guesses(rng)
     encoder = msgspec.msgpack.Encoder()
-    times, sizes, copies, tables = [], [], [], []
+    times, selections, sizes, copies, tables = [], [], [], [], []
     gc.collect()
+    gc.freeze()  # As engines do, whose collector is seldom.
+    gc.disable()
     while scheduler.has_unfinished_requests():
         began = time.perf_counter()
         step = scheduler.schedule()
@@ -118,12 +169,15 @@ def cost_of(kind: str, num_searches: int, width: int, num_prompt_tokens: int) ->
         result = workers.execute(step)
         again = time.perf_counter()
         scheduler.update_from_output(step, result)
-        ended = time.perf_counter()
+        ended, selection_s = time.perf_counter(), timer.take()
         if len(result.rows) == num_searches * width:
             times.append(1e6 * (ended - again + scheduled - began))
+            selections.append(1e6 * selection_s)
             sizes.append(len(encoder.encode(step)))
             copies.append(len(step.block_copies))
             tables.append(sum(len(new.block_ids) for new in step.new_reqs))
+    gc.enable()
+    gc.unfreeze()
     assert len(times) > _MAX_TOKENS / 2 and scheduler.stats().num_preemptions == 0
     step_us = statistics.median(times)
     return SchedulerCost(
@@ -133,28 +187,28 @@ def cost_of(kind: str, num_searches: int, width: int, num_prompt_tokens: int) ->
         num_prompt_tokens,
         round(step_us, 1),
         round(step_us / (num_searches * width), 1),
+        round(statistics.median(selections), 1),
         round(statistics.median(sizes), 1),
         round(statistics.mean(copies), 2),
         round(statistics.mean(tables), 1),
     )
 
 
-def of_scheduler(width: int) -> dict[str, object]:
+def of_scheduler() -> dict[str, object]:
     found = []
-    for num_prompt_tokens in (64, 2000):
-        for num_searches in (1, 8):
-            costs = [
-                cost_of(kind, num_searches, width, num_prompt_tokens)
-                for kind in ("choices", "beams")
-            ]
-            found += [asdict(cost) for cost in costs]
-            for cost in costs:
-                print(
-                    f"{cost.kind:>8}  {num_searches} x {width} behind {num_prompt_tokens:4}:  "
-                    f"{cost.step_us:8.1f} us a step, {cost.step_us_each:6.1f} each, "
-                    f"{cost.message_bytes:9.0f} bytes, {cost.copies:5.2f} blocks copied",
-                    flush=True,
-                )
+    for case in _CASES:
+        width, num_searches, num_prompt_tokens = case
+        if width * num_searches > _MOST_ROWS:
+            continue
+        for cost in (cost_of("choices", *case), cost_of("beams", *case)):
+            found.append(asdict(cost))
+            print(
+                f"{cost.kind:>8}  {num_searches} x {width} behind {num_prompt_tokens:4}:  "
+                f"{cost.step_us:8.1f} us a step, {cost.step_us_each:6.1f} each, "
+                f"selection {cost.selection_us:6.1f}, "
+                f"{cost.message_bytes:9.0f} bytes, {cost.copies:5.2f} blocks copied",
+                flush=True,
+            )
     return {"max_tokens": _MAX_TOKENS, "block_size": _BLOCK_SIZE, "costs": found}
 
 
@@ -190,21 +244,24 @@ def of_engine(device: str, shape: str, width: int, num_prompt_tokens: int) -> di
     executor = WatchedExecutor(config)
     with offline_engine(config, executor) as engine:
         for num_searches in (1, 8):
-            for kind in ("choices", "beams", "choices", "beams"):  # The second time is warm.
+            for kind in 2 * ("choices", "candidates", "beams"):  # The second time is warm.
                 prompts = [
                     engine.request(num_prompt_tokens, 1).spec.prompt_token_ids
                     for _ in range(num_searches)
                 ]
                 executor.num_waits = 0
-                steps = engine.core.stats().num_steps
+                before = engine.core.stats()
                 began = time.perf_counter()
                 engine.run([asked(kind, i, width, prompt) for i, prompt in enumerate(prompts)])
                 seconds = time.perf_counter() - began
-                steps = engine.core.stats().num_steps - steps
+                after = engine.core.stats()
+                steps = after.num_steps - before.num_steps
+                host_s = after.worker_host_s - before.worker_host_s
                 name = f"{kind} {num_searches} x {width}"
                 figures[name] = {
                     "ms_per_token": round(1000 * seconds / _MAX_TOKENS, 3),
                     "steps_per_token": round(steps / _MAX_TOKENS, 2),
+                    "worker_host_ms": round(1000 * host_s / steps, 3),
                     "waits": executor.num_waits,
                 }
                 print(f"{name}: {figures[name]}", flush=True)
@@ -219,7 +276,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     args = parser.parse_args()
     if args.device is None:
-        print(write_result("beams-scheduler", of_scheduler(args.width)))
+        print(write_result("beams-scheduler", of_scheduler()))
         return
     figures = of_engine(args.device, args.shape, args.width, args.prompt_tokens)
     print(write_result(f"beams-{args.device}", figures))

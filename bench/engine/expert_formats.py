@@ -28,10 +28,19 @@ _BF16_FLOPS_PER_US = 690e6
 """A large bf16 GEMM on an H200, as measured inside our steps."""
 _EACH_PAIR = (
     (8, 64, 64, 1, 3), (8, 64, 64, 1, 5), (8, 64, 64, 2, 3), (8, 64, 64, 2, 5), (8, 64, 128, 2, 3),
-    (8, 128, 64, 2, 3), (8, 128, 64, 2, 5), (16, 64, 128, 4, 3),
+    (8, 128, 64, 2, 3), (8, 128, 64, 2, 5), (16, 64, 128, 4, 3), (8, 64, 64, 2, 7),
+    (8, 64, 64, 2, 9), (8, 64, 128, 2, 4),
 )  # fmt: skip
 """Rows, cols, depth, warps and stages of MXFP4 pairs by themselves. With 8 rows four warps would
-have to share rows and outputs, and shuffle."""
+have to share rows and outputs, and shuffle. With 7 stages an SM has room for 7 programs of the
+first GEMM, which in 5 splits has 6.8 for each: they cannot gather on some SMs."""
+_UNROLLED_FEW = (8, 64, 64, 2, 2), (8, 128, 64, 2, 2), (16, 128, 64, 4, 2)
+_UNROLLED_MANY = (
+    (64, 64, 64, 4, 2), (64, 128, 64, 4, 2), (64, 128, 64, 8, 2), (64, 256, 64, 8, 2),
+    (128, 64, 64, 4, 2), (128, 128, 64, 8, 2),
+)  # fmt: skip
+"""Rows, cols, depth, warps and stages of three steps in a turn, which take fewer instructions a
+weight."""
 _POWERS = 0x76767676
 """Bytes of exponents, as `mxfp4_tiles` keeps them, of small weights."""
 
@@ -244,7 +253,7 @@ class Mxfp4Weights(ExpertWeights):
     @classmethod
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
         if rows_per_expert < 0.3:
-            for size, splits in itertools.product(_EACH_PAIR, (3, 5, 9, 15)):
+            for size, splits in itertools.product(_EACH_PAIR, (3, 5, 8, 9, 15)):
                 yield ExpertTuning(*size, splits=splits, each_pair=True)
         if rows_per_expert <= 8:
             few = (
@@ -259,11 +268,16 @@ class Mxfp4Weights(ExpertWeights):
                 if rows_per_expert < 0.2 and cols == 64:
                     yield ExpertTuning(rows, cols, depth, warps, stages, splits=2)
                     yield ExpertTuning(rows, cols, depth, warps, stages, splits=4)
+            for size in _UNROLLED_FEW:
+                if 0.2 < rows_per_expert <= size[0] / 2:
+                    yield ExpertTuning(*size, unroll=3)
         elif rows_per_expert <= 32:
             for rows, cols, depth, stages in itertools.product(
                 (16, 32, 64), (64, 128), (64, 128), (3, 4, 5)
             ):
                 yield ExpertTuning(rows, cols, depth, cols // 16, stages)
+            for rows, cols in itertools.product((16, 32), (64, 128)):
+                yield ExpertTuning(rows, cols, 64, cols // 32, 2, unroll=3)
         else:
             many = (
                 (64, 64, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 3), (128, 64, 128, 4, 3),
@@ -274,6 +288,11 @@ class Mxfp4Weights(ExpertWeights):
             for size, extra, group in itertools.product(many, (0, 16, 32), (1, 8)):
                 if extra == 0 or size[0] * size[1] <= 128 * 128:
                     yield ExpertTuning(*size, group=group, extra_rows=extra)
+            for size, extra, unroll in itertools.product(_UNROLLED_MANY, (0, 16, 32), (2, 3)):
+                spares = extra > 0
+                yield ExpertTuning(*size, extra_rows=extra, spares_extra=spares, unroll=unroll)
+            for size in ((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 8, 3)):
+                yield ExpertTuning(*size, extra_rows=16, spares_extra=True)
 
 
 class Int4Weights(ExpertWeights):

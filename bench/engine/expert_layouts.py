@@ -10,7 +10,7 @@
 Decode: the median step at batch 1 to 256, 1024 tokens of context. Prompts: one of 2048 tokens
 alone, and many at once. Weights and prompts are random, so experts are chosen evenly.
 
-    python -m bench.engine.expert_layouts                              two GPUs, about 15 minutes
+    python -m bench.engine.expert_layouts                              two GPUs, about 5 minutes
     python -m bench.engine.expert_layouts --layouts TP1,EP2 --batches 1,64
     python -m bench.engine.expert_layouts --device cpu --shape tiny-experts --batches 1,4 \\
         --context 32 --steps 4 --prompts 2 --length 64                 whether it runs
@@ -51,7 +51,9 @@ class Figure:
 def measure(layout: str, arguments: argparse.Namespace) -> list[Figure]:
     """Returns all figures of one layout. Starts and ends its engine."""
     parallel = LAYOUTS[layout]
-    if parallel.num_ranks > 1 and parallel.data_parallel_size == 1:
+    num_groups = parallel.data_parallel_size
+    sizes = {-(-batch // count) for batch in arguments.batches for count in (1, num_groups)}
+    if parallel.num_ranks > 1 and num_groups == 1:
         parallel = replace(parallel, all_reduce=arguments.all_reduce)
     config = shape_config(
         arguments.shape,
@@ -59,11 +61,13 @@ def measure(layout: str, arguments: argparse.Namespace) -> list[Figure]:
         max_num_seqs=max(arguments.batches),
         max_model_len=arguments.max_model_len,
         block_size=128 if arguments.device == "cuda" else 16,
+        capture_sizes=tuple(sorted(sizes)),
         quantization=arguments.quantization,
+        enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
     )
     cache = config.cache
     if arguments.device == "cpu":
-        cache = replace(cache, num_blocks=512)
+        cache = replace(cache, num_blocks=1024)
     config = replace(config, parallel=parallel, cache=cache)
     budget = config.scheduler.max_num_batched_tokens
     found: list[Figure] = []
@@ -104,8 +108,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--max-model-len", type=int, default=9216)
-    parser.add_argument("--all-reduce", default="nccl", help="of TP2 and EP2; see the setting")
+    parser.add_argument("--all-reduce", default="auto", help="of TP2 and EP2; see the setting")
     parser.add_argument("--quantization", default="", help="of the weights, such as fp8-block")
+    parser.add_argument("--enabled-fast-paths", default="", help="by comma, such as group-writes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--name", default="", help="of the result file; default: by shape")
     return parser.parse_args()

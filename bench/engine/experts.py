@@ -3,6 +3,7 @@
     python -m bench.engine.experts                 # a layer, with the tables as they are
     python -m bench.engine.experts --tune          # sweep, and write the table of this GPU
     python -m bench.engine.experts --tune --shape mixtral-8x7b --ranks 2 --tables FOLDER
+    python -m bench.engine.experts --tune --shape gpt-oss-120b --format mxfp4 --tokens 2048,8192
     python -m bench.engine.experts --shape gpt-oss-120b --format mxfp4
 
 The floor is the bytes of the experts that are touched over what a copy reaches, or the operations
@@ -18,6 +19,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,13 @@ from bench.engine.kernel_timing import copy_bytes_per_us, graph_us
 from bench.record import write_result
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows
-from tandem_kernels.experts.expert_tuning import TABLES, ExpertTable, ExpertTuning, Range
+from tandem_kernels.experts.expert_tuning import (
+    TABLES,
+    ExpertTable,
+    ExpertTuning,
+    Range,
+    nearest_table,
+)
 
 _TOKENS = (1, 4, 16, 64, 256, 2048, 8192)
 _SETS = 8
@@ -86,11 +94,11 @@ class Layer:
 
 
 def candidates(
-    kind: type[ExpertWeights], shape: LayerShape
+    kind: type[ExpertWeights], shape: LayerShape, tokens: Sequence[int]
 ) -> list[tuple[int, bool, ExpertTuning]]:
     return [
         (num_tokens, gated, tuning)
-        for num_tokens in _TOKENS
+        for num_tokens in tokens
         for gated in (True, False)
         for tuning in kind.tunings(num_tokens * shape.top_k / shape.num_experts)
     ]
@@ -102,14 +110,17 @@ def smaller(shape: LayerShape) -> LayerShape:
 
 
 def tune(
-    kind: type[ExpertWeights], shape: LayerShape, part: tuple[int, int] | None
+    kind: type[ExpertWeights],
+    shape: LayerShape,
+    tokens: Sequence[int],
+    part: tuple[int, int] | None,
 ) -> dict[bool, Timed]:
-    """Returns the time of every tuning, of the first GEMM (True) and of the second. With `part`
-    only compiles every so many-th."""
+    """Returns the time of every tuning for steps of `tokens`, of the first GEMM (True) and of the
+    second. With `part` only compiles every so many-th."""
     found: dict[bool, Timed] = {True: {}, False: {}}
     held = kind(shape if part is None else smaller(shape))
     layer: Layer | None = None
-    for index, (num_tokens, gated, tuning) in enumerate(candidates(kind, shape)):
+    for index, (num_tokens, gated, tuning) in enumerate(candidates(kind, shape, tokens)):
         if part is not None and index % part[1] != part[0]:
             continue
         if layer is None or len(layer.x) != num_tokens:
@@ -139,17 +150,28 @@ def ranges(times: Timed, rows_per_token: float) -> tuple[Range, ...]:
     return tuple(parts)
 
 
+def completed(times: Timed, table: ExpertTable, rows_per_token: float, *, gated: bool) -> Timed:
+    """Returns `times` with what a table says about steps of the sizes that were not timed."""
+    kept = {size: table.choose(size * rows_per_token, gated=gated) for size in _TOKENS}
+    return {size: times.get(size, [(0.0, kept[size])]) for size in _TOKENS}
+
+
 def write_table(
     kind: type[ExpertWeights], shape: LayerShape, found: dict[bool, Timed], tables: Path
 ) -> Path:
-    """Writes the table of a shape on this GPU, and prints the three fastest of each step."""
+    """Writes the table of a shape on this GPU, and prints the three fastest of each step. Steps of
+    other sizes, where not all were timed, keep what the table there says."""
     for gated, times in found.items():
         for num_tokens, timed in times.items():
             for us, tuning in sorted(timed, key=lambda item: item[0])[:3]:
                 print(f"T={num_tokens} {'gate-up' if gated else 'down'} {us:.1f} us {tuning}")
     rows = shape.top_k / shape.num_experts
+    gpu, name = gpu_name(torch.device("cuda")), kind.table_shape(shape)
+    if set(found[True]) < set(_TOKENS):
+        before = nearest_table(name, gpu, tables)
+        found = {gated: completed(found[gated], before, rows, gated=gated) for gated in found}
     table = ExpertTable(gate_up=ranges(found[True], rows), down=ranges(found[False], rows))
-    path = tables / gpu_name(torch.device("cuda")) / kind.table_shape(shape).file_name
+    path = tables / gpu / name.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(table.to_json())
     return path
@@ -183,9 +205,17 @@ def main() -> None:
     parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the weights")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--tune", action="store_true", help="sweep the tunings, write the table")
+    parser.add_argument(
+        "--tokens",
+        type=lambda text: tuple(int(number) for number in text.split(",")),
+        default=_TOKENS,
+        help="of the steps to sweep, comma separated, among those of a table",
+    )
     parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the tables")
     parser.add_argument("--part", help="I/N: only compile every N-th from I on")
     given = parser.parse_args()
+    if not set(given.tokens) <= set(_TOKENS):
+        parser.error(f"--tokens: a table is of {_TOKENS}")
     whole, kind = SHAPES[given.shape], FORMATS[given.format]
     shape = replace(whole, width=whole.width // given.ranks)
     if not given.tune:
@@ -194,11 +224,12 @@ def main() -> None:
         print(write_result(f"experts-{given.shape}-{given.format}", figures))
     elif given.part is None:
         options = ["--shape", given.shape, "--format", given.format, "--ranks", str(given.ranks)]
+        options += ["--tokens", ",".join(map(str, given.tokens))]
         compile_all(options, min(16, os.cpu_count() or 1))
-        print(write_table(kind, shape, tune(kind, shape, None), given.tables))
+        print(write_table(kind, shape, tune(kind, shape, given.tokens, None), given.tables))
     else:
         index, count = map(int, given.part.split("/"))
-        tune(kind, shape, (index, count))
+        tune(kind, shape, given.tokens, (index, count))
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, rotations
+from bench.engine.tile_timing import compare_tiles
 from bench.name_lists import names_among
 from bench.record import write_result
 from tandem_kernels.gemm.few_row_gemm import (
@@ -34,7 +33,6 @@ from tandem_kernels.gemm.few_row_gemm import (
 SHAPES = {"qkv": (5120, 2880), "o": (2880, 4096), "router": (128, 2880)}
 """Outputs and inputs."""
 ROWS = (1, 2, 4, 8, 16)
-_SHOWN = 5
 
 
 def tunings(num_rows: int, num_outputs: int) -> Iterator[FewRowTuning]:
@@ -69,27 +67,18 @@ def measure(name: str, num_rows: int, bytes_per_us: float) -> dict[str, object]:
         out = torch.empty(num_rows, num_outputs, dtype=kind)
     added = None if is_router else bias
     usual = graph_us([partial(library, x, weight, bias, is_router) for weight in weights])
-    timed = []
-    for tuning in dict.fromkeys(tunings(num_rows, num_outputs)):
-        calls = [partial(run_few_rows, x, weight, added, out, tuning) for weight in weights]
-        try:
-            timed.append((graph_us(calls), tuning))
-        except OutOfResources:
-            timed.append((math.inf, tuning))
-    taken = timed[0][1]
     floor = weights[0].nbytes / bytes_per_us
     print(f"{name} rows={num_rows}: library {usual:.1f} us, floor {floor:.1f}")
-    shown = sorted(timed, key=lambda item: item[0])
-    for us, tuning in [*shown[:_SHOWN], timed[0]]:
-        print(f"    {us:6.1f} {'*' if tuning == taken else ' '} {tuning}")
+    times = compare_tiles(
+        tunings(num_rows, num_outputs),
+        lambda tuning: [partial(run_few_rows, x, weight, added, out, tuning) for weight in weights],
+    )
     return {
         "shape": name,
         "rows": num_rows,
         "library_us": usual,
         "floor_us": floor,
-        "taken_us": timed[0][0],
-        "best_us": shown[0][0],
-        "best": repr(shown[0][1]),
+        **times,
     }
 
 

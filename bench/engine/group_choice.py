@@ -150,7 +150,6 @@ class Node:
         self._choice, self._rng = choice, random.Random(1)
         self._is_whole = is_whole
         self._now = 0.0
-        self._decoding: list[set[int]] = [set() for _ in range(groups)]
         self.own_s = self.all_s = 0.0
         """Seconds in which groups computed, on average, and those that steps took."""
 

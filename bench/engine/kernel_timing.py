@@ -20,17 +20,25 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
     graph.
     """
     repeated = list(calls) * max(1, 16 // len(calls))
+    return statistics.median(replay_times(repeated, replays + 2, calls)[2:])
+
+
+def replay_times(
+    calls: Sequence[Callable[[], object]],
+    replays: int,
+    warm_up: Sequence[Callable[[], object]] | None = None,
+) -> list[float]:
+    """Returns the microseconds of one call in each replay of a CUDA graph of `calls`, from the
+    first one on. `warm_up`: those that run before they are recorded; None: all."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for call in repeated[: len(calls)]:
+        for call in calls if warm_up is None else warm_up:
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = [call() for call in repeated]
-    for _ in range(2):
-        graph.replay()
+        kept = [call() for call in calls]
     times = []
     for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -38,9 +46,9 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(repeated))
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
     del kept
-    return statistics.median(times)
+    return times
 
 
 def eager_us(call: Callable[[], object], repeats: int = 12) -> float:

@@ -5,8 +5,7 @@ what each pays for rows that are not its own.
     python -m bench.engine.lengths --plan                   # without a GPU: padding and tiles alone
     python -m bench.engine.lengths                          # 300 to 4000 tokens, 8B shape
     python -m bench.engine.lengths --first 500 --last 1100 --step 23
-    python -m bench.engine.lengths --enabled-fast-paths finer-prompt-graphs,long-prompt-graphs \\
-        --name lengths-finer
+    python -m bench.engine.lengths --disabled-fast-paths prompt-graphs --name lengths-launched
     python -m bench.engine.lengths --peer vllm.json         # {"300": 9.1, ...}: milliseconds
 
 Lengths take turns, so that a GPU that gets warmer slows all of them alike. Results:
@@ -113,6 +112,7 @@ def main() -> None:
     config = shape_config(
         arguments.shape,
         device=arguments.device,
+        max_model_len=max(arguments.last + 64, 9216),
         tensor_parallel_size=arguments.tp,
         enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),

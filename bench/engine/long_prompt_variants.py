@@ -31,7 +31,13 @@ _STEPS = 2
 _CASES = {
     "8192": ((8192,), 0),
     "4 x 2048": ((2048,) * 4, 0),
+    "4 x 2112": ((2112,) * 4, 0),
     "4 x 2048 behind 8192": ((2048,) * 4, 8192),
+    "8192 behind 8192": ((8192,), 8192),
+    "1024 behind 8192": ((1024,), 8192),
+    "896": ((896,), 0),
+    "768": ((768,), 0),
+    "640": ((640,), 0),
     "8 x 1024": ((1024,) * 8, 0),
     "2 x 8192": ((8192, 8192), 0),
 }
@@ -54,13 +60,17 @@ def candidates(model: VariantModel, case: str, parts: set[str]) -> list[Candidat
     lengths, num_cached = _CASES[case]
     lengths = tuple(min(length, model.longest) for length in lengths)
     ways = model.attention_ways()
-    present = model.prefill_step(lengths, ways.pop("present"), num_cached)
+    chosen = ways.pop("present")
+    present = model.prefill_step(lengths, chosen, num_cached)
     own = model.prefill_step(lengths, ways.pop("triton"), num_cached)
     first, *others = long_prompt_variants()
     found = [Candidate(first, present)]
     if "steps" in parts:
         found += [Candidate(variant, present) for variant in others]
+        kept = model.prefill_step(lengths, chosen, num_cached, keeps_rows=True)
+        found.append(Candidate(Variant("last layer of sampled rows"), kept))
     if "attention" in parts:
+        found.append(Candidate(Variant("triton"), own))
         if num_cached == 0:
             found += [
                 Candidate(Variant(name), model.prefill_step(lengths, backend))

@@ -8,10 +8,10 @@ without adapters, with one and with eight in the batch. First token: of a prompt
     python -m bench.engine.lora                      # Llama 3.1 8B's shape on one GPU
     python -m bench.engine.lora --device cpu         # a tiny model
     python -m bench.engine.lora --quantization fp8   # of a model with weights in FP8
-    python -m bench.engine.lora --forms              # and of the ways to compute few rows
+    python -m bench.engine.lora --forms "beside,one launch" --batches 1,16
 
-`--forms` has a third and a fourth engine, with what `--enabled-fast-paths lora-few-rows` and
-`lora-few-rows,lora-beside` turn on, and measures decode steps alone.
+`--forms` names the ways that are compared, each with an engine of its own, and measures decode
+steps alone.
 
 Weights and prompts are random. Goals: at 16 requests with 8 adapters 1.10 of the first engine, and
 without adapters 1.01. Results: bench/results/lora.json, of forms lora-forms.json.
@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import statistics
 import tempfile
 import time
@@ -35,6 +37,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.engine.offline import QUANTIZATIONS, SHAPES, config_json, shape_config
+from bench.name_lists import names_among
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
@@ -45,15 +48,13 @@ from engine.models.adapter_files import read_adapter
 from engine.request_spec import AdapterRef
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 
-_KV_BYTES = 12 << 30
-_KV_BYTES_OF_FORMS = 6 << 30
 FORMS: dict[str, tuple[NewFastPath, ...]] = {
-    "two launches": (),
-    "few rows": ("lora-few-rows",),
-    "few rows, beside": ("lora-few-rows", "lora-beside"),
+    "beside": (),
+    "one launch": ("lora-one-launch",),
 }
 """Names the ways to compute adapters of few rows, with what turns them on."""
 _WARM_UP_TOKENS = 4
+_LEAST_KV_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ PLANS = {
 def write_adapters(
     folder: Path, shape: str, count: int, rank: int, scale: float = 0.01
 ) -> tuple[LoRAModule, ...]:
-    """Writes random adapters for all linear layers of a dense shape."""
+    """Writes random adapters for all linear layers of a dense shape, whose numbers are from one
+    pool, each matrix's from another place in it."""
     config = config_json(shape)
     hidden, inner = int(str(config["hidden_size"])), int(str(config["intermediate_size"]))
     heads, kv_heads = (int(str(config[f"num_{name}_heads"])) for name in ("attention", "key_value"))
@@ -92,16 +94,22 @@ def write_adapters(
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+    torch.manual_seed(0)
+    pool = (scale * torch.randn((4 << 20) + rank * max(map(max, sizes.values())))).bfloat16()
+    starts = random.Random(0)
+
+    def numbers(*size: int) -> torch.Tensor:
+        start = starts.randrange(4 << 20)
+        return pool[start : start + math.prod(size)].view(size).clone()
+
     modules = []
     for index in range(count):
-        torch.manual_seed(index)
         tensors = {}
         for layer in range(int(str(config["num_hidden_layers"]))):
             for name, (outputs, inputs) in sizes.items():
                 prefix = f"base_model.model.model.layers.{layer}.{name}"
-                a, b = torch.randn(rank, inputs), torch.randn(outputs, rank)
-                tensors[f"{prefix}.lora_A.weight"] = (scale * a).bfloat16()
-                tensors[f"{prefix}.lora_B.weight"] = (scale * b).bfloat16()
+                tensors[f"{prefix}.lora_A.weight"] = numbers(rank, inputs)
+                tensors[f"{prefix}.lora_B.weight"] = numbers(outputs, rank)
         path = folder / f"adapter-{index}"
         path.mkdir()
         save_file(tensors, path / "adapter_model.safetensors")
@@ -178,11 +186,12 @@ def measure_forms(
     refs: Sequence[AdapterRef],
     plan: Plan,
 ) -> dict[str, object]:
-    """Takes the engines in turns: the first one, and those of each form with one adapter and with
-    all of them."""
+    """Takes the engines in turns: the first one, and those of each form without adapters, with one
+    and with all of them."""
     cases = {"base": (plain, refs[:0])}
     for form, engine in adapted.items():
-        cases |= {f"{form}, {len(some)}": (engine, some) for some in (refs[:1], refs)}
+        counts = refs[:0], refs[:1], refs
+        cases |= {f"{form}, {len(some)}": (engine, some) for some in counts}
     for engine, some in cases.values():
         engine.run(requests_of(engine, max(1, len(some)), some, plan.context, _WARM_UP_TOKENS))
     return _decode_times(cases, plan)
@@ -218,11 +227,13 @@ def main() -> None:
     parser.add_argument("--quantization", choices=sorted(QUANTIZATIONS), default="")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--forms", action="store_true", help="compare the ways to compute few rows")
+    parser.add_argument("--forms", type=names_among(FORMS), help="ways to compute few rows")
+    parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))))
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     shape = args.shape or ("llama-3.1-8b" if on_gpu else "tiny")
     plan = PLANS[args.device]
+    plan = replace(plan, batches=args.batches or plan.batches)
     limits = {} if on_gpu else {"max_model_len": 512}
     config = shape_config(
         shape,
@@ -233,7 +244,7 @@ def main() -> None:
         **limits,
     )
     if on_gpu:
-        size = _KV_BYTES_OF_FORMS if args.forms else _KV_BYTES
+        size = _kv_bytes(shape, max(plan.batches) * (plan.context + 2 * plan.num_steps))
         config = replace(config, cache=replace(config.cache, kv_cache_memory_bytes=size))
     with tempfile.TemporaryDirectory() as name:
         modules = write_adapters(Path(name), shape, args.adapters, args.rank)
@@ -248,8 +259,8 @@ def main() -> None:
             plain = stack.enter_context(_engine(config))
             if args.forms:
                 adapted = {
-                    form: stack.enter_context(_engine(_beside(config, lora, *paths)))
-                    for form, paths in FORMS.items()
+                    form: stack.enter_context(_engine(_beside(config, lora, *FORMS[form])))
+                    for form in args.forms
                 }
                 figures = measure_forms(plain, adapted, refs, plan)
             else:
@@ -258,6 +269,15 @@ def main() -> None:
     about = {"shape": shape, "rank": args.rank, "quantization": args.quantization or "none"}
     name = "-".join(filter(None, ("lora", "forms" if args.forms else "", args.quantization)))
     print(write_result(name if on_gpu else f"{name}_cpu", {**about, **figures}))
+
+
+def _kv_bytes(shape: str, num_tokens: int) -> int:
+    """Returns what so many tokens take: were it less, not all requests would decode at once."""
+    config = config_json(shape)
+    layers, kv_heads, head_dim = (
+        int(str(config[name])) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    )
+    return max(num_tokens, _LEAST_KV_TOKENS) * 4 * layers * kv_heads * head_dim
 
 
 def _beside(config: EngineConfig, lora: LoRAConfig, *paths: NewFastPath) -> EngineConfig:

@@ -226,7 +226,7 @@ def shape_config(
     enabled_fast_paths: tuple[NewFastPath, ...] = (),
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
-    all_reduce: str = "nccl",
+    all_reduce: str = "auto",
     quantization: str = "",
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> EngineConfig:

@@ -44,6 +44,16 @@ REFERENCES = {
         "prefill 12 x 8192": Reference(38.6, 38.6, 42.0),
         "throughput 256 x 2000/150": Reference(15.96, 15.9, 13.5),
     },
+    "llama-3.1-8b-tp2": {
+        "decode 1": Reference(3.51, 3.4, 3.0),
+        "decode 16": Reference(3.93, 3.85, 3.4),
+        "decode 64": Reference(4.90, 4.8, 4.3),
+        "decode 256": Reference(10.22, 10.0, 9.0),
+        "prefill 2048 alone": Reference(34.4, 33.0, 27.0),
+        "prefill 8192 alone": Reference(132.0, 120.0, 110.0),
+        "prefill 16 x 2048": Reference(72.1, 77.0, 82.0),
+        "prefill 4 x 8192": Reference(66.0, 71.0, 76.0),
+    },
     "llama-3.1-8b-fp8-kv-fp8": {
         "decode 1": Reference(3.54, 3.4, 2.7),
         "decode 16": Reference(3.90, 3.8, 3.1),

@@ -118,7 +118,7 @@ class Workers:
             del self._rows[row]
             self._decode.discard(row)
         for new in step.new_reqs:
-            left = len(new.prefill_token_ids) // 4 - new.num_computed_tokens
+            left = new.prefill_len - new.num_computed_tokens
             self._rows[new.row] = (new.epoch, left)
         self._decode.update(step.decode_add)
         self._decode.difference_update(step.decode_remove)

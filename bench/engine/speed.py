@@ -4,6 +4,7 @@
 Decode: all requests of a batch have 1024 tokens of prompt; the time of each of the next 128 steps.
 Short: one prompt of up to 512 tokens alone, until its first token. Prefill: the same for long
 prompts, and many at once, prompt tokens per second.
+Row, prompt: the first of decode and of prefill alone, for comparisons.
 Throughput: 256 requests at once, 2000 tokens in, 150 out. Small: fewer of both, as measured for
 mixtures of experts.
 
@@ -11,6 +12,7 @@ mixtures of experts.
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
     python -m bench.engine.speed --breakdown              # also: where the time of a step goes
     python -m bench.engine.speed --tp 2 --cases decode    # two GPUs
+    python -m bench.engine.speed --shape gpt-oss-120b --uniform-routing
     python -m bench.engine.speed --quantization fp8       # or fp8-block, int4
     python -m bench.engine.speed --quantization fp8 --kv-cache-dtype fp8
 
@@ -21,15 +23,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 import matplotlib
 
 from bench.engine.offline import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.references import REFERENCES, Reference
+from bench.engine.uniform_routing import uniform_routing
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
+from engine.config import EngineConfig
+from engine.executor.uniproc_executor import UniprocExecutor
 from engine.speed.measurements import (
     decode_steps,
     duration_s,
@@ -105,6 +111,12 @@ CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
         lambda engine: measure_prefill(engine, 32, 2048),
         lambda engine: measure_prefill(engine, 12, 8192),
     ],
+    "row": [lambda engine: measure_decode(engine, 1)],
+    "prompt": [lambda engine: measure_single_prefill(engine, 2048)],
+    "many": [
+        lambda engine: measure_prefill(engine, 16, 2048),
+        lambda engine: measure_prefill(engine, 4, 8192),
+    ],
     "throughput": [lambda engine: measure_throughput(engine, 256)],
     "small": [
         lambda engine: measure_prefill(engine, 16, 2048),
@@ -165,17 +177,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cases",
         type=names_among(CASES),
-        default=[case for case in CASES if case != "small"],
+        default=[case for case in CASES if case not in ("row", "prompt", "many", "small")],
         help="comma separated",
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
-    parser.add_argument("--all-reduce", default="nccl", help="see the setting")
+    parser.add_argument("--all-reduce", default="auto", help="see the setting")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="", help="of the weights")
     parser.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "bfloat16", "fp8"),
         default="auto",
         help="see the setting",
+    )
+    parser.add_argument(
+        "--uniform-routing", action="store_true", help="to experts, in one process, on one GPU"
     )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
@@ -187,12 +202,47 @@ def parse_arguments() -> argparse.Namespace:
         "--disabled-fast-paths", default="", help="comma separated; see the setting"
     )
     parser.add_argument("--enabled-fast-paths", default="", help="comma separated; see the setting")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="see the setting")
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
     arguments = parser.parse_args()
-    if arguments.breakdown and arguments.tp > 1:
-        parser.error("--breakdown profiles the worker in this process: it is for one GPU")
+    if (arguments.breakdown or arguments.uniform_routing) and arguments.tp > 1:
+        parser.error("--breakdown and --uniform-routing run the worker in this process: one GPU")
     return arguments
+
+
+def config_of(arguments: argparse.Namespace) -> EngineConfig:
+    return shape_config(
+        arguments.shape,
+        enforce_eager=arguments.enforce_eager,
+        attention_backend=arguments.attention_backend,
+        deterministic=arguments.deterministic,
+        disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
+        enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
+        capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        tensor_parallel_size=arguments.tp,
+        all_reduce=arguments.all_reduce,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+    )
+
+
+def run_cases(
+    config: EngineConfig, cases: Sequence[str], results: dict[str, object], *, in_process: bool
+) -> list[Figure]:
+    """Measures on one engine, and adds to `results` how it started."""
+    figures: list[Figure] = []
+    with offline_engine(config, UniprocExecutor(config) if in_process else None) as engine:
+        results["start_s"] = round(engine.start_s, 1)
+        results["num_blocks"] = engine.core.num_blocks
+        print(f"started in {engine.start_s:.1f} s, {engine.core.num_blocks} blocks", flush=True)
+        engine.run([engine.request(100, 20) for _ in range(4)])
+        for case in cases:
+            for measure in CASES[case]:
+                figures.append(measure(engine))
+                print(figures[-1], flush=True)
+    return figures
 
 
 def main() -> None:
@@ -206,45 +256,29 @@ def main() -> None:
     figures: list[Figure] = []
     results: dict[str, object] = {"shape": arguments.shape, "tensor_parallel_size": arguments.tp}
     cases = arguments.cases
-    config = shape_config(
-        arguments.shape,
-        enforce_eager=arguments.enforce_eager,
-        attention_backend=arguments.attention_backend,
-        deterministic=arguments.deterministic,
-        disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
-        enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
-        capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
-        tensor_parallel_size=arguments.tp,
-        all_reduce=arguments.all_reduce,
-        quantization=arguments.quantization,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-    )
+    config = config_of(arguments)
     results["quantization"] = arguments.quantization
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
+    results["uniform_routing"] = arguments.uniform_routing
     results["enabled_fast_paths"] = config.device.enabled_fast_paths
-    if cases:
-        with offline_engine(config) as engine:
-            results["start_s"] = round(engine.start_s, 1)
-            results["num_blocks"] = engine.core.num_blocks
-            print(f"started in {engine.start_s:.1f} s, {engine.core.num_blocks} blocks", flush=True)
-            engine.run([engine.request(100, 20) for _ in range(4)])
-            for case in cases:
-                for measure in CASES[case]:
-                    figures.append(measure(engine))
-                    print(figures[-1], flush=True)
-    results["cases"] = [asdict(figure) for figure in figures]
-    if arguments.breakdown:
-        from bench.engine.step_breakdown import measure_breakdown
+    results["max_num_batched_tokens"] = arguments.max_num_batched_tokens
+    with ExitStack() as stack:
+        if arguments.uniform_routing:
+            stack.enter_context(uniform_routing(config.scheduler.max_num_batched_tokens))
+        if cases:
+            figures = run_cases(config, cases, results, in_process=arguments.uniform_routing)
+        if arguments.breakdown:
+            from bench.engine.step_breakdown import measure_breakdown
 
-        results["breakdown"] = measure_breakdown(
-            arguments.shape, arguments.quantization, arguments.kv_cache_dtype
-        )
+            results["breakdown"] = measure_breakdown(config)
+    results["cases"] = [asdict(figure) for figure in figures]
     references = REFERENCES.get(f"{arguments.shape}{suffix}", {})
     print_table(figures, references)
     if any(figure.case in references for figure in figures):
         RESULTS.mkdir(exist_ok=True)
-        plot(figures, references, f"one H200, shape of {arguments.shape}, bf16", name)
+        gpus = "one H200" if arguments.tp == 1 else f"{arguments.tp} H200"
+        plot(figures, references, f"{gpus}, shape of {arguments.shape}, bf16", name)
     print(write_result(name, results))
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine.offline import shape_config
-from engine.config import EngineConfig, KVCacheDtype
+from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.sched.output import SchedulerOutput
 from engine.speed.offline_engine import OfflineEngine, StepResult, offline_engine
@@ -84,15 +84,11 @@ class TimedExecutor(UniprocExecutor):
         self.host_us.append(1e6 * (time.perf_counter() - started))
 
 
-def measure_breakdown(
-    shape: str, quantization: str = "", kv_cache_dtype: KVCacheDtype = "auto"
-) -> dict[str, object]:
-    config = shape_config(
-        shape,
-        capture_sizes=_BATCHES,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+def measure_breakdown(config: EngineConfig) -> dict[str, object]:
+    """Profiles the steps of an engine that is as `config` says but for its CUDA graphs, which are
+    of the batches that are looked at."""
+    device = replace(config.device, cudagraph_capture_sizes=_BATCHES)
+    config = replace(config, device=device)
     executor = TimedExecutor(config)
     found: dict[str, object] = {}
     with offline_engine(config, executor) as engine:
@@ -103,6 +99,8 @@ def measure_breakdown(
             case = f"prefill {count} x {length}"
             found[case] = _profile_prefill(engine, executor, count, length)
             _print(case, found[case])
+        found["mixed"] = _profile_mixed(engine)
+        _print("mixed", found["mixed"])
     return found
 
 
@@ -141,7 +139,7 @@ def _profile_decode(
 
     num_prefill_steps = -(-batch * 1024 // 8192)
     engine.run([engine.request(1024, num_prefill_steps + 60) for _ in range(batch)], on_step)
-    figures = kernel_times(_cuda_events(profiler)).per_step()
+    figures = kernel_times(cuda_events(profiler)).per_step()
     figures["step_ms"] = round(1e3 * (plain_at[-1] - plain_at[0]) / max(1, len(plain_at) - 1), 3)
     figures["host_us"] = round(statistics.median(plain_host), 1)
     return figures
@@ -163,12 +161,35 @@ def _profile_prefill(
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    figures = kernel_times(_cuda_events(profiler)).per_step()
+    figures = kernel_times(cuda_events(profiler)).per_step()
     figures["host_us"] = round(host_us, 1)
     return figures
 
 
-def _cuda_events(profiler: profile) -> list[CudaEvent]:
+def _profile_mixed(engine: OfflineEngine) -> dict[str, object]:
+    """Runs many requests at once without the profiler, and again with it for steps in the middle of
+    their prompts, in which those that came first decode. `steps_ms`: of all steps that brought
+    tokens, as the host saw them without it."""
+    requests, profiled = 256, range(30, 30 + _PROFILED_STEPS)
+    steps = engine.run([engine.request(2000, 150) for _ in range(requests)])
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    count = 0
+
+    def on_step(step: StepResult) -> None:
+        nonlocal count
+        count += 1
+        if count in (profiled.start, profiled.stop):
+            torch.cuda.synchronize()
+            (profiler.start if count == profiled.start else profiler.stop)()
+
+    engine.run([engine.request(2000, 150) for _ in range(requests)], on_step)
+    figures = kernel_times(cuda_events(profiler)).per_step()
+    gaps = [round(1e3 * (after.at - before.at), 1) for before, after in pairwise(steps)]
+    return {**figures, "steps_ms": gaps}
+
+
+def cuda_events(profiler: profile) -> list[CudaEvent]:
+    """Returns the kernels and copies that a profiler has seen, in order."""
     return sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events() or []

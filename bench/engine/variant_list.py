@@ -113,6 +113,7 @@ def long_prompt_variants() -> list[Variant]:
         Variant("present"),
         Variant("norms add", residual_rows=_NEVER),
         Variant("activation apart", gate_up_rows=_NEVER),
+        Variant("activation in the GEMM", gate_up_rows=_ALWAYS),
         Variant("MLP by 4096", residual_rows=_ALWAYS, mlp_rows=4096),
         Variant("cuBLASLt", blas="cublaslt"),
         Variant("PDL", long_pdl=True),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bench.engine.offline import shape_config
 from engine.config import KVCacheDtype
-from engine.layers.attention.backend import AttentionBackend
+from engine.layers.attention.backend import AttentionBackend, PrefillChunk
+from engine.layers.attention.context_passes import context_passes
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.flash_attention import FlashPrefill
 from engine.layers.attention.paged import PagedBackend
@@ -100,19 +101,33 @@ class VariantModel:
         return lambda: self.model.compute_logits(step())
 
     def prefill_step(
-        self, lengths: tuple[int, ...], backend: AttentionBackend, num_cached: int = 0
+        self,
+        lengths: tuple[int, ...],
+        backend: AttentionBackend,
+        num_cached: int = 0,
+        *,
+        keeps_rows: bool = False,
     ) -> Callable[[], Tensor]:
         """Prompts behind `num_cached` tokens that are in the cache; gives the logits of their last
-        tokens. Uncached prompts are attended apart, as the runner has it."""
+        tokens. Uncached prompts are attended apart, as the runner has it. `keeps_rows`: behind its
+        attention the last layer computes these tokens alone."""
         lengths = tuple(sorted(lengths, reverse=True))
         num_cached = min(num_cached, self.longest_context)
         positions = torch.cat([torch.arange(n, device=self.device) for n in lengths]) + num_cached
         metadata = self._metadata([n + num_cached for n in lengths], list(lengths))
-        if isinstance(backend, UncachedPrefillBackend) and num_cached == 0:
+        if isinstance(backend, UncachedPrefillBackend):
             apart = tuple(n for n in lengths if n >= backend.dense.min_tokens)
-            metadata = split_metadata(metadata, apart) if apart else metadata
-        step = self._step(positions, metadata, backend)
+            if apart and num_cached == 0:
+                metadata = split_metadata(metadata, apart)
+            elif apart and backend.expands_contexts:
+                chunks = [PrefillChunk(-1, n, num_cached) for n in apart]
+                passes = context_passes(chunks, metadata.block_tables, backend.pass_tokens)
+                metadata = split_metadata(metadata, (), apart, passes)
         last = metadata.query_start_loc[1:].long() - 1
+        if keeps_rows:
+            kept = self._step(positions, metadata, backend, last)
+            return lambda: self.model.compute_logits(kept())
+        step = self._step(positions, metadata, backend)
         return lambda: self.model.compute_logits(step().index_select(0, last))
 
     def attention_ways(self) -> dict[str, AttentionBackend]:
@@ -137,9 +152,14 @@ class VariantModel:
         positions: Tensor,
         metadata: AttentionMetadata,
         backend: AttentionBackend,
+        kept: Tensor | None = None,
     ) -> Callable[[], Tensor]:
         counts = metadata.query_start_loc.diff()
-        requests = torch.repeat_interleave(counts)
+        requests, ends = torch.repeat_interleave(counts), None
+        if kept is not None:
+            each = torch.arange(len(counts) + 1, dtype=torch.int32, device=self.device)
+            bounds = metadata.block_tables, each, metadata.seq_lens
+            ends = AttentionMetadata(*bounds, len(counts), 1, metadata.max_seq_len)
         blocks = metadata.block_tables[requests, positions // self._block_size].long()
         slots = blocks * self._block_size + positions % self._block_size
         generator = torch.Generator(self.device).manual_seed(1)
@@ -154,10 +174,11 @@ class VariantModel:
                 ForwardInputs(
                     ids,
                     positions,
-                    (GroupInputs(slots, ordered),),
+                    (GroupInputs(slots, ordered, ends),),
                     self.kv_caches,
                     backend,
                     lambda layer: None,
+                    kept=kept,
                 )
             )
             return hidden

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import select
+import time
 import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ _PATTERN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One measurement. `held`: leading tokens of the prompt that decode has already."""
+    """One measurement. `held`: leading tokens of the prompt that decode has already. `limit_s`: of
+    one transfer."""
 
     transport: PullTransportName
     streams: int
@@ -44,6 +46,7 @@ class Case:
     held: int = 0
     staging_bytes: int = 512 << 20
     data: str = "stream"
+    limit_s: float = 60.0
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
@@ -211,6 +214,7 @@ class KVPair:
     def __init__(self, caches: Caches, case: Case) -> None:
         self.caches = caches
         self._held = case.held
+        self._limit_s = case.limit_s
         self._producer = _connector("kv_producer", caches, case)
         self._consumer = _connector("kv_consumer", caches, case)
         self._poller = select.poll()
@@ -227,7 +231,8 @@ class KVPair:
         return self._producer.process_pids, self._consumer.process_pids
 
     def run(self) -> None:
-        """Runs until everything has arrived."""
+        """Runs until everything has arrived. Raises SystemExit when that takes too long."""
+        latest = time.monotonic() + self._limit_s
         caches, num_tokens = self.caches, self.caches.num_tokens
         self._transfer_id = transfer_id = uuid.uuid4().hex
         export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
@@ -246,6 +251,11 @@ class KVPair:
         self._producer.request_finished(sent)
         while transfer_id not in self._received:
             self._poll()
+            if time.monotonic() > latest:
+                raise SystemExit(
+                    f"{caches.num_bytes} bytes did not arrive within {self._limit_s:g} s "
+                    f"(--limit-s); the transfer processes are {self.pids}"
+                )
 
     @property
     def num_bytes(self) -> int:

@@ -17,6 +17,9 @@ are taken within a turn. The KV is carried in both ways that nodes can be told t
     python -m bench.kv.transfer --gpus 0 1               from GPU 0 to GPU 1, over TCP
     python -m bench.kv.transfer --gpus 0 1 --data cuda_ipc,stream
 
+Standard error tells each stage as it begins and each transfer as it ends, so a run that is cut off
+says where it stood; `--limit-s` ends one that hangs. bench.kv.nixl_stages looks at NIXL alone.
+
 What is not swept stays as its flag says. `hit-rate` is the percentage of the prompt that decode
 holds already: only the rest may cross the wire. Writes bench/results/NAME.json and a plot.
 """
@@ -27,7 +30,9 @@ import argparse
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +45,7 @@ from bench.kv.pair import Caches, Case, HostCaches, KVPair, llama_8b, make_cache
 from bench.kv.raw_tcp import RawTcp
 from bench.kv.turns import Row, Turn, measure, summarise
 from bench.record import RESULTS, write_result
+from edge.logs.setup import LogStyle, setup_logging
 from edge.security.config import SecurityConfig
 
 matplotlib.use("Agg")
@@ -141,6 +147,10 @@ def certificates() -> SecurityConfig:
     )
 
 
+def say(line: str) -> None:
+    print(f"{time.monotonic():10.3f} {line}", file=sys.stderr, flush=True)
+
+
 def take_turns(
     caches: Caches, pairs: dict[str, KVPair], raw: RawPart | None, case: Case, num_turns: int
 ) -> dict[str, list[Turn]]:
@@ -152,7 +162,11 @@ def take_turns(
             measured[_RAW_TCP] = raw.turn()
         for transport, pair in pairs.items():
             caches.clear()
-            measured[transport] = measure(*pair.pids, pair.run, lambda pair=pair: pair.num_bytes)
+            found = measure(*pair.pids, pair.run, lambda pair=pair: pair.num_bytes)
+            measured[transport] = found
+            say(
+                f"turn {turn}, {transport}: {found.num_bytes / 1e6:.0f} MB in {found.seconds:.4f} s"
+            )
             caches.check_kv(case.held)
             pair.settle()
         for transport, result in measured.items():
@@ -163,6 +177,7 @@ def take_turns(
 
 def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]:
     gpus = tuple(args.gpus) if args.gpus else None
+    say(f"caches of {case.tokens} tokens ...")
     caches = make_caches(llama_8b(case.block_size), case.tokens, gpus)
     pairs: dict[str, KVPair] = {}
     raw = None
@@ -170,7 +185,9 @@ def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]
         for transport in args.transports:
             security = certificates() if transport.endswith(_TLS) else SecurityConfig()
             kind = transport.removesuffix(_TLS)
+            say(f"{case.processes} + {case.processes} transfer processes, {case.data}, {kind} ...")
             pairs[transport] = KVPair(caches, replace(case, transport=kind, security=security))
+        say("ready; transfers ...")
         raw = None if args.no_raw_tcp else RawPart(caches, case)
         turns = take_turns(caches, pairs, raw, case, args.turns)
     finally:
@@ -259,6 +276,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--gpus", type=int, nargs=2, metavar=("FROM", "TO"), help="caches on GPUs; default: host"
     )
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of each transfer")
     parser.add_argument("--no-raw-tcp", action="store_true", help="do not compare with it")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--realtime", action="store_true", help="round-robin scheduling (root)")
@@ -270,6 +288,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    setup_logging(LogStyle(), "bench")
     if args.realtime:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_REALTIME_PRIORITY))
     sweep = SWEEPS[args.sweep]
@@ -282,6 +301,7 @@ def main() -> None:
         tokens=args.tokens,
         staging_bytes=args.staging_mib << 20,
         data=args.data,
+        limit_s=args.limit_s,
     )
     default = f"kv_transfer_{args.sweep.replace('-', '_')}"
     name = default if args.name is None else args.name

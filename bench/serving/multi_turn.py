@@ -2,7 +2,7 @@
 """Conversations of many turns with tool calls, against a cluster whose prefill nodes have ever more
 places to take a prompt's beginning from.
 
-    python -m bench.serving.multi_turn                            two GPUs or more, 64 sessions
+    python -m bench.serving.multi_turn --shape llama-3.1-8b       two GPUs or more, 64 sessions
     python -m bench.serving.multi_turn --device cpu --small       the demo checkpoint, a few minutes
 
 Each session is a chat of --turns turns: a long opening that several sessions share (instructions
@@ -30,14 +30,17 @@ import random
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
+from bench.engine.offline import SHAPES
 from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import Outcome, stream_completion
+from bench.serving.pd_cluster import model_folder
 from bench.serving.report import distribution_ms
 from bench.serving.soak import metrics_url, until_nothing_is_held
 from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
@@ -160,9 +163,10 @@ def specs_of(mode: str, settings: UpSettings, args: argparse.Namespace) -> list[
     if decode:
         decode += ["--kv-share-prefixes", args.share]
     more = {"prefill": prefill, "decode": decode}
+    node_args = [*(["--load-format", "dummy"] if args.shape else []), *args.node_args.split()]
     return [
         replace(spec, argv=(*spec.argv, *more.get(spec.name.partition("-")[0], [])))
-        for spec in cluster_specs(settings, args.node_args.split())
+        for spec in cluster_specs(settings, node_args)
     ]
 
 
@@ -174,9 +178,9 @@ async def sources(client: aiohttp.ClientSession, nodes: list[Service]) -> Counte
     return found
 
 
-async def run_mode(mode: str, args: argparse.Namespace) -> dict[str, Any]:
+async def run_mode(mode: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     settings = UpSettings(
-        model=args.model or str(DEMO_CHECKPOINT),
+        model=model,
         prefill=args.prefill,
         decode=args.decode,
         tp=args.tp,
@@ -261,6 +265,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="", help="default: the demo checkpoint")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights in its place")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--prefill", type=int, default=2)
@@ -282,12 +287,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def run_all(args: argparse.Namespace) -> dict[str, Any]:
+async def run_all(model: str, args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     first: dict[int, str] = {}
     for mode in args.modes:
         print(f"mode {mode}", file=sys.stderr, flush=True)
-        found = await run_mode(mode, args)
+        found = await run_mode(mode, model, args)
         digests: dict[int, str] = found.pop("digests")
         first = first or digests
         found["sessions_with_other_tokens"] = sum(
@@ -300,7 +305,9 @@ async def run_all(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     args = parse_arguments()
-    figures = asyncio.run(run_all(args))
+    model = args.model or str(DEMO_CHECKPOINT)
+    with model_folder(args.shape) if args.shape else nullcontext(model) as folder:
+        figures = asyncio.run(run_all(str(folder), args))
     if args.name:
         settings = {name: value for name, value in vars(args).items() if name != "name"}
         print("written:", write_result(args.name, {"settings": settings, "modes": figures}))

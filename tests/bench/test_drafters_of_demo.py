@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.demo_model.drafters import DrafterRecipe, lesson, save, train
+from bench.demo_model.drafters import DrafterRecipe, save, train
 from bench.demo_model.eagle3_head import TAPS, Eagle3Trainee
+from bench.demo_model.lesson import lesson
 from bench.demo_model.medusa_heads import MedusaTrainee
 from bench.engine.acceptance import Chats, config_of
 from bench.engine.parity import run

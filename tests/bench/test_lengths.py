@@ -21,23 +21,20 @@ def test_padding_is_that_of_the_graph_that_is_taken() -> None:
     config = shape_config("llama-3.1-8b")
     found = {cost.length: cost for cost in length_costs(config, [300, 512, 513, 700, 1025])}
     assert [(one.graph, one.wasted) for one in found.values()] == [
-        (512, 212), (512, 0), (0, 0), (0, 0), (0, 0),
+        (320, 20), (512, 0), (640, 127), (768, 68), (0, 0),
     ]  # fmt: skip
-    assert [one.wasted_in_tiles for one in found.values()] == [212, 0, 127, 68, 127]
-    assert found[300].narrow_share == found[512].narrow_share == round(4 * 16 / 132, 3)
+    assert [one.wasted_in_tiles for one in found.values()] == [84, 0, 127, 68, 127]
+    assert found[300].narrow_share == round(3 * 16 / 132, 3)
     assert found[1025].narrow_share == round(9 * 16 / 264, 3)
 
 
-def test_settings_make_padding_less() -> None:
-    paths = ("finer-prompt-graphs", "long-prompt-graphs")
+def test_models_of_many_launches_have_graphs_for_longer_prompts() -> None:
     every = list(range(300, 2049))
-    plain, fine = (
-        length_costs(shape_config("qwen3-30b-a3b", enabled_fast_paths=chosen), every)
-        for chosen in ((), paths)
+    dense, mixture = (
+        length_costs(shape_config(shape), every) for shape in ("llama-3.1-8b", "qwen3-30b-a3b")
     )
-    assert max(cost.wasted for cost in plain) == 511
-    assert max(cost.wasted for cost in fine) == 255
-    assert all(a.wasted <= b.wasted for a, b in zip(fine, plain, strict=True))
+    assert max(cost.wasted for cost in dense) == 127 and not dense[-1].graph
+    assert max(cost.wasted for cost in mixture) == 255 and mixture[-1].graph == 2048
 
 
 class TimedEngine:

@@ -1,0 +1,24 @@
+"""A stage that hangs ends its process, which says where it stood."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_HANGS = """
+import time
+from bench.kv.nixl_stages import Place, Watch
+watch = Watch(Place("reader", 1, 0.1))
+with watch.stage("connect"):
+    pass
+with watch.stage("first word"):
+    time.sleep(600)
+"""
+
+
+def test_a_stage_that_hangs_is_named() -> None:
+    found = subprocess.run([sys.executable, "-c", _HANGS], capture_output=True, text=True)
+    assert found.returncode == 3
+    assert "connect took" in found.stderr
+    assert "reader, own memory: STUCK: first word" in found.stderr
+    assert 'File "<string>", line 8' in found.stderr, "the stacks say what it was doing"

@@ -1,0 +1,36 @@
+"""Tokens that look alike go to as many experts as chance has it while a bench says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.engine.uniform_routing import uniform_routing
+from engine.layers.shard import Shard
+from engine.layers.sparse_mlp import Router, RouterOptions
+from engine.parallel import ParallelPlace
+
+TOKENS, EXPERTS, TOP_K = 512, 32, 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"has_logit_bias": True}, {"sigmoid": True, "has_bias": True}],
+    ids=["plain", "biased logits", "biased choice"],
+)
+def test_alike_tokens_go_to_all_experts_evenly(options: dict[str, bool]) -> None:
+    shard = Shard(ParallelPlace(range(1)), torch.float32, torch.device("cpu"))
+    router = Router(16, EXPERTS, RouterOptions(top_k=TOP_K, **options), shard)
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter)
+    x, slots = torch.ones(TOKENS, 16), torch.arange(TOKENS)
+    alone = router(x, slots)[1]
+    with uniform_routing(TOKENS):
+        chosen = router(x, slots)[1]
+        again = router(x[:7], slots[:7])[1]
+    assert len(alone.unique()) == TOP_K
+    loads = torch.bincount(chosen.flatten().long(), minlength=EXPERTS)
+    assert loads.sum() == TOKENS * TOP_K
+    assert loads.min() > 32 and loads.max() < 96  # 64 expected, deviation 7.5.
+    assert torch.equal(again, chosen[:7])
+    assert torch.equal(router(x, slots)[1], alone)
