@@ -24,9 +24,10 @@ helm install tandem ./helm --set model.name=org/model
 This page lists every value of the chart with its default. How to run it:
 [docs/operations.md](../docs/operations.md). Complete examples: `ci/`.
 
-`prefill` and `decode` inherit everything in `tierDefaults` and override it. Below `settings` are
-the flags of the services, in camelCase: [docs/configuration.md](../docs/configuration.md).
-`make docs` generates the table below from `values.yaml`.
+`prefill`, `decode` and `node` inherit everything in `tierDefaults` and override it. Below
+`settings` are the flags of the services, in camelCase:
+[docs/configuration.md](../docs/configuration.md). `make docs` generates the table
+below from `values.yaml`.
 
 | value | default | meaning |
 |---|---|---|

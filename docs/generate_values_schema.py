@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings
 from decode_node.config import DecodeNodeSettings
 from engine.node.settings import EngineSettings
 from prefill_node.config import PrefillNodeSettings
+from role_node.config import RoleNodeSettings
 from router.config import RouterSettings
 
 CHART = Path(__file__).parent.parent / "helm"
@@ -40,7 +41,7 @@ TIER_SETS = {
     "port", "metrics_port", "grpc_port", "kv_host", "kv_network_status", "tensor_parallel_size",
     "device", "drain_timeout_s", "api_key_file", "distributed_executor_backend", "ray_address",
     "kv_port", "crash_report_dir", "pipeline_parallel_size", "data_parallel_size",
-    "kv_host_memory_bytes", "kv_host_memory_path", "kv_disk_path", "kv_disk_bytes",
+    "kv_host_memory_bytes", "kv_host_memory_path", "kv_disk_path", "kv_disk_bytes", "role",
 }  # fmt: skip
 """Settings that have a value of their own in the chart, which turns it into the flag."""
 
@@ -49,13 +50,14 @@ NOT_OFFERED = {
     "first_gpu",  # a container sees its own GPUs, counted from 0
     "api_keys",  # a secret on a command line
 }
-"""Besides, in a decode node: `prefill`, since routers name prefill nodes with each request."""
+"""Besides, in nodes that decode: `prefill`, since routers name prefill nodes with each request."""
 
 SERVICES: dict[str, tuple[type[BaseSettings], set[str]]] = {
     "router": (RouterSettings, ROUTER_SETS | SECURITY_SETS | NOT_OFFERED),
     "common": (EngineSettings, TIER_SETS | SECURITY_SETS | NOT_OFFERED),
     "prefill": (PrefillNodeSettings, TIER_SETS | SECURITY_SETS | NOT_OFFERED),
     "decode": (DecodeNodeSettings, TIER_SETS | SECURITY_SETS | NOT_OFFERED | {"prefill"}),
+    "node": (RoleNodeSettings, TIER_SETS | SECURITY_SETS | NOT_OFFERED | {"prefill"}),
 }
 
 

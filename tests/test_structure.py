@@ -57,7 +57,11 @@ ENGINE_ORDER = [
         "request",
         "errors",
         "distributed",
+        "peer_exchanger",
+        "mapped_memory",
         "peer_reducer",
+        "peer_timing",
+        "socket_pair",
         "token_exchange",
         "parallel",
         "stage_link",
@@ -123,6 +127,7 @@ KV_TRANSFER_ORDER = [
         "host_tier",
         "layer_times",
         "layout",
+        "load_times",
         "metadata",
         "no_connector",
         "sizing",
@@ -379,6 +384,28 @@ def test_no_import_cycles() -> None:
     for module in modules():
         if state[module] == 0:
             visit(module)
+
+
+def test_benches_have_no_import_cycles_and_nobody_imports_them() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "bench").rglob("*.py")
+    }
+    needs = {
+        module: {
+            name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.stmt)
+            for name in _names_of_import(node)
+            if name in files
+        }
+        for module, path in files.items()
+    }
+    while free := [module for module, names in needs.items() if not names & set(needs)]:
+        for module in free:
+            del needs[module]
+    assert not needs, "in a cycle, or above one"
+    assert not [m for m in modules() if "bench" in library_imports(m)]
 
 
 def _is_torch_free(module: str) -> bool:

@@ -183,13 +183,27 @@ def index() -> None:
         pytest.skip(f"no package index answers: {' '.join(done.stderr.split())[:200]}")
 
 
+def skip_if_lost(said: str) -> None:
+    """Skips if uv said that the index, which did answer, does so no more."""
+    if re.search("Failed to (fetch|download)|[Rr]equest failed|error sending request", said):
+        pytest.skip(f"the package index stopped to answer: {' '.join(said.split())[:200]}")
+
+
 @pytest.mark.usefixtures("index")
 @pytest.mark.parametrize("lock", LOCKS)
-def test_locks_are_what_their_sources_make_now(lock: str) -> None:
+def test_locks_are_what_their_sources_make_now(
+    lock: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Asks the index. Versions are kept that still fit, and the index may have got more wheels of
     them: only a change of ranges, or a wheel that is not what was locked, shows here. `make lock`
     mends the first."""
-    now = parsed(text_of(lock, resolve(lock, upgrade=False)))
+    try:
+        found = resolve(lock, upgrade=False)
+    except subprocess.CalledProcessError:
+        said = capfd.readouterr().err
+        skip_if_lost(said)
+        pytest.fail(said)
+    now = parsed(text_of(lock, found))
     assert now.keys() == entries(lock).keys()
     for name, entry in entries(lock).items():
         assert (now[name].version, str(now[name].marker)) == (entry.version, str(entry.marker))
@@ -209,7 +223,9 @@ def test_the_routers_lock_installs_by_hash_and_runs_it(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    if done.returncode:
+        skip_if_lost(done.stderr)
+        pytest.fail(done.stderr)
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\nimport router.main; print('torch' in sys.modules)"
     )
