@@ -26,8 +26,10 @@ def run_ranks(
     failed = False
     while running:
         wait([process.sentinel for process in running])
-        failed = failed or any(process.exitcode for process in running)
-        running = [process for process in running if process.exitcode is None]
+        # Asked once each: a process that ends between two questions would be forgotten, not failed.
+        exit_codes = {process: process.exitcode for process in running}
+        failed = failed or any(exit_codes.values())
+        running = [process for process, code in exit_codes.items() if code is None]
         if failed:
             for process in running:
                 process.terminate()

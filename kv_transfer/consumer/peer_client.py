@@ -26,16 +26,20 @@ from kv_transfer.wire.rpc_method import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 
 _RELEASE_TIMEOUT_S = 15.0
+_LEAST_HANDSHAKE_S = 5.0
+"""A handshake opens a connection and may wake a process: a limit for silence between chunks, which
+follow each other, may be far too short for it."""
 
 
 class PeerClient:
-    """`me` is this node, as peers shall know it; `credentials` what it shows them."""
+    """`me` is this node, as peers shall know it; `credentials` what it shows them. Handshakes that
+    take longer than `timeout_s`, or 5 s if that is more, fail."""
 
     def __init__(self, me: KVPeer, timeout_s: float, credentials: Credentials) -> None:
         self._credentials = credentials
         self._channels = ChannelPool(credentials)
         self._me = me
-        self._timeout_s = timeout_s
+        self._timeout_s = max(timeout_s, _LEAST_HANDSHAKE_S)
         self._known: dict[tuple[str, str, int], dict[int, bytes]] = {}
         """Keeps, by (address, engine id, epoch) of processes that answered as they should, what
         they said of each transport over which we can have their KV."""

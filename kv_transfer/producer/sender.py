@@ -262,10 +262,17 @@ class KVSender(ExportOwner):
             tasks.create_task(self._sweep_forever())
 
     async def _sweep_forever(self) -> None:
+        """Leases run while this process does: when it was held up, what peers asked meanwhile is
+        not read yet."""
+        pause_s = min(1.0, self._config.lease_s / 4)
         while True:
-            await asyncio.sleep(min(1.0, self._config.lease_s / 4))
+            slept_from = time.monotonic()
+            await asyncio.sleep(pause_s)
             now = time.monotonic()
+            late_s = now - slept_from - pause_s
             for transfer in self._transfers:
+                if late_s > pause_s:
+                    transfer.lease_ends_at += late_s
                 if any(not pull.is_writing for pull in transfer.pulls):
                     self._renew(transfer)
                 elif transfer.lease_ends_at <= now:

@@ -195,6 +195,18 @@ async def test_a_peer_that_only_beats_its_heart_has_stalled(
         await producer.until_empty()
 
 
+async def all_tasks_are_held_up(seconds: float) -> None:
+    """Stops this process's event loop while its other tasks sleep."""
+    is_over = asyncio.Event()
+
+    def hold_up() -> None:
+        time.sleep(seconds)
+        is_over.set()
+
+    asyncio.get_running_loop().call_soon(hold_up)
+    await is_over.wait()
+
+
 async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
     """The socket holds, unread, what the other side said meanwhile."""
     async with Loopback(SHAPE, SHAPE, stall_timeout_s=0.8) as (producer, consumer):
@@ -204,14 +216,7 @@ async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
         block_ids = consumer.pull(producer.peer, transfer_id, 40)
         await until(lambda: producer.senders[0].num_pulls > 0)
         consumer.receivers[0].prompt_computed(ComputedMeta(transfer_id, 0))
-        was_held_up = asyncio.Event()
-
-        def hold_up() -> None:
-            time.sleep(1.0)
-            was_held_up.set()
-
-        asyncio.get_running_loop().call_soon(hold_up)
-        await was_held_up.wait()
+        await all_tasks_are_held_up(1.0)
         producer.compute_all(1, 40, source)
         producer.send(transfer_id, -1, range(40), source, 40)
         await consumer.until_all(RECEIVED, transfer_id)
@@ -459,6 +464,20 @@ async def test_kv_that_nobody_pulls_is_dropped_when_its_lease_ends() -> None:
             assert "lease" in event.reason and event.retryable
         assert time.monotonic() - started >= 0.5
         assert producer.senders[0].reclaimed == {Reclaim.LEASE_ENDED: 2}
+        await producer.until_empty()
+
+
+async def test_leases_do_not_run_while_their_process_is_held_up() -> None:
+    """The pull may be in the socket, unread."""
+    async with Loopback(SHAPE, SHAPE, lease_s=0.8) as (producer, consumer):
+        transfer_id = producer.export_computed(1, 40)
+        await producer.until_all(STAGED, transfer_id)
+        await all_tasks_are_held_up(1.0)
+        block_ids = consumer.pull(producer.peer, transfer_id, 40)
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.check(1, range(40), block_ids)
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
         await producer.until_empty()
 
 
