@@ -87,11 +87,9 @@ class NodeRegistry:
         ready = [node for node, state in by_state if state in _IN_USE]
         return ready or [node for node, state in by_state if state in _IN_DOUBT]
 
-    def is_down(self, node: Node) -> bool:
-        """Returns whether it is a member that has been silent for long. Of one that left the list
-        we know nothing."""
-        is_member = self._nodes.get(node.listed) is node
-        return is_member and self.state(node) is NodeState.DOWN
+    def is_member(self, node: Node) -> bool:
+        """Returns whether the node list has it, in the role that it has now."""
+        return self._nodes.get(node.listed) is node
 
     def is_connected(self, address: NodeAddress) -> bool:
         node = self._nodes.get(address)

@@ -10,62 +10,62 @@
     in another answer   hung when the node counts as down: there is nobody to go on
 
 Only a node that we wait for can be found hung, not one whose client reads slowly. Time in which
-this process itself stood still does not count.
+this process itself stood still does not count, neither for answers nor for reports.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.relay.exchange import Exchange
+from router.relay.own_standstills import OwnStandstills
 
 _CHECK_S = 0.25
-_LATE_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
 class SilenceWatch:
+    """Goes by the registry's clock."""
+
     registry: NodeRegistry
     stall_s: float = 5.0
     exchanges: set[Exchange] = field(default_factory=set)
     """Those that are open."""
-    _stood_still_until: float = 0.0
+    _standstills: OwnStandstills = field(default_factory=lambda: OwnStandstills(_CHECK_S))
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        checked_at = time.monotonic()
         while True:
+            self.check()
             await asyncio.sleep(_CHECK_S)
-            now = time.monotonic()
-            if now - checked_at > _CHECK_S + _LATE_S:
-                self._stood_still_until = now
-            checked_at = now
-            self.check(now)
 
-    def check(self, now: float) -> None:
+    def check(self) -> None:
+        """Is called every `_CHECK_S`: later is a standstill."""
+        now = self.registry.clock()
+        self._standstills.woke(now)
         for exchange in tuple(self.exchanges):
             since = exchange.waiting_since
             if since is None:
                 continue
-            silent_s = now - max(since, self._stood_still_until)
-            if self._is_hung(exchange, silent_s):
+            silent_s = self._standstills.ran_s(since, now)
+            if self._is_hung(exchange, silent_s, now):
                 exchange.give_up(f"it has said nothing for {silent_s:.1f} s")
 
-    def _is_hung(self, exchange: Exchange, silent_s: float) -> bool:
+    def _is_hung(self, exchange: Exchange, silent_s: float, now: float) -> bool:
         node = exchange.placement.decode
         half_s = self.stall_s / 2
         if exchange.is_journaled:
-            both_silent = silent_s > half_s and self._reports_stopped(node, half_s)
+            both_silent = silent_s > half_s and self._reports_stopped(node, half_s, now)
             return silent_s > self.stall_s or both_silent
         if exchange.status:
-            return silent_s > self.registry.patience.down_after_s and self.registry.is_down(node)
-        return silent_s > self.stall_s and self._reports_stopped(node, half_s)
+            down_s = self.registry.patience.down_after_s
+            return silent_s > down_s and self._reports_stopped(node, down_s, now)
+        return silent_s > self.stall_s and self._reports_stopped(node, half_s, now)
 
-    def _reports_stopped(self, node: Node, for_s: float) -> bool:
+    def _reports_stopped(self, node: Node, for_s: float, now: float) -> bool:
         """Returns whether they have. Of a node that left the list we know nothing."""
-        is_member = node in self.registry.nodes(node.address.role)
-        return is_member and self.registry.clock() - node.reported_at > for_s
+        is_member = self.registry.is_member(node)
+        return is_member and self._standstills.ran_s(node.reported_at, now) > for_s

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.nodes.address import NodeAddress, NodeRole
-from router.nodes.node import Node
+from router.nodes.node import Node, NodeState
 from router.nodes.registry import ReportOutcome
 from router.nodes.report import NodeReport
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
@@ -58,7 +58,7 @@ def test_what_belongs_to_its_life_before_stays_there() -> None:
         take(fleet, AS_DECODE, PREFILL, 2)
         assert only(fleet) is not before and only(fleet).work.num_requests == 0
         assert not fleet.registry.record_failure(before)
-        assert not fleet.registry.is_down(before)
+        assert not fleet.registry.is_member(before)
 
 
 def test_discovery_and_silence_know_it_by_its_entry() -> None:
@@ -73,10 +73,11 @@ def test_discovery_and_silence_know_it_by_its_entry() -> None:
     assert len(registry.nodes(DECODE)) == 2
     registry.mark_disconnected(AS_PREFILL)
     assert not node.connected
+    assert registry.is_member(node)
     fleet.clock.now += 11
-    assert registry.is_down(node)
+    assert registry.state(node) is NodeState.DOWN
     registry.set_members([])
-    assert not registry.is_down(node)
+    assert not registry.is_member(node)
 
 
 def test_a_node_in_both_lists_counts_once() -> None:

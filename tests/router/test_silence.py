@@ -9,8 +9,11 @@ import pytest
 from router.nodes.address import NodeRole
 from router.placement.policy import Placement
 from router.relay.exchange import Exchange
+from router.relay.own_standstills import OwnStandstills
 from router.relay.silence_watch import SilenceWatch
 from tests.router.factories import Fleet, address, report
+
+CHECK_S = 0.25
 
 
 class Case:
@@ -27,18 +30,32 @@ class Case:
         self.exchange.waiting_since = self.clock.now
         for name, value in state.items():
             setattr(self.exchange, name, value)
+        self.sequence = 1
         self.given_up = False
         self.exchange.give_up = self._give_up  # type: ignore[method-assign]
+        self.watch.check()
 
     def _give_up(self, why: str) -> None:
         self.given_up = True
 
     def after(self, seconds: float, *, reports: bool) -> bool:
+        """Lets the router run for so long; returns whether it has given up the exchange."""
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self._step(min(CHECK_S, until - self.clock.now), reports=reports)
+        return self.given_up
+
+    def stand_still(self, seconds: float, *, reports: bool = False) -> bool:
+        """Stops the router for so long; `reports` has one come when it goes on."""
+        self._step(CHECK_S + seconds, reports=reports)
+        return self.given_up
+
+    def _step(self, seconds: float, *, reports: bool) -> None:
         self.clock.now += seconds
         if reports:
-            self.registry.apply_report(address("a"), report(sequence=2))
-        self.watch.check(self.clock.now)
-        return self.given_up
+            self.sequence += 1
+            self.registry.apply_report(address("a"), report(sequence=self.sequence))
+        self.watch.check()
 
 
 @pytest.mark.parametrize(
@@ -67,8 +84,51 @@ def test_of_a_node_that_left_the_list_nothing_is_known() -> None:
     assert not case.after(60.0, reports=False)
 
 
-def test_time_in_which_the_router_itself_stood_still_does_not_count() -> None:
-    case = Case(status=200, is_journaled=True)
-    case.watch._stood_still_until = case.clock.now + 8.0
-    assert not case.after(12.0, reports=True)
-    assert case.after(1.5, reports=False)
+JOURNALED = {"status": 200, "is_journaled": True}
+
+
+@pytest.mark.parametrize(
+    ("state", "limit_s", "reports"),
+    [
+        ({}, 5.0, False),
+        (JOURNALED, 2.5, False),
+        (JOURNALED, 5.0, True),
+        ({"status": 200}, 10.0, False),
+    ],
+)
+@pytest.mark.parametrize("still_s", [0.1, 1.0, 8.0])
+def test_time_in_which_the_router_itself_stood_still_does_not_count(
+    state: dict[str, Any], limit_s: float, reports: bool, still_s: float
+) -> None:
+    """However often it does so, and however shortly."""
+    case = Case(**state)
+    for _ in range(4):
+        case.after(limit_s / 4 - 2 * CHECK_S, reports=reports)
+        assert not case.stand_still(still_s, reports=reports)
+    assert not case.after(3 * CHECK_S, reports=reports)
+    assert case.after(2 * CHECK_S, reports=reports)
+
+
+def test_reports_of_a_long_prompt_have_not_stopped_when_the_router_did() -> None:
+    case = Case()
+    assert not case.after(60.0, reports=True)
+    for _ in range(20):
+        assert not case.stand_still(3.0)
+        assert not case.after(1.0, reports=True)
+
+
+def test_an_answer_that_begins_after_a_standstill_has_its_whole_time() -> None:
+    case = Case(**JOURNALED)
+    case.clock.now += 8.0
+    case.exchange.waiting_since = case.clock.now
+    assert not case.after(2.5, reports=False)
+    assert case.after(0.5, reports=False)
+
+
+def test_standstills_are_forgotten_with_the_waits_that_they_were_in() -> None:
+    standstills = OwnStandstills(pause_s=1.0)
+    for second in range(0, 4000, 2):
+        standstills.woke(float(second))
+    assert standstills.ran_s(3500.0, 3998.0) == 498 - 249
+    assert standstills.ran_s(3500.5, 3998.0) == 3998 - 3500.5 - 249
+    assert standstills.ran_s(0.0, 3998.0) == 3998 - 300, "of 10 minutes"
