@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from bench.engine.offline import SHAPES, config_json
+from bench.engine.models.shapes import SHAPES, config_json
 from bench.pipeline_rank import RankConfig
 from bench.record import write_result
 from bench.slow_link import ADDRESSES, slow_link

@@ -32,9 +32,9 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.demo_model.corpus import ASSISTANT, documents
+from bench.engine.drafts.engines import Engine, Node, Pair, with_transfers
+from bench.engine.drafts.requests import Answers
 from bench.engine.parity import run
-from bench.engine.parity_engines import Engine, Node, Pair, with_transfers
-from bench.engine.parity_requests import Answers
 from bench.record import write_result
 from engine.config import (
     CacheConfig,

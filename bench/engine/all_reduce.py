@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.engine.rank_processes import require_gpus, run_ranks
+from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.record import write_result
 from cli.cluster import free_ports
 from engine.distributed import ParallelGroup

@@ -28,7 +28,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from bench.engine.offline import SHAPES, shape_config
+from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.scheduler import Workers, make_config
 from bench.record import write_result
 from engine.config import EngineConfig

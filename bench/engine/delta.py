@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from bench.engine.kernel_timing import copy_bytes_per_us, eager_us, graph_us, rotations
+from bench.engine.timing.device_time import copy_bytes_per_us, eager_us, graph_us, rotations
 from tandem_kernels import ops
 from tandem_kernels.batch.state_metadata import StateMetadata
 from tandem_kernels.linear_attention.delta_chunks import delta_chunks

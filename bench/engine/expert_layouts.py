@@ -22,7 +22,7 @@ import argparse
 import statistics
 from dataclasses import asdict, dataclass, replace
 
-from bench.engine.offline import SHAPES, shape_config
+from bench.engine.models.shapes import SHAPES, shape_config
 from bench.name_lists import names_among
 from bench.record import write_result
 from engine.config import ParallelConfig

@@ -10,7 +10,7 @@ The same GEMMs, microseconds of a layer, with the tiles that the table takes:
     one layer         the first layer's weights and all layers' inputs
     as the sweep      the first layer's weights, random rows, no bias, SiLU, routing of its own
 
-Steps route uniformly (`bench.engine.uniform_routing`). Tiles are those that have rows, counted from
+Steps route uniformly (`models/uniform_routing.py`). Tiles are those that have rows, counted from
 the routing. Where steps take longer than layers in turn, other kernels or the clock are why; where
 these take longer than one layer, addresses; where tiles differ, routing. Each graph is replayed
 for some time: `first` are its first times, `last` its last ones. MXFP4 alone. Writes
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine.kernel_timing import replay_times
-from bench.engine.offline import shape_config
-from bench.engine.step_breakdown import cuda_events
-from bench.engine.uniform_routing import uniform_routing
+from bench.engine.models.shapes import shape_config
+from bench.engine.models.uniform_routing import uniform_routing
+from bench.engine.timing.device_time import replay_times
+from bench.engine.timing.step_breakdown import cuda_events
 from bench.record import write_result
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.layers.sparse_mlp import Experts

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.engine.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerShape
-from bench.engine.kernel_timing import copy_bytes_per_us, graph_us
+from bench.engine.timing.device_time import copy_bytes_per_us, graph_us
+from bench.engine.timing.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerShape
 from bench.record import write_result
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows

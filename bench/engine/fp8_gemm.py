@@ -27,7 +27,12 @@ import torch
 from torch import Tensor
 
 from bench.engine.fp8_steps import try_steps
-from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, matmul_flops_per_us, rotations
+from bench.engine.timing.device_time import (
+    copy_bytes_per_us,
+    graph_us,
+    matmul_flops_per_us,
+    rotations,
+)
 from bench.name_lists import names_among
 from bench.record import write_result
 from tandem_kernels.elementwise import rms_norm, silu_and_mul

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.engine.step_variants import step_ms
-from bench.engine.variant_model import VariantModel
+from bench.engine.variants.model import VariantModel
 from bench.record import write_result
 from engine.layers.methods import fp8_linear
 from tandem_kernels.gemm import fp8_gemm

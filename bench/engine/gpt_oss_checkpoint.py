@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bench.engine.offline import SHAPES, config_json
-from bench.engine.synthetic_tokenizer import save_tokenizer
+from bench.engine.models.shapes import SHAPES, config_json
+from bench.engine.models.tokenizer import save_tokenizer
 from tandem_kernels.reference.mxfp4 import BLOCK, BLOCK_BYTES
 
 _STD = 0.02

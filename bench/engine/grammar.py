@@ -31,8 +31,8 @@ import llguidance
 import numpy as np
 import torch
 
-from bench.engine.offline import SHAPES, shape_config
-from bench.engine.synthetic_tokenizer import save_tokenizer
+from bench.engine.models.shapes import SHAPES, shape_config
+from bench.engine.models.tokenizer import save_tokenizer
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.grammar.compiler import GrammarCompiler

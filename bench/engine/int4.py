@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from bench.engine.kernel_timing import (
+from bench.engine.timing.device_time import (
     copy_bytes_per_us,
     graph_us,
     matmul_flops_per_us,

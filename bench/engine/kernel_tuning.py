@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from triton.runtime.errors import OutOfResources
 
-from bench.engine.kernel_cases import SCALE, PagedInputs, attention_flops, paged_inputs
-from bench.engine.kernel_timing import graph_us
+from bench.engine.timing.device_time import graph_us
+from bench.engine.timing.kernel_cases import SCALE, PagedInputs, attention_flops, paged_inputs
 from tandem_kernels.attention.decode_attention import decode_attention
 from tandem_kernels.attention.decode_tuning import DecodeTuning
 from tandem_kernels.attention.kv_scales import E4M3

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from bench.engine.kernel_cases import (
+from bench.engine.timing.device_time import copy_bytes_per_us, graph_us, matmul_flops_per_us
+from bench.engine.timing.kernel_cases import (
     Case,
     batch_cases,
     decode_attention_cases,
@@ -25,7 +26,6 @@ from bench.engine.kernel_cases import (
     prefill_attention_cases,
     sampling_cases,
 )
-from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, matmul_flops_per_us
 from bench.record import write_result
 
 FAMILIES = [

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from bench.engine.kernel_timing import copy_bytes_per_us, eager_us, graph_us, rotations
+from bench.engine.timing.device_time import copy_bytes_per_us, eager_us, graph_us, rotations
 from engine.batch.input_batch import BatchOrder
 from engine.layers.attention.flash_attention import FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import matplotlib
 
-from bench.engine.length_costs import LengthCost, describe, length_costs
-from bench.engine.offline import SHAPES, shape_config
+from bench.engine.models.shapes import SHAPES, shape_config
+from bench.engine.timing.length_costs import LengthCost, describe, length_costs
 from bench.record import RESULTS, write_result
 from engine.speed.measurements import duration_s
 from engine.speed.offline_engine import OfflineEngine, offline_engine

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from bench.engine.step_variants import step_ms
-from bench.engine.variant_list import Variant, applied, long_prompt_variants, prefill_variants
-from bench.engine.variant_model import VariantModel
+from bench.engine.variants.catalogue import Variant, applied, long_prompt_variants, prefill_variants
+from bench.engine.variants.model import VariantModel
 from bench.record import write_result
 
 _LARGEST_LOGITS_ERROR = 0.1

@@ -36,7 +36,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from bench.engine.offline import QUANTIZATIONS, SHAPES, config_json, shape_config
+from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, config_json, shape_config
 from bench.name_lists import names_among
 from bench.record import write_result
 from engine.config import EngineConfig

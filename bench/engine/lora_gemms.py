@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.engine.kernel_timing import copy_bytes_per_us, graph_us, rotations
-from bench.engine.tile_timing import compare_tiles
+from bench.engine.timing.device_time import copy_bytes_per_us, graph_us, rotations
+from bench.engine.timing.tiles import compare_tiles
 from bench.name_lists import names_among
 from bench.record import write_result
 from engine.layers.side_stream import SideStream, side_stream

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from bench.engine.overlap_model import ShardedModel
-from bench.engine.overlap_ways import Way, applied, spans_of, ways_of
-from bench.engine.rank_processes import require_gpus, run_ranks
+from bench.engine.ranks.model import ShardedModel
+from bench.engine.ranks.overlap_ways import Way, applied, spans_of, ways_of
+from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 from cli.cluster import free_ports

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from bench.engine.parity_engines import (
+from bench.engine.drafts.engines import (
     Engine,
     Node,
     Pair,
@@ -50,7 +50,7 @@ from bench.engine.parity_engines import (
     speculative_config,
     write_models,
 )
-from bench.engine.parity_requests import (
+from bench.engine.drafts.requests import (
     MAX_TOKENS,
     PER_ROUND,
     Answers,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from bench.engine.offline import SHAPES, shape_config
+from bench.engine.models.shapes import SHAPES, shape_config
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.layers.sparse_mlp import Router
 from engine.speed.offline_engine import offline_engine

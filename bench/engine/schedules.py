@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.engine.offline import shape_config
+from bench.engine.models.shapes import shape_config
 from bench.engine.scheduler import Workers
 from engine.messages import EngineCoreRequest
 from engine.models.step_costs import cost_of

@@ -8,7 +8,7 @@ engine without drafts. Each step drafts as many as pay, or always all with `--fi
 was in fact accepted is told, too: where logits nearly tie, an answer may go another way than in the
 run before, and what is planted is wrong from there on. Prompts are cached after the first run.
 Lookup: 256 rows of 8k tokens, the last of which came before.
-Copying: one stream through a prefill and a decode engine on one GPU; see `copying`.
+Copying: one stream through a prefill and a decode engine on one GPU (`drafts/copying.py`).
 
     python -m bench.engine.speculative                    # Llama 3.1 8B's shape on one GPU
     python -m bench.engine.speculative --device cpu       # a tiny model
@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch
 
-from bench.engine.copying import Copying, CopyingExecutor, measure_copying
-from bench.engine.kernel_timing import graph_us
-from bench.engine.offline import SHAPES, shape_config
+from bench.engine.drafts.copying import Copying, CopyingExecutor, measure_copying
+from bench.engine.models.shapes import SHAPES, shape_config
+from bench.engine.timing.device_time import graph_us
 from bench.record import write_result
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.messages import EngineCoreOutput, EngineCoreRequest

@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass
 
 import matplotlib
 
-from bench.engine.offline import QUANTIZATIONS, SHAPES, shape_config
-from bench.engine.references import REFERENCES, Reference
-from bench.engine.uniform_routing import uniform_routing
+from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
+from bench.engine.models.uniform_routing import uniform_routing
+from bench.engine.timing.references import REFERENCES, Reference
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 from engine.config import EngineConfig
@@ -269,7 +269,7 @@ def main() -> None:
         if cases:
             figures = run_cases(config, cases, results, in_process=arguments.uniform_routing)
         if arguments.breakdown:
-            from bench.engine.step_breakdown import measure_breakdown
+            from bench.engine.timing.step_breakdown import measure_breakdown
 
             results["breakdown"] = measure_breakdown(config)
     results["cases"] = [asdict(figure) for figure in figures]

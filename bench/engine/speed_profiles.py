@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench.engine.offline import SHAPES
+from bench.engine.models.shapes import SHAPES
 from bench.record import RESULTS
 from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
 

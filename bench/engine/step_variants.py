@@ -25,9 +25,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.engine.offline import QUANTIZATIONS
-from bench.engine.variant_checks import attention_error, largest_error
-from bench.engine.variant_list import (
+from bench.engine.models.shapes import QUANTIZATIONS
+from bench.engine.variants.catalogue import (
     DECODE_CASES,
     Variant,
     applied,
@@ -37,7 +36,8 @@ from bench.engine.variant_list import (
     small_m_variants,
     whole_steps,
 )
-from bench.engine.variant_model import VariantModel
+from bench.engine.variants.checks import attention_error, largest_error
+from bench.engine.variants.model import VariantModel
 from bench.record import write_result
 from engine.layers.attention.paged import PagedBackend
 from tandem_kernels.attention.attention_metadata import AttentionMetadata

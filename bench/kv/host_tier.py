@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import zmq
 
-from bench.engine.offline import SHAPES, shape_config
+from bench.engine.models.shapes import SHAPES, shape_config
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.messages import EngineCoreOutput, EngineCoreRequest

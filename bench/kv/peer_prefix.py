@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from bench.engine.offline import SHAPES
+from bench.engine.models.shapes import SHAPES
 from bench.kv.host_tier import summary
 from bench.record import write_result
 from bench.serving.pd_cluster import model_folder

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from bench.engine.offline import SHAPES
+from bench.engine.models.shapes import SHAPES
 from bench.record import write_result
 from bench.serving.node_metrics import read_metrics
 from bench.serving.pd_client import Client

@@ -36,7 +36,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.engine.offline import SHAPES
+from bench.engine.models.shapes import SHAPES
 from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import Outcome, stream_completion

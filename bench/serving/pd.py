@@ -31,7 +31,7 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
-from bench.engine.offline import SHAPES
+from bench.engine.models.shapes import SHAPES
 from bench.record import RESULTS, write_result
 from bench.serving import load as serving
 from bench.serving.pd_client import Client, interference, stages

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engine.offline import SHAPES
+from bench.engine.models.shapes import SHAPES
 from cli.cluster import UpSettings, cluster_specs
 from cli.supervisor import Listener, Supervisor
 from cli.up import wait_routable

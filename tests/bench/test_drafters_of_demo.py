@@ -15,9 +15,9 @@ from bench.demo_model.eagle3_head import TAPS, Eagle3Trainee
 from bench.demo_model.lesson import lesson
 from bench.demo_model.medusa_heads import MedusaTrainee
 from bench.engine.acceptance import Chats, config_of
+from bench.engine.drafts.engines import Engine
+from bench.engine.drafts.requests import Answers
 from bench.engine.parity import run
-from bench.engine.parity_engines import Engine
-from bench.engine.parity_requests import Answers
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.engine.grammar import grammar_of, measure_masks, under_grammar
-from bench.engine.offline import shape_config
-from bench.engine.synthetic_tokenizer import save_tokenizer, synthetic_tokenizer
+from bench.engine.models.shapes import shape_config
+from bench.engine.models.tokenizer import save_tokenizer, synthetic_tokenizer
 from engine.grammar.tokenizer import load_grammar_tokenizer
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec

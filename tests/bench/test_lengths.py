@@ -11,8 +11,8 @@ import pytest
 
 from bench import record
 from bench.engine import lengths
-from bench.engine.length_costs import length_costs
-from bench.engine.offline import shape_config
+from bench.engine.models.shapes import shape_config
+from bench.engine.timing.length_costs import length_costs
 from engine.speed import measurements
 from engine.speed.offline_engine import StepResult
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.engine import overlap
-from bench.engine.overlap_ways import BegunSums, Way, spans_of
+from bench.engine.ranks.overlap_ways import BegunSums, Way, spans_of
 from tests.engine.models.conftest import free_ports
 
 ARGUMENTS = Namespace(ranks=2, ctas=[0], tiny=True, eager=True, rounds=1, steps=1)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from bench.engine.drafts.requests import Answers, requests_of, resumed
 from bench.engine.parity import Drafting, Limits, measure_method, run_round
-from bench.engine.parity_requests import Answers, requests_of, resumed
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 
 SMALL = Limits(10**6, num_rounds=4, per_round=10, max_tokens=30)

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.engine.rank_processes import run_ranks
+from bench.engine.ranks.processes import run_ranks
 
 
 def write_rank(rank: int, folder: Path, *, text: str) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bench.engine import speculative
-from bench.engine.copying import CopyingExecutor
+from bench.engine.drafts.copying import CopyingExecutor
+from bench.engine.drafts.engines import Engine, decoding_config, write_models
+from bench.engine.drafts.requests import Answers
 from bench.engine.parity import run
-from bench.engine.parity_engines import Engine, decoding_config, write_models
-from bench.engine.parity_requests import Answers
 from bench.engine.speculative import PlantedDrafter, Watch, drafts_of, lookup_tables
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.request_spec import RequestSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.engine.step_breakdown import kernel_times
+from bench.engine.timing.step_breakdown import kernel_times
 
 FIRST, LAST = "prepare_inputs_kernel", "post_update_kernel"
 STEP = [

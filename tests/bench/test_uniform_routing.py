@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.engine.uniform_routing import uniform_routing
+from bench.engine.models.uniform_routing import uniform_routing
 from engine.layers.shard import Shard
 from engine.layers.sparse_mlp import Router, RouterOptions
 from engine.parallel import ParallelPlace

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.engine.offline import SHAPES, config_json
+from bench.engine.models.shapes import SHAPES, config_json
 from engine.config import kv_groups
 from engine.models.checkpoint import load_model_config
 from kv_transfer.layout import KVGroup, KVLayout

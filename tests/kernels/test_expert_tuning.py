@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from bench.engine.expert_formats import Mxfp4Weights
 from bench.engine.experts import completed, ranges
+from bench.engine.timing.expert_formats import Mxfp4Weights
 from tandem_kernels.experts.expert_tuning import (
     TABLES,
     ExpertShape,

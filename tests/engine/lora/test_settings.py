@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from bench.engine.offline import shape_config
+from bench.engine.models.shapes import shape_config
 from edge.command_line import SettingsError, parse_settings
 from engine.node.adapter_settings import AdapterSettings
 from prefill_node.config import PrefillNodeSettings

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.engine.gpt_oss_checkpoint import write_checkpoint
-from bench.engine.offline import config_json
+from bench.engine.models.shapes import config_json
 from engine.distributed import ParallelGroup
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.models.checkpoint import load_model_config

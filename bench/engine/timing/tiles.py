@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from triton.runtime.errors import OutOfResources
 
-from bench.engine.kernel_timing import graph_us
+from bench.engine.timing.device_time import graph_us
 
 Tuning = TypeVar("Tuning")
 _SHOWN = 6

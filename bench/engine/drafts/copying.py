@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bench.engine.parity_engines import Engine, Pair, with_transfers
+from bench.engine.drafts.engines import Engine, Pair, with_transfers
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.executor.abstract import KVCaches, ReportProgress
 from engine.executor.uniproc_executor import UniprocExecutor

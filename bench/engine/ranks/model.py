@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bench.engine.offline import shape_config
+from bench.engine.models.shapes import shape_config
 from engine.distributed import ParallelGroup
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.block import AttentionBlock

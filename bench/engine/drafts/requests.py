@@ -1,4 +1,4 @@
-"""The requests of `parity`, and what they get."""
+"""The requests of `bench.engine.parity`, and what they get."""
 
 from __future__ import annotations
 

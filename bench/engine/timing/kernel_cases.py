@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.engine.kernel_timing import rotations
+from bench.engine.timing.device_time import rotations
 from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.flash_attention import FlashPrefill
 from engine.layers.attention.uncached_prefill import split_metadata

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bench.engine.offline import shape_config
+from bench.engine.models.shapes import shape_config
 from engine.config import KVCacheDtype
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from engine.layers.attention.context_passes import context_passes

@@ -1,4 +1,4 @@
-"""The engines of `parity`, in this process: one node, or two with the wire between them.
+"""The engines of `bench.engine.parity`, in this process: one node, or two with the wire between.
 
 A pair's transfer processes are real ones; this process plays both node servers.
 """
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from bench.engine.parity_requests import EOS, MAX_LEN, VOCAB, names_of
-from bench.engine.synthetic_tokenizer import save_tokenizer
+from bench.engine.drafts.requests import EOS, MAX_LEN, VOCAB, names_of
+from bench.engine.models.tokenizer import save_tokenizer
 from engine.config import (
     CacheConfig,
     DeviceConfig,

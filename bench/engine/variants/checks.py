@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bench.engine.variant_model import VariantModel
+from bench.engine.variants.model import VariantModel
 from engine.models.llama_layer import LlamaDecoderLayer
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench.engine.overlap_model import ShardedModel, Span
+from bench.engine.ranks.model import ShardedModel, Span
 from engine.distributed import ParallelGroup
 from engine.layers.linear import RowParallelLinear
 from engine.layers.residual import ResidualStream
