@@ -92,19 +92,24 @@ class PullService:
             self._sender.close_pull(transfer, pull)
 
     async def _exported(self, request: pb.PullRequest, call: ServerCall) -> SendTransfer:
-        """Waits for a transfer that is not exported yet, a bounded time."""
-        deadline = time.monotonic() + self._longest_wait_s
+        """Waits for a transfer that is not exported yet, a bounded time. A wait in which we were
+        held up ourselves does not count: the export may be in its socket, unread."""
+        left_s = self._longest_wait_s
         name = request.transfer_id, request.attempt
         with self._sender.early_pulls.waiting(request.transfer_id) as exported:
             while (transfer := self._sender.find(*name)) is None:
-                if time.monotonic() >= deadline:
+                if left_s <= 0:
                     await call.abort(
                         grpc.StatusCode.NOT_FOUND,
                         f"transfer {name[0]} attempt {name[1]} was not exported within "
                         f"{self._longest_wait_s:g} s",
                     )
                 exported.clear()
+                waits_since = time.monotonic()
                 await self._wait(exported, *name, call)
+                waited_s = time.monotonic() - waits_since
+                if waited_s < 2 * self._heartbeat_s:
+                    left_s -= waited_s
         return transfer
 
     def _open(self, transfer: SendTransfer, request: pb.PullRequest) -> OpenPull:

@@ -271,8 +271,7 @@ class KVSender(ExportOwner):
             now = time.monotonic()
             late_s = now - slept_from - pause_s
             for transfer in self._transfers:
-                if late_s > pause_s:
-                    transfer.lease_ends_at += late_s
+                transfer.lease_ends_at += late_s
                 if any(not pull.is_writing for pull in transfer.pulls):
                     self._renew(transfer)
                 elif transfer.lease_ends_at <= now:

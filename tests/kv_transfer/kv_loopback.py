@@ -7,6 +7,7 @@ a `KVReceiver`. Commands are handed over directly, events are collected.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
@@ -49,6 +50,18 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+async def all_tasks_are_held_up(seconds: float) -> None:
+    """Stops this process's event loop while its other tasks sleep."""
+    is_over = asyncio.Event()
+
+    def hold_up() -> None:
+        time.sleep(seconds)
+        is_over.set()
+
+    asyncio.get_running_loop().call_soon(hold_up)
+    await is_over.wait()
 
 
 def stream_of(sender: KVSender) -> StreamProducer:

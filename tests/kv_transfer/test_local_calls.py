@@ -18,7 +18,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_loopback import until
+from kv_loopback import all_tasks_are_held_up, until
 
 from kv_transfer.errors import CorruptChunk, NotServed, PeerLost
 from kv_transfer.transports.cuda_ipc import local_pull_server
@@ -304,6 +304,22 @@ async def test_a_silent_puller_is_asked_and_one_that_does_not_answer_is_left() -
         frozen.close()
 
 
+async def test_a_server_that_was_held_up_itself_leaves_nobody() -> None:
+    """The answer to its question is in the socket, unread."""
+    service = Service([], ending="never")
+    async with (
+        serving(service, ping_after_s=0.1, give_up_after_s=0.5) as server,
+        calling(server.address) as (client, _),
+    ):
+        pull = asyncio.create_task(client.pull("prefill:1", 0, REQUEST, Sink()))
+        await until(lambda: service.num_open == 1)
+        await all_tasks_are_held_up(0.7)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert service.num_open == 1 and not pull.done()
+        pull.cancel()
+
+
 # Where it cannot be -----------------------------------------------------------------------------
 
 
@@ -380,7 +396,8 @@ async def test_a_holder_that_freezes_falls_silent_and_one_that_dies_is_noticed_a
             holder.send_signal(signal.SIGSTOP)
             frozen = psutil.Process(holder.pid)
             await until(lambda: frozen.status() == psutil.STATUS_STOPPED)
-            await asyncio.sleep(0)  # What it had sent is read.
+            for _ in range(50):
+                await asyncio.sleep(0)  # What it had sent is read.
             num_heard = len(sink.messages)
             await asyncio.sleep(0.1)
             assert len(sink.messages) == num_heard and not pull.done()

@@ -14,6 +14,7 @@ from kv_loopback import (
     Loopback,
     LoopbackConsumer,
     LoopbackProducer,
+    all_tasks_are_held_up,
     new_transfer_id,
     stream_of,
     until,
@@ -193,18 +194,6 @@ async def test_a_peer_that_only_beats_its_heart_has_stalled(
         consumer.release(producer.peer, transfer_id, complete=False)
         await producer.until_all(ABORTED, transfer_id)
         await producer.until_empty()
-
-
-async def all_tasks_are_held_up(seconds: float) -> None:
-    """Stops this process's event loop while its other tasks sleep."""
-    is_over = asyncio.Event()
-
-    def hold_up() -> None:
-        time.sleep(seconds)
-        is_over.set()
-
-    asyncio.get_running_loop().call_soon(hold_up)
-    await is_over.wait()
 
 
 async def test_a_process_that_was_held_up_itself_blames_nobody() -> None:
@@ -491,6 +480,25 @@ async def test_a_pull_of_something_that_never_comes_ends(transport: PullTranspor
         assert "was not exported within 0.6 s" in event.reason and event.retryable
         await until(lambda: not producer.senders[0].early_pulls)
         await consumer.until_empty()
+
+
+async def test_early_pulls_wait_on_when_the_process_of_their_export_was_held_up() -> None:
+    """The export may be in its socket, unread."""
+    async with Loopback(SHAPE, SHAPE, lease_s=0.4, stall_timeout_s=0.4) as (producer, consumer):
+        transfer_id = new_transfer_id()
+        block_ids = consumer.pull(producer.peer, transfer_id, 40)
+        await until(lambda: bool(producer.senders[0].early_pulls))
+        await all_tasks_are_held_up(0.5)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        source = producer.blocks.take(SHAPE, 40)
+        producer.compute_all(1, 40, source)
+        producer.export(transfer_id, 40)
+        producer.send(transfer_id, -1, range(40), source, 40)
+        await consumer.until_all(RECEIVED, transfer_id)
+        consumer.check(1, range(40), block_ids)
+        consumer.release(producer.peer, transfer_id)
+        await producer.until_all(RELEASED, transfer_id)
 
 
 @pytest.mark.parametrize("is_pulled_first", [True, False])

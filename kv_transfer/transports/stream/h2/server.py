@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -160,6 +161,9 @@ class H2Server:
 
     async def _check_forever(self) -> None:
         while True:
+            slept_from = time.monotonic()
             await asyncio.sleep(_CHECK_S)
+            late_s = time.monotonic() - slept_from - _CHECK_S
             for connection in list(self._connections):
+                connection.excuse_silence(late_s)
                 connection.check_alive(*self._patience_s)

@@ -102,6 +102,10 @@ class H2ServerConnection:
             )
         )
 
+    def excuse_silence(self, seconds: float) -> None:
+        """Forgives so much of it: we were held up ourselves, and have not read what was said."""
+        self._heard_at += seconds
+
     def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:
         """Asks a peer that is silent, and leaves one that does not answer."""
         silence = time.monotonic() - self._heard_at
