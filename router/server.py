@@ -38,6 +38,10 @@ _KEEP_ALIVE_S = 75
 was just being sent would be lost with the connection."""
 
 
+_LAST_REQUESTS_S = 0.2
+"""Seconds in which requests are still read when the delay is over: connections that came while this
+process was held up wait to be accepted, and would be reset."""
+
 _SEND_BUFFER_BYTES = 256 << 10
 """Bytes of each connection that a client that reads slowly may leave lying with the kernel."""
 
@@ -137,6 +141,9 @@ class RouterServer(TlsServer):
 
     def _close(self) -> None:
         self.services.feed.close()
+        asyncio.get_running_loop().call_later(_LAST_REQUESTS_S, self._exit)
+
+    def _exit(self) -> None:
         self.should_exit = True
 
 

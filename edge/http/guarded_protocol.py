@@ -39,6 +39,8 @@ CALLER = "caller"
 """The key under which each request's state holds what `HeadCheck.admit` has returned."""
 
 _LINGER_S = 1.0
+_HELD_UP_S = 0.25
+"""A timer that fires so much later than it should tells that this process was held up."""
 _FIRST_WORDS_S = 2.0
 """A new connection is not taken for one that shows no key before it has had time to."""
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization", b"x-api-key")
@@ -225,6 +227,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _on_head_timeout(self) -> None:
+        """Ends the wait. If this process was held up meanwhile, what the client has sent is not
+        read yet: then it waits once more, for as long as that was."""
+        assert self._head_timer is not None
+        late_s = self.loop.time() - self._head_timer.when()
+        if late_s > _HELD_UP_S:
+            more_s = min(late_s, self.limits.header_timeout_s)
+            self._head_timer = self.loop.call_later(more_s, self._end_wait)
+        else:
+            self._end_wait()
+
+    def _end_wait(self) -> None:
         """Ends a connection that takes too long. A client that has sent nothing at all gets no
         answer either."""
         self._head_timer = None

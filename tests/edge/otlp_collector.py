@@ -45,9 +45,10 @@ class ReceivedSpan:
 
 @dataclass(slots=True)
 class Collected:
-    """Holds what a collector was given so far."""
+    """Holds what a collector was given so far. `status` is what it answers, over HTTP."""
 
     url: str
+    status: int = 200
     spans: list[ReceivedSpan] = field(default_factory=list)
     num_calls: int = 0
 
@@ -95,7 +96,6 @@ def http_collector(
     status: int = 200,
     body: bytes | None = None,
     held: threading.Event | None = None,
-    port: int = 0,
 ) -> Iterator[Collected]:
     """`body` None is the right answer. Calls wait for `held`, if there is one."""
 
@@ -108,10 +108,10 @@ def http_collector(
             if held is not None:
                 held.wait(TIMEOUT_S)
             assert self.path == "/v1/traces"
-            if status == 200 and body is None:
+            if collected.status == 200 and body is None:
                 collected.take(ExportTraceServiceRequest.FromString(content))
             answer = ExportTraceServiceResponse().SerializeToString() if body is None else body
-            self.send_response(status)
+            self.send_response(collected.status)
             self.send_header("content-length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -119,9 +119,9 @@ def http_collector(
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    collected = Collected(f"http://127.0.0.1:{server.server_port}")
+    collected = Collected(f"http://127.0.0.1:{server.server_port}", status)
     serving = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     serving.start()
     try:

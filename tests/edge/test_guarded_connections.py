@@ -186,13 +186,37 @@ async def test_connections_without_a_key_are_few_and_the_oldest_makes_room(
             writer.close()
 
 
-async def test_many_may_come_at_once_before_they_have_shown_their_keys() -> None:
+async def test_many_may_come_at_once_before_they_have_shown_their_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guarded_protocol, "_FIRST_WORDS_S", TIMEOUT_S)
     async with service(max_without_key=3) as running:
         clients = [await running.connect() for _ in range(20)]
         for reader, writer in clients:
             writer.write(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
             assert b"200" in await reader.readuntil(b"ok")
             writer.close()
+
+
+async def test_time_in_which_the_service_was_held_up_is_not_the_client_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have sent the rest meanwhile. It gets as long again, once."""
+    loop, ahead_s = asyncio.get_running_loop(), 0.0
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + ahead_s)
+    async with service(header_timeout_s=1000.0) as running:
+        late = [await running.connect(b"GET /health HT") for _ in range(2)]
+        await running.until_open(2)
+        ahead_s = 2000.0
+        await asyncio.sleep(0.01)
+        (reader, writer), (mute_reader, mute_writer) = late
+        writer.write(b"TP/1.1\r\nhost: a\r\n\r\n")
+        assert b" 200 OK" in await reader.readuntil(b"ok")
+        ahead_s = 4000.0
+        assert b" 408 " in await read_end(mute_reader)
+        for one in (writer, mute_writer):
+            one.close()
 
 
 async def test_a_path_that_is_written_otherwise_is_not_open() -> None:

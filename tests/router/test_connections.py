@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 
 import pytest
 
@@ -108,10 +109,12 @@ async def test_trickling_heads_are_closed_and_others_are_served(cluster: Cluster
     first, *rest = b"GET /health HTTP/1.1\r\nhost: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 
     async def begin() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The client sends a byte at once: who sends nothing for so long gets no answer."""
-        reader, writer = await connect(router)
-        writer.write(bytes([first]))
-        return reader, writer
+        """The client has sent a byte when the router accepts it: who sends nothing for so long gets
+        no answer."""
+        host, port = router.url.removeprefix("http://").split(":")
+        client = socket.create_connection((host, int(port)))
+        client.sendall(bytes([first]))
+        return await asyncio.open_connection(sock=client)
 
     others = [await begin() for _ in range(50)]
 

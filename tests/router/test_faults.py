@@ -74,7 +74,13 @@ class Load:
             serial += 1000
 
     async def _ask(self, wish: dict[str, Any]) -> str:
-        url = await self._ready_url()
+        while True:
+            url = await self._ready_url()
+            # Whoever was slow to come finds the door shut, and has lost nothing.
+            with contextlib.suppress(aiohttp.ClientConnectorError):
+                return await self._answer(url, wish)
+
+    async def _answer(self, url: str, wish: dict[str, Any]) -> str:
         async with self._client.post(f"{url}/v1/completions", json=wish) as response:
             text = await response.text()
             assert response.status == 200, text

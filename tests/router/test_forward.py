@@ -314,7 +314,7 @@ async def test_failing_nodes_are_left_out_but_never_more_than_half(cluster: Clus
     fault = answer_json(500, {"error": {"message": "broken"}})
     nodes: list[Any] = [await cluster.decode(f"bad{i}", fault) for i in range(3)]
     nodes.append(await cluster.decode("good"))
-    router = await cluster.router(*nodes)
+    router = await cluster.router(*nodes, ejection_base_s=60.0)
     for _ in range(60):
         async with router.post(BODY) as response:
             await response.read()

@@ -70,8 +70,14 @@ async def test_a_client_that_leaves_waits_no_longer(cluster: Cluster) -> None:
 
 
 async def test_those_who_wait_for_a_node_count_as_begun(cluster: Cluster) -> None:
-    router = await cluster.router(no_node_wait_s=0.5, max_prefills_per_node=2)
+    node = await cluster.decode("d")
+    entry = node.entry
+    await node.stop()
+    router = await cluster.router(
+        decode=entry, no_node_wait_s=2 * TIMEOUT_S, max_prefills_per_node=2
+    )
     asking = [asyncio.create_task(status_of(router)) for _ in range(3)]
-    await eventually(lambda: router.services.gates.of("demo").num_started == 2)
-    assert len(router.services.gates.of("demo").line) == 1
-    assert await asyncio.gather(*asking) == [503] * 3
+    gate = router.services.gates.of("demo")
+    await eventually(lambda: (gate.num_started, len(gate.line)) == (2, 1))
+    await node.restart()
+    assert await asyncio.gather(*asking) == [200] * 3

@@ -69,7 +69,12 @@ async def test_a_node_cut_off_mid_stream_costs_no_token_and_comes_back(
 ) -> None:
     nodes = [await cluster._start(RemoteDecodeNode(switch, name)) for name in ("a", "b")]
     router = await cluster.router(
-        *nodes, stream_stall_s=1.5, stale_after_s=0.5, down_after_s=1.0, allow_plaintext=True
+        *nodes,
+        stream_stall_s=1.5,
+        stale_after_s=0.5,
+        down_after_s=1.0,
+        no_node_wait_s=TIMEOUT_S,
+        allow_plaintext=True,
     )
     assert await run_streams(router, switch, cut="a") == [True] * NUM_STREAMS
     assert router.metric("tandem_router_migrations_total", reason="lost") > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
+import time
 from typing import Any
 
 import aiohttp
@@ -47,7 +49,7 @@ async def test_it_serves_and_drains_without_breaking_an_answer(cluster: Cluster)
         return response
 
     decode = await cluster.decode(handler=held)
-    args = ("--decode", decode.entry, "--drain-delay-s", "2")
+    args = ("--decode", decode.entry, "--drain-delay-s", "3")
     async with router_process(*args) as process, aiohttp.ClientSession() as client:
         url = await _ready(process)
         await _wait_status(client, url + "/ready", 200)
@@ -83,11 +85,27 @@ async def test_a_second_signal_cuts_open_answers_short(cluster: Cluster) -> None
         async with client.post(url + "/v1/completions", json=BODY) as response:
             await response.content.readany()
             process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.3)
+            await _wait_status(client, url + "/ready", 503)
             assert process.returncode is None
             process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(TIMEOUT_S):
                 assert await process.wait() == 0
+
+
+async def test_who_came_while_a_draining_router_was_held_up_is_answered(cluster: Cluster) -> None:
+    """The connection was accepted by the kernel alone when the time for new ones was over."""
+    router = await cluster.router(await cluster.decode(), drain_delay_s=0.05)
+    host, port = router.url.removeprefix("http://").split(":")
+    router.server.handle_exit(signal.SIGTERM, None)
+    await asyncio.sleep(0)
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(time.sleep, 0.3)
+        async with asyncio.timeout(TIMEOUT_S):
+            answer = await loop.sock_recv(client, 1 << 16)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,14 @@ def _requests(router: RunningRouter, status: str) -> float:
 
 # Nodes that hang: the process stands still, its connections stay open ----------------------------
 
-IMPATIENT = {"stale_after_s": 0.3, "down_after_s": 1.5, "stream_stall_s": 1.01}
-"""A second and a half, as all nodes are in this process: where it gets no processor for longer than
-1.25 s, the router takes note that it stood still itself."""
+IMPATIENT = {
+    "stale_after_s": 0.3,
+    "down_after_s": 1.5,
+    "stream_stall_s": 1.01,
+    "no_node_wait_s": TIMEOUT_S,
+}
+"""Requests wait for a node, as all nodes are in this process: where it gets no processor for longer
+than they may be silent, all of them are down until they are heard again."""
 
 
 @pytest.mark.parametrize("waits_for", ["the head", "the first byte"])
@@ -247,6 +252,7 @@ async def test_a_node_that_falls_silent_before_the_answer_is_left_for_another(
     asking = asyncio.create_task(router.text(BODY))
     await eventually(lambda: hung.num_open == 1)
     await other.status.change(draining=False)
+    await router.wait_usable(decode=2, prefill=1)
     hung.status.silent = True
     assert (await asking).endswith("[DONE]\n\n")
     assert router.metric("tandem_router_retries_total", reason="lost") == 1
