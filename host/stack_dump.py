@@ -41,6 +41,7 @@ def dump_stacks(pids: Iterable[int], timeout_s: float = 1.0) -> dict[int, list[s
     """Returns the lines of each process's stacks, newest call first; of one that has written
     nothing after `timeout_s`, none. Processes that have ended or cannot be asked are left out."""
     asked: dict[int, tuple[Path, int]] = {}
+    writers: dict[int, list[Path]] = {}
     own: dict[int, list[str]] = {}
     for pid in pids:
         if pid == os.getpid():
@@ -51,6 +52,7 @@ def dump_stacks(pids: Iterable[int], timeout_s: float = 1.0) -> dict[int, list[s
             continue
         try:
             asked[pid] = (file, file.stat().st_size)
+            writers[pid] = [thread for thread in _threads_of(pid) if _takes_signal(thread)]
             os.kill(pid, signal.SIGUSR2)
         except OSError:
             asked.pop(pid, None)
@@ -61,7 +63,9 @@ def dump_stacks(pids: Iterable[int], timeout_s: float = 1.0) -> dict[int, list[s
         time.sleep(_POLL_S)
         for pid, (file, before) in asked.items():
             size = _size(file)
-            if size < 0 or (size > before and size == sizes.get(pid)):
+            is_still = size > before and size == sizes.get(pid)
+            # The thread that writes takes no second signal meanwhile.
+            if size < 0 or (is_still and all(_takes_signal(one) for one in writers[pid])):
                 settled.add(pid)
             sizes[pid] = size
     return own | {pid: _read(*asked[pid]) for pid in asked}
@@ -89,6 +93,20 @@ def _file_of(pid: int) -> Path | None:
             if str(link.readlink()).startswith(f"/memfd:{_NAME}"):
                 return link
     return None
+
+
+def _threads_of(pid: int) -> list[Path]:
+    return [task / "status" for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def _takes_signal(status: Path) -> bool:
+    """Returns False for a thread that blocks ours. One that has ended stands in nobody's way."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return True
+    blocked = next((line.split()[1] for line in lines if line.startswith("SigBlk:")), "0")
+    return not int(blocked, 16) >> (signal.SIGUSR2 - 1) & 1
 
 
 def _size(file: Path) -> int:

@@ -72,6 +72,8 @@ _TERMINATE_TIMEOUT_S = 1.0
 """The seconds that a worker has after SIGTERM, when it was not asked to end or does not."""
 _LAST_WORDS_S = 0.3
 """The seconds in which others may still report why they failed, once one worker has."""
+_LONGEST_LOOK_S = 0.05
+"""The seconds of one look at what they say. A longer one means that this process was held up."""
 
 ReplyT = TypeVar("ReplyT", WorkerLoaded, WorkerReady)
 
@@ -302,28 +304,31 @@ class ProcessExecutor(Executor):
         """Raises an error that names every worker that failed, killed ones first: an error
         elsewhere mostly follows from a rank that has gone.
         """
-        since = time.monotonic()
+        waited_s = 0.0
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for child in self._children:
             if child.exit_code is None:
                 poller.register(child.sentinel, zmq.POLLIN)
-        while (left := self._patience_s(since)) > 0 and not self._all_have_spoken():
-            for source, _ in poller.poll(int(left * 1000) + 1):
+        while waited_s < self._patience_s and not self._all_have_spoken():
+            looks_since = time.monotonic()
+            for source, _ in poller.poll(int(_LONGEST_LOOK_S * 1000)):
                 if source is not self._socket:
                     poller.unregister(source)
                     continue
                 reply = self._replies.next()
                 if isinstance(reply, WorkerFailed):
                     self._note_failure(reply)
+            waited_s += min(time.monotonic() - looks_since, _LONGEST_LOOK_S)
         killed, failed = [], []
         alike: dict[str, list[str]] = {}
         for rank, child in enumerate(self._children):
-            if (child.exit_code or 0) < 0:
+            exit_code = child.exit_code
+            if (exit_code or 0) < 0:
                 killed.append(child.describe_exit())
             elif rank in self._failed:
                 alike.setdefault(self._failed[rank], []).append(child.name)
-            elif child.exit_code is not None:
+            elif exit_code is not None:
                 failed.append(child.describe_exit())
         said = [f"{', '.join(names)}: {reason}" for reason, names in alike.items()]
         raise EngineDeadError("; ".join(killed + said + failed), self._exceptions)
@@ -332,10 +337,10 @@ class ProcessExecutor(Executor):
         self._failed[failure.rank] = failure.reason
         self._exceptions[f"worker {failure.rank}"] = failure.exceptions
 
-    def _patience_s(self, since: float) -> float:
+    @property
+    def _patience_s(self) -> float:
         cause_is_known = any((child.exit_code or 0) < 0 for child in self._children)
-        limit = _LAST_WORDS_S if cause_is_known else self._death_notice_s
-        return since + limit - time.monotonic()
+        return _LAST_WORDS_S if cause_is_known else self._death_notice_s
 
     def _all_have_spoken(self) -> bool:
         """Returns whether every failed worker has reported why; killed ones never do."""

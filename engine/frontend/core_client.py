@@ -40,6 +40,7 @@ from host.message_reader import MessageReader
 _LAST_WORDS_S = 0.3
 """Seconds to wait for last words: a process that has ended may have said why, and the message may
 still be on its way."""
+_LAST_WORDS_LOOKS = 6
 _SHUTDOWN_TIMEOUT_S = 15.0
 
 
@@ -130,11 +131,16 @@ class EngineCoreClient:
     def _on_end(self) -> None:
         self._loop.remove_reader(self._child.sentinel)
         self._ended.set()
-        self._loop.call_later(_LAST_WORDS_S, self._after_last_words)
+        self._hear_last_words(_LAST_WORDS_LOOKS)
 
-    def _after_last_words(self) -> None:
+    def _hear_last_words(self, num_looks: int) -> None:
+        """Waits for them in short pieces: when we are held up ourselves, only one is lost."""
         self._receive()
-        self._die(self._child.describe_exit())
+        if num_looks > 0:
+            pause_s = _LAST_WORDS_S / _LAST_WORDS_LOOKS
+            self._loop.call_later(pause_s, self._hear_last_words, num_looks - 1)
+        else:
+            self._die(self._child.describe_exit())
 
     def _die(self, reason: str, facts: EngineFacts | None = None) -> None:
         if not self._is_dead:

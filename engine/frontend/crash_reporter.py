@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REPORTS = 16
 _DESCRIBE_TIMEOUT_S = 1.0
+_DESCRIBE_LOOKS = 10
 _PREFIX = "tandem-crash-"
 _LIBRARIES = ("tandem", "torch", "triton", "numpy", "pyzmq", "msgspec", "grpcio", "ray")
 _REQUESTS_TOLD = 512
@@ -130,11 +131,13 @@ class CrashReporter:
             self._let_go()
 
     async def _described(self, description: asyncio.Future[EngineFacts]) -> EngineFacts | None:
-        try:
-            async with asyncio.timeout(_DESCRIBE_TIMEOUT_S):
-                return await description
-        except TimeoutError:
-            return None
+        """Waits a while, in short pieces: when we are held up ourselves, the answer comes unread,
+        and only one of them is lost."""
+        for _ in range(_DESCRIBE_LOOKS):
+            await asyncio.wait([description], timeout=_DESCRIBE_TIMEOUT_S / _DESCRIBE_LOOKS)
+            if description.done():
+                return description.result()
+        return None
 
     def _write(self, head: dict[str, Any], facts: EngineFacts | None, body: dict[str, Any]) -> None:
         """Looks at processes and writes the file; runs in a thread."""

@@ -62,11 +62,12 @@ def test_killed_child_is_described() -> None:
 def test_stop_is_gentle_first_and_firm_then() -> None:
     children = [
         ChildProcess.start(MODULE, ChildConfig(action), action, ENV)
-        for action in ("gentle", "stubborn")
+        for action in ("gentle", "gentle", "stubborn")
     ]
     _wait_for_signal_handlers(children)
-    stop_all(children, timeout_s=2.0)
-    assert [child.exit_code for child in children] == [3, -signal.SIGKILL]
+    stop_all(children[:2], timeout_s=TIMEOUT_S)
+    stop_all(children[2:], timeout_s=0.2)
+    assert [child.exit_code for child in children] == [3, 3, -signal.SIGKILL]
 
 
 def _wait_for_signal_handlers(children: list[ChildProcess]) -> None:
@@ -158,10 +159,12 @@ def test_local_socket_refuses_other_users() -> None:
     code = (
         "import os, sys, zmq; os.setuid(int(sys.argv[2])); s = zmq.Context().socket(zmq.PUSH); "
         "s.connect(sys.argv[1]); s.send(b'from ' + sys.argv[2].encode(), zmq.NOBLOCK); "
-        "s.close(linger=500); s.context.term()"
+        "s.close(linger=int(sys.argv[3])); s.context.term()"
     )
-    for uid in ("54321", "0"):
-        subprocess.run([sys.executable, "-c", code, address, uid], check=True, timeout=TIMEOUT_S)
+    # Whoever is refused never gets rid of it; the other one waits until it is taken.
+    for uid, linger_ms in (("54321", 500), ("0", TIMEOUT_S * 1000)):
+        command = [sys.executable, "-c", code, address, uid, str(linger_ms)]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
     assert receiver.poll(TIMEOUT_S * 1000)
     assert receiver.recv() == b"from 0"
     assert not receiver.poll(100)

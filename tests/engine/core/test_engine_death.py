@@ -39,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def patient_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets processes take their time to write their stacks: those of a busy machine are late."""
+    """Lets processes take their time to say what they know: those of a busy machine are late."""
+    monkeypatch.setattr(crash_reporter, "_DESCRIBE_TIMEOUT_S", 30.0)
     monkeypatch.setattr(crash_reporter, "dump_stacks", partial(dump_stacks, timeout_s=30.0))
 
 
@@ -195,12 +196,17 @@ async def test_an_exception_in_a_model_is_told_with_where_it_came_from(tmp_path:
 
 
 @pytest.mark.parametrize("victim", ["the engine core", "worker 0"])
-async def test_a_frozen_process_is_given_up_by_the_watchdog(victim: str, tmp_path: Path) -> None:
+async def test_a_frozen_process_is_given_up_by_the_watchdog(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_core = victim == "the engine core"
+    if is_core:
+        monkeypatch.setattr(crash_reporter, "_DESCRIBE_TIMEOUT_S", 0.1)
     async with doomed_engine(1, tmp_path) as llm:
         status = NodeStatus(llm, node_pb2.NODE_ROLE_DECODE, stuck_after_s=1.2, frozen_after_s=1.1)
         stream = llm.generate(make_request("r0", 3, max_tokens=80))
         await anext(stream)
-        pid = llm.core_pid if victim == "the engine core" else llm.ready.worker_pids[0]
+        pid = llm.core_pid if is_core else llm.ready.worker_pids[0]
         os.kill(pid, signal.SIGSTOP)
         async with asyncio.timeout(60):
             while not llm.is_dead:
@@ -216,7 +222,6 @@ async def test_a_frozen_process_is_given_up_by_the_watchdog(victim: str, tmp_pat
                 await asyncio.sleep(0.02)
         os.kill(pid, signal.SIGCONT)
     report = report_of(llm)
-    is_core = victim == "the engine core"
     assert report["core_answered"] is not is_core
     assert [one["request"] for one in report["open_requests"]] == list(hashes_of(1))
     frozen = [one for one in report["processes"] if one["pid"] == pid]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -10,14 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
 from engine.errors import EngineDeadError
+from engine.executor import process_executor
 from engine.executor.abstract import KVCaches
 from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.executor.worker_messages import WorkerFailed
 from engine.outputs import ModelRunnerOutput
 from engine.sched.output import SchedulerOutput
+from host.local_socket import connect_socket
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.processes import is_gone
 
@@ -89,6 +94,25 @@ def test_workers_that_fail_alike_are_named_together() -> None:
     assert str(dead.value) == "worker 0, worker 2: no such file; worker 1: no such device"
     executor._children = []
     executor.shutdown()
+    context.destroy()
+
+
+def test_last_words_are_heard_though_this_process_was_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are in the socket, and the clock is far ahead at every look."""
+    context = zmq.Context()
+    executor = MultiprocExecutor(tiny_config(), context)
+    executor._children = [SimpleNamespace(name="worker 0", exit_code=1)]
+    worker = connect_socket(context, zmq.PUSH, executor._reply_address)
+    worker.send(msgspec.msgpack.encode(WorkerFailed(0, "no such file", [])))
+    clock = SimpleNamespace(monotonic=itertools.count(0.0, 10.0).__next__)
+    monkeypatch.setattr(process_executor, "time", clock)
+    with pytest.raises(EngineDeadError, match="^worker 0: no such file$"):
+        executor._die()
+    executor._children = []
+    executor.shutdown()
+    worker.close()
     context.destroy()
 
 
