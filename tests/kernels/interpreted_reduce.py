@@ -14,6 +14,8 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +65,10 @@ EXCHANGES = [
 EPS = 1e-5
 CALLS_BEFORE = 2**31 - 5
 """Calls already counted: their number outgrows 32 bits on the way, as after days."""
+QUIET_CALLS = (1, 2**29, 3 * 2**29, 2**31 - 2)
+"""Calls since a block was last told something: the numbers of half of them look larger."""
+ENOUGH_LOOKS = 40
+"""More than a rank needs to tell all others before it waits."""
 
 
 def summed(parts: list[Tensor]) -> Tensor:
@@ -72,11 +78,10 @@ def summed(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def run(rank: int, memories: list[mmap.mmap]) -> bool:
-    places = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
-    memory = RankMemories(torch.tensor(places), rank, MAX_BYTES)
-    generators = [torch.Generator().manual_seed(i) for i in range(len(memories))]
-    if len(memories) == REDUCING_RANKS and not reduces(memory, generators):
+def run(rank: int, memory: RankMemories) -> bool:
+    """Says whether all that this rank computes with the others is right."""
+    generators = [torch.Generator().manual_seed(i) for i in range(memory.ranks)]
+    if memory.ranks == REDUCING_RANKS and not reduces(memory, generators):
         return False
     return all(exchanges(memory, generators, *case) for case in EXCHANGES)
 
@@ -144,40 +149,84 @@ def norms(memory: RankMemories, generators: list[torch.Generator], rows: int, wi
     return torch.equal(residual, carried)
 
 
-def count_from(calls: int, memory: mmap.mmap) -> None:
-    """Leaves memory as so many calls do: flags and sequence are numbers of 32 bits, which wrap."""
+def count_from(calls: int, memory: mmap.mmap, quiet_calls: int) -> None:
+    """Leaves memory as so many calls do, the last of which used few blocks: flags and sequence are
+    numbers of 32 bits, which wrap."""
     header = torch.frombuffer(memory, dtype=torch.int32, count=HEADER_BYTES // 4)
-    header[:SEQUENCE] = torch.tensor(2 * calls - 1).to(torch.int32)
+    header[:SEQUENCE] = torch.tensor(2 * (calls - quiet_calls) - 1).to(torch.int32)
     header[SEQUENCE] = torch.tensor(calls).to(torch.int32)
 
 
-def let_others_run() -> None:
-    """Makes a rank that looks whether another has told it something leave the processor to it:
-    there may be fewer than ranks."""
+class Looks:
+    """Counts the looks of the ranks of a group at what others have told them."""
+
+    def __init__(self) -> None:
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def begin(self) -> None:
+        self._page[0] = 0
+
+    def look(self) -> None:
+        """Leaves the processor to others: there may be fewer than ranks."""
+        time.sleep(1e-4)
+        self._page[0] = min(self._page[0] + 1, ENOUGH_LOOKS)
+
+    def end(self) -> None:
+        self._page[0] = ENOUGH_LOOKS
+
+    def wait(self) -> None:
+        """Waits until a rank has looked so often that it can have told all others, or has ended."""
+        while self._page[0] < ENOUGH_LOOKS:
+            time.sleep(1e-4)
+
+
+def count_looks(looks: Looks) -> None:
+    """Makes ranks of this process, and of its children, count them."""
     ask = interpreter.InterpreterBuilder.create_atomic_rmw
 
-    def patiently(self: interpreter.InterpreterBuilder, *operands: Any) -> Any:
-        time.sleep(1e-4)
+    def counted(self: interpreter.InterpreterBuilder, *operands: Any) -> Any:
+        looks.look()
         return ask(self, *operands)
 
-    interpreter.InterpreterBuilder.create_atomic_rmw = patiently
+    interpreter.InterpreterBuilder.create_atomic_rmw = counted
+
+
+def waits_for_late(rank: int, memory: RankMemories, looks: Looks) -> bool:
+    """Says whether ranks find their sum though all but the first begin late, and the block was
+    last told something before numbers wrapped around to smaller ones."""
+    parts = [torch.arange(8.0) * (peer + 1) for peer in range(memory.ranks)]
+    if rank > 0:
+        looks.wait()
+    found = peer_reduce(parts[rank].clone(), memory, two_shot=False)
+    looks.end()
+    if not torch.equal(found, summed(parts)):
+        print(f"rank {rank} went on with what nobody had written: {found}")
+        return False
+    return True
 
 
 def main() -> int:
-    let_others_run()
-    return max(play(ranks) for ranks in (REDUCING_RANKS, *EXCHANGING_RANKS))
+    looks = Looks()
+    count_looks(looks)
+    codes = [play(ranks, run) for ranks in (REDUCING_RANKS, *EXCHANGING_RANKS)]
+    for calls in QUIET_CALLS:
+        looks.begin()
+        codes.append(play(2, partial(waits_for_late, looks=looks), quiet_calls=calls))
+    return max(codes)
 
 
-def play(num_ranks: int) -> int:
-    """Returns the greatest exit code of so many ranks."""
+def play(num_ranks: int, part: Callable[[int, RankMemories], bool], quiet_calls: int = 0) -> int:
+    """Returns the greatest exit code of so many ranks, each of which plays its part."""
     memories = [mmap.mmap(-1, memory_bytes(MAX_BYTES)) for _ in range(num_ranks)]
     for memory in memories:
-        count_from(CALLS_BEFORE, memory)
+        count_from(CALLS_BEFORE, memory, quiet_calls)
     children = []
     for rank in range(num_ranks):
         child = os.fork()
         if child == 0:
-            os._exit(0 if run(rank, memories) else 1)
+            places = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in memories]
+            memory_of_ranks = RankMemories(torch.tensor(places), rank, MAX_BYTES)
+            os._exit(0 if part(rank, memory_of_ranks) else 1)
         children.append(child)
     return max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,24 @@ def _post_compile(name: str) -> None:
     }
     information = SimpleNamespace(name=name)
     knobs.runtime.jit_post_compile_hook(repr=f"{name}(", fn=information, compile=compiled, key="")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "count"),
+    [
+        ("attention.context_gather.gather_context_kernel", "num_keys"),
+        ("collectives.peer_reduce.peer_reduce_kernel", "part"),
+        ("collectives.peer_reduce_norm.peer_reduce_norm_kernel", "num_rows"),
+        ("experts.fused_experts.expert_gemm_kernel", "num_row_tiles"),
+    ],
+)
+def test_kernels_are_the_same_for_any_number_of_tokens(kernel: str, count: str) -> None:
+    """Triton compiles a kernel anew for a number that is 1, or a multiple of 16, where it may: a
+    step would be the first with such a number, whatever has been warmed up."""
+    module, _, name = kernel.rpartition(".")
+    function = getattr(import_module(f"tandem_kernels.{module}"), name)
+    (parameter,) = (one for one in function.params if one.name == count)
+    assert parameter.do_not_specialize and not parameter.is_constexpr
 
 
 def test_lists_and_logs_what_is_compiled_late(

@@ -15,7 +15,7 @@ _TILE = 32
 """Tokens of a program: with heads of 128 numbers in half precision, 8 KiB."""
 
 
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=_ADDRESSES)
+@triton.jit(do_not_specialize=["num_reqs", "num_keys"], do_not_specialize_on_alignment=_ADDRESSES)
 def gather_context_kernel(
     kv_cache: tl.tensor,
     block_tables: tl.tensor,

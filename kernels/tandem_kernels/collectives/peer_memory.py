@@ -118,7 +118,9 @@ def tell_and_wait(
     BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    """Writes `number` where each other rank's block looks for this rank, and waits for theirs."""
+    """Writes `number` where each other rank's block looks for this rank, and waits for theirs: it,
+    or the second one of the same call. Any other is of a former call, larger ones as well, because
+    numbers wrap around: only long messages use all blocks, and the last may be days ago."""
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
@@ -129,7 +131,7 @@ def tell_and_wait(
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             place = own + (half * SLOTS + peer) * BLOCKS + block
-            while tl.atomic_add(place, 0, sem="acquire", scope="sys") - number < 0:
+            while (tl.atomic_add(place, 0, sem="acquire", scope="sys") - number) >> 1 != 0:
                 pass
     tl.debug_barrier()
 

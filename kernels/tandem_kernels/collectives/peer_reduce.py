@@ -126,7 +126,7 @@ def _two_shot(
                 tl.store(out + place, found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part"])
 def peer_reduce_kernel(
     x: tl.tensor,
     out: tl.tensor,

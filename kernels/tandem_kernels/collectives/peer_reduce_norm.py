@@ -31,7 +31,7 @@ from tandem_kernels.collectives.peer_memory import (
 MAX_HIDDEN = 16384
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def peer_reduce_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
