@@ -135,10 +135,10 @@ def _offered(size: int, device: torch.device, max_bytes: int) -> tuple[RankMemor
         driver = cuda_driver()
         start, _ = driver.allocation_of(memory.data_ptr())
         offset = memory.data_ptr() - start
-        handle = driver.ipc_handle(start)
+        own = RankMemory(host_id(), driver.current_uuid(), driver.ipc_handle(start), offset)
     except (KVTransferError, torch.OutOfMemoryError) as error:
         return RankMemory(host_id(), b"", b"", 0, str(error) or type(error).__name__), None
-    return RankMemory(host_id(), driver.current_uuid(), handle, offset), memory
+    return own, memory
 
 
 def check_reach(own: RankMemory, of_peer: RankMemory, peer: int) -> None:

@@ -116,18 +116,17 @@ class BeamSearch:
         place: int,
         forbidden: Collection[int],
     ) -> int:
-        """Adds the next candidate of a beam, from `place` on, with all that are as likely. Returns
-        the place behind them."""
-        tokens, logprobs = found.token_ids, found.logprobs
-        score, num_before = self.live[parent].score, len(heap)
-        while place < len(tokens):
-            if len(heap) > num_before and logprobs[place] != logprobs[place - 1]:
-                break
-            if tokens[place] not in forbidden:
-                loss = -(score + logprobs[place])
-                heappush(heap, _Candidate(loss, parent, tokens[place], place))
-            place += 1
-        return place
+        """Adds the next candidate of a beam, from `place` on, with all of the same sum, of whose
+        order the token decides. Returns the place behind them."""
+        score, added = self.live[parent].score, None
+        for at in range(place, len(found.token_ids)):
+            token, loss = found.token_ids[at], -(score + found.logprobs[at])
+            if added is not None and loss != added:
+                return at
+            if token not in forbidden:
+                heappush(heap, _Candidate(loss, parent, token, at))
+                added = loss
+        return len(found.token_ids)
 
     def _end(
         self,

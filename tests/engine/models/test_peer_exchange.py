@@ -34,21 +34,21 @@ USE = "exchange of tokens"
 class Driver:
     """The GPUs of one host, as the process of one rank sees them."""
 
-    def __init__(self, visible: int, *, broken: bool = False) -> None:
+    def __init__(self, visible: int, *, broken: str = "") -> None:
         self._visible, self._broken = visible, broken
 
     def device_uuids(self) -> list[bytes]:
         return [b"gpu %d" % index for index in range(self._visible)]
 
     def current_uuid(self) -> bytes:
+        self._check("cuDeviceGetUuid")
         return b"gpu 0"
 
     def allocation_of(self, address: int) -> tuple[int, int]:
         return address - 256, 1 << 20
 
     def ipc_handle(self, address: int) -> bytes:
-        if self._broken:
-            raise KVTransferError("cuIpcGetMemHandle: invalid argument")
+        self._check("cuIpcGetMemHandle")
         return address.to_bytes(8, "big")
 
     def open_ipc(self, handle: bytes) -> int:
@@ -56,6 +56,10 @@ class Driver:
 
     def close_ipc(self, address: int) -> None:
         """Unmaps what nothing has mapped."""
+
+    def _check(self, call: str) -> None:
+        if call == self._broken:
+            raise KVTransferError(f"{call}: invalid argument")
 
 
 def connected(group: ParallelGroup) -> list[int] | None:
@@ -86,18 +90,20 @@ def test_ranks_find_each_others_memory(on_one_host: Any) -> None:
         ], "all mean the same memories"
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "call"), [(2, "cuIpcGetMemHandle"), (4, "cuIpcGetMemHandle"), (2, "cuDeviceGetUuid")]
+)
 def test_one_rank_without_memory_leaves_all_without(
-    size: int, on_one_host: Any, caplog: pytest.LogCaptureFixture
+    size: int, call: str, on_one_host: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One thread's driver fails, whichever asks first: all are told, none waits, and one line of
     the log says what it was."""
-    drivers = iter([Driver(2, broken=True)] + [Driver(2)] * 20)
+    drivers = iter([Driver(2, broken=call)] + [Driver(2)] * 20)
     on_one_host(lambda: next(drivers))
     with caplog.at_level(logging.INFO, "engine.mapped_memory"):
         assert play(connected, size) == [None] * size
     assert [record.getMessage() for record in caplog.records] == [
-        f"{USE}: NCCL alone, as ranks do not share memory: cuIpcGetMemHandle: invalid argument"
+        f"{USE}: NCCL alone, as ranks do not share memory: {call}: invalid argument"
     ]
 
 

@@ -100,3 +100,13 @@ def test_of_equal_ones_the_better_beam_and_the_lower_token_go_first() -> None:
     assert [(one.parent, one.token_ids[-1]) for one in found] == [(0, 8), (1, 2), (1, 4)]
     found = search.advance(of_beams)
     assert [(one.parent, one.token_ids[-1]) for one in found] == [(0, 8), (1, 2), (1, 4)]
+
+
+def test_sums_that_rounding_made_equal_go_by_token() -> None:
+    """Behind a beam that is very unlikely, sums are equal that a device told apart."""
+    search = BeamSearch(BeamParams(2), (), max_tokens=9)
+    first, _ = search.advance([TokenLogprobs([1, 1, 2], [-1e17] * 3, 1)])
+    assert first.score - 1.0 == first.score - 2.0
+    found = TokenLogprobs([9, 9, 4], [-1.0, -1.0, -2.0], 1)
+    chosen = search.advance([found, found])
+    assert [(one.parent, one.token_ids[-1]) for one in chosen] == [(0, 4), (0, 9)]
