@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -61,7 +61,8 @@ class GrammarChecker:
         self._unavailable = ""
         self._known: OrderedDict[bytes, Verdict] = OrderedDict()
         self._known_bytes = 0
-        self._running: dict[bytes, Future[Verdict]] = {}
+        self._running: dict[bytes, asyncio.Future[Verdict]] = {}
+        """Is changed by the event loop alone, together with what is known."""
         self.num_checked = self.num_refused = self.num_killed = self.num_known = 0
         self.seconds = 0.0
 
@@ -93,22 +94,25 @@ class GrammarChecker:
     async def _new(self, digest: bytes, grammar: str) -> Verdict:
         """Checks a grammar, or waits with others for the same one."""
         running = self._running.get(digest)
-        if running is None:
+        if running is None or running.get_loop() is not asyncio.get_running_loop():
             if len(self._running) >= _MAX_WAITING:
                 raise Overloaded("too many new grammars at once; try it again")
-            running = self._running[digest] = self._threads.submit(self._ask, grammar)
-            running.add_done_callback(lambda _: self._running.pop(digest, None))
+            running = asyncio.wrap_future(self._threads.submit(self._ask, grammar))
+            self._running[digest] = running
+            running.add_done_callback(lambda done: self._end_check(digest, done))
         try:
             # Others may wait for it, too.
-            verdict = await asyncio.shield(asyncio.wrap_future(running))
+            return await asyncio.shield(running)
         except CheckerFailed as error:
             raise Unavailable(str(error)) from None
-        self._remember(digest, verdict)
-        return verdict
+
+    def _end_check(self, digest: bytes, done: asyncio.Future[Verdict]) -> None:
+        if self._running.get(digest) is done:
+            del self._running[digest]
+        if not done.cancelled() and done.exception() is None:
+            self._remember(digest, done.result())
 
     def _remember(self, digest: bytes, verdict: Verdict) -> None:
-        if digest in self._known:
-            return
         self._known[digest] = verdict
         self._known_bytes += len(verdict.grammar)
         while len(self._known) > _MAX_KNOWN or self._known_bytes > _MAX_KNOWN_BYTES:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from edge.address import split_address
 
 _FRESH_S = 1.0
-_ANSWER_S = 2.0
+_ANSWER_S = 5.0
 _MAX_KNOWN = 1024
 _TLS_RECORDS = (b"\x15", b"\x16")
 """Types of the first record of an answer: an alert, a handshake."""

@@ -21,7 +21,7 @@ from router.nodes.report import AdapterId
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 5.0
 
 ModelCard = dict[str, object]
 

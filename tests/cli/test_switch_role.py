@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from cli.cluster import free_ports
 from cli.switch_role import main
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
@@ -27,7 +28,7 @@ class Lives:
 
     def __init__(self) -> None:
         self.engine = StillEngine()
-        self.port = 0
+        [self.port] = free_ports(1)
         self._server: NodeGrpcServer | None = None
 
     async def begin(self, role: node_pb2.NodeRole, http_port: int = 8100) -> RoleSwitch:
@@ -37,7 +38,6 @@ class Lives:
         status = NodeStatus(self.engine, role, 5.0, switch=switch)
         self._server = NodeGrpcServer("127.0.0.1", self.port, Credentials(SecurityConfig()))
         await self._server.start(status)
-        self.port = self._server.port
         return switch
 
     async def end(self) -> None:

@@ -20,6 +20,8 @@ from tests.processes import find_processes
 
 TIMEOUT_S = 90.0
 _COMMON = ("--device", "cpu", "--num-threads", "1", "--num-blocks", "256", "--max-num-seqs", "16")
+_PATIENT = ("--handshake-timeout-s", "10")
+"""Flags of who decodes: a prompt shall not be computed there because a prefill node was paused."""
 
 
 @dataclass
@@ -87,7 +89,7 @@ async def node_process(module: str, model: Path | str, *args: str) -> AsyncItera
     """Killed at the end if it still runs."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, "--model", str(model), "--port", "0"),
-        *(*_COMMON, *args),
+        *(*_COMMON, *(() if module == "prefill_node" else _PATIENT), *args),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

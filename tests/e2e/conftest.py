@@ -133,6 +133,11 @@ def _node_args(model: Path, args: Iterable[str]) -> list[str]:
     return ["--model", str(model), "--served-model-name", "demo", "--device", "cpu", *args]
 
 
+def _decode_args(model: Path, args: Iterable[str]) -> list[str]:
+    """Returns flags of a node that computes no prompt itself because a prefill node was paused."""
+    return _node_args(model, ["--handshake-timeout-s", "6", *args])
+
+
 StartCluster = Callable[..., Awaitable[Cluster]]
 
 
@@ -207,7 +212,7 @@ def _role_node(
     model: Path, role: str, args: Iterable[str], port: int, grpc_port: int, metrics_port: int
 ) -> tuple[str, ...]:
     ports = ("--port", port, "--grpc-port", grpc_port, "--metrics-port", metrics_port)
-    return _argv("role_node", *_node_args(model, args), "--role", role, *map(str, ports))
+    return _argv("role_node", *_decode_args(model, args), "--role", role, *map(str, ports))
 
 
 def _make_cluster(
@@ -233,7 +238,7 @@ def _make_cluster(
     for i, decode_args in enumerate(each_decode_args):
         port, grpc_port = free_ports(2)
         ports = ("--port", str(port), "--grpc-port", str(grpc_port))
-        argv, metrics_port = _argv("decode_node", *_node_args(model, decode_args), *ports), port
+        argv, metrics_port = _argv("decode_node", *_decode_args(model, decode_args), *ports), port
         if first_change_roles and i == 0:
             (metrics_port,) = free_ports(1)
             argv = _role_node(model, "decode", decode_args, port, grpc_port, metrics_port)

@@ -25,6 +25,7 @@ WORKER, CORE = "engine.executor.worker_proc", "engine.core.core_proc"
 TRANSFER = "kv_transfer.control.process"
 DECODE = ["--local-prefill-threshold", "8", "--drain-timeout-s", "0.2"]
 ROUTER = ["--stale-after-s", "2", "--down-after-s", "4", "--stream-stall-s", "2.5"]
+ROUTER += ["--no-node-wait-s", "60"]
 
 
 def body(i: int) -> dict[str, Any]:

@@ -69,10 +69,12 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"it ended without {words!r}: {seen}")
 
 
-def wait_descendants(process: subprocess.Popen[str], count: int) -> None:
+def wait_descendants(process: subprocess.Popen[str], count: int) -> set[int]:
+    """Returns them as soon as there are so many; some may have ended a moment later."""
     deadline = time.monotonic() + 60
-    while len(descendants(process.pid)) < count and time.monotonic() < deadline:
+    while len(found := descendants(process.pid)) < count and time.monotonic() < deadline:
         time.sleep(0.02)
+    return found
 
 
 def check_end(process: subprocess.Popen[str], started: set[int], exit_code: int) -> None:
@@ -87,8 +89,7 @@ def check_end(process: subprocess.Popen[str], started: set[int], exit_code: int)
 @pytest.mark.e2e
 def test_up_can_be_stopped_while_it_loads(start: Start) -> None:
     process = start("up", "--port", "0", "--prefill", "2")
-    wait_descendants(process, 7)
-    started = descendants(process.pid)
+    started = wait_descendants(process, 7)
     assert len(started) >= 7
     process.send_signal(signal.SIGTERM)
     check_end(process, started, 0)

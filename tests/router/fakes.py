@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, Self
 
@@ -140,7 +142,8 @@ class StatusService(NodeStatusServicer):
 
 
 class FakeNode:
-    """`status_port` is the gRPC port. `stop` is sudden, like a process that dies."""
+    """`status_port` is the gRPC port. `stop` is sudden, like a process that dies; its ports stay
+    its own, so that it can come back."""
 
     role: int
     host = "127.0.0.1"
@@ -149,6 +152,7 @@ class FakeNode:
         self.status = StatusService(self.role, node_id)
         self.status_port = 0
         self._server: grpc.aio.Server | None = None
+        self._held: dict[int, socket.socket] = {}
 
     async def start(self) -> Self:
         self._server = grpc.aio.server()
@@ -161,6 +165,20 @@ class FakeNode:
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None
+            await self._hold(self.status_port)
+
+    async def _hold(self, port: int) -> None:
+        """Takes a port when nobody listens there any more: nobody else is given it, and this node
+        can listen there again."""
+        if port in self._held or self.host != FakeNode.host:
+            return
+        holder = self._held[port] = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        async with asyncio.timeout(30):
+            while holder.getsockname()[1] != port:
+                with contextlib.suppress(OSError):
+                    holder.bind((self.host, port))
+                await asyncio.sleep(0)
 
     def _listen_status(self, server: grpc.aio.Server) -> int:
         port: int = server.add_insecure_port(f"{self.host}:{self.status_port}")
@@ -239,6 +257,7 @@ class FakeDecodeNode(FakeNode):
                     connection.transport.abort()
             await self._runner.cleanup()
             self._runner = None
+            await self._hold(self.port)
 
     def _site(self, runner: web.AppRunner) -> web.BaseSite:
         return web.TCPSite(runner, self.host, self.port, reuse_address=True, backlog=2048)

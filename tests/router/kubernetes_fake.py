@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from cli.cluster import free_ports
+
 PATH = "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices"
 
 
@@ -33,7 +35,7 @@ class FakeApi:
         self.watches: set[web.StreamResponse] = set()
         self.url = ""
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        [self._port] = free_ports(1)
 
     @property
     def num_lists(self) -> int:
@@ -46,7 +48,6 @@ class FakeApi:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()
-        self._port = self._runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self._port}"
 
     async def stop(self) -> None:

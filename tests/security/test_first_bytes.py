@@ -25,13 +25,14 @@ from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
 from engine.node.http_server import HttpServer, listen
 from kv_transfer.transports.stream.h2 import server as h2_server
+from kv_transfer.transports.stream.h2 import tls_socket
 from kv_transfer.transports.stream.h2.frames import client_opening
 from kv_transfer.transports.stream.h2.server import H2Server
 from tests.security.authority import Authority, tls_config
 
 TIMEOUT_S = 30.0
 LIMIT_S = 30.0
-"""Whoever falls silent is left after so long: only `impatient` tests wait for it."""
+"""Whoever falls silent is left after so long: nobody waits for that."""
 Run: TypeAlias = Callable[[Callable[[], Awaitable[None]]], None]
 
 
@@ -61,32 +62,48 @@ class Port:
     answer: bytes
     credentials: Credentials
     num_waiting: Callable[[], int]
+    set_limit: Callable[[float], None]
+    """Says after how many seconds new ones that fall silent are left."""
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.number)
 
-    async def is_served(self, **tls: Any) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.number, **tls)
+    async def said(self, words: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens a connection on which these words lie when it is accepted."""
+        sock = socket.create_connection(("127.0.0.1", self.number))
+        sock.sendall(words)
+        return await asyncio.open_connection(sock=sock)
+
+    async def is_served(self) -> None:
+        await self._answers(*await self.said(self.hello))
+
+    async def is_served_by_tls(self) -> None:
+        context = self.credentials.client_context("127.0.0.1:0")
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", self.number, ssl=context, server_hostname="127.0.0.1"
+        )
         writer.write(self.hello)
+        await self._answers(reader, writer)
+
+    async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert await reader.readexactly(len(self.answer)) == self.answer
         writer.close()
 
     async def serves_both(self) -> None:
         await self.is_served()
-        await self.is_served(
-            ssl=self.credentials.client_context("127.0.0.1:0"), server_hostname="127.0.0.1"
-        )
+        await self.is_served_by_tls()
 
 
 @asynccontextmanager
 async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
     app = PlainTextResponse("here")
+    protocol = guarded_protocol(ConnectionLimits(header_timeout_s=LIMIT_S))
     server = HttpServer(
         TlsConfig(
             app,
             credentials.server_tls("http"),
             handshake_timeout_s=LIMIT_S,
-            http=guarded_protocol(ConnectionLimits(header_timeout_s=LIMIT_S)),
+            http=protocol,
             lifespan="off",
             log_config=None,
             ws="none",
@@ -97,6 +114,11 @@ async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
     while not server.started:
         await asyncio.sleep(0.01)
     [either] = server.servers
+
+    def set_limit(seconds: float) -> None:
+        either._timeout_s = seconds
+        protocol.limits = ConnectionLimits(header_timeout_s=seconds)
+
     hello = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
     yield Port(
         listener.getsockname()[1],
@@ -104,6 +126,7 @@ async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
         b"HTTP/1.1 200 OK\r\n",
         credentials,
         lambda: len(either._undecided) + len(server.server_state.connections),
+        set_limit,
     )
     server.should_exit = True
     await serving
@@ -112,12 +135,18 @@ async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
 @asynccontextmanager
 async def h2_port(credentials: Credentials) -> AsyncIterator[Port]:
     server = H2Server({}, tls=credentials.server_tls("kv", h2=True), ping_after_s=LIMIT_S)
+
+    def set_limit(seconds: float) -> None:
+        server._patience_s = (seconds, 25.0)
+        h2_server.HANDSHAKE_S = tls_socket.HANDSHAKE_S = seconds
+
     yield Port(
         await server.listen("127.0.0.1", 0),
         client_opening(),
         struct.pack(">I", 12)[1:] + b"\x04",
         credentials,
         lambda: server._num_of_peer.total(),
+        set_limit,
     )
     await server.close()
 
@@ -125,17 +154,9 @@ async def h2_port(credentials: Credentials) -> AsyncIterator[Port]:
 @pytest.fixture(params=[http_port, h2_port], ids=["http", "h2"])
 def port(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(h2_server, "_CHECK_S", 0.05)
+    for module in (h2_server, tls_socket):
+        monkeypatch.setattr(module, "HANDSHAKE_S", LIMIT_S)
     return request.param
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        f"{__name__}.LIMIT_S",
-        "kv_transfer.transports.stream.h2.server.HANDSHAKE_S",
-        "kv_transfer.transports.stream.h2.tls_socket.HANDSHAKE_S",
-    ):
-        monkeypatch.setattr(name, 0.5)
 
 
 async def ended(reader: asyncio.StreamReader) -> None:
@@ -152,16 +173,18 @@ async def nobody_waits(port: Port) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_who_falls_silent_is_left(run: Run, port: Any, credentials: Credentials):
+    """Those who are served in between are accepted after them, and have all the time."""
     words = [b"", b"\x16", b"\x16\x03\x01", b"G", b"P", b"\x00"]
 
     async def test() -> None:
         async with port(credentials) as here:
-            silent = [await here.open() for _ in words]
-            for (_, writer), said in zip(silent, words, strict=True):
-                writer.write(said)
-            await here.serves_both()
+            here.set_limit(0.5)
+            silent = [await here.said(one) for one in words]
+            await here.is_served()
+            here.set_limit(LIMIT_S)
+            await here.is_served_by_tls()
+            here.set_limit(0.5)
             for reader, writer in silent:
                 await ended(reader)
                 writer.close()

@@ -134,7 +134,10 @@ async def test_a_handshake_that_never_comes_is_not_waited_for(authority: Authori
         async with asyncio.timeout(30):
             assert await reader.read() == b""
         writer.close()
-        assert (await ask(address, authority.credentials(Role.ROUTER)))[0] == 200
+        router = authority.credentials(Role.ROUTER)
+        async with asyncio.timeout(30):
+            while (await ask(address, router))[0] != 200:
+                """Ours may have been too slow as well."""
 
 
 async def test_renewed_certificates_are_used_without_a_restart(authority, foreign):

@@ -12,6 +12,7 @@ import aiohttp
 import grpc
 import pytest
 
+from cli.cluster import free_ports
 from decode_node.http.callers import Caller, CallerCheck, CallerKeys
 from edge.address import join_address
 from edge.http.errors import Unauthorized
@@ -109,8 +110,8 @@ async def test_a_channel_goes_over_to_tls_with_its_peer(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_tls, "_FRESH_S", 0.0)
-    decode = stages(Role.DECODE, EITHER)
-    async with prefill_node(stages(Role.PREFILL, PLAIN)) as address:
+    decode, [port] = stages(Role.DECODE, EITHER), free_ports(1)
+    async with prefill_node(stages(Role.PREFILL, PLAIN), port=port) as address:
         channel = RenewedChannel(
             lambda: decode.channel(address, Role.PREFILL, OPTIONS), address, decode
         )
@@ -120,7 +121,7 @@ async def test_a_channel_goes_over_to_tls_with_its_peer(
         with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
             await call(first, decode, path)
     upgraded = stages(Role.PREFILL, EITHER)
-    async with prefill_node(upgraded, port=int(address.rpartition(":")[2])):
+    async with prefill_node(upgraded, port=port):
         second = await channel.get()
         assert second is not first
         with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
@@ -134,15 +135,15 @@ async def test_a_peer_that_does_not_answer_is_dialled_by_tls(
 ) -> None:
     """Whatever was known of it before."""
     monkeypatch.setattr(peer_tls, "_FRESH_S", 0.0)
-    monkeypatch.setattr(peer_tls, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(peer_tls, "_ANSWER_S", 30.0)
     peers = PeerTls()
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
 
-    server = await asyncio.start_server(greet, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+    [port] = free_ports(1)
+    server = await asyncio.start_server(greet, "127.0.0.1", port)
     address = join_address("127.0.0.1", port)
     await peers.ask(address)
     assert peers.speaks_plaintext(address)
@@ -150,6 +151,7 @@ async def test_a_peer_that_does_not_answer_is_dialled_by_tls(
     await server.wait_closed()
     await peers.ask(address)
     assert not peers.speaks_plaintext(address), "refused"
+    monkeypatch.setattr(peer_tls, "_ANSWER_S", 0.1)
     with socket.create_server(("127.0.0.1", port)):
         await peers.ask(address)
     assert not peers.speaks_plaintext(address), "silent"
@@ -180,6 +182,7 @@ async def test_peers_are_asked_once_by_all_who_want_to_know(
         await asyncio.sleep(0)
         return b"H"
 
+    monkeypatch.setattr(peer_tls, "_FRESH_S", 3600.0)
     monkeypatch.setattr(peer_tls, "_first_byte", first_byte)
     monkeypatch.setattr(peer_tls, "_MAX_KNOWN", 3)
     peers = PeerTls()
