@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
+from collections.abc import Iterator
 
 import psutil
 
@@ -41,6 +44,17 @@ def is_alive(pid: int) -> bool:
 def is_gone(pid: int) -> bool:
     """It ended, and its parent has taken note."""
     return not psutil.pid_exists(pid)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process meanwhile: whatever waits for it stays as it is. It may be killed."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def free_address() -> str:

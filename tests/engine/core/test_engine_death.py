@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from host.stack_dump import dump_stacks
 from tandem_pb import node_pb2
 from tests.engine.core.pd_pair import tokens_of
 from tests.engine.core.tiny_engine import NUM_BLOCKS, Oracle, make_request, tiny_config, until
-from tests.processes import descendants, is_gone
+from tests.processes import descendants, is_gone, stopped
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -93,25 +93,25 @@ def hashes_of(num_requests: int) -> set[str]:
     return {hashlib.sha256(f"r{i}".encode()).hexdigest()[:16] for i in range(num_requests)}
 
 
-async def _reason(llm: AsyncLLM, kill: Callable[[], Awaitable[None]]) -> str:
-    """Returns what the streams are told that ran when `kill` struck."""
+async def _reason(llm: AsyncLLM, victim: int, worker: int) -> str:
+    """Returns what streams are told when `victim` is killed in the middle of a step, which does not
+    end before, as `worker` is stopped."""
 
     async def stream(index: int) -> str:
-        try:
-            async for _ in llm.generate(make_request(f"r{index}", index, max_tokens=80)):
-                started.set()
-        except EngineDeadError as error:
-            return str(error)
+        async for _ in llm.generate(make_request(f"r{index}", index, max_tokens=80)):
+            pass
         return "completed"
 
-    started = asyncio.Event()
-    streams = [asyncio.create_task(stream(i)) for i in range(8)]
-    await started.wait()
-    await kill()
-    reasons = set(await asyncio.wait_for(asyncio.gather(*streams), 60)) - {"completed"}
-    assert len(reasons) == 1
-    assert await llm.wait_dead() in reasons
-    return reasons.pop()
+    await until(lambda: llm.stats.num_running == 0, "an idle engine")
+    with stopped(worker):
+        streams = [asyncio.create_task(stream(i)) for i in range(8)]
+        await until(lambda: llm.stats.num_running > 0, "a step that does not end")
+        os.kill(victim, signal.SIGKILL)
+        told = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 60)
+    assert all(isinstance(one, EngineDeadError) for one in told), told
+    (reason,) = {str(one) for one in told}
+    assert await llm.wait_dead() == reason
+    return reason
 
 
 async def test_killed_worker(tmp_path: Path, oracle: Oracle) -> None:
@@ -120,11 +120,8 @@ async def test_killed_worker(tmp_path: Path, oracle: Oracle) -> None:
     async with doomed_engine(2, tmp_path, num_stages=2) as llm:
         answers = [tokens_of(llm.generate(make_request(f"s{seed}", seed))) for seed in range(8)]
         assert await asyncio.gather(*answers) == [oracle.tokens(seed) for seed in range(8)]
-
-        async def kill() -> None:
-            os.kill(llm.ready.worker_pids[1], signal.SIGKILL)
-
-        reason = await _reason(llm, kill)
+        victim = llm.ready.worker_pids[1]
+        reason = await _reason(llm, victim, victim)
         assert reason.startswith("worker 1 was killed by SIGKILL")
         assert llm.crash_report.startswith(str(tmp_path)) and llm.crash_report not in reason
     report = report_of(llm)
@@ -164,11 +161,8 @@ def test_killed_core_under_uvloop(tmp_path: Path) -> None:
 
     async def run() -> AsyncLLM:
         async with doomed_engine(1, tmp_path) as llm:
-
-            async def kill() -> None:
-                os.kill(llm.core_pid, signal.SIGKILL)
-
-            assert await _reason(llm, kill) == "the engine core was killed by SIGKILL"
+            reason = await _reason(llm, llm.core_pid, llm.ready.worker_pids[0])
+            assert reason == "the engine core was killed by SIGKILL"
         return llm
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -204,10 +198,10 @@ async def test_a_frozen_process_is_given_up_by_the_watchdog(
         monkeypatch.setattr(crash_reporter, "_DESCRIBE_TIMEOUT_S", 0.1)
     async with doomed_engine(1, tmp_path) as llm:
         status = NodeStatus(llm, node_pb2.NODE_ROLE_DECODE, stuck_after_s=1.2, frozen_after_s=1.1)
-        stream = llm.generate(make_request("r0", 3, max_tokens=80))
-        await anext(stream)
+        await tokens_of(llm.generate(make_request("before", 3)))
         pid = llm.core_pid if is_core else llm.ready.worker_pids[0]
         os.kill(pid, signal.SIGSTOP)
+        stream = llm.generate(make_request("r0", 3))
         async with asyncio.timeout(60):
             while not llm.is_dead:
                 status.give_up_if_stuck()

@@ -8,10 +8,7 @@ machine is does not matter. How long it takes is measured by `bench.serving.abor
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -22,7 +19,7 @@ from engine.node.metrics import EngineCollector
 from kv_transfer.metadata import Reclaim
 from tests.engine.core.pd_pair import Pair, start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, until, until_empty
-from tests.processes import is_gone
+from tests.processes import is_gone, stopped
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -47,15 +44,6 @@ async def ended(llm: AsyncLLM) -> None:
     pids = [llm.core_pid, *llm.ready.worker_pids, *llm.ready.transfer_pids]
     await llm.shutdown()
     assert all(is_gone(pid) for pid in pids)
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def counter(llm: AsyncLLM, name: str) -> float:

@@ -15,6 +15,7 @@ from engine.errors import RoleSwitchRefused
 from engine.messages import SwitchRole
 from tests.engine.core.pd_pair import Pair, other_role, start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty
+from tests.processes import stopped
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -100,12 +101,13 @@ async def test_what_never_ends_is_given_up(pair: Pair, oracle: Oracle) -> None:
 
 async def test_a_second_switch_is_refused_and_changes_nothing(pair: Pair, oracle: Oracle) -> None:
     llm = pair.decode
-    reading = asyncio.create_task(tokens_of(llm.generate(make_request("under-way", 61))))
     config = other_role(llm.config)
-    first = asyncio.create_task(llm.switch_role(config, None, LONG_S))
-    await asyncio.sleep(0)
-    with pytest.raises(RoleSwitchRefused, match="already"):
-        await llm.switch_role(other_role(llm.config), None, LONG_S)
+    with stopped(llm.ready.worker_pids[0]):
+        reading = asyncio.create_task(tokens_of(llm.generate(make_request("under-way", 61))))
+        first = asyncio.create_task(llm.switch_role(config, None, LONG_S))
+        await asyncio.sleep(0)
+        with pytest.raises(RoleSwitchRefused, match="already"):
+            await llm.switch_role(other_role(llm.config), None, LONG_S)
     assert await reading == oracle.tokens(61)
     await first
     assert llm.config == config
