@@ -25,15 +25,19 @@ def write_result(name: str, figures: Mapping[str, object] | Sequence[object]) ->
     """Writes `figures` and where they come from to `bench/results/<name>.json`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    origin = {
+    path.write_text(json.dumps({**origin(), "figures": figures}, indent=1) + "\n")
+    return path
+
+
+def origin() -> dict[str, object]:
+    """Returns where figures come from that are measured now."""
+    return {
         "date": datetime.now(UTC).date().isoformat(),
         "command": command_line(),
         "commit": _output("git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"),
         "machine": machine(),
         "versions": versions(),
     }
-    path.write_text(json.dumps({**origin, "figures": figures}, indent=1) + "\n")
-    return path
 
 
 def command_line() -> str:

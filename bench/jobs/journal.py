@@ -1,0 +1,98 @@
+"""Tells what became of the jobs of a queue: lines as they begin and end, a file, and a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from bench.jobs.plan import Job
+from bench.jobs.process import JobProcess
+
+State = Literal["waiting", "running", "passed", "failed", "left out"]
+
+
+class Entry(msgspec.Struct):
+    """What became of a job.
+
+    Attributes:
+        why: Why it failed or was left out; empty: it did not.
+        gpus: CUDA's numbers of those that it had.
+        tests: How many ran, failed and were skipped, of a job of tests.
+        results: Files that it wrote, in its folder.
+    """
+
+    name: str
+    decides: str
+    command: str
+    state: State = "waiting"
+    why: str = ""
+    gpus: tuple[str, ...] = ()
+    seconds: float | None = None
+    exit_code: int | None = None
+    tests: dict[str, int] = msgspec.field(default_factory=dict)
+    results: list[str] = msgspec.field(default_factory=list)
+
+
+def describe_gpus(gpus: Sequence[str]) -> str:
+    return ", ".join("the CPU" if gpu == "cpu" else f"GPU {gpu}" for gpu in gpus)
+
+
+class Journal:
+    """Writes FOLDER/queue.json anew whenever a job has begun, ended or been left out."""
+
+    def __init__(self, jobs: Sequence[Job], folder: Path, origin: dict[str, object]) -> None:
+        self.entries = {job.name: Entry(job.name, job.decides, job.command) for job in jobs}
+        self._path = folder / "queue.json"
+        self._origin = origin
+        self._began = time.monotonic()
+        self._width = max((len(name) for name in self.entries), default=0)
+        self._write()
+
+    @property
+    def states(self) -> dict[str, State]:
+        return {name: entry.state for name, entry in self.entries.items()}
+
+    def begun(self, running: JobProcess) -> None:
+        entry = self.entries[running.job.name]
+        entry.state, entry.gpus = "running", running.gpus
+        self._write()
+        self._say(f"begins    {entry.name:{self._width}}  on {describe_gpus(entry.gpus)}")
+
+    def ended(self, running: JobProcess, seconds: float) -> None:
+        """Takes note of a job whose processes are gone."""
+        entry = self.entries[running.job.name]
+        entry.seconds = round(seconds, 1)
+        entry.exit_code = running.exit_code
+        entry.tests, entry.results = running.tests(), running.keep_results()
+        entry.why = running.failure()
+        entry.state = "failed" if entry.why else "passed"
+        self._write()
+        told = f": {entry.why}" if entry.why else ""
+        self._say(f"{entry.state:8}  {entry.name:{self._width}}  {entry.seconds:.1f} s{told}")
+
+    def left_out(self, job: Job, why: str) -> None:
+        entry = self.entries[job.name]
+        entry.state, entry.why = "left out", why
+        self._write()
+        self._say(f"left out  {entry.name:{self._width}}  {why}")
+
+    def table(self) -> str:
+        lines = []
+        for entry in self.entries.values():
+            seconds = "" if entry.seconds is None else f"{entry.seconds:.1f} s"
+            about = entry.why or entry.decides
+            lines.append(f"{entry.name:{self._width}}  {entry.state:8}  {seconds:>9}  {about}")
+        return "\n".join(lines)
+
+    def _say(self, line: str) -> None:
+        print(f"{time.monotonic() - self._began:7.1f} s  {line}", flush=True)
+
+    def _write(self) -> None:
+        told = {**self._origin, "jobs": list(self.entries.values())}
+        new = self._path.with_suffix(".new")
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n")
+        new.replace(self._path)
