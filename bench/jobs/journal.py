@@ -16,7 +16,7 @@ State = Literal["waiting", "running", "passed", "failed", "left out"]
 
 
 class Entry(msgspec.Struct):
-    """What became of a job.
+    """Tells what became of a job.
 
     Attributes:
         why: Why it failed or was left out; empty: it did not.

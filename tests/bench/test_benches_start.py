@@ -1,15 +1,15 @@
-"""Tests that every benchmark can be started, and found by its question."""
+"""Tests that every benchmark can be started, alone and by plans, and found by its question."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from bench.jobs.plan import PLANS, ROOT, read_plans
+
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for path in sorted((ROOT / "bench").rglob("*.py"))
@@ -49,3 +49,54 @@ def commands_of_the_map() -> list[str]:
 
 def test_the_map_has_every_command_once():
     assert sorted(commands_of_the_map()) == sorted(commands())
+
+
+def told_of_jobs(*plans: str) -> list[str]:
+    command = [sys.executable, "-m", "tests.bench.check_jobs", *plans]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == int(bool(done.stdout)), done
+    return done.stdout.splitlines()
+
+
+def test_jobs_of_plans_name_commands_and_tests_that_there_are():
+    """All plans can be in one queue, too."""
+    assert not told_of_jobs(*sorted(path.stem for path in PLANS.glob("*.toml")))
+
+
+BAD_JOBS = {
+    "run = 'bench.engine.no_such_bench'": "no_such_bench",
+    "run = 'bench.engine.schedules --steps 3'": "unrecognized arguments: --steps 3",
+    "run = 'bench.engine.schedules --requests few'": "invalid int value: 'few'",
+    "run = 'bench.engine.lengths --enabled-fast-paths pdl'": "no such fast paths: pdl",
+    "pytest = 'tests/bench/no_such_test.py'": "no_such_test.py",
+    "pytest = 'tests/bench/test_schedules.py -k no_such_test'": "deselected",
+}
+
+
+def test_jobs_that_cannot_be_run_are_found(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        "question = ''\n"
+        + "".join(
+            f"[[job]]\nname = 'job{number}'\ndecides = ''\ngpus = 1\nlimit_s = 1\n{job}\n"
+            for number, job in enumerate(BAD_JOBS)
+        )
+    )
+    told = "\n".join(told_of_jobs(str(plan)))
+    of_jobs = told.split("plan.job")[1:]
+    for job, (number, wrong) in zip(of_jobs, enumerate(BAD_JOBS.values()), strict=True):
+        assert job.startswith(f"{number}: ") and wrong in job
+
+
+def test_all_tests_that_need_a_gpu_are_in_the_plan_of_them():
+    words = {word for job in read_plans(["gpu_tests"]) for word in job.words}
+    marked = re.compile(r"mark\.(multi_)?gpu\b")
+    needing = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if marked.search(path.read_text())
+    ]
+    places = [path.parent if path.name == "conftest.py" else path for path in needing]
+    assert len(places) > 20
+    missing = [path for path in places if not {str(path), str(path.parent)} & words]
+    assert not missing, missing
