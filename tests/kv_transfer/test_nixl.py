@@ -11,7 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 from kv_caches import layout
-from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transfer_id, until
+from kv_loopback import (
+    Loopback,
+    LoopbackConsumer,
+    LoopbackProducer,
+    all_tasks_are_held_up,
+    new_transfer_id,
+    until,
+)
 from test_direct_copies import pulled_then_exported
 
 from edge.security.config import SecurityConfig, SecurityError
@@ -142,6 +149,26 @@ async def test_a_read_that_never_ends_ends_the_process(monkeypatch: pytest.Monke
             await until(lambda: bool(told))
         assert "did not end" in str(told[0])
         assert decode.count(RECEIVED, transfer_id) + decode.count(FAILED, transfer_id) == 0
+
+
+async def test_reads_may_take_as_long_as_their_process_is_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with loopback(stall_timeout_s=0.4) as (prefill, decode):
+        await connected(prefill, decode)
+        told: list[BaseException] = []
+        decode.views[0].copies.on_error = told.append
+        with monkeypatch.context() as patch:
+            patch.setattr(Transfer, "is_done", lambda _: False)
+            transfer_id, target = await pulled_then_exported(prefill, decode, 4, NUM_TOKENS)
+            (transfer,) = decode.receivers[0]._transfers
+            await until(lambda: transfer.received_at > 0)
+            await all_tasks_are_held_up(0.7)
+            for _ in range(50):
+                await asyncio.sleep(0)
+        await decode.until_all(RECEIVED, transfer_id)
+        assert not told
+        decode.check(4, range(NUM_TOKENS), target)
 
 
 async def test_a_peer_that_does_not_answer_is_read_over_the_stream(

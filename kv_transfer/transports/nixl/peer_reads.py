@@ -27,6 +27,8 @@ _NUM_WORDS = 1024
 """Batches that can be under way at once."""
 _LOOKS_IN_A_ROW = 30
 _PAUSE_S = 0.0005
+_HELD_UP_S = 0.1
+"""Looks follow each other at once. What one is later than that, this process stood still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,14 @@ class ReadQueue:
 
     async def settled(self, patience_s: float) -> None:
         """Waits for the reads into our cache that are under way. Raises `TransferTimeout` when none
-        ends for so long: then nobody can say when our cache is written to no more."""
+        ends for so long, not counting time in which we were held up ourselves: then nobody can say
+        when our cache is written to no more."""
         awaited = [batch for batch in self._under_way if batch.data is not None]
+        looked_at = time.monotonic()
         while any(not batch.has_ended for batch in awaited):
+            now = time.monotonic()
+            self._ended_at += max(0.0, now - looked_at - _HELD_UP_S)
+            looked_at = now
             if not self._look() and time.monotonic() - self._ended_at > patience_s:
                 raise TransferTimeout(
                     f"{len(awaited)} reads through NIXL did not end for {patience_s:g} s"
