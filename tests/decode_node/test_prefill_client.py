@@ -12,6 +12,7 @@ import grpc
 import msgspec
 import pytest
 
+from decode_node.disagg import prefill_client as prefill_client_module
 from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
 from edge.security.credentials import Credentials
@@ -236,7 +237,8 @@ async def test_a_stopping_node_gets_no_work() -> None:
             await client.handshake(address)
 
 
-async def test_nobody_there_is_found_out_and_remembered() -> None:
+async def test_nobody_there_is_found_out_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_client_module, "_AVOID_S", 3600.0)
     async with prefill_node() as (_, address, server), prefill_client() as client:
         await server.stop(0)
         with pytest.raises(PrefillError) as caught:
