@@ -285,7 +285,8 @@ def test_the_signal_is_bounded(phases: list[tuple[float, int]]) -> None:
 # Held prompts ------------------------------------------------------------------------------------
 
 LONG = {"model": "demo", "prompt": "long " * 400, "seed": 3, "max_tokens": 3, "stream": True}
-HOLDS = {"slo_ttft_ms": 10.0, "prefill_start_s": 0.01, "default_prefill_tokens_per_s": 100.0}
+HOLDS = {"slo_ttft_ms": 10.0, "prefill_start_s": 0.01, "default_prefill_tokens_per_s": 0.1}
+"""Decode nodes would take so long that waiting for a node is worth it for minutes."""
 
 
 async def test_a_held_prompt_asks_for_a_node_and_gets_it(cluster: Cluster) -> None:
@@ -307,7 +308,7 @@ async def test_a_held_prompt_asks_for_a_node_and_gets_it(cluster: Cluster) -> No
 async def test_a_prompt_that_decode_computes_sooner_is_not_held(cluster: Cluster) -> None:
     decode = await cluster.decode("d", TokenHandler())
     router = await cluster.router(
-        decode, prefill_hold_s=TIMEOUT_S, **(HOLDS | {"prefill_start_s": 600.0})
+        decode, prefill_hold_s=TIMEOUT_S, **(HOLDS | {"prefill_start_s": 60_000.0})
     )
     assert texts(await router.text(LONG)) == [expected(LONG)]
     short = {**LONG, "prompt": "hi"}

@@ -206,9 +206,9 @@ async def test_a_version_that_never_gets_ready_leaves_the_old_one_serving(
     before = {name: cluster.uids(name) for name in COMPONENTS}
     with pytest.raises(HelmError):
         await release.upgrade(changed(**tiers, image=BROKEN), wait_s=1)
-    assert cluster.uids("router") >= before["router"]
     for tier in ("prefill", "decode"):
-        assert len(cluster.uids(tier) & before[tier]) == 1
+        await cluster.wait(lambda tier=tier: len(cluster.uids(tier) & before[tier]) == 1)
+    assert cluster.uids("router") >= before["router"]
     await release.rollback(1)
     await cluster.wait_ready(router=2, prefill=2, decode=2)
     for tier in ("prefill", "decode"):
