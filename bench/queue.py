@@ -74,15 +74,23 @@ class Queue:
         self.journal = Journal(jobs, folder, origin())
 
     def run(self) -> None:
-        """Returns when all jobs have ended or been left out."""
-        while self._begin_jobs() or self._running:
-            sentinels = [one.sentinel for one in self._running]
-            ends = min(self._ends_at(one) for one in self._running)
-            if self._awake in wait([*sentinels, self._awake], max(0.0, ends - self._clock())):
-                self._awake.recv(1)
-            self._take_notes()
-            self._end_late_jobs()
-            self._take_notes()
+        """Returns when all jobs have ended or been left out; none outlives it."""
+        try:
+            while self._begin_jobs() or self._running:
+                self._wait()
+                self._take_notes()
+                self._end_late_jobs()
+                self._take_notes()
+        finally:
+            for running in self._running:
+                running.kill()
+
+    def _wait(self) -> None:
+        """Returns when a job has ended, or is to be ended."""
+        sentinels = [one.sentinel for one in self._running]
+        ends = min(self._ends_at(one) for one in self._running)
+        if self._awake in wait([*sentinels, self._awake], max(0.0, ends - self._clock())):
+            self._awake.recv(1)
 
     def stop(self, why: str) -> None:
         """Has the jobs that run end, and begins no other. May be called by a signal's handler."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,13 @@ def alone(folder: Path) -> None:
     sys.exit(f"beside {others}" if others else 0)
 
 
+def remove(folder: Path) -> None:
+    """Removes the queue's folder once it tells of two jobs that run, and so is not written to."""
+    while (folder / "queue.json").read_text().count('"running"') < 2:
+        time.sleep(0.01)
+    shutil.rmtree(folder)
+
+
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)
@@ -67,6 +75,9 @@ def main() -> None:
             alone(*paths)
         case "wait":
             wait_for(paths[0])
+        case "remove":
+            wait_for(paths[0])
+            remove(paths[1])
         case "leave":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
         case _:

@@ -230,6 +230,30 @@ def test_tests_are_counted_and_a_job_of_none_but_skipped_ones_has_not_passed(tmp
     assert jobs["plan.skipped"]["why"] == "no test ran"
 
 
+def test_a_report_that_was_cut_off_counts_nothing(tmp_path):
+    plan = write_plan(tmp_path, job_text("cut_off", "write {out}/tests.xml"))
+    running = JobProcess(job_of(plan), ["cpu"], 1, tmp_path, time.monotonic())
+    wait_until(lambda: running.has_ended)
+    running.kill()
+    assert (tmp_path / "plan.cut_off" / "tests.xml").read_text() == "figures"
+    assert running.tests() == {} and running.failure() == ""
+
+
+def test_no_job_outlives_a_queue_that_fails(tmp_path):
+    """It cannot write down that the second job has ended, as that one has removed its folder."""
+    pids, out = tmp_path / "pids", tmp_path / "out"
+    out.mkdir()
+    plan = write_plan(
+        tmp_path,
+        job_text("hangs", f"hang {pids}"),
+        job_text("removes", f"remove {pids} {out}"),
+    )
+    queue = Queue(read_plans([str(plan)]), ["cpu", "cpu"], out)
+    with pytest.raises(FileNotFoundError):
+        queue.run()
+    assert not any(is_alive(int(pid)) for pid in pids.read_text().split())
+
+
 def a_job(
     name: str,
     gpus: int,
