@@ -128,9 +128,7 @@
 {{- end -}}
 {{- end -}}
 {{- include "tandem.mistakes.hostKvPorts" (dict "found" $found "name" $one "of" $ours "other" $other "tier" $theirs) -}}
-{{- if eq $other "node" -}}
 {{- include "tandem.mistakes.hostKvPorts" (dict "found" $found "name" $other "of" $theirs "other" $one "tier" $ours) -}}
-{{- end -}}
 {{- end -}}{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -104,6 +104,14 @@ BETWEEN_VALUES = [
     ),
     (
         {
+            "tierDefaults": {"network": {"hostNetwork": True}},
+            "prefill": {"ports": {"grpc": 8502, "metrics": 8503}},
+            "decode": {"settings": {"kvSharePrefixes": "auto", "enablePrefixCaching": True}},
+        },
+        "prefill.ports.grpc (8502) is one of the ports 8500 to 8503, which KV transfer of decode",
+    ),
+    (
+        {
             "node": {"replicas": 1},
             "tls": {
                 "mode": "existingSecret",
