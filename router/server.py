@@ -38,9 +38,9 @@ _KEEP_ALIVE_S = 75
 was just being sent would be lost with the connection."""
 
 
-_LAST_REQUESTS_S = 0.2
-"""Seconds in which requests are still read when the delay is over: connections that came while this
-process was held up wait to be accepted, and would be reset."""
+_LAST_TURNS = 10
+"""Turns of the event loop before the door is shut: connections that came while this process was
+held up are accepted and their requests read in them, and would be reset."""
 
 _SEND_BUFFER_BYTES = 256 << 10
 """Bytes of each connection that a client that reads slowly may leave lying with the kernel."""
@@ -141,10 +141,12 @@ class RouterServer(TlsServer):
 
     def _close(self) -> None:
         self.services.feed.close()
-        asyncio.get_running_loop().call_later(_LAST_REQUESTS_S, self._exit)
-
-    def _exit(self) -> None:
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for _ in range(_LAST_TURNS):
+            await asyncio.sleep(0)
+        await super().shutdown(sockets)
 
 
 def https_files(settings: RouterSettings) -> tuple[str, str] | None:
