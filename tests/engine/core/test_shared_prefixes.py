@@ -28,10 +28,14 @@ from kv_transfer.metadata import KVTransferParams
 from tandem_pb import node_pb2, prefixes_pb2_grpc
 from tests.engine.core.pd_pair import start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import VOCAB, until, until_empty
+from tests.processes import find_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK = 8
+TRIES = range(10)
+"""A node does not wait long for a peer's help, and asks it no more for a while: where either was
+held up, it computes itself, and a test tries again."""
 
 
 @dataclass
@@ -105,8 +109,12 @@ class Nodes:
             assert await llm.reset_prefix_cache()
 
     async def forget(self) -> None:
+        """Forgets what is cached, and who did not answer in time."""
         for llm in self.engines.values():
             await until_empty(llm)
+        for client in self.closing:
+            if isinstance(client, PrefixClient):
+                client._avoid_until.clear()
 
 
 def _holds_nothing(llm: AsyncLLM) -> bool:
@@ -157,14 +165,18 @@ async def test_a_prefix_comes_from_another_prefill_node(
     nodes: Nodes, holder: str, lacking: str
 ) -> None:
     """Each stage of the one takes its layers from the other, and the other way round."""
-    await nodes.forget()
-    prompt = prompt_of(1)
-    expected = await nodes.turn(prompt, holder)
-    before = nodes.count(lacking, "prefix_pulled_tokens")
-    computed = nodes.engines[lacking].stats.prompt_tokens_computed
-    assert await nodes.turn(prompt, lacking, holder) == expected
-    await nodes.settle()
-    assert nodes.count(lacking, "prefix_pulled_tokens") - before == 40
+    pulled, prompt = 0.0, prompt_of(1)
+    for _ in TRIES:
+        await nodes.forget()
+        expected = await nodes.turn(prompt, holder)
+        before = nodes.count(lacking, "prefix_pulled_tokens")
+        computed = nodes.engines[lacking].stats.prompt_tokens_computed
+        assert await nodes.turn(prompt, lacking, holder) == expected
+        await nodes.settle()
+        pulled = nodes.count(lacking, "prefix_pulled_tokens") - before
+        if pulled:
+            break
+    assert pulled == 40
     assert nodes.engines[lacking].stats.prompt_tokens_computed - computed == 1
 
 
@@ -184,10 +196,14 @@ async def test_turns_with_and_without_what_decode_offers(nodes: Nodes) -> None:
         return tokens, after - before
 
     expected, all_computed = await conversation("")
-    tokens, computed = await conversation("decode")
-    assert tokens == expected
     # Behind what decode has, which is all but the answer's last block, only the new part is left.
-    assert computed <= 20 + 2 * (3 + 2 * BLOCK) < all_computed
+    new_part = 20 + 2 * (3 + 2 * BLOCK)
+    for _ in TRIES:
+        tokens, computed = await conversation("decode")
+        assert tokens == expected
+        if computed <= new_part:
+            break
+    assert computed <= new_part < all_computed
 
 
 async def test_tenants_get_nothing_of_each_other(nodes: Nodes) -> None:
@@ -239,26 +255,30 @@ async def test_a_request_that_is_aborted_while_it_waits_for_a_prefix(nodes: Node
 async def test_a_peer_dies_during_the_pull(nodes: Nodes) -> None:
     """Its transfer processes are stopped when the pull begins, and killed a moment later: the
     request is answered, and nothing stays held."""
-    await nodes.forget()
     prompt = prompt_of(5)
-    expected = await nodes.turn(prompt, "first")
-    await nodes.settle()
     first, second = nodes.engines["first"], nodes.engines["second"]
-    (pid,) = first.ready.transfer_pids
     failures = nodes.count("second", "prefix_pull_failures")
     ask = second.prefixes.ask
     assert ask is not None
 
     async def ask_and_stop(what: object) -> object:
         answer = await ask(what)  # type: ignore[arg-type]
+        (pid,) = find_processes(first.core_pid, "kv_transfer")
         os.kill(pid, signal.SIGSTOP)
         asyncio.get_running_loop().call_later(0.2, os.kill, pid, signal.SIGKILL)
         return answer
 
-    second.prefixes.ask = ask_and_stop  # type: ignore[assignment]
-    try:
-        assert await nodes.turn(prompt, "second", "first") == expected
-    finally:
-        second.prefixes.ask = ask
-    await nodes.settle()
+    for _ in TRIES:
+        await until(lambda: nodes.count("first", "processes_ready") == 1, "its process")
+        await nodes.forget()
+        expected = await nodes.turn(prompt, "first")
+        await nodes.settle()
+        second.prefixes.ask = ask_and_stop  # type: ignore[assignment]
+        try:
+            assert await nodes.turn(prompt, "second", "first") == expected
+        finally:
+            second.prefixes.ask = ask
+        await nodes.settle()
+        if nodes.count("second", "prefix_pull_failures") > failures:
+            break
     assert nodes.count("second", "prefix_pull_failures") == failures + 1
