@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,21 @@ async def test_a_core_that_lives_is_asked_and_one_that_is_silent_is_left(
     answering.reporter.on_description(facts)
     report = await answering.report()
     assert report["core_answered"] and report["engine"]["num_requests"] == 3
+
+
+async def test_a_core_may_answer_while_whoever_asked_is_held_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is in the socket, unread."""
+    monkeypatch.setattr(crash_reporter, "_DESCRIBE_TIMEOUT_S", 0.5)
+    scene = Scene(tmp_path)
+    scene.reporter.begin("it broke", None, is_alive=True)
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(time.sleep, 0.6)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    scene.reporter.on_description(EngineFacts(num_requests=3))
+    assert (await scene.report())["core_answered"]
 
 
 async def test_a_folder_that_cannot_be_written_is_an_error_in_the_log(
