@@ -23,7 +23,7 @@ from tests.processes import is_gone, stopped
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ONLY_THE_ABORT_FREES = {"lease_s": 3600.0, "stall_timeout_s": 3600.0}
+ONLY_THE_ABORT_FREES = {"lease_s": 3600.0, "stall_timeout_s": 3600.0, "frozen_after_s": 3600.0}
 SEED = 7
 """The lengths of a prompt that fills blocks and of an answer with enough tokens to leave in
 between.
