@@ -81,9 +81,6 @@ class DummyStep(NamedTuple):
             for length in lengths[1:]:
                 decoding[-1].num_drafts = length - 1
                 decoding.append(AdaptiveOutput(step_id=0))
-            if config.is_adaptive:
-                # The next step's decodes have as many again as when the engine began.
-                decoding[-1].num_drafts = query_len - 1
         return [step, *decoding, SchedulerOutput(step_id=0, finished_rows=rows)]
 
     def _request(self, row: int, group: KVGroup, length: int) -> NewRequestData:

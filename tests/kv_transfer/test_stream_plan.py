@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_caches import layout
@@ -60,3 +61,22 @@ def test_a_pair_of_processes_needs_one_stream() -> None:
         (planned,) = process
         assert len(planned.cut()) == 2
         assert planned.only(planned.cut()[1]).cut() == [planned.cut()[1]]
+
+
+def test_stages_pull_their_layers_from_the_stages_that_have_them() -> None:
+    """Not those of others as well, which would be dropped."""
+    shape = layout(num_layers=5)
+    ours, theirs = (
+        msgspec.structs.replace(shape, stage_starts=starts) for starts in ((0, 2), (0, 3))
+    )
+    peer = KVPeer(engine_id="p", epoch=1, layout=theirs, endpoints=(("first:1",), ("second:1",)))
+    meta = RecvMeta("ab" * 16, 0, peer, (list(range(64)),), 0, 40)
+    config = KVTransferConfig(kv_role="kv_consumer", num_processes=1, num_streams=1)
+    pulled = [
+        [
+            (one.address, *map(list, one.job.layers))
+            for one in plan_streams(meta, config, ours, rank, 0)
+        ]
+        for rank in range(2)
+    ]
+    assert pulled == [[("first:1", [0, 1])], [("first:1", [2]), ("second:1", [0, 1])]]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from engine.sched import adaptive_drafts
 from engine.sched.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.draft_length import DraftLength
 
@@ -103,10 +105,12 @@ def test_tries_powers_of_two_up_to_the_setting(most: int, lengths: tuple[int, ..
 def test_groups_share_one_choice_and_learn_from_whole_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No group is heard alone: steps last as long as the longest
-    group's, and those with prompts in any group cost more than their decodes."""
+    """No group is heard alone: steps last as long as the longest group's, from when they or, if
+    that is later, the results before came; those with prompts in any group cost more than their
+    decodes."""
     asked: list[int] = []
-    learnt: list[tuple[int, int]] = []
+    learnt: list[tuple[int, int, float]] = []
+    times = iter((1.0, 2.0, 2.5, 4.0, 7.0, 7.5))
     lengths = iter((2, 1, 4, 2))
 
     def choose(self: DraftLength, num_rows: int) -> int:
@@ -114,11 +118,11 @@ def test_groups_share_one_choice_and_learn_from_whole_steps(
         return next(lengths)
 
     def step_done(self: DraftLength, num_rows: int, length: int, seconds: float) -> None:
-        assert seconds >= 0
-        learnt.append((num_rows, length))
+        learnt.append((num_rows, length, seconds))
 
     monkeypatch.setattr(DraftLength, "choose", choose)
     monkeypatch.setattr(DraftLength, "step_done", step_done)
+    monkeypatch.setattr(adaptive_drafts, "time", SimpleNamespace(monotonic=lambda: next(times)))
     shared = SharedDrafts(4)
     told = []
     for num_rows, only_decodes in ((3, False), (9, True), (5, True)):
@@ -132,4 +136,4 @@ def test_groups_share_one_choice_and_learn_from_whole_steps(
         shared.retired()
     assert told == [DraftPlan(4, 1), DraftPlan(2, 0), DraftPlan(1, 3)]
     assert asked == [0, 3, 9]
-    assert learnt == [(9, 2), (5, 1)]
+    assert learnt == [(9, 2, 3.0), (5, 1, 0.5)]
