@@ -157,6 +157,16 @@ def test_ranks_that_time_otherwise_choose_alike(monkeypatch: pytest.MonkeyPatch)
     assert play(measured, 2) == [ExchangeLimits(gather=4 * 64, scatter=0)] * 2
 
 
+@pytest.mark.parametrize("own_rows", [0, 1, 3])
+def test_a_rank_with_few_rows_decides_as_the_one_with_most(own_rows: int) -> None:
+    """One that went by its own would write to ranks that wait for the library."""
+    exchanger = PeerExchanger(MappedMemory(0, torch.zeros(8), 1 << 20, {1: 0}))
+    exchanger.limits = ExchangeLimits(gather=2 * 64, scatter=2 * 64)
+    own, slots = torch.zeros(own_rows, 16), torch.zeros(own_rows, dtype=torch.int64)
+    assert exchanger.gather(own, slots, 3) is None
+    assert exchanger.sum_own_rows(torch.zeros(2 * 3, 16)) is None
+
+
 class Exchanger:
     """Takes up to two rows, as one that a measurement has limited; says what it was given."""
 

@@ -122,6 +122,40 @@ def test_norms_of_large_messages_have_their_own_launch() -> None:
     assert limits_of({1 << 19: quick, 1 << 20: quick, 1 << 21: quick}).norm == 1 << 20
 
 
+def test_what_is_larger_than_the_limit_has_its_norm_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    given: list[int] = []
+
+    def at_once(self: PeerReducer, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        given.append(len(x))
+        return x
+
+    monkeypatch.setattr(PeerReducer, "reduce_norm_at_once", at_once)
+    reducer = reducer_with(ReduceLimits(1 << 12, 1 << 12, norm=2 * 32))
+    for rows in (1, 2, 3):
+        found = reducer.reduce_norm(torch.zeros(rows, 8), torch.zeros(rows, 8), torch.ones(8), 1e-5)
+        assert (found is None) == (rows > 2)
+    assert given == [1, 2]
+
+
+@pytest.mark.parametrize(("norm", "fixed_order", "fuses"), [
+    (64, False, True), (64, True, False), (0, False, False),
+])  # fmt: skip
+def test_in_fixed_order_no_norm_is_in_the_launch(norm: int, fixed_order: bool, fuses: bool) -> None:
+    """It would depend on how many rows there are."""
+    pytest.importorskip("triton")
+    group = ParallelGroup(0, 1, fixed_order=fixed_order)
+    assert not group.fuses_norm
+    group.reducer = reducer_with(ReduceLimits(1 << 12, 1 << 12, norm))
+    assert group.fuses_norm is fuses
+
+
+def reducer_with(limits: ReduceLimits) -> PeerReducer:
+    return PeerReducer(MappedMemory(0, torch.zeros(8), 4 << 20, {1: 0}), limits)
+
+
 def test_limits_stay_within_the_memory() -> None:
     """There is room for the largest step, but for no more than `MAX_BYTES`."""
     limits = ReduceLimits.parse(f"4096,{MAX_BYTES * 8}")
