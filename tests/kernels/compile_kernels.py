@@ -94,7 +94,8 @@ MULTIPLES = (
     "_bytes",
     "slots_at",
 )
-"""How sizes are called that are multiples of 16 in all models that matter."""
+"""How sizes are called that are multiples of 16 in all models that matter, where kernels may be
+compiled for that."""
 NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -120,8 +121,11 @@ class Case:
             signature[name] = "constexpr" if constant else self.types.get(name, "i32")
         aligned = {
             (i,): [["tt.divisibility", 16]]
-            for i, (name, kind) in enumerate(signature.items())
-            if kind.startswith("*") or (kind == "i32" and name.endswith(MULTIPLES))
+            for i, ((name, kind), known) in enumerate(
+                zip(signature.items(), self.kernel.params, strict=True)
+            )
+            if (kind.startswith("*") or (kind == "i32" and name.endswith(MULTIPLES)))
+            and not (known.do_not_specialize or known.do_not_specialize_on_alignment)
         }
         return ASTSource(self.kernel, signature, self.constants, aligned)
 

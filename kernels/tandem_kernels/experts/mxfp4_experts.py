@@ -85,7 +85,7 @@ def _products(
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> tl.tensor:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Multiplies steps `first` to before `end` of the inner dimension: by gates, or all there is,
     and by ups, `size` words behind them; both [COLS, ROWS], and both [COLS, EXTRA], which without
     HAS_EXTRA are zero."""
