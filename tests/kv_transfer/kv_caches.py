@@ -145,6 +145,16 @@ def by_group(block_ids: GroupBlocks) -> BlockIds:
     return block_ids if isinstance(block_ids, tuple) else (block_ids,)
 
 
+def _by_block(tokens: range, block_size: int) -> Iterator[tuple[range, int]]:
+    """Yields tokens that share a block, and the block's number in its table."""
+    start = tokens.start
+    while start < tokens.stop:
+        number = start // block_size
+        stop = min(tokens.stop, (number + 1) * block_size)
+        yield range(start, stop), number
+        start = stop
+
+
 class RankCache:
     """One rank's cache in a memory file. Bytes that nobody wrote are UNTOUCHED."""
 
@@ -190,14 +200,17 @@ class RankCache:
                 values = plane_rows(
                     seed, group, self.first_layer + layer, plane, lies.heads, tokens, lies.row_bytes
                 )
-                for i, token in enumerate(tokens):
-                    number, offset = divmod(token, kind.block_size)
-                    offset %= kind.rows_per_block  # Every token overwrites a state.
+                for part, number in _by_block(tokens, kind.block_size):
                     block = by_group(block_ids)[group][number]
-                    if block != NO_BLOCK:
-                        page = self.pages[slot, block, lies.offset : lies.offset + lies.num_bytes]
-                        rows = page.reshape(lies.heads.count, lies.block_size, lies.row_bytes)
-                        rows[:, offset] = values[:, i]
+                    if block == NO_BLOCK:
+                        continue
+                    page = self.pages[slot, block, lies.offset : lies.offset + lies.num_bytes]
+                    rows = page.reshape(lies.heads.count, lies.block_size, lies.row_bytes)
+                    # Every token overwrites a state: where an offset repeats, the last one stays.
+                    offsets = (
+                        np.arange(part.start, part.stop) % kind.block_size % kind.rows_per_block
+                    )
+                    rows[:, offsets] = values[:, part.start - tokens.start :][:, : len(part)]
 
     def check(self, seed: int, tokens: range, block_ids: GroupBlocks) -> None:
         """Tokens are there in every layer, unless a window has no use for them; all else in these

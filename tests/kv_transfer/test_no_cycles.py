@@ -35,6 +35,14 @@ HEAVY = (
 """These hold memory for KV, or lead to it."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _others_are_left_out() -> None:
+    """Collections look at what these tests make: beside all that hundreds of others have left, each
+    takes seconds."""
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def garbage_is_kept() -> Iterator[None]:
     """Whatever was left behind before is gone."""
