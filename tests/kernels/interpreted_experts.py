@@ -1,4 +1,4 @@
-"""Triton kernels of quantised experts in Triton's interpreter, as `interpreted_kernels`."""
+"""Triton kernels of quantised experts in Triton's interpreter, as `interpreted_layers`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import int4_checks as int4
 import pytest
 import quantised_expert_checks as check
 import torch
-import triton
 from interpreted_fixtures import (  # noqa: F401
     looks_for_builtins_once,
     rounds_to_e4m3,
     rows_by_themselves,
+    seeded,
 )
 
 from tandem_kernels import ops
@@ -18,12 +18,6 @@ from tandem_kernels.experts import mxfp4_experts, mxfp4_pairs
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 
 pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    assert triton.knobs.runtime.interpret
-    torch.manual_seed(12)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from one seed, and none runs as compiled code by mistake."""
+    assert triton.knobs.runtime.interpret
+    torch.manual_seed(11)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,9 +46,9 @@ def _output(process: subprocess.Popen[str]) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", ["interpreted_kernels", "interpreted_experts"])
-def test_kernels_in_the_interpreter(name: str) -> None:
-    arguments = ["-q", "-p", "no:cacheprovider", str(HERE / f"{name}.py")]
+@pytest.mark.parametrize("part", ["layers", "attention", "experts", "sampling"])
+def test_kernels_in_the_interpreter(part: str) -> None:
+    arguments = ["-q", "-p", "no:cacheprovider", str(HERE / f"interpreted_{part}.py")]
     out = _output(_start(["-m", "pytest", *arguments], {"TRITON_INTERPRET": "1"}))
     assert " passed" in out and "skipped" not in out, out
 

@@ -1,0 +1,179 @@
+"""Kernels of linear layers, norms, experts and adapters in Triton's interpreter.
+
+Nothing here is collected without TRITON_INTERPRET set.
+
+The interpreter computes bfloat16 wrongly and takes milliseconds a program: small shapes,
+float32 and float16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fp8_linear_checks
+import int4_checks as int4
+import kernel_checks as check
+import lora_checks
+import pytest
+import torch
+from interpreted_fixtures import (  # noqa: F401
+    dtypes,
+    looks_for_builtins_once,
+    rounds_to_e4m3,
+    rows_by_themselves,
+    seeded,
+)
+from triton.runtime import interpreter
+
+from tandem_kernels import ops
+from tandem_kernels.gemm import few_row_gemm
+from tandem_kernels.gemm.few_row_gemm import FewRowTuning
+from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
+
+
+@dtypes
+def test_norms_and_activation(dtype: torch.dtype) -> None:
+    check.rms_norm(ops.rms_norm.kernel, 3, 80, dtype)
+    check.fused_add_rms_norm(ops.fused_add_rms_norm.kernel, 3, 96, dtype)
+    check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)
+    check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul.kernel, 3, 1100, dtype)
+
+
+def test_products_of_few_rows() -> None:
+    columns = ops.small_m_gemm.kernel, ops.small_m_gate_up.kernel
+    check.small_m_gemm(*columns, (3, 128, 768), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tuning"),
+    [((1, 3, 1040), None), ((3, 10, 272), FewRowTuning(4, 128, 4)), ((6, 40, 272), None)],
+)
+def test_few_rows_of_any_size(
+    shape: tuple[int, int, int], tuning: FewRowTuning | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tuning is not None:
+        monkeypatch.setattr(few_row_gemm, "few_row_tuning", lambda *sizes: tuning)
+    check.few_row_gemm(ops.few_row_gemm.kernel, shape, torch.float16)
+
+
+def test_fused_gate_up_of_many_rows() -> None:
+    check.fused_gate_up(ops.fused_gate_up.kernel, (150, 256, 128), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [((3, 48, 2048), 128), ((20, 40, 320), 64), ((2, 72, 608), 32)],
+    ids=["split", "swapped", "uneven"],
+)
+def test_products_with_4_bit_weights(shape: tuple[int, int, int], group_size: int) -> None:
+    int4.int4_dequantise(ops.int4_dequantise.kernel, shape[1:], group_size, torch.float16)
+    columns = ops.int4_gemm.kernel, ops.int4_gate_up.kernel
+    int4.int4_gemm(*columns, shape, group_size, torch.float16)
+
+
+@pytest.mark.usefixtures("rows_by_themselves")
+def test_products_with_4_bit_weights_that_do_not_depend_on_the_batch() -> None:
+    int4.int4_in_fixed_order(ops.int4_gemm.kernel, (70, 96, 256), torch.float16)
+
+
+@dtypes
+@pytest.mark.usefixtures("rows_by_themselves")
+def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    check.invariant_gemm(ops.invariant_gemm.kernel, (70, 150, 100), dtype)
+
+
+@pytest.mark.parametrize("name", check.ROUTERS)
+def test_routers(name: str) -> None:
+    check.route_tokens(ops.route_tokens.kernel, name, 24)
+
+
+def test_routers_of_ranks_with_some_experts() -> None:
+    check.route_to_own_experts(ops.route_tokens.kernel)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 2, 8, 32, 32), torch.float32),
+        ((9, 2, 4, 40, 24), torch.float32),
+        ((140, 2, 3, 16, 32), torch.float16),
+    ],
+    ids=["by pair", "by expert", "sorted"],
+)
+def test_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    check.fused_experts(ops.fused_experts.kernel, shape, dtype)
+    check.fused_experts(ops.fused_experts.kernel, shape, dtype, clamped=True)
+
+
+@pytest.mark.usefixtures("rounds_to_e4m3")
+@pytest.mark.parametrize("group", [0, 128])
+def test_rows_of_fp8(group: int) -> None:
+    fp8_linear_checks.quantised_rows(ops.quantise_fp8.kernel, 5, 384, group, torch.float32)
+    columns = ops.rms_norm_fp8.kernel, ops.silu_and_mul_fp8.kernel
+    fp8_linear_checks.fp8_norm_and_activation(columns, 256, torch.float32, "cpu")
+    fp8_linear_checks.unscaled_products((ops.scale_product.kernel, *columns), 200, torch.float32)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "splits", "swap"), [(3, 1, False), (3, 3, False), (20, 2, True)])
+def test_fp8_products_of_few_rows(rows: int, splits: int, swap: bool, blocks: bool) -> None:
+
+    def small(*given: Any, gated: bool = False) -> torch.Tensor:
+        *operands, out_dtype = given
+        x, _, weight, *_ = operands
+        out = torch.empty(len(x), len(weight) // (2 if gated else 1), dtype=out_dtype)
+        tuning = Fp8Tuning(64, 128, 1 if gated else splits, swap, num_warps=4, num_stages=3)
+        return fp8_small_m(*operands, out, tuning, gated=gated)
+
+    def gated(x: Any, x_scales: Any, weight: Any, w_scales: Any, out_dtype: Any) -> torch.Tensor:
+        return small(x, x_scales, weight, w_scales, None, out_dtype, gated=True)
+
+    fp8_linear_checks.fp8_gemm((small, gated), (rows, 256, 768), blocks=blocks)
+
+
+def test_adapters() -> None:
+    lora_checks.slots_of_tokens(ops.lora_slots_of_tokens.kernel)
+    columns = ops.lora_shrink.kernel, ops.lora_expand.kernel
+    for num_tokens, inner, counts, rank in (
+        (5, 1040, (72, 16, 16), 8),
+        (70, 96, (48, 48), 16),
+        (3, 64, (40,), 32),
+    ):
+        lora_checks.shrink_and_expand(*columns, num_tokens, inner, counts, rank, torch.float32)
+
+
+def test_adapters_in_the_launch_of_their_layer() -> None:
+    kernels = ops.lora_gemm.kernel, ops.lora_gate_up.kernel
+    for num_tokens, inner, counts, rank, num_slots in (
+        (5, 512, (64, 32, 32), 8, 3),
+        (16, 512, (32, 32), 16, 9),
+        (1, 1024, (32,), 64, 5),
+        (18, 256, (32,), 16, 4),
+    ):
+        lora_checks.one_launch(*kernels, num_tokens, inner, counts, rank, num_slots, torch.float32)
+
+
+def test_adapters_in_one_launch_when_the_last_program_begins_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One program at a time, in the other order: none may wait for one that has not begun."""
+    builder = interpreter.interpreter_builder
+    begin = builder.set_grid_idx
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda x, y, z: begin(builder.grid_dim[0] - 1 - x, y, z)
+    )
+    kernels = ops.lora_gemm.kernel, ops.lora_gate_up.kernel
+    lora_checks.one_launch(*kernels, 5, 512, (32, 32), 8, 3, torch.float32)
+
+
+def test_adapters_of_few_tokens() -> None:
+    few = ops.lora_shrink.kernel, ops.lora_expand_few.kernel, ops.lora_expand_gated.kernel
+    for num_tokens, inner, counts, rank, num_slots in (
+        (5, 1040, (72, 16, 16), 8, 3),
+        (18, 96, (48, 48), 16, 9),
+        (3, 2100, (40,), 32, 5),
+        (2, 96, (80, 80), 256, 2),
+    ):
+        lora_checks.few_tokens(
+            *few, num_tokens, inner, counts, rank, torch.float32, "cpu", num_slots, most_pieces=4
+        )
