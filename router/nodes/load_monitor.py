@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Collection, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 _MIN_PAUSE_S = 0.2
 _MAX_PAUSE_S = 1.0
 """A node that comes back is missed by answers that wait for one."""
-
+_STEPS = 4
+"""A silence is waited for in so many steps, of which a standstill of this process takes one: after
+it there are reports to read."""
 
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -124,8 +126,7 @@ class LoadMonitor:
         call = stub.Watch(self._request, metadata=self._credentials.metadata())
         try:
             while True:
-                async with asyncio.timeout(self._silence_s):
-                    load = await call.read()
+                load = await self._read(call)
                 if not isinstance(load, NodeLoad):
                     logger.info("%s node %s ended its reports", address.role, address)
                     return num_reports
@@ -138,6 +139,18 @@ class LoadMonitor:
         finally:
             call.cancel()
         return num_reports
+
+    async def _read(self, call: Any) -> object:
+        """Returns what comes next. Raises `TimeoutError` when that is nothing for too long."""
+        reading = asyncio.ensure_future(call.read())
+        try:
+            for _ in range(_STEPS):
+                await asyncio.wait({reading}, timeout=self._silence_s / _STEPS)
+                if reading.done():
+                    return reading.result()
+            raise TimeoutError
+        finally:
+            reading.cancel()
 
     def _log_loss(self, address: NodeAddress, num_reports: int, reason: str) -> None:
         """Logs a lost watch. A node that is away stays away for many attempts: its leaving is news,

@@ -61,6 +61,17 @@ async def test_a_node_that_falls_silent_becomes_suspect_then_down_and_comes_back
     await eventually(lambda: decode.status.num_watchers == 1)
 
 
+async def test_a_router_that_was_held_up_itself_loses_no_watch(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode, stale_after_s=0.3)
+    loop, load = asyncio.get_running_loop(), decode.status.load
+    for _ in range(3):
+        loop.call_soon(time.sleep, 0.6)
+        await eventually(lambda enough=load.sequence + 3: load.sequence > enough)
+    await eventually(lambda: state_of(router, decode.target) is NodeState.READY)
+    assert router.metric("tandem_router_watch_failures_total", tier="decode") == 0
+
+
 async def test_an_engine_that_stands_still_is_suspect(cluster: Cluster) -> None:
     decode = await cluster.decode()
     router = await cluster.router(decode)
