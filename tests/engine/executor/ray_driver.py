@@ -1,7 +1,8 @@
 """A driver of two data-parallel groups, each on a host of its own, for a test.
 
 1. starts; hands prompts over to a decode engine beside it, and prints which groups computed any
-2. stops the workers on both hosts, and hands out a step, which must not take long
+2. stops the workers on both hosts, and hands out a step, which must not take long; their hosts
+   may take their time to say that they are stopped
 3. prints why `collect` raised, as JSON
 4. waits for a line on standard input (the test has killed something), and does 3 again
 5. shuts down
@@ -23,6 +24,7 @@ from edge.security.config import SecurityConfig
 from engine.config import EngineConfig, ParallelConfig
 from engine.core.core import EngineCore
 from engine.errors import EngineDeadError
+from engine.executor import ray_host
 from engine.executor.ray_executor import RayExecutor
 from engine.sched.group_output import GroupStep
 from kv_transfer.config import KVRole, KVTransferConfig
@@ -106,6 +108,7 @@ def main(address: str) -> None:
         for pid in executor.worker_pids:
             os.kill(pid, signal.SIGSTOP)
         executor._step_timeout_s = STEP_TIMEOUT_S
+        ray_host._STATE_TIMEOUT_S = LIMIT_S
         executor.execute_model(GroupStep(1, [None, None], 0, 0, 0, 1))
         print(json.dumps(reason_of_death(executor)), flush=True)
         sys.stdin.readline()
