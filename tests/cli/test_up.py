@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import cli.memory_check
 from cli.__main__ import main as tandem
 from cli.cluster import UpSettings
 from cli.memory_check import TooLarge, check_memory
 from cli.node_args import NodeArgs, UsageError, read_args
+from cli.up import wait_routable
 from edge.command_line import parse_settings
 from engine.models.checkpoint import resolve_model
 from engine.models.errors import CheckpointError
@@ -153,3 +156,17 @@ def test_gguf_is_called_unsupported_and_not_downloaded(
     for path in (tmp_path, tmp_path / "weights.gguf"):
         with pytest.raises(CheckpointError, match="GGUF format, which is not supported"):
             resolve_model(str(path))
+
+
+async def test_a_cluster_is_there_when_its_router_knows_the_switchable_nodes_too() -> None:
+    known = iter([{"prefill_nodes": 1, "decode_nodes": 1}, {"prefill_nodes": 3, "decode_nodes": 1}])
+
+    async def ready(_: web.Request) -> web.Response:
+        return web.json_response(next(known))
+
+    app = web.Application()
+    app.router.add_get("/ready", ready)
+    async with TestServer(app) as server:
+        settings = UpSettings(prefill=1, decode=1, switchable=2)
+        await wait_routable(f"http://127.0.0.1:{server.port}", settings)
+    assert list(known) == [], "it was there too early"

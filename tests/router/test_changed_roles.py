@@ -86,7 +86,9 @@ def test_a_node_in_both_lists_counts_once() -> None:
     registry.set_members([AS_PREFILL, AS_DECODE])
     for epoch, role in enumerate((PREFILL, DECODE, PREFILL), start=1):
         listed, other = (AS_PREFILL, AS_DECODE) if role is PREFILL else (AS_DECODE, AS_PREFILL)
+        version, was_used = registry.version, epoch > 1
         assert take(fleet, other, role, epoch) is ReportOutcome.LISTED_TWICE
+        assert (registry.version > version) == was_used, "who chose among nodes looks again"
         take(fleet, listed, role, epoch)
         assert [node.address for node in registry.usable(role)] == [listed]
         assert registry.usable(PREFILL if role is DECODE else DECODE) == []

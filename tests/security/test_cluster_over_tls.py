@@ -49,7 +49,10 @@ def flags(authority: Authority, token: Path) -> list[str]:
 
 @pytest.mark.e2e
 async def test_an_answer_comes_over_tls_alone(
-    authority: Authority, token_file, demo_checkpoint: Path
+    authority: Authority,
+    token_file,
+    demo_checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     token, [kv_port] = token_file("s" * 32), free_ports(1)
     async with (
@@ -82,6 +85,11 @@ async def test_an_answer_comes_over_tls_alone(
                 assert await asyncio.to_thread(switch_role, asked) == 0
                 await router.wait_usable(decode=num_decode, prefill=2 - num_decode)
             await check_an_answer(router, decode, prefill)
+            # Renewed with one role by mistake: the node that runs refuses, and goes on as it was.
+            authority.service("prefill-decode", None, ("10.9.9.9",), (Role.PREFILL,))
+            asked = [f"--node={at}", "--to=decode", *change]
+            assert await asyncio.to_thread(switch_role, asked) == 1
+            assert "names tandem-prefill, and peers would refuse it" in capsys.readouterr().err
 
 
 async def check_an_answer(router: Any, prefill: NodeProcess, decode: NodeProcess) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from cli.switch_role import main as switch_role
-from edge.security.config import Role, TlsIdentity
+from edge.security.config import Role, SecurityError, TlsIdentity
 from edge.security.credentials import Credentials
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.role_switch import RoleSwitch
 from engine.node.status import NodeStatus
 from role_node.certificate import certificate_obstacle
+from role_node.config import RoleNodeSettings
+from role_node.server import serve
 from tandem_pb import node_pb2
 from tests.engine.frontend.test_node_status import StillEngine
 from tests.security.authority import LOOPBACK, Authority, move_service, tls_config
@@ -52,6 +54,22 @@ def test_a_certificate_must_be_believed_in_both_roles(
     assert certificate_obstacle(Credentials()) == ""
 
 
+async def test_a_node_with_a_certificate_of_one_role_does_not_start(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """It says so before it looks for its model, which is not there."""
+    settings = RoleNodeSettings(
+        model=str(tmp_path / "nowhere"), **files_of(authority.service("node", Role.DECODE))
+    )
+    with pytest.raises(SecurityError, match=r"names tandem-decode, .* give it one with"):
+        await serve(settings)
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    names = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+    return {f"tls_{name}_file": folder / file for name, file in names.items()}
+
+
 @asynccontextmanager
 async def node(credentials: Credentials) -> AsyncIterator[tuple[str, RoleSwitch]]:
     """Yields the address of a prefill node, and what is asked of it."""
@@ -67,8 +85,8 @@ async def node(credentials: Credentials) -> AsyncIterator[tuple[str, RoleSwitch]
 
 async def ask(address: str, folder: Path, identity: TlsIdentity) -> int:
     """Asks as `tandem switch-role` does, and does not wait for what becomes of it."""
-    files = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
-    shown = [f"--tls-{name}-file={folder / file}" for name, file in files.items()]
+    files = files_of(folder).items()
+    shown = [f"--{name.replace('_', '-')}={file}" for name, file in files]
     flags = ["--node", address, "--to", "decode", "--wait-s", "0.01", "--tls-identity", identity]
     return await asyncio.to_thread(switch_role, [*flags, *shown])
 
