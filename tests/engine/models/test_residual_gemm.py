@@ -12,11 +12,13 @@ import torch
 from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import RowParallelLinear
+from engine.layers.methods.lora import AdapterTokens, WithAdapters
 from engine.layers.methods.plain import Plain
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
 from engine.parallel import ParallelPlace
+from tandem_kernels.lora.lora_gemm_shapes import num_counters
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import CHUNK, make_paged_model
 from tests.engine.models.reference_models import (
@@ -154,3 +156,30 @@ def test_some_rows_are_summed_while_others_are_multiplied(rank: int, rows: int) 
         with patch.object(Plain, "takes_parts", in_parts):
             layer.add_to(ResidualStream(residual[:fewer].clone()), x[:fewer])
         assert [len(part) for part in group.parts] == [fewer]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_with_adapters_are_summed_at_once(rank: int) -> None:
+    """Which adapter a row has is told by its place in the step: parts would take those of the first
+    rows."""
+    torch.manual_seed(5)
+    rows, group = 512, RankOfTwo(rank)
+    policy = GemmPolicy(shared_residual_rows=MANY, overlapped_rows=rows)
+    shard = Shard(ParallelPlace(range(1), group), torch.float32, torch.device("cpu"), policy)
+    layer = RowParallelLinear(8, 8, shard)
+    layer.weight.normal_()
+    a, b, tokens = torch.randn(3, 2, 4), torch.randn(3, 8, 2), AdapterTokens()
+    counters = torch.zeros(num_counters(8), dtype=torch.int32)
+    layer.method = WithAdapters(layer.method, tokens, a, b, (8,), counters, fixed_order=False)
+    x, residual = torch.randn(rows, 4), torch.randn(rows, 8)
+    expected = x @ layer.weight.t() + (residual if rank == 0 else 0)
+    layer.add_to(ResidualStream(residual.clone()), x)
+    assert len(group.parts) == 4, "nobody has an adapter"
+    group.parts.clear()
+    tokens.slots = torch.randint(-1, 3, (rows,), dtype=torch.int32)
+    for row, slot in enumerate(tokens.slots.tolist()):
+        if slot >= 0:
+            expected[row] += b[slot] @ (a[slot] @ x[row])
+    layer.add_to(ResidualStream(residual.clone()), x)
+    (part,) = group.parts
+    torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4)
