@@ -35,6 +35,7 @@ NewFastPath = Literal[
     "lora-one-launch",
     "overlapped-sums",
     "sampled-rows",
+    "sharded-sampling",
     "wide-rope",
     "wide-windows",
 ]
@@ -50,6 +51,8 @@ lora-one-launch       adapters of up to 16 rows in the launch of their layer
 overlapped-sums       two ranks sum some rows of long steps while they multiply others
 sampled-rows          behind its attention, the last layer computes no tokens of prompts but those
                       behind which the next one is chosen
+sharded-sampling      ranks that share a vocabulary gather no logits for log probabilities, beams,
+                      penalties, biases and grammars
 wide-rope             programs that rotate a prompt's heads take 32 of them, not 8
 wide-windows          decodes walk a small window in one or two tiles
 """

@@ -7,17 +7,16 @@ The vocabulary is padded so that every rank holds the same number of rows, a mul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.distributed import ParallelGroup
 from engine.layers.methods.base import LinearPart
 from engine.layers.methods.registry import format_of
 from engine.layers.methods.weight_format import WeightFormat, matrix_weight
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.vocab_part import VocabCut, VocabPart
 from tandem_kernels import ops
 
 _ROWS_MULTIPLE = 64
@@ -59,22 +58,6 @@ class VocabParallelEmbedding(nn.Module):
         yield matrix_weight(self.form, rows, LinearPart(prefix, self.shape, 0, start))
 
 
-@dataclass(frozen=True, slots=True)
-class VocabPart:
-    """A rank's part of logits: [S, v] float32 of tokens `start` and on."""
-
-    logits: Tensor
-    start: int
-    group: ParallelGroup
-
-    def best(self, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Returns the tokens [S] that `ops.sample` would draw from all parts without filters: each
-        rank draws from its own, and the best is taken. All ranks call this alike."""
-        found = ops.sample_part(self.logits, temperature, seeds, positions, self.start)
-        of_ranks = self.group.gather_rows(found)
-        return ops.best_of_parts(of_ranks.view(self.group.size, *found.shape))
-
-
 class LMHead(VocabParallelEmbedding):
     """[S, H] -> float32 logits [S, vocabulary], whole on every rank. Computed with plain weights,
     however the checkpoint has them.
@@ -98,21 +81,23 @@ class LMHead(VocabParallelEmbedding):
         self.form = format_of(shard.scheme(), shard.prefix)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.group.all_gather(self._local_logits(hidden))
-        vocab_size = self.shape[0]
-        # A single row counts as contiguous whatever its stride; kernels are compiled by strides.
-        return logits[:, :vocab_size].flatten().view(len(hidden), vocab_size)
+        return self.part(hidden).whole()
+
+    @property
+    def cut(self) -> VocabCut:
+        """Returns how the vocabulary is cut."""
+        return VocabCut(self.group, self.start, self.num_rows, self.num_filled, self.shape[0])
 
     @property
     def may_stay_split(self) -> bool:
-        """Returns whether `part` may be asked for: every rank has tokens. Not in deterministic
+        """Returns whether parts may be sampled from: every rank has tokens. Not in deterministic
         mode, where it must not count how the vocabulary is cut."""
         filled_by_others = (self.group.size - 1) * self.num_rows
         return 0 < filled_by_others < self.shape[0] and not self.deterministic
 
     def part(self, hidden: Tensor) -> VocabPart:
         """Computes this rank's part of the logits of [S, H]."""
-        return VocabPart(self._local_logits(hidden)[:, : self.num_filled], self.start, self.group)
+        return VocabPart(self._local_logits(hidden), self.cut)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """Computes this rank's logits in float32."""

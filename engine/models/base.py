@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend
-from engine.layers.embedding import VocabPart
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight
+from engine.layers.vocab_part import VocabCut, VocabPart
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.batch.state_metadata import StateMetadata
 
@@ -125,12 +125,13 @@ class CausalLM(nn.Module):
         """Computes [S, H] -> float32 [S, vocabulary], the same on every rank."""
 
     @property
-    def splits_vocabulary(self) -> bool:
-        """Returns whether `compute_choices` leaves logits where they are."""
-        return False
+    def vocab_cut(self) -> VocabCut | None:
+        """Returns how logits are cut that `compute_choices` leaves where they are; None: it leaves
+        none."""
+        return None
 
     def compute_choices(self, hidden: Tensor) -> Tensor | VocabPart:
-        """Does what `compute_logits` does, for `Sampler.draw` without filters."""
+        """Does what `compute_logits` does, for a sampler that gathers logits where it must."""
         return self.compute_logits(hidden)
 
     @abstractmethod

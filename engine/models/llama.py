@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
-from engine.layers.embedding import LMHead, VocabParallelEmbedding, VocabPart
+from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.layers.vocab_part import VocabCut, VocabPart
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.layer_kinds import LayerKinds
 from engine.models.llama_layer import LlamaDecoderLayer
@@ -88,11 +89,12 @@ class LlamaForCausalLM(CausalLM):
         return logits
 
     @property
-    def splits_vocabulary(self) -> bool:
-        return self.link.is_last and self.lm_head.may_stay_split
+    def vocab_cut(self) -> VocabCut | None:
+        return self.lm_head.cut if self.link.is_last and self.lm_head.may_stay_split else None
 
     def compute_choices(self, hidden: Tensor) -> Tensor | VocabPart:
-        return self.lm_head.part(hidden) if self.splits_vocabulary else self.compute_logits(hidden)
+        is_cut = self.vocab_cut is not None
+        return self.lm_head.part(hidden) if is_cut else self.compute_logits(hidden)
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
         if self.has_embedding:

@@ -220,6 +220,8 @@ class EngineSettings(
         "overlapped-sums: two ranks sum some rows of long steps while they multiply others. "
         "sampled-rows: behind its attention, the last layer computes of a prompt only the token "
         "behind which the next one is chosen. "
+        "sharded-sampling: ranks that share a vocabulary gather no logits for log probabilities, "
+        "beams, penalties, biases and grammars. "
         "wide-rope: rotary embedding of prompts takes more heads at once. "
         "wide-windows: attention of decodes walks a small window in one or two tiles.",
     )

@@ -56,9 +56,11 @@ class AllowedTokenStates:
         is_used = len(self._free) < len(self._masks)
         return is_used and bool((self._entries[rows] != _NO_ENTRY).any())
 
-    def apply(self, logits: torch.Tensor, rows: Int32Array) -> None:
-        """Sets the forbidden tokens of `logits` [S, V] to -inf; `rows` is [S]."""
-        ops.mask_logits(logits, self._masks, to_device(self._entries[rows], self._device))
+    def apply(self, logits: torch.Tensor, rows: Int32Array, first_token: int = 0) -> None:
+        """Sets the forbidden tokens of `logits` [S, v] to -inf, which are of tokens `first_token`,
+        a multiple of 32, and on; `rows` is [S]."""
+        masks = self._masks[:, first_token // 32 :]
+        ops.mask_logits(logits, masks, to_device(self._entries[rows], self._device))
 
     def _grow(self) -> None:
         used = len(self._masks)

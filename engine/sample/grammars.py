@@ -169,9 +169,12 @@ class GrammarStates:
         """Takes the result of the step whose masks were the last."""
         self._latest = result
 
-    def apply(self, logits: torch.Tensor, places: Places) -> dict[int, PlaceFailure]:
-        """Sets what grammars forbid to -inf in `logits` [L, V] of all places. Returns what fails,
-        by index of the request in the batch."""
+    def apply(
+        self, logits: torch.Tensor, places: Places, first_token: int = 0
+    ) -> dict[int, PlaceFailure]:
+        """Sets what grammars forbid to -inf in `logits` [L, v] of all places, which are of tokens
+        `first_token`, a multiple of 32, and on. Returns what fails, by index of the request in the
+        batch."""
         self._consume_latest()
         walks, failures = self._begin(places)
         if not walks:
@@ -182,7 +185,8 @@ class GrammarStates:
             self._find_forced(walks, len(places.first_places()))
         num_masks = self._fill(walks, failures, num_places)
         self._copy(num_masks, num_places)
-        ops.mask_logits(logits, self._masks.on_device, self._entries.on_device[:num_places])
+        masks = self._masks.on_device[:, first_token // 32 :]
+        ops.mask_logits(logits, masks, self._entries.on_device[:num_places])
         self.stats.masks_filled(num_masks, time.perf_counter() - started)
         return failures
 

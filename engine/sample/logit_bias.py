@@ -69,19 +69,23 @@ class LogitBiasStates:
         """Returns whether any of `rows` may have something to add."""
         return bool(self._has_bias[rows].any())
 
-    def apply(self, logits: torch.Tensor, places: Places) -> None:
-        """Changes `logits` [L, V] of all places. With drafts only the device knows how many tokens
-        are before a place, so it decides which ending tokens come too early."""
+    def apply(self, logits: torch.Tensor, places: Places, first_token: int = 0) -> None:
+        """Changes `logits` [L, v] of all places, which are of tokens `first_token` and on. With
+        drafts only the device knows how many tokens are before a place, so it decides which ending
+        tokens come too early."""
         index: list[npt.NDArray[np.int32]] = []
         token_ids: list[npt.NDArray[np.int32]] = []
         amounts: list[npt.NDArray[np.float32]] = []
         min_lens: list[npt.NDArray[np.int32]] = []
 
         def add(place: int, ids: npt.NDArray[np.int32], values: Any, min_len: int) -> None:
-            if len(ids):
+            local = ids - first_token
+            is_here = (local >= 0) & (local < logits.shape[1])
+            if is_here.any():
+                ids, values = local[is_here], np.broadcast_to(np.float32(values), len(ids))[is_here]
                 index.append(np.full(len(ids), place, np.int32))
                 token_ids.append(ids)
-                amounts.append(np.broadcast_to(np.float32(values), len(ids)))
+                amounts.append(values)
                 min_lens.append(np.full(len(ids), min_len, np.int32))
 
         for place in np.flatnonzero(self._has_bias[places.rows]).tolist():

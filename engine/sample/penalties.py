@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, to_device, with_rows
-from engine.batch.places import Int32Array, Places
+from engine.batch.places import NO_TOKEN, Int32Array, Places
 from engine.sample.allowed_tokens import bit_mask
 from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
@@ -80,19 +80,24 @@ class PenaltyStates:
         """Returns whether any of `rows` has penalties."""
         return bool((self._entries.np[rows] != _NO_ENTRY).any())
 
-    def apply(self, logits: torch.Tensor, places: Places) -> None:
-        """Changes `logits` [L, V] of all places: drafts before a place count as output."""
-        idx_mapping = places.idx_mapping
+    def apply(self, logits: torch.Tensor, places: Places, first_token: int = 0) -> None:
+        """Changes `logits` [L, v] of all places, which are of tokens `first_token`, a multiple of
+        32, and on: drafts before a place count as output."""
+        idx_mapping, end = places.idx_mapping, first_token + logits.shape[1]
         params = self._params.tensor.index_select(1, idx_mapping)
+        drafts = places.drafts_before()
+        if logits.shape[1] < self._vocab_size:
+            is_here = (drafts >= first_token) & (drafts < end)
+            drafts = torch.where(is_here, drafts - first_token, NO_TOKEN)
         ops.apply_penalties(
             logits,
-            self._prompt_mask,
-            self._output_counts,
+            self._prompt_mask[:, first_token // 32 :],
+            self._output_counts[:, first_token:end],
             self._entries.tensor.index_select(0, idx_mapping),
             params[_REPETITION],
             params[_PRESENCE],
             params[_FREQUENCY],
-            places.drafts_before(),
+            drafts,
         )
 
     def count(self, token_ids: torch.Tensor, idx_mapping: torch.Tensor) -> None:

@@ -16,6 +16,9 @@ Steps 1 to 5 choose a token at each place (see `engine.batch.places`). Steps 1 t
 nothing in a batch where no request needs them. The host decides that from its own copy of the
 parameters. `draw` alone is step 5: it needs nothing of the host, so a CUDA graph may hold it.
 Step 4 alone may wait, for the tokens of the step before: see `engine.sample.grammars`.
+
+Ranks that have a part of the vocabulary each sample from their parts (`VocabPart`) what does not
+need the whole: see `needs_whole`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import torch
 from engine.batch.buffer_utils import CarriedTensor
 from engine.batch.input_batch import InputBatch
 from engine.batch.places import Int32Array, Places
-from engine.layers.embedding import VocabPart
+from engine.layers.vocab_part import VocabPart
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
 from engine.sample.grammars import GrammarStates, PlaceFailure
@@ -73,13 +76,15 @@ class Sampler:
         token_ids: torch.Tensor,
         grammars: GrammarStates,
         splits_vocabulary: bool = False,
+        changes_parts: bool = False,
     ) -> None:
         """Builds the sampler over `token_ids` [rows, L]: all tokens of each row, which grow by what
-        is sampled here. `splits_vocabulary`: logits may come as `VocabPart` for rows that
-        `only_draws` says yes to.
+        is sampled here. `splits_vocabulary`: logits come as `VocabPart` to `draw` and to steps.
+        `changes_parts`: more than draws is done with parts; see `needs_whole`.
         """
         self._deterministic = deterministic
         self._splits_vocabulary = splits_vocabulary
+        self._changes_parts = changes_parts
         self._params = SamplingStates(max_num_reqs, device)
         self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
         self._logit_bias = LogitBiasStates(max_num_reqs, device)
@@ -115,13 +120,12 @@ class Sampler:
         self._siblings.remove_request(row)
 
     def __call__(self, logits: torch.Tensor | VocabPart, batch: InputBatch) -> SamplerOutput:
-        """Chooses tokens. `logits` [L, V] are float32 of the places of `batch`; may be changed. A
-        part of the vocabulary will do if `only_draws` says so."""
+        """Chooses tokens. `logits` [L, V] are float32 of the places of `batch`, or this rank's part
+        of them; may be changed."""
         places = batch.places()
-        if isinstance(logits, VocabPart):
-            chosen = self.draw(logits, places.idx_mapping, places.seq_lens, has_filters=False)
-            return SamplerOutput(places.accept(chosen), None)
         rows = places.rows
+        if isinstance(logits, VocabPart) and self.needs_whole(rows):
+            logits = logits.whole()
         changes = self._changes_logits(rows)
         wanted = self._params.logprobs_wanted(rows)
         logprobs = None
@@ -133,6 +137,7 @@ class Sampler:
         chosen = self.draw(logits, places.idx_mapping, places.seq_lens, has_filters)
         siblings = None
         if self._siblings.needed_by(rows):
+            assert not isinstance(logits, VocabPart)
             siblings = self._siblings.draw(
                 logits, places, partial(self._draw_for, has_filters), logprobs
             )
@@ -142,6 +147,17 @@ class Sampler:
         found = None if logprobs is None else logprobs.compute(chosen)
         return SamplerOutput(token_ids, found, siblings, failures)
 
+    def needs_whole(self, rows: Int32Array) -> bool:
+        """Returns whether a step of `rows` needs all logits of each place on every rank: for
+        filters, whose sums over candidates depend on their order; for bad words, which ask whether
+        anything else is left; for further answers, which are drawn a few at a time. Unless parts
+        may be changed, for all but draws."""
+        if self._params.has_filters(rows) or self._siblings.needed_by(rows):
+            return True
+        if self._changes_parts:
+            return self._bad_words.needed_by(rows)
+        return self._changes_logits(rows) or self._wants_logprobs(rows)
+
     def only_draws(self, rows: Int32Array) -> bool:
         """Returns whether `draw` is all that `rows` need; of a split vocabulary, without filters,
         for which a rank must see all logits."""
@@ -149,8 +165,11 @@ class Sampler:
             self._changes_logits(rows)
             or (self._splits_vocabulary and self._params.has_filters(rows))
             or self._siblings.needed_by(rows)
-            or (self._params.logprobs_wanted(rows) != NO_LOGPROBS).any()
+            or self._wants_logprobs(rows)
         )
+
+    def _wants_logprobs(self, rows: Int32Array) -> bool:
+        return bool((self._params.logprobs_wanted(rows) != NO_LOGPROBS).any())
 
     def _changes_logits(self, rows: Int32Array) -> bool:
         states = (
@@ -162,19 +181,23 @@ class Sampler:
         )
         return any(state.needed_by(rows) for state in states)
 
-    def _change_logits(self, logits: torch.Tensor, places: Places) -> dict[int, PlaceFailure]:
+    def _change_logits(
+        self, given: torch.Tensor | VocabPart, places: Places
+    ) -> dict[int, PlaceFailure]:
         """Changes the logits. Bad words come last: they ask whether anything else is left. Returns
         the requests that grammars leave nothing to choose from."""
+        logits = given.logits if isinstance(given, VocabPart) else given
+        first = given.cut.start if isinstance(given, VocabPart) else 0
         rows = places.rows
         failures: dict[int, PlaceFailure] = {}
         if self._logit_bias.needed_by(rows):
-            self._logit_bias.apply(logits, places)
+            self._logit_bias.apply(logits, places, first)
         if self.penalties.needed_by(rows):
-            self.penalties.apply(logits, places)
+            self.penalties.apply(logits, places, first)
         if self.grammars.needed_by(rows):
-            failures = self.grammars.apply(logits, places)
+            failures = self.grammars.apply(logits, places, first)
         if self._allowed.needed_by(rows):
-            self._allowed.apply(logits, rows)
+            self._allowed.apply(logits, rows, first)
         if self._bad_words.needed_by(rows):
             self._bad_words.apply(logits, rows, places.seq_lens)
         return failures

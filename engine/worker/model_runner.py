@@ -59,6 +59,7 @@ from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
 from engine.worker.grammars_of_model import create_grammars
 from engine.worker.image_rows import create_image_rows
+from engine.worker.kept_logits import KeptLogits
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
 from engine.worker.network_drafter import NetworkDrafter, with_drafts
@@ -77,8 +78,6 @@ class ModelRunner:
     """Tokens of each decode in the next step: fewer than there may be, if the scheduler says so."""
     _graph_token_ids: torch.Tensor
     """[largest size, decode_query_len] int64, written by graphs that sample."""
-    _graph_logits: torch.Tensor
-    """[most places, V] float32, written by graphs that do not."""
 
     def __init__(
         self,
@@ -110,7 +109,8 @@ class ModelRunner:
             config.device.deterministic,
             token_ids=self.states.token_ids.tensor,
             grammars=create_grammars(config, device),
-            splits_vocabulary=model.splits_vocabulary,
+            splits_vocabulary=model.vocab_cut is not None,
+            changes_parts=config.device.enables("sharded-sampling"),
         )
         self.adapters: Adapters = adapters or NoAdapters()
         self._prompt_logprobs = PromptLogprobsStates(rows)
@@ -139,6 +139,7 @@ class ModelRunner:
         """Asked for after each step, if decodes have more than one token."""
         self._network = self._create_network(draft)
         self._hands_over = config.is_producer
+        self._logits = KeptLogits(config, model)
         self._keeps_rows = tower is None and keeps_sampled_rows(config, model)
 
     def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
@@ -233,8 +234,7 @@ class ModelRunner:
         graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter, *kinds)
         shape = graphs.most_reqs, width
         self._graph_token_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
-        shape = graphs.most_places, self._config.model.vocab_size
-        self._graph_logits = torch.empty(shape, dtype=torch.float32, device=self._device)
+        self._logits.allocate(graphs.most_places, self._device)
         graphs.capture(with_drafts(self._network, graphs, self._record_step), report)
         self._graphs = graphs
 
@@ -330,9 +330,7 @@ class ModelRunner:
         batch = self._input_buffers.prepare(order, self._row_tables)
         wanted = None if self._prompt_logprobs.needed_by(order) else batch.sampled_rows
         hidden = self._forward(batch, on_layer, wanted)
-        of_prompts = self._prompt_logprobs.compute(
-            order, hidden, self.states, self._model.compute_logits
-        )
+        of_prompts = self._prompt_logprobs.compute(order, hidden, self.states, self._logits.compute)
         if wanted is None:
             hidden = hidden.index_select(0, batch.sampled_rows)
         sampled = self._sample(hidden, batch)
@@ -349,7 +347,7 @@ class ModelRunner:
         if key.samples:
             # The next replay overwrites its own output, maybe before this one is copied.
             return SamplerOutput(self._graph_token_ids[:num_reqs, : key.width].clone(), None)
-        sampled = self.sampler(self._graph_logits[: num_reqs * key.width], batch)
+        sampled = self.sampler(self._logits.read(num_reqs * key.width), batch)
         self._advance_rows(batch, sampled)
         return sampled
 
@@ -361,7 +359,7 @@ class ModelRunner:
         ends = None if key.decodes else batch.logits_indices.clamp(min=0)
         hidden = self._forward(batch, lambda layer: None, ends)  # Graphs hold no call to the host.
         if not key.samples:
-            self._graph_logits[: len(hidden)].copy_(self._model.compute_logits(hidden))
+            self._logits.write(hidden)
             return
         places, logits = batch.places(), self._model.compute_choices(hidden)
         chosen = self.sampler.draw(logits, places.idx_mapping.clamp(min=0), places.seq_lens)
@@ -394,9 +392,7 @@ class ModelRunner:
         """Returns None when only unfinished prompts ran."""
         if batch.order.num_sampled == 0:
             return None
-        draws = self.sampler.only_draws(batch.order.rows)
-        compute = self._model.compute_choices if draws else self._model.compute_logits
-        return self.sampler(compute(hidden), batch)
+        return self.sampler(self._model.compute_choices(hidden), batch)
 
     def _advance_rows(self, batch: InputBatch, sampled: SamplerOutput | None) -> None:
         shape = (batch.num_reqs, batch.order.decode_query_len)

@@ -10,6 +10,27 @@ from torch import Tensor
 BLOCK = 4096
 
 
+@triton.jit
+def _weigh(
+    tokens: tl.tensor, vocab_size: tl.tensor, threshold: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Returns the logarithm of the sum of a row's exponentials, and how many logits are above
+    `threshold`: a running maximum and sum a lane, joined at the end."""
+    lane = tl.arange(0, BLOCK)
+    peak = tl.full([BLOCK], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    larger = tl.zeros([BLOCK], tl.int32)
+    for offset in range(0, vocab_size, BLOCK):
+        inside = offset + lane < vocab_size
+        x = tl.load(tokens + offset + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, x)
+        total = total * tl.exp(peak - higher) + tl.exp(x - higher)
+        peak = higher
+        larger += (x > threshold).to(tl.int32)
+    highest = tl.max(peak)
+    return highest + tl.log(tl.sum(total * tl.exp(peak - highest))), tl.sum(larger)
+
+
 @triton.jit(do_not_specialize=["num_ids"])
 def logprobs_kernel(
     logits: tl.tensor,
@@ -22,31 +43,33 @@ def logprobs_kernel(
     BLOCK: tl.constexpr,
     IDS: tl.constexpr,
 ) -> None:
-    """Computes one row in each program: a running maximum and sum of exponentials a lane, joined at
-    the end.
-    """
+    """Computes one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     tokens = logits + row * logits_stride
     chosen = tl.load(tokens + tl.load(ids + row * num_ids)).to(tl.float32)
-    lane = tl.arange(0, BLOCK)
-    peak = tl.full([BLOCK], -3.0e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    likelier = tl.zeros([BLOCK], tl.int32)
-    for offset in range(0, vocab_size, BLOCK):
-        inside = offset + lane < vocab_size
-        x = tl.load(tokens + offset + lane, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peak, x)
-        total = total * tl.exp(peak - higher) + tl.exp(x - higher)
-        peak = higher
-        likelier += (x > chosen).to(tl.int32)
-    highest = tl.max(peak)
-    log_sum = highest + tl.log(tl.sum(total * tl.exp(peak - highest)))
-
+    log_sum, likelier = _weigh(tokens, vocab_size, chosen, BLOCK)
     entry = tl.arange(0, IDS)
     asked = tl.load(ids + row * num_ids + entry, mask=entry < num_ids, other=0)
     value = tl.load(tokens + asked, mask=entry < num_ids, other=0.0).to(tl.float32)
     tl.store(logprobs + row * num_ids + entry, value - log_sum, mask=entry < num_ids)
-    tl.store(ranks + row, tl.sum(likelier).to(tl.int64) + 1)
+    tl.store(ranks + row, likelier.to(tl.int64) + 1)
+
+
+@triton.jit
+def weigh_part_kernel(
+    logits: tl.tensor,
+    thresholds: tl.tensor,
+    found: tl.tensor,
+    logits_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Weighs one row in each program; `found` is [S, 2]."""
+    row = tl.program_id(0).to(tl.int64)
+    threshold = tl.load(thresholds + row)
+    log_sum, larger = _weigh(logits + row * logits_stride, vocab_size, threshold, BLOCK)
+    tl.store(found + 2 * row, log_sum)
+    tl.store(found + 2 * row + 1, larger.to(tl.float32))
 
 
 def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,3 +94,20 @@ def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Te
             num_warps=8,
         )
     return ids, logprobs, ranks
+
+
+def weigh_part(logits: Tensor, thresholds: Tensor) -> Tensor:
+    """See `reference.sampling.weigh_part`."""
+    num_rows, vocab_size = logits.shape
+    found = torch.empty((num_rows, 2), dtype=torch.float32, device=logits.device)
+    if num_rows > 0:
+        weigh_part_kernel[(num_rows,)](
+            logits,
+            thresholds,
+            found,
+            logits.stride(0),
+            vocab_size,
+            BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
+            num_warps=8,
+        )
+    return found

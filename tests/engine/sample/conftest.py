@@ -12,6 +12,7 @@ from engine.batch.input_batch import InputBuffers, order_batch
 from engine.batch.row_states import RowStates
 from engine.grammar.compiler import GrammarCompiler
 from engine.layers.attention.paged import PagedBackend
+from engine.layers.vocab_part import VocabPart
 from engine.outputs import TokenLogprobs
 from engine.sample.grammars import GrammarStates
 from engine.sample.sampler import Sampler, SamplerOutput
@@ -28,21 +29,28 @@ MAX_LEN = 64
 class SamplerBench:
     """Rows are added with their known tokens; `step` gives each a new one."""
 
-    vocab_size = VOCAB
-
-    def __init__(self, device: torch.device, *, splits_vocabulary: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        splits_vocabulary: bool = False,
+        changes_parts: bool = False,
+        vocab_size: int = VOCAB,
+    ) -> None:
         self._device = device
+        self.vocab_size = vocab_size
         self.states = RowStates(ROWS, MAX_LEN, device)
         self.block_tables = BlockTables(ROWS, MAX_LEN, 16, device)
         self.buffers = InputBuffers(ROWS, ROWS * MAX_LEN, [MAX_LEN // 16], device)
-        compiler = GrammarCompiler(tiny_model(vocab_size=VOCAB), num_threads=1)
+        compiler = GrammarCompiler(tiny_model(vocab_size=vocab_size), num_threads=1)
         self.sampler = Sampler(
             ROWS,
-            VOCAB,
+            vocab_size,
             device,
             token_ids=self.states.token_ids.tensor,
-            grammars=GrammarStates(ROWS, VOCAB, device, compiler, num_threads=1),
+            grammars=GrammarStates(ROWS, vocab_size, device, compiler, num_threads=1),
             splits_vocabulary=splits_vocabulary,
+            changes_parts=changes_parts,
         )
         self.last: SamplerOutput | None = None
         self.rows: list[int] = []
@@ -85,11 +93,15 @@ class SamplerBench:
         batch = self.buffers.prepare(order, [tables])
         self.rows = order.rows.tolist()
         stacked = torch.stack([logits[row] for row in self.rows]).to(self._device)
-        output = self.sampler(stacked, batch)
+        output = self.sampler(self.given(stacked), batch)
         ops.post_update(batch.idx_mapping, batch.query_start_loc, output.token_ids, tables)
         self.states.advance(order.rows, order.query_lens)
         self.last = output
         return dict(zip(self.rows, output.token_ids[:, 0].tolist(), strict=True))
+
+    def given(self, logits: torch.Tensor) -> torch.Tensor | VocabPart:
+        """Returns what the sampler gets of `logits` [S, V]."""
+        return logits
 
     def run(self, row: int, logits: torch.Tensor, steps: int) -> list[int]:
         """Runs steps on the same logits again and again."""

@@ -1,0 +1,46 @@
+"""Logits of steps that do more than draw: computed in a CUDA graph, and sampled behind it.
+
+Without `sharded-sampling` graphs gather them; with it, ranks that share a vocabulary keep a part
+each, and the sampler gathers those of the steps that need the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config import EngineConfig
+from engine.layers.vocab_part import VocabPart
+from engine.models.base import CausalLM
+
+
+class KeptLogits:
+    """Computes logits, and keeps those of one recorded step."""
+
+    _buffer: torch.Tensor
+    """[most places, V] float32, or the columns of this rank's part."""
+
+    def __init__(self, config: EngineConfig, model: CausalLM) -> None:
+        self._model = model
+        self._cut = model.vocab_cut if config.device.enables("sharded-sampling") else None
+        self._num_columns = self._cut.width if self._cut is not None else config.model.vocab_size
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor | VocabPart:
+        """Computes the logits of [S, H]."""
+        model = self._model
+        return model.compute_logits(hidden) if self._cut is None else model.compute_choices(hidden)
+
+    def allocate(self, num_places: int, device: torch.device) -> None:
+        """Makes room for a step with so many places."""
+        shape = num_places, self._num_columns
+        self._buffer = torch.empty(shape, dtype=torch.float32, device=device)
+
+    def write(self, hidden: torch.Tensor) -> None:
+        """Computes the logits of [S, H] and keeps them. A graph may hold this."""
+        found = self.compute(hidden)
+        written = found.padded if isinstance(found, VocabPart) else found
+        self._buffer[: len(hidden)].copy_(written)
+
+    def read(self, num_places: int) -> torch.Tensor | VocabPart:
+        """Returns what was written last, until the next time."""
+        logits = self._buffer[:num_places]
+        return logits if self._cut is None else VocabPart(logits, self._cut)
