@@ -4,7 +4,6 @@ as it does, whatever the others do."""
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,14 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from engine.batch.input_batch import InputBuffers
 from engine.config import DeviceConfig, DrafterName, ParallelConfig, SpeculativeConfig
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.sched.draft_length import DraftLength
 from engine.sched.group_output import GroupStep
 from engine.token_exchange import GatherScatter
-from engine.worker import model_runner
 from engine.worker.cudagraph_utils import GraphKey
 from engine.worker.group_runner import GroupRunner
 from engine.worker.model_runner import ModelRunner
@@ -30,7 +27,7 @@ from tests.engine.models.parity_cases import prompts
 from tests.engine.models.test_data_parallel import DP2, Known, answers, config_of, node_of
 from tests.engine.thread_executor import ThreadExecutor
 from tests.engine.worker import draft_checkpoints as drafts
-from tests.engine.worker.test_draft_graphs import DecodeGraphsByHand
+from tests.engine.worker.test_draft_graphs import ThreadGraphsByHand
 from tests.engine.worker.test_network_drafters import watch
 
 NUM_DRAFTS = 3
@@ -118,25 +115,14 @@ def test_groups_draft_as_one_rank_does(with_mtp: Path, alone: Alone) -> None:
     assert any(None in step.steps and step.num_sampled for step in steps), "one group drafts alone"
 
 
-class GroupGraphsByHand(DecodeGraphsByHand):
-    """Replays what a rank of a group would: as many rows as were recorded. Ranks are threads."""
+class GroupGraphsByHand(ThreadGraphsByHand):
+    """Replays what a rank of a group would: as many rows as were recorded."""
 
     exchange: GatherScatter
-    _replaying = threading.local()
-    _upload = InputBuffers._upload
-
-    @classmethod
-    def upload(cls, buffers: InputBuffers, *arrays: Any) -> None:
-        """Stands for the upload of a batch, which no graph holds."""
-        if not getattr(cls._replaying, "is_on", False):
-            cls._upload(buffers, *arrays)
 
     def replay(self, key: GraphKey) -> None:
-        self.replayed.append(key)
         num_rows, self.exchange.num_rows = self.exchange.num_rows, None
-        self._replaying.is_on = True
-        self._run(key)
-        self._replaying.is_on = False
+        super().replay(key)
         self.exchange.num_rows = num_rows
 
 
@@ -160,10 +146,7 @@ def test_groups_of_which_each_step_drafts_another_number(
     drafter is the model itself, with slices of experts, so that all of its drafts are right."""
     rng = random.Random(3)
     monkeypatch.setattr(DraftLength, "choose", lambda self, num_rows: rng.choice(self.lengths))
-    monkeypatch.setattr(model_runner, "CudaGraphManager", GroupGraphsByHand)
-    monkeypatch.setattr(
-        InputBuffers, "_upload", lambda buffers, *given: GroupGraphsByHand.upload(buffers, *given)
-    )
+    GroupGraphsByHand.patch(monkeypatch)
     folder = checkpoints / "mixtral"
     with node_of(folder, ParallelConfig()) as node:
         expected = answers(node)

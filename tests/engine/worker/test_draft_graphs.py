@@ -3,6 +3,7 @@ were loaded before, as a replay would."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from engine.batch.input_batch import InputBuffers
 from engine.config import DeviceConfig
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.draft_length import DraftLength
 from engine.worker import model_runner
-from engine.worker.cudagraph_utils import CudaGraphManager, capture_sizes
+from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, capture_sizes
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 from tests.engine.worker.one_engine import OneEngine, check_empty
 from tests.engine.worker.test_network_drafters import (
@@ -39,6 +41,33 @@ class DecodeGraphsByHand(GraphsByHand):
                 self._graphs[key] = None  # type: ignore[assignment]
 
     dispatch = CudaGraphManager.dispatch
+
+
+class ThreadGraphsByHand(DecodeGraphsByHand):
+    """The same where ranks are threads."""
+
+    _replaying = threading.local()
+    _upload = InputBuffers._upload
+
+    @classmethod
+    def upload(cls, buffers: InputBuffers, *arrays: Any) -> None:
+        """Stands for the upload of a batch, which no graph holds."""
+        if not getattr(cls._replaying, "is_on", False):
+            cls._upload(buffers, *arrays)
+
+    def replay(self, key: GraphKey) -> None:
+        self.replayed.append(key)
+        self._replaying.is_on = True
+        self._run(key)
+        self._replaying.is_on = False
+
+    @classmethod
+    def patch(cls, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lets all runners have such graphs."""
+        monkeypatch.setattr(model_runner, "CudaGraphManager", cls)
+        monkeypatch.setattr(
+            InputBuffers, "_upload", lambda buffers, *given: cls.upload(buffers, *given)
+        )
 
 
 def drawn_requests() -> list[EngineCoreRequest]:

@@ -1,0 +1,193 @@
+"""Sampling of ranks that have a part of the vocabulary each: behind a gather of all logits, and by
+an exchange of what each finds in its part.
+
+    python -m bench.engine.sharded_sampling --ranks 2                 # one GPU a rank
+    python -m bench.engine.sharded_sampling --ranks 2 --device cpu    # processes, over gloo
+    python -m bench.engine.sharded_sampling --ranks 2 --vocabulary 151936 --top 8,20
+
+Milliseconds, the mean over ranks of medians, from the logits that a rank's GEMM leaves to what
+the host reads of: a draw; a draw with the log probabilities of the top n tokens; what a prompt of
+as many tokens takes for them. A GPU's launches are counted in, as in steps whose sampling no graph
+holds. The ratio says how many times as long the gather takes. Results: bench/results/NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.engine.ranks.processes import require_gpus, run_ranks
+from bench.record import write_result
+from cli.cluster import free_ports
+from engine.distributed import ParallelGroup
+from engine.layers.vocab_part import VocabCut, VocabPart
+from tandem_kernels import ops
+
+_UNIT = 64
+_CALLS = {"cpu": 7, "cuda": 50}
+_WARM_UPS = 3
+
+
+def part_of(
+    group: ParallelGroup, vocab_size: int, num_rows: int, device: torch.device
+) -> VocabPart:
+    """Returns this rank's part of random logits."""
+    unit = _UNIT * group.size
+    width = -(-vocab_size // unit) * _UNIT
+    start = group.rank * width
+    logits = 4 * torch.randn(num_rows, width, device=device)
+    return VocabPart(
+        logits, VocabCut(group, start, width, min(width, vocab_size - start), vocab_size)
+    )
+
+
+class Ways:
+    """What a step does with the logits of its rows, by both ways."""
+
+    def __init__(self, part: VocabPart, top: int) -> None:
+        num_rows, device = part.padded.shape[0], part.padded.device
+        self._part, self._top = part, top
+        self._temperature = torch.ones(num_rows, device=device)
+        self._zeros = torch.zeros(num_rows, device=device)
+        self._seeds = torch.arange(num_rows, device=device)
+        self._asked = self._seeds * 97 % part.cut.vocab_size
+
+    def draw_gathered(self) -> Tensor:
+        return self._drawn(self._part.whole())
+
+    def draw(self) -> Tensor:
+        return self._part.best(self._temperature, self._seeds, self._seeds)
+
+    def candidates_gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+        whole = self._part.whole()
+        return ops.topk_logprobs(whole, self._drawn(whole), self._top)
+
+    def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._part.topk_logprobs(self.draw(), self._top)
+
+    def prompt_gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.topk_logprobs(self._part.whole(), self._asked, self._top)
+
+    def prompt(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._part.topk_logprobs(self._asked, self._top)
+
+    def _drawn(self, logits: Tensor) -> Tensor:
+        none, ones = self._zeros.int(), self._temperature
+        keys = self._seeds, self._seeds
+        return ops.sample(logits, ones, none, ones, self._zeros, *keys, has_filters=False)
+
+
+def milliseconds(group: ParallelGroup, call: Callable[[], object], device: torch.device) -> float:
+    """Returns the mean over ranks of medians, which all measure at once."""
+    times = []
+    for index in range(_WARM_UPS + _CALLS[device.type]):
+        group.all_reduce(torch.zeros(1, device=device))  # Ranks begin together.
+        _wait(device)
+        began = time.perf_counter()
+        call()
+        _wait(device)
+        if index >= _WARM_UPS:
+            times.append(1e3 * (time.perf_counter() - began))
+    own = torch.tensor([statistics.median(times)], device=device)
+    return float(group.all_gather(own).mean())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def exchanged_bytes(part: VocabPart, top: int) -> dict[str, int]:
+    """Returns what a rank gives to each other one in a step."""
+    num_rows, width = part.padded.shape
+    of_draw, of_candidates = 2 * 4 * num_rows, (1 + 2 * top + 2) * 4 * num_rows
+    return {
+        "gathered": 4 * num_rows * width,
+        "draw": of_draw,
+        "candidates": of_draw + of_candidates,
+        "prompt": of_candidates,
+    }
+
+
+def measure(
+    group: ParallelGroup, arguments: argparse.Namespace, device: torch.device
+) -> list[dict[str, object]]:
+    """Times both ways of everything, and prints a line of each."""
+    found: list[dict[str, object]] = []
+    for num_rows in arguments.rows:
+        part = part_of(group, arguments.vocabulary, num_rows, device)
+        for top in arguments.top:
+            ways = Ways(part, top)
+            sizes = exchanged_bytes(part, top)
+            for what in ("draw", "candidates", "prompt"):
+                gathered = milliseconds(group, getattr(ways, f"{what}_gathered"), device)
+                sharded = milliseconds(group, getattr(ways, what), device)
+                row = {
+                    "rows": num_rows,
+                    "top": top,
+                    "what": what,
+                    "gathered_ms": round(gathered, 4),
+                    "sharded_ms": round(sharded, 4),
+                    "ratio": round(gathered / sharded, 2),
+                    "gathered_bytes": sizes["gathered"],
+                    "sharded_bytes": sizes[what],
+                }
+                found.append(row)
+                if group.rank == 0:
+                    print(
+                        f"{num_rows:4} rows, top {top:2}, {what:10} {gathered:9.3f} ms gathered, "
+                        f"{sharded:9.3f} in parts: {gathered / sharded:6.2f} x; "
+                        f"{sizes['gathered']:10} and {sizes[what]:7} bytes",
+                        flush=True,
+                    )
+    return found
+
+
+def run_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
+    """Measures in one rank; the first one writes."""
+    is_cuda = arguments.device == "cuda"
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    with ParallelGroup(rank, arguments.ranks, device, rendezvous) as group, torch.inference_mode():
+        result = {
+            "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+            "torch": torch.__version__,
+            "ranks": arguments.ranks,
+            "vocabulary": arguments.vocabulary,
+            "times": measure(group, arguments, device),
+        }
+        if rank == 0:
+            print(write_result(arguments.name, result), flush=True)
+        _wait(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--rows", default="1,16,64,256", help="of a step, with commas between")
+    parser.add_argument("--top", default="8", help="candidates, with commas between")
+    parser.add_argument("--name", default="sharded_sampling", help="of the result file")
+    arguments = parser.parse_args()
+    arguments.rows = [int(rows) for rows in arguments.rows.split(",")]
+    arguments.top = [int(top) for top in arguments.top.split(",")]
+    if arguments.device == "cuda":
+        require_gpus(arguments.ranks)
+    rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
+    sys.exit(run_ranks(arguments.ranks, run_rank, arguments, rendezvous))
+
+
+if __name__ == "__main__":
+    main()
