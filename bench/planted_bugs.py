@@ -213,6 +213,28 @@ BUGS = (
         ("tests/engine/worker/test_siblings.py",),
     ),
     Bug(
+        "own-numbers", "a rank names candidates as if its part were the first",
+        "engine/layers/vocab_part.py", "(local + self.cut.start).float()", "local.float()",
+        ("tests/engine/sample/test_vocab_parts.py",),
+    ),
+    Bug(
+        "higher-equals", "of equal candidates the higher token comes first",
+        "engine/layers/vocab_part.py", "tokens.sort(dim=1)", "tokens.sort(dim=1, descending=True)",
+        ("tests/engine/sample/test_vocab_parts.py",),
+    ),
+    Bug(
+        "first-mask", "each rank forbids what the first one should",
+        "engine/sample/allowed_tokens.py", "self._masks[:, first_token // 32 :]", "self._masks",
+        ("tests/engine/sample/test_vocab_parts.py",),
+    ),
+    Bug(
+        "last-part", "of equally good tokens the one of the last rank is drawn",
+        "kernels/tandem_kernels/reference/sampling.py",
+        "best = parts[:, :, 0].argmax(dim=0, keepdim=True)",
+        "best = len(parts) - 1 - parts[:, :, 0].flip(0).argmax(dim=0, keepdim=True)",
+        ("tests/engine/sample/test_vocab_parts.py",),
+    ),
+    Bug(
         "half-an-output", "a client may get a part of the events of one output, and later all",
         "router/relay/journal.py", "        if not self._num_missing:", "        if True:",
         ("tests/router/test_journal.py",),
