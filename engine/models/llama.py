@@ -85,16 +85,14 @@ class LlamaForCausalLM(CausalLM):
         return embedded
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head.part(hidden).whole()
 
     @property
     def vocab_cut(self) -> VocabCut | None:
         return self.lm_head.cut if self.link.is_last and self.lm_head.may_stay_split else None
 
     def compute_choices(self, hidden: Tensor) -> Tensor | VocabPart:
-        is_cut = self.vocab_cut is not None
-        return self.lm_head.part(hidden) if is_cut else self.compute_logits(hidden)
+        return self.lm_head.part(hidden) if self.vocab_cut else self.compute_logits(hidden)
 
     def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
         if self.has_embedding:

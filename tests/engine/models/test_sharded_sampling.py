@@ -31,6 +31,7 @@ from tests.engine.thread_executor import ThreadExecutor
 from tests.engine.tiny_model import tiny_model
 from tests.engine.worker.grammar_requests import (
     EOS,
+    GPU_MODEL,
     VOCAB,
     grammar_config,
     grammar_workload,
@@ -245,3 +246,29 @@ def test_stages_and_groups(folder: Path, parallel: ParallelConfig) -> None:
         return [changed(one, **FILTERS) for one in workload(6)] + searches()
 
     check_alike(folder, make, num_gathers=False, parallel=parallel)
+
+
+@pytest.mark.multi_gpu
+def test_gpus_answer_alike_with_parts_and_with_all_logits(tmp_path: Path) -> None:
+    """Steps are recorded, and sampled behind their graphs."""
+    write_checkpoint(tmp_path, GPU_MODEL)
+    found = []
+    for enabled in ((), ("sharded-sampling",)):
+        config = grammar_config(
+            tmp_path,
+            model=GPU_MODEL,
+            device=DeviceConfig(device="cuda", enabled_fast_paths=enabled),
+            parallel=ParallelConfig(tensor_parallel_size=2),
+        )
+        node = Listener.start(config)
+        assert isinstance(node, Listener)
+        try:
+            node.ask([changed(one, **FILTERS) for one in workload(7)] + searches())
+        finally:
+            node.shutdown()
+        found.append(node)
+    gathering, sharded = found
+    assert sharded.tokens == gathering.tokens
+    for name, logprobs in gathering.logprobs.items():
+        for got, wanted in zip(sharded.logprobs[name], logprobs, strict=True):
+            check(got, wanted)
