@@ -48,7 +48,7 @@ def part_of(
 
 
 class Ways:
-    """What a step does with the logits of its rows, by both ways."""
+    """Does with the logits of a step what sampling does, by both ways."""
 
     def __init__(self, part: VocabPart, top: int) -> None:
         num_rows, device = part.padded.shape[0], part.padded.device

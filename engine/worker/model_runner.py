@@ -102,16 +102,7 @@ class ModelRunner:
         ]
         self._decode_set = DecodeSet(rows)
         self._images = create_image_rows(config, tower, device)
-        self.sampler = Sampler(
-            rows,
-            config.model.vocab_size,
-            device,
-            config.device.deterministic,
-            token_ids=self.states.token_ids.tensor,
-            grammars=create_grammars(config, device),
-            splits_vocabulary=model.vocab_cut is not None,
-            changes_parts=config.device.enables("sharded-sampling"),
-        )
+        self.sampler = self._create_sampler()
         self.adapters: Adapters = adapters or NoAdapters()
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = [self.states.row_tables(tables) for tables in self._block_tables]
@@ -141,6 +132,19 @@ class ModelRunner:
         self._hands_over = config.is_producer
         self._logits = KeptLogits(config, model)
         self._keeps_rows = tower is None and keeps_sampled_rows(config, model)
+
+    def _create_sampler(self) -> Sampler:
+        config = self._config
+        return Sampler(
+            self.states.max_num_reqs,
+            config.model.vocab_size,
+            self._device,
+            config.device.deterministic,
+            token_ids=self.states.token_ids.tensor,
+            grammars=create_grammars(config, self._device),
+            splits_vocabulary=self._model.vocab_cut is not None,
+            changes_parts=config.device.enables("sharded-sampling"),
+        )
 
     def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
         if draft is None:

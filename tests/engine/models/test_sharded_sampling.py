@@ -51,7 +51,7 @@ MODEL = tiny_model(
 )
 _ROUNDING = 1e-4
 FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "bad_words": ()}
-"""What steps gather logits for, turned off."""
+"""Turns off what steps gather logits for."""
 
 
 @dataclass

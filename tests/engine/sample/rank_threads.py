@@ -19,7 +19,7 @@ _UNIT = 64
 
 
 class _Exchange:
-    """Where `size` ranks meet."""
+    """Lets `size` ranks meet."""
 
     def __init__(self, size: int) -> None:
         self.given: list[Tensor] = [torch.empty(0)] * size

@@ -40,7 +40,7 @@ WHOLE: dict[str, st.SearchStrategy[Any]] = {
     "min_p": st.just(0.05),
     "bad_words": st.lists(TOKENS, min_size=1).map(lambda last: tuple((one,) for one in last)),
 }
-"""What makes a step gather logits."""
+"""Makes a step gather logits."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass
 class Found:
-    """What one rank has chosen in each step, and how many bytes it gave to the others."""
+    """Holds what one rank has chosen in each step, and how many bytes it gave to the others."""
 
     tokens: list[dict[int, int]] = field(default_factory=list)
     logprobs: list[dict[int, TokenLogprobs]] = field(default_factory=list)
