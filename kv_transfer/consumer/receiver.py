@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from edge.security.config import Role
 from edge.security.credentials import Credentials
+from host.standstill import sleep_and_see
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.joint_tasks import all_or_none
 from kv_transfer.consumer.peer_client import PeerClient
@@ -295,9 +296,7 @@ class KVReceiver:
         no silence."""
         limit_s = self._config.stall_timeout_s
         while True:
-            slept_from = time.monotonic()
-            await asyncio.sleep(limit_s / 10)
-            if time.monotonic() - slept_from > limit_s / 4:
+            if await sleep_and_see(limit_s / 10) > limit_s / 8:
                 transfer.excuse_silence()
             silent = transfer.silent_streams(limit_s)
             if silent:

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from host.standstill import sleep_and_see
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KVTransferError, NotServed
 from kv_transfer.layout import KVLayout
@@ -266,10 +267,8 @@ class KVSender(ExportOwner):
         not read yet."""
         pause_s = min(1.0, self._config.lease_s / 4)
         while True:
-            slept_from = time.monotonic()
-            await asyncio.sleep(pause_s)
+            late_s = await sleep_and_see(pause_s)
             now = time.monotonic()
-            late_s = now - slept_from - pause_s
             for transfer in self._transfers:
                 transfer.lease_ends_at += late_s
                 if any(not pull.is_writing for pull in transfer.pulls):

@@ -23,6 +23,7 @@ from typing import NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from host.standstill import sleep_and_see
 from kv_transfer.transports.cuda_ipc.local_frames import (
     KEY_BYTES,
     MAX_REQUEST_BYTES,
@@ -107,9 +108,7 @@ class LocalPullServer:
         ping_after_s, give_up_after_s = self._patience_s
         pause_s = min(_CHECK_S, ping_after_s / 2)
         while True:
-            slept_from = time.monotonic()
-            await asyncio.sleep(pause_s)
-            late_s = time.monotonic() - slept_from - pause_s
+            late_s = await sleep_and_see(pause_s)
             for connection in list(self._connections):
                 connection.excuse_silence(late_s)
                 connection.check_alive(ping_after_s, give_up_after_s)

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
 from edge.security.server_tls import ServerTls, begins_with_tls
+from host.standstill import sleep_and_see
 from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads
 from kv_transfer.transports.stream.h2.server_connection import H2ServerConnection, Judge, welcome
 from kv_transfer.transports.stream.h2.tls_socket import HANDSHAKE_S, TlsSocket
@@ -161,9 +161,7 @@ class H2Server:
 
     async def _check_forever(self) -> None:
         while True:
-            slept_from = time.monotonic()
-            await asyncio.sleep(_CHECK_S)
-            late_s = time.monotonic() - slept_from - _CHECK_S
+            late_s = await sleep_and_see(_CHECK_S)
             for connection in list(self._connections):
                 connection.excuse_silence(late_s)
                 connection.check_alive(*self._patience_s)
