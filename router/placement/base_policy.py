@@ -126,6 +126,9 @@ class BasePolicy(ABC):
         self, request: RequestInfo, tried: Collection[Node], num_kv_tokens: int
     ) -> Node:
         nodes = without(self.pool.decodes(request.model, request.adapter_digest).nodes, tried)
+        if not nodes and tried:
+            digest = request.adapter_digest
+            nodes = self.pool.doubtful_decodes(request.model, digest, tried)
         if not nodes:
             raise self._why_no_decode_node(request.adapter or request.model)
         if request.adapter:

@@ -56,6 +56,15 @@ class NodePool:
         self._refresh()
         return self._with_adapter(self._decodes.get(model, _NOBODY), digest)
 
+    def doubtful_decodes(self, model: str, digest: str, tried: Collection[Node]) -> list[Node]:
+        """Returns those that were not tried, when all others were: ready nodes hide those that are
+        only in doubt."""
+        nodes = by_model(self.registry.nodes(NodeRole.DECODE)).get(model, [])
+        left = [node for node in nodes if node not in tried]
+        if digest:
+            left = [node for node in left if node.has_weights(digest)]
+        return self.registry.usable_of(left)
+
     def partners(self, decode: Node, digest: str = "") -> NodeGroup:
         """Returns the prefill nodes whose KV `decode` can use, those of its model if there are.
         `digest`: of an adapter that they must have."""

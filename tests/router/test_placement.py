@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.pace import Pace
@@ -336,6 +337,18 @@ def test_time_alone_makes_nodes_suspect() -> None:
     fresh = fleet.add("fresh")
     assert pool.decodes("demo").nodes == (fresh,)
     assert pool.decodes("another").nodes == ()
+
+
+def test_a_node_in_doubt_is_tried_when_all_others_were() -> None:
+    fleet = Fleet()
+    late = fleet.add("late")
+    fleet.clock.now += 3.5
+    fresh = fleet.add("fresh")
+    policy = tandem(fleet)
+    assert {policy.place(request()).decode for _ in range(20)} == {fresh}
+    assert policy.place(request(), [fresh]).decode is late
+    with pytest.raises(NoNodeAvailable):
+        policy.place(request(), [fresh, late])
 
 
 # Decode ----------------------------------------------------------------------------------------
