@@ -65,7 +65,7 @@ class Journal:
     def ended(self, running: JobProcess, seconds: float) -> None:
         """Takes note of a job whose processes are gone."""
         entry = self.entries[running.job.name]
-        entry.seconds = round(seconds, 1)
+        entry.seconds = round(seconds, 3)
         entry.exit_code = running.exit_code
         entry.tests, entry.results = running.tests(), running.keep_results()
         entry.why = running.failure()
