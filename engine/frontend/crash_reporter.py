@@ -30,6 +30,7 @@ from typing import Any
 
 import msgspec
 
+from edge.standstill import is_done_within
 from engine.config import EngineConfig
 from engine.crash_facts import EngineFacts, RequestFacts, to_json
 from engine.outputs import SchedulerStats
@@ -131,12 +132,9 @@ class CrashReporter:
             self._let_go()
 
     async def _described(self, description: asyncio.Future[EngineFacts]) -> EngineFacts | None:
-        """Waits a while, in short pieces: when we are held up ourselves, the answer comes unread,
-        and only one of them is lost."""
-        for _ in range(_DESCRIBE_LOOKS):
-            await asyncio.wait([description], timeout=_DESCRIBE_TIMEOUT_S / _DESCRIBE_LOOKS)
-            if description.done():
-                return description.result()
+        """Waits a while. When we are held up ourselves, the answer comes unread."""
+        if await is_done_within(_DESCRIBE_TIMEOUT_S, _DESCRIBE_LOOKS, description):
+            return description.result()
         return None
 
     def _write(self, head: dict[str, Any], facts: EngineFacts | None, body: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from edge.security.config import Role
 from edge.security.credentials import Credentials
-from host.standstill import sleep_and_see
+from edge.standstill import sleep_and_see
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.joint_tasks import all_or_none
 from kv_transfer.consumer.peer_client import PeerClient

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from host.standstill import sleep_and_see
+from edge.standstill import sleep_and_see
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KVTransferError, NotServed
 from kv_transfer.layout import KVLayout

@@ -20,6 +20,7 @@ import grpc
 
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
+from edge.standstill import is_done_within
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry, ReportOutcome
 from router.nodes.report import NodeReport
@@ -144,11 +145,9 @@ class LoadMonitor:
         """Returns what comes next. Raises `TimeoutError` when that is nothing for too long."""
         reading = asyncio.ensure_future(call.read())
         try:
-            for _ in range(_STEPS):
-                await asyncio.wait({reading}, timeout=self._silence_s / _STEPS)
-                if reading.done():
-                    return reading.result()
-            raise TimeoutError
+            if not await is_done_within(self._silence_s, _STEPS, reading):
+                raise TimeoutError
+            return reading.result()
         finally:
             reading.cancel()
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from host.standstill import sleep_and_see
+from edge.standstill import sleep_and_see
 from kv_transfer.transports.cuda_ipc.local_frames import (
     KEY_BYTES,
     MAX_REQUEST_BYTES,

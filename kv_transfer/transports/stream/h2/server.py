@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 
 from edge.security.server_tls import ServerTls, begins_with_tls
-from host.standstill import sleep_and_see
+from edge.standstill import sleep_and_see
 from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads
 from kv_transfer.transports.stream.h2.server_connection import H2ServerConnection, Judge, welcome
 from kv_transfer.transports.stream.h2.tls_socket import HANDSHAKE_S, TlsSocket
