@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs plans of measurements on the GPUs of a host, and keeps all that they give.
 
-    python -m bench.queue --list sampled_rows tiers             # what is in two plans
-    python -m bench.queue sampled_rows adapters --out /tmp/out  # run them on all GPUs
+    python -m bench.queue --list beams tiers                    # what is in two plans
+    python -m bench.queue beams adapters --out /tmp/out         # run them on all GPUs
     python -m bench.queue gpu_tests --out /tmp/out --gpus 0,1 --limit-s 590
 
 A plan is a file of jobs (`bench/jobs/plan.py` says what is in one); bench/plans/ has one for each

@@ -80,7 +80,7 @@ class GemmPolicy:
         beside = config.allows("side-stream") and device.type == "cuda"
         residual = config.allows("residual-gemm") and device.type == "cuda"
         overlaps = config.enables("overlapped-sums")
-        few_rows = config.enables("few-row-gemm") and supports_pdl(device)
+        few_rows = config.allows("few-row-gemm") and supports_pdl(device)
         return cls(
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,

@@ -198,31 +198,29 @@ class EngineSettings(
     disabled_fast_paths: tuple[FastPath, ...] = Field(
         default=(),
         description="Fast paths on a GPU to turn off, should one be suspected of a fault. "
-        "fp8-gemm: FP8 weights of linear layers stay so; without it they are dequantised as they "
-        "are loaded, and take twice the memory. "
+        "few-row-gemm: our own kernel for linear layers and routers of few rows whose sizes "
+        "small-m-gemm does not take. fp8-gemm: FP8 weights of linear layers stay so; without it "
+        "they are dequantised as they are loaded, and take twice the memory. "
         "fused-gate-up: one kernel of our own computes gate and up projection of many rows and "
         "their activation. int4-gemm: 4-bit weights stay packed; without it they are dequantised "
         "as they are loaded, and take four times the memory. pdl: small kernels overlap, by "
         "programmatic dependent launch. prompt-graphs: CUDA graphs of steps with short prompts. "
-        "residual-gemm: GEMMs of many rows add to the residual stream themselves. side-stream: "
+        "residual-gemm: GEMMs of many rows add to the residual stream themselves. sampled-rows: "
+        "behind its attention, the last layer computes of a prompt only the token behind which "
+        "the next one is chosen. side-stream: "
         "shared experts run beside the others, adapters of few rows beside their layer. "
         "small-m-gemm: our own kernels for few rows.",
     )
     enabled_fast_paths: tuple[NewFastPath, ...] = Field(
         default=(),
         description="Fast paths on a GPU to turn on, which are off until they have been timed. "
-        "few-row-gemm: one kernel of our own computes linear layers of few rows, of any size, with "
-        "their bias and the addition to the residual stream. "
         "group-writes: data-parallel groups exchange tokens by writes into each other's memory. "
         "late-norm, late-route: norms and routers of few tokens let the next kernel begin only "
         "when the ones in front have ended. "
         "lora-one-launch: adapters of up to 16 rows are computed in the launch of their layer. "
         "overlapped-sums: two ranks sum some rows of long steps while they multiply others. "
-        "sampled-rows: behind its attention, the last layer computes of a prompt only the token "
-        "behind which the next one is chosen. "
         "sharded-sampling: ranks that share a vocabulary gather no logits for log probabilities, "
         "beams, penalties, biases and grammars. "
-        "wide-rope: rotary embedding of prompts takes more heads at once. "
         "wide-windows: attention of decodes walks a small window in one or two tiles.",
     )
     async_scheduling: bool | None = Field(

@@ -19,7 +19,7 @@ def keeps_sampled_rows(config: EngineConfig, model: CausalLM) -> bool:
     """Returns whether steps leave the others out. Not where something counts on all rows: drafters
     that read hidden states, adapters by token, and groups that agree on their rows."""
     return (
-        config.device.enables("sampled-rows")
+        config.device.allows("sampled-rows")
         and model.keeps_rows
         and config.draft is None
         and config.lora is None

@@ -25,10 +25,3 @@ def late_kernels() -> Iterator[None]:
     take_new_paths(["late-norm", "late-route"])
     yield
     take_new_paths([])
-
-
-@pytest.fixture
-def wide_rope() -> Iterator[None]:
-    take_new_paths(["wide-rope"])
-    yield
-    take_new_paths([])

@@ -41,7 +41,6 @@ def test_rope_and_cache(dtype: torch.dtype, head_norm: bool) -> None:
     )
 
 
-@pytest.mark.usefixtures("wide_rope")
 def test_rope_and_cache_of_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of the query's than a program has, and fewer of the keys'."""
     monkeypatch.setattr(rope_and_cache, "MANY_TOKENS", 6)

@@ -287,7 +287,6 @@ def test_rope_and_cache(
 
 
 @halves
-@pytest.mark.usefixtures("wide_rope")
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (80, 7)])
 def test_rope_and_cache_of_many_heads_at_once(
     dtype: torch.dtype, head_dim: int, group: int

@@ -1,4 +1,8 @@
-"""GEMMs of few rows and any size, with their bias: those that `small_m` does not take."""
+"""GEMMs of few rows whose sizes `small_m` does not take, with their bias.
+
+Of sizes that it takes, row layers are the library's: at one row of Llama-3.1-8B a step is 4.42 ms
+with these, and 4.64 with this kernel, which adds them to the residual stream (one H200).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from torch import Tensor
 
 from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
 from tandem_kernels import ops
-from tandem_kernels.gemm import few_row_shapes
+from tandem_kernels.gemm import few_row_shapes, small_m_shapes
 
 
 class FewRows(Wrapped):
@@ -33,4 +37,8 @@ class FewRows(Wrapped):
         return True
 
     def _takes(self, layer: LinearLayer, x: Tensor) -> bool:
-        return len(x) <= self.rows and few_row_shapes.takes(x, layer.weight)
+        return (
+            len(x) <= self.rows
+            and few_row_shapes.takes(x, layer.weight)
+            and not small_m_shapes.takes(x, layer.weight)
+        )

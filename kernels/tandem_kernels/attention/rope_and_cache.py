@@ -11,11 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.attention.fp8_cache import e4m3_bits
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.device import supports_pdl, uses_pdl
-from tandem_kernels.new_paths import takes_new_path
 
 HEADS_PER_PROGRAM = 8
 WIDE_HEADS, WIDE_WARPS = 32, 4
-"""Prompts take these with `wide-rope`: vectors of 16 bytes, and a third of the programs."""
+"""Prompts take these: vectors of 16 bytes, and a third of the programs."""
 MANY_TOKENS = 256
 """The smallest number for that: fewer have too few programs for all SMs."""
 
@@ -158,7 +157,7 @@ def rope_and_cache(
     if num_tokens == 0:
         return q
     heads, num_warps = HEADS_PER_PROGRAM, 2
-    if num_tokens >= MANY_TOKENS and takes_new_path("wide-rope"):
+    if num_tokens >= MANY_TOKENS:
         heads, num_warps = WIDE_HEADS, WIDE_WARPS
     tiles = triton.cdiv(num_q_heads, heads) + triton.cdiv(num_kv_heads, heads)
     use_pdl = uses_pdl(q.device, num_tokens)

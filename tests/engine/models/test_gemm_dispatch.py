@@ -45,7 +45,6 @@ def steps_of(qkv: str, gate_up: str, row: str, head: str) -> list[str]:
 
 LIBRARY = steps_of("linear", "linear silu_and_mul", "linear", "linear")
 FEW = steps_of("small_m_gemm", "small_m_gate_up", "linear", "linear")
-FEW_ADDED = steps_of("small_m_gemm", "small_m_gate_up", "few_row_gemm", "linear")
 ANY_SIZE = steps_of("few_row_gemm", "linear silu_and_mul", "few_row_gemm", "linear")
 FUSED = steps_of("linear", "fused_gate_up", "linear", "linear")
 MANY = steps_of("linear", "fused_gate_up", "addmm_", "linear")
@@ -67,7 +66,7 @@ INVARIANT = steps_of(
         ),
         (OWN, "float32", 256, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
         (OWN, "bfloat16", 128, {1: LIBRARY, 16: LIBRARY, 40: LIBRARY, 48: MANY_APART}),
-        (NEW, "bfloat16", 256, {8: FEW_ADDED, 9: FEW, 48: MANY_APART}),
+        (NEW, "bfloat16", 256, {8: FEW, 9: FEW, 48: MANY_APART}),
         (NEW, "bfloat16", 128, {8: ANY_SIZE, 9: LIBRARY}),
         (NEW, "float32", 128, {8: LIBRARY}),
         (EXACT, "bfloat16", 256, {1: INVARIANT, 16: INVARIANT, 40: INVARIANT, 48: INVARIANT}),
@@ -94,8 +93,10 @@ def test_the_policy_follows_device_and_settings(
     small_m = 16 if capability >= (9, 0) else 0
     gate_up = 1024 if capability[0] == 9 else 0
     fp8 = capability[0] == 9
-    assert choose() == GemmPolicy(False, small_m, gate_up, 1024, 256, fp8, 512)
-    four = GemmPolicy(False, small_m, gate_up, 0, 256, fp8, 512)
+    assert choose() == GemmPolicy(
+        False, small_m, gate_up, 1024, 256, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0
+    )
+    four = GemmPolicy(False, small_m, gate_up, 0, 256, fp8, 512, few_rows=small_m)
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
     assert choose(tp_size=2) == two
@@ -105,12 +106,9 @@ def test_the_policy_follows_device_and_settings(
     assert choose(tp_size=2, disabled_fast_paths=("residual-gemm",)) == four
     assert not GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float16).fp8
     assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256)
-    new = choose(enabled_fast_paths=("few-row-gemm",))
-    assert (new.few_rows, new.adds_few_rows) == (small_m, small_m > 0)
-    ranks = choose(tp_size=2, enabled_fast_paths=("few-row-gemm",))
-    assert (ranks.few_rows, ranks.adds_few_rows) == (small_m, False)
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
+        ("few-row-gemm", "few_rows"),
         ("fused-gate-up", "fused_gate_up_rows"),
         ("residual-gemm", "residual_rows"),
         ("fp8-gemm", "fp8"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.batch.input_batch import InputBuffers
-from engine.fast_paths import NewFastPath
+from engine.fast_paths import FastPath
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -86,11 +86,11 @@ def converse(driver, make_prompt) -> dict[str, list[int]]:
     return dict(driver.tokens)
 
 
-@pytest.mark.parametrize("enabled", [(), ("sampled-rows",)])
+@pytest.mark.parametrize("disabled", [(), ("sampled-rows",)])
 def test_give_the_tokens_of_single_launches(
-    make_runner, make_driver, make_prompt, with_graphs, enabled: tuple[NewFastPath, ...]
+    make_runner, make_driver, make_prompt, with_graphs, disabled: tuple[FastPath, ...]
 ) -> None:
-    eager, runner = make_runner(), make_runner(enabled_fast_paths=enabled)
+    eager, runner = make_runner(), make_runner(disabled_fast_paths=disabled)
     graphs = with_graphs(runner)
     found = [
         converse(make_driver(lambda step, r=r: r.execute_model(step).get_output()), make_prompt)

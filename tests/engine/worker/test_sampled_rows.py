@@ -39,7 +39,7 @@ def pair(make_runner, make_driver, request, monkeypatch):
     """Returns drivers of a runner without and of one with the path, and what that one computes."""
     if request.param == "long steps":
         monkeypatch.setattr(sampled_rows, "_RECORDED_TOKENS", 0)
-    plain, kept = make_runner(), make_runner(enabled_fast_paths=("sampled-rows",))
+    plain, kept = make_runner(disabled_fast_paths=("sampled-rows",)), make_runner()
     rows = RowsSeen(kept._model)
     drivers = [
         make_driver(lambda step, r=r: r.execute_model(step).get_output()) for r in (plain, kept)
@@ -68,7 +68,7 @@ def test_tokens_are_those_of_whole_steps(pair, make_prompt) -> None:
 
 def test_long_steps_attend_for_sampled_tokens_alone(make_runner, make_driver, make_prompt) -> None:
     """Attention of the last layer, that of the first, and what they see."""
-    runner = make_runner(enabled_fast_paths=("sampled-rows",))
+    runner = make_runner()
     seen: list[tuple[int, int, list[int]]] = []
     attend = PagedBackend.attend
 
@@ -126,9 +126,9 @@ def test_prompts_whose_tokens_are_scored_are_computed_as_a_whole(pair, make_prom
 def test_what_counts_on_all_rows_has_them(make_config, make_runner, what, keeps: bool) -> None:
     model = make_runner()._model
     config: EngineConfig = make_config()
-    assert not keeps_sampled_rows(config, model)
-    enabled = replace(config.device, enabled_fast_paths=("sampled-rows",))
-    assert keeps_sampled_rows(replace(config, device=enabled, **what), model) is keeps
+    assert keeps_sampled_rows(replace(config, **what), model) is keeps
+    disabled = replace(config.device, disabled_fast_paths=("sampled-rows",))
+    assert not keeps_sampled_rows(replace(config, device=disabled), model)
 
 
 @pytest.mark.gpu
@@ -147,12 +147,12 @@ def test_tokens_on_a_gpu_are_those_of_whole_steps(
     if enforce_eager:
         monkeypatch.setattr(sampled_rows, "_RECORDED_TOKENS", 0)
     found = []
-    for enabled in ((), ("sampled-rows",)):
+    for disabled in (("sampled-rows",), ()):
         config = small_config(
             small_weights,
             enforce_eager=enforce_eager,
             deterministic=deterministic,
-            enabled_fast_paths=enabled,
+            disabled_fast_paths=disabled,
         )
         with started(config) as worker:
             tokens = conversation(make_driver(worker.execute_model), make_prompt)
