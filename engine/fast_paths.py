@@ -35,22 +35,16 @@ small-m-gemm    GEMMs of few rows by our own kernels
 """
 NewFastPath = Literal[
     "group-writes",
-    "late-norm",
-    "late-route",
     "lora-one-launch",
     "overlapped-sums",
     "sharded-sampling",
-    "wide-windows",
 ]
 """Names fast paths that are not taken unless asked for, since no GPU has timed them in whole steps,
 or one has and found too little (docs/experiments.md):
 
 group-writes          data-parallel groups exchange tokens by writes into each other's memory
-late-norm, late-route norms and routers of few tokens let the next kernel begin when the ones in
-                      front have ended, so that its programs find all SMs empty
 lora-one-launch       adapters of up to 16 rows in the launch of their layer
 overlapped-sums       two ranks sum some rows of long steps while they multiply others
 sharded-sampling      ranks that share a vocabulary gather no logits for log probabilities, beams,
                       penalties, biases and grammars
-wide-windows          decodes walk a small window in one or two tiles
 """

@@ -215,13 +215,10 @@ class EngineSettings(
         default=(),
         description="Fast paths on a GPU to turn on, which are off until they have been timed. "
         "group-writes: data-parallel groups exchange tokens by writes into each other's memory. "
-        "late-norm, late-route: norms and routers of few tokens let the next kernel begin only "
-        "when the ones in front have ended. "
         "lora-one-launch: adapters of up to 16 rows are computed in the launch of their layer. "
         "overlapped-sums: two ranks sum some rows of long steps while they multiply others. "
         "sharded-sampling: ranks that share a vocabulary gather no logits for log probabilities, "
-        "beams, penalties, biases and grammars. "
-        "wide-windows: attention of decodes walks a small window in one or two tiles.",
+        "beams, penalties, biases and grammars.",
     )
     async_scheduling: bool | None = Field(
         default=None,

@@ -60,7 +60,6 @@ from engine.worker.stage_runner import create_runner
 from kv_transfer.base import KVCacheHandle
 from tandem_kernels.compile_guard import CompileGuard
 from tandem_kernels.device import enable_pdl
-from tandem_kernels.new_paths import take_new_paths
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,6 @@ class Worker:
         torch.set_num_threads(self.config.device.num_threads)
         self._device = _rank_device(self.config, self.rank, self._gpu)
         enable_pdl(self.config.device.allows("pdl"))
-        take_new_paths(self.config.device.enabled_fast_paths)
         self._place = take_place(
             self.config, self.rank, self._device, self._rendezvous, self._address
         )

@@ -130,16 +130,15 @@ class Case:
         return ASTSource(self.kernel, signature, self.constants, aligned)
 
 
-MAY_BEGIN_LATE = rms_norm.rms_norm_kernel, route_tokens.route_tokens_kernel
-"""Take LATE for when the next kernel begins; for kernels of 4-bit weights it is about scales."""
+BEGIN_LATE = rms_norm.rms_norm_kernel, route_tokens.route_tokens_kernel
+"""Let the next kernel begin when the ones in front have ended, and no sooner."""
 
 
 def check_order(case: Case, ptx: str) -> None:
-    """A kernel that can be late waits for the ones in front before the next one begins if it is
-    to be, and else afterwards."""
-    if case.constants.get("OVERLAP") and case.kernel in MAY_BEGIN_LATE:
+    """Kernels that must be late wait before they let the next one begin."""
+    if case.constants.get("OVERLAP") and case.kernel in BEGIN_LATE:
         begins, waits = (ptx.index(f"griddepcontrol.{end}") for end in ("launch_dep", "wait"))
-        assert (waits < begins) == case.constants["LATE"], (case.kernel.__name__, case.label)
+        assert waits < begins, (case.kernel.__name__, case.label)
 
 
 def named(kind: str, *names: str) -> dict[str, str]:
@@ -158,7 +157,6 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                     "HAS_RESIDUAL": fused,
                     "BLOCK": 4096,
                     "OVERLAP": fused and capability >= 90,
-                    "LATE": dtype == "fp16",
                 },
                 {"num_warps": 8},
             )
@@ -496,41 +494,6 @@ def attention_cases(capability: int) -> Iterator[Case]:
             )
 
 
-def window_cases(capability: int) -> Iterator[Case]:
-    """Yields decodes of gpt-oss-120b, whose window is a tile or two."""
-    tuning = prefill_attention.window_tuning(64, torch.bfloat16)
-    yield Case(
-        prefill_attention.prefill_attention_kernel,
-        f"window tile={tuning.tile}",
-        {
-            **named("*bf16", "q", "kv_cache", "out"),
-            **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
-            **named("fp32", "scale", "cap"),
-            "sinks": "*fp32",
-        },
-        {
-            "NUM_KV_HEADS": 8,
-            "GROUP": 8,
-            "HEAD_DIM": 64,
-            "BLOCK_DIM": 64,
-            "BLOCK_SIZE": 128,
-            "BLOCK_Q": tuning.rows // 8,
-            "ROWS": tuning.rows,
-            "TILE": tuning.tile,
-            "PRECISION": "tf32",
-            "DESCRIBED": False,
-            "tiles_of_blocks": None,
-            "WINDOW": 128,
-            "CAPPED": False,
-            "HAS_SINKS": True,
-            "FP8": False,
-            **NO_SCALES,
-            "OVERLAP": capability >= 90,
-        },
-        {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
-    )
-
-
 def expert_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "weight", "out", "parts"),
@@ -555,7 +518,6 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "COPIES": 3 if has_bias else 0,
                 "COUNTED": has_bias,
                 "OVERLAP": capability >= 90,
-                "LATE": has_bias,
             },
             {"num_warps": 1},
         )
@@ -1104,7 +1066,6 @@ def compile_all(capability: int) -> None:
         invariant_cases,
         rope_cases,
         attention_cases,
-        window_cases,
         expert_cases,
         fp8_expert_cases,
         mxfp4_expert_cases,

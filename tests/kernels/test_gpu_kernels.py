@@ -232,16 +232,14 @@ def test_routers_of_ranks_with_some_experts() -> None:
     check.route_to_own_experts(ops.route_tokens, "cuda")
 
 
-@pytest.mark.usefixtures("late_kernels")
 def test_kernels_that_let_the_next_one_begin_late() -> None:
     check.route_tokens(ops.route_tokens, "gpt_oss", 128, "cuda")
     check.rms_norm(ops.rms_norm, 3, 2880, torch.bfloat16, "cuda")
     check.fused_add_rms_norm(ops.fused_add_rms_norm, 3, 2880, torch.bfloat16, "cuda")
 
 
-@pytest.mark.usefixtures("wide_windows")
 @pytest.mark.parametrize("block_size", [64, 128])
-def test_decodes_through_a_window_in_few_tiles(block_size: int) -> None:
+def test_decodes_through_a_small_window(block_size: int) -> None:
     shape = {"num_kv_heads": 8, "group": 8, "head_dim": 64, "dtype": torch.bfloat16}
     lengths = [1, 127, 128, 129, 1000, 0, 9000], [1] * 7
     more = {"window": 128, "block_size": block_size, "device": "cuda"}

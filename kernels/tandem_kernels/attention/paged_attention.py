@@ -13,9 +13,7 @@ from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.prefill_attention import (
     fixed_tuning,
     prefill_attention,
-    window_tuning,
 )
-from tandem_kernels.new_paths import takes_new_path
 
 _UNCUT_WINDOW = 256
 """Up to so many positions a window is walked by one program: cutting it would take a merge, and
@@ -35,7 +33,7 @@ def paged_attention(
 
     In fixed order all queries go through the kernel of long ones with one size of tiles: it walks
     a context from its beginning, and what lies behind a query's own position adds nothing. So do
-    decodes with drafts, and those whose window is small, with tiles of their own.
+    decodes with drafts, and those whose window is small.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_decodes = metadata.num_decodes
@@ -50,11 +48,7 @@ def paged_attention(
         queries, attended = q[:num_decodes], out[:num_decodes]
         if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
             alone = _decodes_alone(metadata)
-            wide = takes_new_path("wide-windows")
-            tuning = window_tuning(q.shape[-1], q.dtype) if wide else None
-            prefill_attention(
-                queries, kv_cache, alone, scale, attended, tuning, *rare, overlaps=True
-            )
+            prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare, overlaps=True)
         else:
             decode_attention(queries, kv_cache, metadata, scale, attended, None, *rare)
     if num_decodes < metadata.seq_lens.shape[0]:

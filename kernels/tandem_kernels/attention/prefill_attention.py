@@ -76,13 +76,6 @@ def prefill_tuning(
     return PrefillTuning(rows=128, tile=64, num_warps=4, num_stages=4)
 
 
-def window_tuning(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
-    """Returns tiles for decodes with a small window, of which one or two are a whole window: what
-    a short walk costs is the number of times that it waits for memory."""
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return PrefillTuning(rows=16, tile=128 if row_bytes <= 256 else 32, num_warps=4, num_stages=3)
-
-
 def fixed_tuning(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
     """Returns the same tuning for all shapes of a batch."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize

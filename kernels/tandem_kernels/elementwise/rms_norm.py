@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
-from tandem_kernels.new_paths import takes_new_path
 
 
 @triton.jit
@@ -26,22 +25,18 @@ def rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-    LATE: tl.constexpr,
 ) -> None:
     """Normalises one row in each program. With a residual, its row becomes the sum, and the sum is
-    normalised. LATE: as in `route_tokens_kernel`.
+    normalised. The next kernel begins when the ones in front have ended: `route_tokens` says why.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden_size
     kind = out.dtype.element_ty
-    if OVERLAP and not LATE:
-        gdc_launch_dependents()
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
-        if LATE:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + column
@@ -90,7 +85,6 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         OVERLAP=overlap,
-        LATE=takes_new_path("late-norm"),
         num_warps=min(max(block // 512, 1), 16),
         **({"launch_pdl": True} if overlap else {}),
     )

@@ -2,9 +2,10 @@
 
 The experts' own GEMM is launched by it (PDL), and waits in its place. If that happens while the
 GEMM in front of the router still runs, because all kernels between the two let the next one begin
-at once, its programs take what SMs are free first, several to one, and stay there. The path
-`late-route` waits for the kernels in front before it lets the experts begin: SMs are all empty
-then, and programs are spread over them evenly.
+at once, its programs take what SMs are free first, several to one, and stay there. So routers, and
+norms of few rows, wait for the kernels in front before they let the next one begin: SMs are all
+empty then, and programs are spread over them evenly. A row of gpt-oss-120b takes 2.48 ms with both,
+2.66 without (one H200); models without experts take the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import supports_pdl
-from tandem_kernels.new_paths import takes_new_path
 
 
 @triton.jit
@@ -51,17 +51,11 @@ def route_tokens_kernel(
     COPIES: tl.constexpr,
     COUNTED: tl.constexpr,
     OVERLAP: tl.constexpr,
-    LATE: tl.constexpr,
 ) -> None:
-    """Routes one token in each program. LATE: the next kernel begins when the ones in front have
-    ended."""
+    """Routes one token in each program."""
     if OVERLAP:
-        if LATE:
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            gdc_wait()
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     real = lane < NUM_EXPERTS
@@ -160,7 +154,6 @@ def route_tokens(
             COPIES=0 if own_numbers is None else len(own_numbers),
             COUNTED=loads is not None,
             OVERLAP=overlap,
-            LATE=takes_new_path("late-route"),
             num_warps=1,
             **({"launch_pdl": True} if overlap else {}),
         )

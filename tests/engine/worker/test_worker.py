@@ -19,7 +19,6 @@ from engine.worker.worker import MissedStepError, Worker
 from host.memory_file import MemoryFile
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
-from tandem_kernels.new_paths import takes_new_path
 from tests.processes import free_address
 
 SEEDED = SamplingParams(
@@ -53,16 +52,6 @@ def conversation(driver, make_prompt) -> list[list[int]]:  # type: ignore[no-unt
     driver.step({"c": len(driver.tokens["b"])})
     driver.run(5)
     return [driver.tokens["a"], driver.tokens["c"]]
-
-
-def test_a_worker_takes_the_new_paths_that_its_settings_name(make_config) -> None:
-    plain = make_config()
-    asked = replace(plain, device=replace(plain.device, enabled_fast_paths=("late-route",)))
-    for config in (asked, plain):
-        worker = Worker(config, rank=0, rendezvous="")
-        worker.init_device()
-        assert takes_new_path("late-route") == (config is asked)
-        worker.shutdown()
 
 
 def test_life_of_a_worker(make_config, make_driver, make_prompt) -> None:
