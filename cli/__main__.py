@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
+
+from edge.installed_version import installed_version
 
 _USAGE = """\
 usage: tandem COMMAND [options]
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_USAGE, end="")
         return 0
     if command == "--version":
-        print(f"tandem {version('tandem')}")
+        print(f"tandem {installed_version()}")
         return 0
     print(f"tandem: no command {command!r}\n\n{_USAGE}", end="", file=sys.stderr)
     return 2

@@ -11,7 +11,6 @@ All but /ping are for those who may use the API.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from edge.http.api_page import PAGE_HEADERS, render_api
+from edge.installed_version import installed_version
 
 Document = dict[str, Any]
 
@@ -35,7 +35,7 @@ def service_routes(
 
     async def version(_: Request) -> Response:
         """Tells the release."""
-        return _json({"version": importlib.metadata.version("tandem")})
+        return _json({"version": installed_version()})
 
     async def ping(_: Request) -> Response:
         """Answers as /health, for platforms that ask so."""

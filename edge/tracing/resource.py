@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from urllib.parse import unquote
+
+from edge.installed_version import installed_version
 
 KUBERNETES_VARIABLES = {
     "K8S_POD_NAME": "k8s.pod.name",
@@ -23,7 +24,7 @@ def resource_attributes(service: str, instance: str, environ: Mapping[str, str])
     found = {
         "service.name": service,
         "service.instance.id": instance,
-        "service.version": importlib.metadata.version("tandem"),
+        "service.version": installed_version(),
     }
     found |= {name: environ[key] for key, name in KUBERNETES_VARIABLES.items() if environ.get(key)}
     if namespace := found.get("k8s.namespace.name"):

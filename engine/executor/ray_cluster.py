@@ -28,6 +28,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from edge.installed_version import UNKNOWN_VERSION
 from engine.config import Device, ParallelConfig
 from engine.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
@@ -169,6 +170,12 @@ class RayCluster:
                 raise EngineDeadError(
                     f"host {other.address} has tandem {other.version} and this host has "
                     f"{self._own.version}; all hosts of an engine need the same"
+                )
+            if other.version == UNKNOWN_VERSION and other.node_id != self._own.node_id:
+                raise EngineDeadError(
+                    f"nobody knows whether host {other.address} has the same tandem as this host, "
+                    f"as both run sources that are not installed; install the same release on "
+                    f"all hosts of an engine"
                 )
 
     def _link(self, facts: HostFacts, key: LinkKey) -> HostLink | None:

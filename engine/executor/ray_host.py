@@ -17,7 +17,6 @@ Ray pickles what it carries. Here that is text, numbers and bytes, nothing else.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import select
 import signal
@@ -30,6 +29,7 @@ import msgspec
 import ray
 from ray.actor import ActorHandle
 
+from edge.installed_version import installed_version
 from host.child_process import ChildProcess, HostedProcess, describe_exit
 from host.secure_socket import HostLink
 
@@ -48,7 +48,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
         node_id: Ray's name of the host.
         sharing: Equal exactly for processes that can map each other's memory and share the names
             of sockets: kernel, namespaces and user.
-        version: Of tandem, when it is installed and not run from its sources.
+        version: Of tandem.
     """
 
     address: str
@@ -68,15 +68,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
             address=ray.util.get_node_ip_address(),
             node_id=context.get_node_id(),
             sharing=f"{boot} {namespaces} {os.getuid()}",
-            version=_version(),
+            version=installed_version(),
         )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("tandem")
-    except importlib.metadata.PackageNotFoundError:
-        return "that is not installed"
 
 
 class RankActor:

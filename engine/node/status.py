@@ -15,7 +15,6 @@ sent, and the router moves answers as from a node that is frozen as a whole:
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,6 +23,7 @@ from typing import Protocol
 
 import grpc
 
+from edge.installed_version import installed_version
 from engine.errors import EngineDeadError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.adapter_servicer import adapter_call
@@ -42,7 +42,7 @@ _MAX_PREFIXES = 256
 """Prefixes told to a watcher at most; a new one hears of the last so many."""
 _MAX_PLACES = 16
 """Places of drafts in a step that reports tell of."""
-_VERSION = importlib.metadata.version("tandem")
+_VERSION = installed_version()
 
 
 ResetPrefixCache = Callable[[], Awaitable[bool]]

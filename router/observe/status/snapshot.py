@@ -7,7 +7,6 @@ Nothing here is from a prompt or an answer. Sessions have names that stand for t
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from edge.installed_version import installed_version
 from router.admission.admission_gate import AdmissionGate
 from router.admission.waiting_line import Waiting
 from router.nodes.node import Node
@@ -38,7 +38,7 @@ _SESSION_RECENT_S = 600.0
 _STALE_REPORT_S = 2.0
 _SAMPLE_S = 1.0
 
-_VERSION = importlib.metadata.version("tandem")
+_VERSION = installed_version()
 
 Facts = Mapping[str, Any]
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from edge.installed_version import UNKNOWN_VERSION
 from engine.config import ParallelConfig
 from engine.errors import EngineDeadError
 from engine.executor import ray_cluster
@@ -81,6 +83,15 @@ def test_another_version_of_tandem_is_refused() -> None:
     other = HostFacts(address="10.0.0.12", node_id="c", sharing="kernel 2", version="2")
     with pytest.raises(EngineDeadError, match=r"10\.0\.0\.12 has tandem 2 and this host has 1;"):
         cluster_of(2)._check_versions([OWN, other])
+
+
+def test_hosts_with_sources_of_no_known_version_are_refused() -> None:
+    cluster = cluster_of(2)
+    cluster._own = msgspec.structs.replace(OWN, version=UNKNOWN_VERSION)
+    other = msgspec.structs.replace(cluster._own, address="10.0.0.12", node_id="c")
+    cluster._check_versions([cluster._own])
+    with pytest.raises(EngineDeadError, match=r"whether host 10\.0\.0\.12 has the same tandem"):
+        cluster._check_versions([cluster._own, other])
 
 
 @pytest.mark.parametrize(
