@@ -3,11 +3,13 @@
 
     python -m bench.queue --list beams tiers                    # what is in two plans
     python -m bench.queue beams adapters --out /tmp/out         # run them on all GPUs
-    python -m bench.queue gpu_tests --out /tmp/out --gpus 0,1 --limit-s 590
+    python -m bench.queue beams --out /tmp/out --gpus 0,1 --limit-s 590
+    python -m bench.queue gpu_tests --out /tmp/out --gpus 0,0,0,0   # four at once on one GPU
 
 A plan is a file of jobs (`bench/jobs/plan.py` says what is in one); bench/plans/ has one for each
 question. Jobs of one GPU go to whichever is free, those of two have two, and those whose figures
-other work would spoil have the host to themselves. Each has a time limit and
+other work would spoil have the host to themselves. A GPU that is named several times runs so many
+jobs at once, for tests; seconds that they measure mean nothing. Each has a time limit and
 its whole session is ended at it; a job that fails stops only those that come after it. With
 `--limit-s` no job begins that needs longer than is left, and the queue has ended by then.
 
@@ -30,7 +32,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from bench.jobs.journal import Journal
-from bench.jobs.order import Busy, held_by, next_job, reason_to_leave_out
+from bench.jobs.order import Busy, next_job, reason_to_leave_out
 from bench.jobs.plan import Job, PlanError, read_plans
 from bench.jobs.process import JobProcess
 from bench.record import machine, origin
@@ -44,7 +46,8 @@ class Queue:
     """Runs jobs until none can begin any more.
 
     Args:
-        gpus: CUDA's numbers of the devices; each `cpu` is a place for a job without one.
+        places: CUDA's numbers of the devices, each as often as jobs may share it; each `cpu` is a
+            place for a job without one.
         limit_s: The time for all jobs together.
         grace_s: The time that a job has to end when it is asked to.
         clock: Returns seconds that only grow.
@@ -53,7 +56,7 @@ class Queue:
     def __init__(
         self,
         jobs: Sequence[Job],
-        gpus: Sequence[str],
+        places: Sequence[str],
         folder: Path,
         *,
         limit_s: float = math.inf,
@@ -61,8 +64,7 @@ class Queue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._waiting = list(jobs)
-        self._free = list(gpus)
-        self._num_gpus = len(gpus)
+        self._places = list(places)
         self._folder = folder
         self._clock = clock
         self._grace_s = grace_s
@@ -105,16 +107,15 @@ class Queue:
             self._leave_out(self._over_at - now)
             passed = {name for name, state in self.journal.states.items() if state == "passed"}
             busy = [
-                Busy(len(one.gpus), max(0.0, one.started + one.job.takes_s - now))
+                Busy(one.places, max(0.0, one.started + one.job.takes_s - now))
                 for one in self._running
             ]
-            job = next_job(self._waiting, passed, self._num_gpus, busy, self._over_at - now)
-            if job is None:
+            found = next_job(self._waiting, passed, self._places, busy, self._over_at - now)
+            if found is None:
                 return begun
+            job, places = found
             self._waiting.remove(job)
-            held = held_by(job, self._num_gpus)
-            gpus, self._free = self._free[:held], self._free[held:]
-            running = JobProcess(job, gpus, self._threads(), self._folder, now)
+            running = JobProcess(job, places, self._threads(), self._folder, now)
             self._running.append(running)
             self.journal.begun(running)
             begun = True
@@ -122,12 +123,12 @@ class Queue:
     def _threads(self) -> int:
         """Returns how many threads each process may have for computing on the host."""
         cores = len(os.sched_getaffinity(0))
-        return max(1, min(_MOST_THREADS, cores // self._num_gpus))
+        return max(1, min(_MOST_THREADS, cores // len(self._places)))
 
     def _leave_out(self, left_s: float) -> None:
         for job in list(self._waiting):
             why = self._stopped or reason_to_leave_out(
-                job, self.journal.states, self._num_gpus, left_s
+                job, self.journal.states, self._places, left_s
             )
             if why:
                 self._waiting.remove(job)
@@ -159,17 +160,15 @@ class Queue:
             running.kill()
             self._running.remove(running)
             self._kill_at.pop(running, None)
-            self._free = sorted([*self._free, *running.gpus])
             self.journal.ended(running, self._clock() - running.started)
             running.remove_empty_folder()
 
 
 def _places(text: str) -> list[str]:
     places = text.split(",")
-    numbers = [place for place in places if place != "cpu"]
-    if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
+    if not all(place == "cpu" or place.isdecimal() for place in places):
         raise argparse.ArgumentTypeError("numbers of GPUs, or cpu for a place without one")
-    return places
+    return [place if place == "cpu" else str(int(place)) for place in places]
 
 
 def _describe(job: Job) -> str:
@@ -186,7 +185,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="a name in bench/plans, or a file")
     parser.add_argument("--out", type=Path, help="folder of logs and results")
-    parser.add_argument("--gpus", type=_places, help="by comma; cpu: a place without; default: all")
+    parser.add_argument(
+        "--gpus",
+        type=_places,
+        help="by comma, one several times for as many jobs at once; cpu: a place without; "
+        "default: each once",
+    )
     parser.add_argument("--limit-s", type=float, default=math.inf, help="of all together")
     parser.add_argument("--grace-s", type=float, default=10.0, help="from SIGTERM to SIGKILL")
     parser.add_argument("--list", action="store_true", help="what is in the plans, and run nothing")

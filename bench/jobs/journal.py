@@ -20,7 +20,7 @@ class Entry(msgspec.Struct):
 
     Attributes:
         why: Why it failed or was left out; empty: it did not.
-        gpus: CUDA's numbers of those that it had.
+        gpus: CUDA's numbers of those that it had, each as often as it had a place there.
         tests: How many ran, failed and were skipped, of a job of tests.
         results: Files that it wrote, in its folder.
     """
@@ -38,7 +38,7 @@ class Entry(msgspec.Struct):
 
 
 def describe_gpus(gpus: Sequence[str]) -> str:
-    return ", ".join("the CPU" if gpu == "cpu" else f"GPU {gpu}" for gpu in gpus)
+    return ", ".join("the CPU" if gpu == "cpu" else f"GPU {gpu}" for gpu in dict.fromkeys(gpus))
 
 
 class Journal:
@@ -58,7 +58,7 @@ class Journal:
 
     def begun(self, running: JobProcess) -> None:
         entry = self.entries[running.job.name]
-        entry.state, entry.gpus = "running", running.gpus
+        entry.state, entry.gpus = "running", running.places
         self._write()
         self._say(f"begins    {entry.name:{self._width}}  on {describe_gpus(entry.gpus)}")
 

@@ -29,18 +29,18 @@ class JobProcess:
     takes what it writes.
 
     Args:
-        gpus: CUDA's numbers of devices; `cpu` is a place without one. One that has to be alone
-            holds all, and sees its own.
+        places: CUDA's numbers of devices; `cpu` is a place without one. A job that has to be alone
+            holds all, and sees the first, which are its own.
         threads: How many each process may have for computing on the host.
         started: The queue's clock.
     """
 
     def __init__(
-        self, job: Job, gpus: Sequence[str], threads: int, folder: Path, started: float
+        self, job: Job, places: Sequence[str], threads: int, folder: Path, started: float
     ) -> None:
         self.job = job
         self.started = started
-        self.gpus = tuple(gpus)
+        self.places = tuple(places)
         self.ending = ""
         """Says why it is being ended; empty: it is not."""
         self._was_killed = False
@@ -48,7 +48,7 @@ class JobProcess:
         self._own.mkdir(exist_ok=True)
         self._report.unlink(missing_ok=True)
         self._before = self._stamps()
-        visible = ",".join(gpu for gpu in gpus[: job.gpus] if gpu != "cpu")
+        visible = ",".join(gpu for gpu in places[: job.gpus] if gpu != "cpu")
         more = {
             "CUDA_VISIBLE_DEVICES": visible,
             "OMP_NUM_THREADS": str(threads),

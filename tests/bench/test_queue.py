@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.jobs.order import Busy, next_job
+from bench.jobs.order import Busy, next_job, reason_to_leave_out
 from bench.jobs.plan import ROOT, Job, PlanError, read_plans
 from bench.jobs.process import JobProcess, session_of
 from bench.queue import Queue
@@ -106,6 +106,31 @@ def test_jobs_of_one_gpu_run_at_once_and_those_of_two_alone(tmp_path):
     code, _, jobs = run_queue(plan, "--gpus", "cpu,cpu")
     assert code == 0, jobs
     assert jobs["plan.both"]["gpus"] == jobs["plan.alone"]["gpus"] == ["cpu", "cpu"]
+
+
+def test_a_gpu_that_is_named_twice_has_two_jobs_at_once(tmp_path):
+    """The first two end only if each sees the other."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    plan = write_plan(
+        tmp_path,
+        job_text("first", f"meet {tmp_path} {a} {b}"),
+        job_text("second", f"meet {tmp_path} {b} {a}"),
+        job_text("two_gpus", "fail", gpus=2),
+        job_text("alone", f"alone {tmp_path}", alone=True),
+    )
+    code, printed, jobs = run_queue(plan, "--gpus", "5,05")
+    assert code == 0, jobs
+    assert [job["gpus"] for job in jobs.values()] == [["5"], ["5"], [], ["5", "5"]]
+    assert jobs["plan.two_gpus"]["why"] == "needs 2 GPUs"
+    assert "alone with GPUs '5'" in (tmp_path / "out" / "plan.alone.log").read_text()
+    assert "GPU 5, GPU 5" not in printed
+
+
+def test_places_are_numbers_or_cpu(tmp_path, capfd):
+    queue = start_queue(write_plan(tmp_path, job_text("a", "fail")), "--gpus", "0,,1")
+    queue.communicate(timeout=_LONG_S)
+    assert queue.returncode == 2
+    assert "numbers of GPUs, or cpu" in capfd.readouterr().err
 
 
 def test_a_job_has_the_gpu_that_is_free(tmp_path):
@@ -267,22 +292,52 @@ def a_job(
 
 def test_a_job_of_two_gpus_is_waited_for_by_those_that_would_delay_it():
     waiting = [a_job("two", 2), a_job("long", 1, 50), a_job("short", 1, 5)]
-    assert next_job(waiting, set(), 2, [Busy(1, 20)], 1000) == waiting[2]
-    assert next_job(waiting, set(), 2, [Busy(1, 2)], 1000) is None
-    assert next_job(waiting, set(), 2, [], 1000) == waiting[0]
+    two = ["0", "1"]
+    assert next_job(waiting, set(), two, [Busy(["0"], 20)], 1000) == (waiting[2], ["1"])
+    assert next_job(waiting, set(), two, [Busy(["0"], 2)], 1000) is None
+    assert next_job(waiting, set(), two, [], 1000) == (waiting[0], two)
 
 
 def test_a_job_that_has_to_be_alone_waits_for_all_gpus():
     waiting = [a_job("alone", 1, alone=True)]
-    assert next_job(waiting, set(), 3, [Busy(1, 5)], 1000) is None
-    assert next_job(waiting, set(), 3, [], 1000) == waiting[0]
-    assert next_job([a_job("next", 1)], set(), 3, [Busy(3, 5)], 1000) is None
+    three = ["0", "1", "2"]
+    assert next_job(waiting, set(), three, [Busy(["1"], 5)], 1000) is None
+    assert next_job(waiting, set(), three, [], 1000) == (waiting[0], three)
+    assert next_job([a_job("next", 1)], set(), three, [Busy(three, 5)], 1000) is None
 
 
 def test_jobs_wait_for_what_they_need_and_let_others_by():
     waiting = [a_job("a", 1, after=("z",)), a_job("b", 1, 500), a_job("c", 1)]
-    assert next_job(waiting, set(), 1, [], 100) == waiting[2]
-    assert next_job(waiting, {"z"}, 1, [], 100) == waiting[0]
+    assert next_job(waiting, set(), ["0"], [], 100) == (waiting[2], ["0"])
+    assert next_job(waiting, {"z"}, ["0"], [], 100) == (waiting[0], ["0"])
+
+
+def test_a_job_goes_where_the_fewest_others_run():
+    one = [a_job("one", 1)]
+    places = ["4", "4", "4", "7", "7"]
+    assert next_job(one, set(), places, [], 1000) == (one[0], ["4"])
+    assert next_job(one, set(), places, [Busy(["4"], 5)], 1000) == (one[0], ["7"])
+    assert next_job(one, set(), places, [Busy(["4"], 5), Busy(["7"], 5)], 1000) == (one[0], ["4"])
+    full = [Busy(["4"], 5), Busy(["7"], 5), Busy(["7"], 5)]
+    assert next_job(one, set(), places, full, 1000) == (one[0], ["4"])
+
+
+def test_two_places_of_one_gpu_are_no_two_gpus():
+    waiting = [a_job("two", 2), a_job("long", 1, 50), a_job("short", 1, 5)]
+    places = ["0", "0", "1", "1"]
+    both = [Busy(["1"], 20), Busy(["1"], 30)]
+    assert next_job(waiting[:1], set(), places, both, 1000) is None
+    assert next_job(waiting, set(), places, both, 1000) == (waiting[2], ["0"])
+    assert next_job(waiting, set(), places, both[1:], 1000) == (waiting[0], ["0", "1"])
+    assert reason_to_leave_out(waiting[0], {}, ["0", "0"], 1000) == "needs 2 GPUs"
+    assert reason_to_leave_out(waiting[0], {}, places, 1000) is None
+
+
+def test_a_job_that_has_to_be_alone_takes_all_places_and_its_own_gpus_first():
+    alone = [a_job("alone", 2, alone=True)]
+    places = ["0", "0", "1"]
+    assert next_job(alone, set(), places, [Busy(["0"], 5)], 1000) is None
+    assert next_job(alone, set(), places, [], 1000) == (alone[0], ["0", "1", "0"])
 
 
 @pytest.mark.parametrize(
