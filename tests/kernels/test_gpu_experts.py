@@ -1,0 +1,44 @@
+"""Experts and routers on a CUDA device, against float64."""
+
+from __future__ import annotations
+
+import kernel_checks as check
+import pytest
+import torch
+from gpu_fixtures import halves, poisoned_and_fresh  # noqa: F401
+
+from tandem_kernels import ops
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", check.ROUTERS)
+@pytest.mark.parametrize("num_experts", [16, 64, 128, 256])
+def test_routers(name: str, num_experts: int) -> None:
+    check.route_tokens(ops.route_tokens, name, num_experts, "cuda")
+
+
+def test_routers_of_ranks_with_some_experts() -> None:
+    check.route_to_own_experts(ops.route_tokens, "cuda")
+
+
+def test_kernels_that_let_the_next_one_begin_late() -> None:
+    check.route_tokens(ops.route_tokens, "gpt_oss", 128, "cuda")
+    check.rms_norm(ops.rms_norm, 3, 2880, torch.bfloat16, "cuda")
+    check.fused_add_rms_norm(ops.fused_add_rms_norm, 3, 2880, torch.bfloat16, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("num_tokens", [1, 4, 16, 33, 300])
+@pytest.mark.parametrize("sizes", [(8, 128, 2048, 768), (2, 8, 1024, 1792), (6, 60, 256, 200)])
+def test_experts(dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int]) -> None:
+    check.fused_experts(ops.fused_experts, (num_tokens, *sizes), dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("num_tokens", [1, 16, 70, 2100])
+@pytest.mark.parametrize("sizes", [(4, 32, 2880, 2880), (4, 128, 2880, 1440), (4, 32, 320, 360)])
+def test_experts_with_biases_and_a_clamped_gate(
+    dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int]
+) -> None:
+    check.fused_experts(ops.fused_experts, (num_tokens, *sizes), dtype, "cuda", clamped=True)

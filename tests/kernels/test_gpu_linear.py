@@ -1,0 +1,99 @@
+"""Linear layers, norms and activations on a CUDA device, against float64."""
+
+from __future__ import annotations
+
+import fp8_linear_checks
+import int4_checks as int4
+import kernel_checks as check
+import pytest
+import torch
+from gpu_fixtures import HALVES, halves, poisoned_and_fresh  # noqa: F401
+
+from tandem_kernels import ops
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+
+
+@halves
+@pytest.mark.parametrize("rows", [1, 7, 256, 2049])
+@pytest.mark.parametrize("width", [64, 896, 1000, 4096, 8192])
+def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.rms_norm(ops.rms_norm, rows, width, dtype, "cuda")
+    check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype, "cuda")
+    check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")
+    check.gelu_tanh_and_mul(ops.gelu_tanh_and_mul, rows, width, dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
+@pytest.mark.parametrize("shape", [(6144, 4096), (128, 256), (4096, 14336), (4608, 3584)])
+def test_products_of_few_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
+    columns = ops.small_m_gemm, ops.small_m_gate_up
+    check.small_m_gemm(*columns, (rows, *shape), dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 16])
+@pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (128, 2880), (37, 272)])
+def test_few_rows_of_any_size(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
+    check.few_row_gemm(ops.few_row_gemm, (rows, *shape), dtype, "cuda")
+
+
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 2049), (torch.float16, 33)])
+def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:
+    columns = ops.rms_norm_fp8, ops.silu_and_mul_fp8
+    for width in (896, 4096, 14336):
+        fp8_linear_checks.quantised_rows(ops.quantise_fp8, rows, width, group, dtype, "cuda")
+        fp8_linear_checks.fp8_norm_and_activation(columns, width, dtype, "cuda")
+        fp8_linear_checks.unscaled_products((ops.scale_product, *columns), width, dtype, "cuda")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 33, 65, 2049])
+@pytest.mark.parametrize("shape", [(256, 384), (4096, 14336), (1536, 2304)])
+def test_fp8_products(rows: int, shape: tuple[int, int], blocks: bool) -> None:
+    """Rows that are no multiple of anything, and inner dimensions of 3 and of 18 blocks."""
+    fp8_linear_checks.fp8_product(ops.fp8_product, (rows, *shape), "cuda")
+    columns = ops.fp8_gemm, ops.fp8_gate_up
+    fp8_linear_checks.fp8_gemm(columns, (rows, *shape), blocks=blocks, device="cuda")
+
+
+@halves
+@pytest.mark.parametrize("rows", [1, 63, 1024, 3001])
+@pytest.mark.parametrize("shape", [(128, 256), (14336, 4096), (9472, 3584), (4864, 896)])
+def test_fused_gate_up_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
+    check.fused_gate_up(ops.fused_gate_up, (rows, *shape), dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size", "dtype"),
+    [
+        ((6144, 4096), 128, torch.bfloat16),
+        ((4096, 14336), 128, torch.bfloat16),
+        ((200, 1408), 64, torch.bfloat16),
+        ((4608, 3584), 32, torch.float16),
+    ],
+)
+def test_4_bit_weights(shape: tuple[int, int], group_size: int, dtype: torch.dtype) -> None:
+    int4.int4_dequantise(ops.int4_dequantise, shape, group_size, dtype, "cuda")
+    for rows in (1, 5, 16, 17, 64, 200):
+        columns = ops.int4_gemm, ops.int4_gate_up
+        int4.int4_gemm(*columns, (rows, *shape), group_size, dtype, "cuda")
+
+
+@halves
+def test_4_bit_weights_in_one_order(dtype: torch.dtype) -> None:
+    int4.int4_in_fixed_order(ops.int4_gemm, (300, 4096, 4096), dtype, "cuda")
+    for shape in ((1, 4096, 14336), (33, 6144, 4096)):
+        int4.int4_gemm_again(ops.int4_gemm, shape, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(3, 128, 64), (70, 150, 100), (300, 4096, 4096)])
+def test_products_that_do_not_depend_on_the_batch(
+    dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    check.invariant_gemm(ops.invariant_gemm, shape, dtype, "cuda")
