@@ -9,6 +9,7 @@ FastPath = Literal[
     "fp8-gemm",
     "fused-gate-up",
     "int4-gemm",
+    "lora-gemm",
     "pdl",
     "prompt-graphs",
     "residual-gemm",
@@ -24,6 +25,7 @@ fp8-gemm        FP8 weights of linear layers that stay so; without, they are deq
                 loaded
 fused-gate-up   gate·up of many rows by our own kernel, activation included
 int4-gemm       4-bit weights that stay packed; without, they are dequantised as they are loaded
+lora-gemm       adapters of up to 16 rows in the launch of their layer, where its weights are plain
 pdl             small kernels that start before the one before has ended (programmatic dependent
                 launch)
 prompt-graphs   CUDA graphs of steps with short prompts
@@ -35,7 +37,6 @@ small-m-gemm    GEMMs of few rows by our own kernels
 """
 NewFastPath = Literal[
     "group-writes",
-    "lora-one-launch",
     "overlapped-sums",
     "sharded-sampling",
 ]
@@ -43,7 +44,6 @@ NewFastPath = Literal[
 or one has and found too little (docs/experiments.md):
 
 group-writes          data-parallel groups exchange tokens by writes into each other's memory
-lora-one-launch       adapters of up to 16 rows in the launch of their layer
 overlapped-sums       two ranks sum some rows of long steps while they multiply others
 sharded-sampling      ranks that share a vocabulary gather no logits for log probabilities, beams,
                       penalties, biases and grammars

@@ -41,18 +41,18 @@ from bench.name_lists import names_among
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.fast_paths import NewFastPath
+from engine.fast_paths import FastPath
 from engine.lora import LoRAConfig, LoRAModule
 from engine.messages import EngineCoreRequest
 from engine.models.adapter_files import read_adapter
 from engine.request_spec import AdapterRef
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 
-FORMS: dict[str, tuple[NewFastPath, ...]] = {
-    "beside": (),
-    "one launch": ("lora-one-launch",),
+FORMS: dict[str, tuple[FastPath, ...]] = {
+    "beside": ("lora-gemm",),
+    "one launch": (),
 }
-"""Names the ways to compute adapters of few rows, with what turns them on."""
+"""Names the ways to compute adapters of few rows, with what is turned off for them."""
 _WARM_UP_TOKENS = 4
 _LEAST_KV_TOKENS = 16_384
 
@@ -280,9 +280,9 @@ def _kv_bytes(shape: str, num_tokens: int) -> int:
     return max(num_tokens, _LEAST_KV_TOKENS) * 4 * layers * kv_heads * head_dim
 
 
-def _beside(config: EngineConfig, lora: LoRAConfig, *paths: NewFastPath) -> EngineConfig:
-    device = replace(config.device, enabled_fast_paths=paths)
-    name = "-".join((config.engine_id, "lora", *paths))
+def _beside(config: EngineConfig, lora: LoRAConfig, *without: FastPath) -> EngineConfig:
+    device = replace(config.device, disabled_fast_paths=without)
+    name = "-".join((config.engine_id, "lora", *without))
     return replace(config, engine_id=name, lora=lora, device=device)
 
 

@@ -128,27 +128,34 @@ def gemms(name: str, num_rows: int) -> list[Gemm]:
         ]
 
 
-def tunings(num_rows: int, num_outputs: int, gated: bool) -> Iterator[LoraGemmTuning]:
+def tunings(gemm: Gemm) -> Iterator[LoraGemmTuning]:
     """Yields the tiles that may be fast, the taken one first."""
-    usual = lora_gemm_tuning(num_rows, num_outputs, gated)
+    num_columns = gemm.a.shape[0] * gemm.a.shape[1]
+    usual = lora_gemm_tuning(len(gemm.x), gemm.out.shape[1], num_columns, gemm.gated)
     yield usual
-    for ahead in (1, 2, 8):
+    for ahead in (1, 4, 8):
         yield replace(usual, ahead=ahead)
-    for programs in (8, 16, 24, 32):
+    for programs in (8, 32):
         yield replace(usual, shrink_programs=programs)
-    yield replace(usual, num_stages=usual.num_stages + 1)
-    if gated:
-        yield replace(usual, depth=128, num_stages=5, ahead=8)
+    yield replace(usual, num_stages=usual.num_stages - 1)
+    if gemm.gated:
+        yield replace(usual, depth=128, num_stages=5)
+        yield replace(usual, num_warps=8)
+        # Large enough for all to run at once, two on an SM, or one.
+        for programs in (32, 40):
+            yield replace(usual, cols=64, depth=128, shrink_programs=programs)
+            yield replace(usual, cols=64, depth=128, num_warps=8, shrink_programs=programs)
+        for num_stages in (4, 5):
+            wide = replace(usual, cols=128, depth=64, num_warps=8, num_stages=num_stages)
+            yield wide
+            yield replace(wide, ahead=4)
+        yield replace(usual, cols=128, depth=128, num_warps=8)
         return
-    yield replace(usual, depth=128, num_stages=6)
-    if usual.splits > 1:
-        yield replace(usual, num_stages=5, shrink_programs=8)
-        yield replace(usual, depth=512, num_stages=3, shrink_programs=8, ahead=2)
-        yield replace(usual, splits=1, num_stages=5)
-        # Of programs this large one fits an SM, and 132 there are with four that multiply by A.
-        yield replace(usual, depth=512, splits=1, shrink_programs=4, ahead=1)
-        yield replace(usual, depth=512, splits=1, ahead=2)
-        yield replace(usual, splits=3, shrink_programs=8)
+    yield LoraGemmTuning(depth=512, num_stages=4, shrink_programs=4, ahead=1)
+    yield LoraGemmTuning(depth=512, num_stages=3, shrink_programs=8, splits=2, ahead=2)
+    yield LoraGemmTuning(cols=64, depth=256, num_stages=4, shrink_programs=36, ahead=2)
+    yield LoraGemmTuning(cols=64, depth=256, num_stages=4, shrink_programs=36, ahead=4)
+    yield LoraGemmTuning(num_stages=5, shrink_programs=72)
 
 
 def measure(name: str, num_rows: int, bytes_per_us: float) -> dict[str, object]:
@@ -165,7 +172,7 @@ def measure(name: str, num_rows: int, bytes_per_us: float) -> dict[str, object]:
     floor = num_bytes / bytes_per_us
     print(f"{name} rows={num_rows}: base {base:.1f} us, beside {beside:.1f}, floor {floor:.1f}")
     times = compare_tiles(
-        tunings(num_rows, first.out.shape[1], first.gated),
+        tunings(first),
         lambda tuning: [partial(gemm.one_launch, tuning) for gemm in made],
         replays=_REPLAYS,
     )

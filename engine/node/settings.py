@@ -203,7 +203,9 @@ class EngineSettings(
         "they are dequantised as they are loaded, and take twice the memory. "
         "fused-gate-up: one kernel of our own computes gate and up projection of many rows and "
         "their activation. int4-gemm: 4-bit weights stay packed; without it they are dequantised "
-        "as they are loaded, and take four times the memory. pdl: small kernels overlap, by "
+        "as they are loaded, and take four times the memory. lora-gemm: adapters of up to 16 rows "
+        "are computed in the launch of their layer, where its weights are not quantised. "
+        "pdl: small kernels overlap, by "
         "programmatic dependent launch. prompt-graphs: CUDA graphs of steps with short prompts. "
         "residual-gemm: GEMMs of many rows add to the residual stream themselves. sampled-rows: "
         "behind its attention, the last layer computes of a prompt only the token behind which "
@@ -215,7 +217,6 @@ class EngineSettings(
         default=(),
         description="Fast paths on a GPU to turn on, which are off until they have been timed. "
         "group-writes: data-parallel groups exchange tokens by writes into each other's memory. "
-        "lora-one-launch: adapters of up to 16 rows are computed in the launch of their layer. "
         "overlapped-sums: two ranks sum some rows of long steps while they multiply others. "
         "sharded-sampling: ranks that share a vocabulary gather no logits for log probabilities, "
         "beams, penalties, biases and grammars.",

@@ -76,6 +76,7 @@ from tandem_kernels.lora import (
     lora_expand_few,
     lora_gemm,
     lora_gemm_tuning,
+    lora_lanes,
     lora_shrink,
     lora_slots,
 )
@@ -1009,24 +1010,26 @@ def lora_cases(capability: int) -> Iterator[Case]:
     )
     fused = {**few, **named("*bf16", "x", "weight", "bias"), "counters": "*i32"}
     fused |= named("*fp32", "sums", "parts")
-    layers = (3, 6144, False), (1, 4096, False), (2, 14336, True)
-    for parts, num_outputs, gated in layers if overlap else layers[1:2]:
-        tuning = lora_gemm_tuning.lora_gemm_tuning(16, num_outputs, gated)
+    layers = (3, 6144, 16), (1, 4096, 16), (1, 1024, 256), (2, 14336, 16)
+    for parts, num_outputs, rank in layers if overlap else ():
+        slots = 8 if rank == 16 else 2
+        gated = parts == 2
+        tuning = lora_gemm_tuning.lora_gemm_tuning(16, num_outputs, parts * rank * slots, gated)
         yield Case(
             lora_gemm.lora_gemm_kernel,
-            f"parts={parts}",
+            f"parts={parts} outputs={num_outputs} rank={rank}",
             fused,
             {
                 **tiles,
                 "PARTS": parts,
-                "RANK": 16,
-                "SLOTS": 8,
+                "RANK": rank,
+                "SLOTS": slots,
                 "PIECES": 4,
                 "SPLITS": tuning.splits,
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
                 "AHEAD": tuning.ahead,
-                "AT_ONCE": 8,
+                "AT_ONCE": lora_lanes.slots_at_once(slots, rank),
                 "GATED": gated,
                 "GELU": False,
                 "HAS_BIAS": False,

@@ -29,6 +29,8 @@ from tandem_kernels import ops
 from tandem_kernels.gemm import few_row_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
+from tandem_kernels.lora import lora_gemm
+from tandem_kernels.lora.lora_gemm_tuning import LoraGemmTuning
 
 
 @dtypes
@@ -151,6 +153,23 @@ def test_adapters_in_the_launch_of_their_layer() -> None:
         (18, 256, (32,), 16, 4),
     ):
         lora_checks.one_launch(*kernels, num_tokens, inner, counts, rank, num_slots, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        LoraGemmTuning(cols=64, depth=128, num_stages=3, shrink_programs=32, ahead=8),
+        LoraGemmTuning(depth=512, num_stages=4, shrink_programs=2, ahead=1),
+        LoraGemmTuning(depth=256, num_stages=3, shrink_programs=8, splits=2, ahead=2),
+    ],
+    ids=str,
+)
+def test_adapters_in_one_launch_with_the_tiles_of_large_layers(
+    tuning: LoraGemmTuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_gemm, "lora_gemm_tuning", lambda *_args, **_options: tuning)
+    kernels = ops.lora_gemm.kernel, ops.lora_gate_up.kernel
+    lora_checks.one_launch(*kernels, 5, 1024, (64, 64), 8, 3, torch.float32)
 
 
 def test_adapters_in_one_launch_when_the_last_program_begins_first(

@@ -68,7 +68,13 @@ def test_few_tokens_take_fewer_programs(
 @pytest.mark.parametrize("num_tokens", [1, 16, 33])
 @pytest.mark.parametrize(
     ("inner", "counts"),
-    [(4096, (4096, 1024, 1024)), (1024, (1024,)), (768, (4864, 4864)), (14336, (4096,))],
+    [
+        (4096, (4096, 1024, 1024)),
+        (1024, (1024,)),
+        (768, (4864, 4864)),
+        (1024, (14336, 14336)),
+        (14336, (4096,)),
+    ],
 )
 def test_a_layer_and_its_adapters_take_one_launch(
     inner: int,

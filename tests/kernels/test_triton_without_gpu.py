@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).resolve().parent
 HOPPER_ALONE = {
     "few_row_gemm_kernel",
+    "lora_gemm_kernel",
     "fused_gate_up_kernel",
     "fp8_small_m_kernel",
     "fp8_expert_gemm_kernel",

@@ -20,7 +20,7 @@ from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
 from engine.layers.rows import Rows, UnscaledProduct
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
-from tandem_kernels.device import supports_pdl
+from tandem_kernels.device import has_warpgroup_mma, supports_pdl
 from tandem_kernels.lora import lora_gemm_shapes
 from tandem_kernels.lora.lora_tiles import MOST_PIECES
 
@@ -49,8 +49,8 @@ class AdapterForm:
         few_rows: At most so many rows take an expand for few rows, which gate·up's activation is
             part of. Where a graph is recorded, their shrink is on a stream of its own beside the
             layer's GEMM.
-        one_launch_rows: At most so many are computed in the launch of their layer, where it takes
-            its weights.
+        one_launch_rows: At most so many are computed in the launch of their layer instead, where
+            that takes its weights: not quantised ones, nor many slots of high rank.
     """
 
     few_rows: int = 0
@@ -61,11 +61,12 @@ class AdapterForm:
         """Returns the fastest form of a device that `config` allows."""
         if device.type != "cuda" or config.deterministic or not supports_pdl(device):
             return cls()
-        one_launch = _FEW_ROWS if config.enables("lora-one-launch") else 0
-        if not config.allows("side-stream"):
-            return cls(one_launch_rows=one_launch)
-        side_stream(device)
-        return cls(_FEW_ROWS, one_launch)
+        # Its tiles want the shared memory of Hopper.
+        one_launch = config.allows("lora-gemm") and has_warpgroup_mma(device)
+        beside = config.allows("side-stream")
+        if beside:
+            side_stream(device)
+        return cls(_FEW_ROWS if beside else 0, _FEW_ROWS if one_launch else 0)
 
 
 _TWO_LAUNCHES = AdapterForm()

@@ -199,23 +199,26 @@ def test_few_rows_may_take_the_launch_of_their_layer(
 
 
 def test_the_form_is_for_gpus_that_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, asked, made = torch.device("cuda"), ("lora-one-launch",), []
+    gpu, made = torch.device("cuda"), []
+    hopper = True
     monkeypatch.setattr(method, "side_stream", made.append)
     monkeypatch.setattr(method, "supports_pdl", lambda device: device == gpu)
+    monkeypatch.setattr(method, "has_warpgroup_mma", lambda _device: hopper)
     for device, config in (
         (torch.device("cuda:1"), DeviceConfig(device="cuda")),
         (gpu, DeviceConfig(device="cuda", deterministic=True)),
-        (torch.device("cpu"), DeviceConfig(enabled_fast_paths=asked)),
+        (torch.device("cpu"), DeviceConfig()),
     ):
         assert AdapterForm.choose(config, device) == AdapterForm()
     assert not made
     usual = AdapterForm.choose(DeviceConfig(device="cuda"), gpu)
-    assert usual.few_rows > 0 == usual.one_launch_rows and made == [gpu]
-    config = DeviceConfig(
-        device="cuda", disabled_fast_paths=("side-stream",), enabled_fast_paths=asked
-    )
-    without = AdapterForm.choose(config, gpu)
-    assert without.one_launch_rows > 0 == without.few_rows and made == [gpu]
+    assert usual.few_rows == usual.one_launch_rows > 0 and made == [gpu]
+    config = DeviceConfig(device="cuda", disabled_fast_paths=("lora-gemm",))
+    assert AdapterForm.choose(config, gpu) == replace(usual, one_launch_rows=0)
+    config = DeviceConfig(device="cuda", disabled_fast_paths=("side-stream",))
+    assert AdapterForm.choose(config, gpu) == replace(usual, few_rows=0) and len(made) == 2
+    hopper = False
+    assert AdapterForm.choose(DeviceConfig(device="cuda"), gpu) == replace(usual, one_launch_rows=0)
 
 
 def test_kv_is_shared_by_digest_and_never_by_name(
