@@ -2,8 +2,9 @@
 
 What counts is that all of them run at once: one that comes when others have left is late by all
 that it does. Programs are so small that two fit an SM. A layer whose tiles are just fewer than SMs
-has one large program for each instead, with all of an SM's shared memory, and a layer with fewer
-tiles several for each, by the inner dimension.
+has one large program for each instead. It takes more than half of an SM's shared memory, since of
+programs that begin while the kernel in front still runs two would share an SM, and leave another
+without. A layer with fewer tiles has several for each, by the inner dimension.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ _LEAST_ALONE = 96
 _PROGRAMS = 2 * _SMS
 """The number that runs at once, two on an SM."""
 _MOST_SPLITS = 4
-_WIDE_COLUMNS = 256
-"""The most columns of A beside tiles of 64 outputs, which spill registers with more."""
 _FEW_ROWS = 16
 
 
@@ -46,19 +45,18 @@ class LoraGemmTuning:
 def lora_gemm_tuning(
     num_rows: int, num_outputs: int, num_columns: int, gated: bool
 ) -> LoraGemmTuning:
-    """Returns what was fastest for so many outputs, of those that `python -m
-    bench.engine.lora_gemms` times.
+    """Returns what was fastest for so many outputs inside whole decode steps. `python -m
+    bench.engine.lora_gemms` times others by themselves, where larger tiles of gate and up win 2 us
+    that steps do not see.
 
     Args:
         num_columns: Of A, of all slots together.
     """
     deep = num_rows <= _FEW_ROWS
     depth = 256 if deep else 128
-    tiles = num_outputs // 32
     if gated:
-        if tiles + 16 <= _PROGRAMS or num_columns > _WIDE_COLUMNS:
-            return LoraGemmTuning(depth=depth, num_stages=3, shrink_programs=16, ahead=8)
-        return LoraGemmTuning(cols=64, depth=128, num_stages=3, shrink_programs=32, ahead=8)
+        return LoraGemmTuning(depth=depth, num_stages=3, shrink_programs=16, ahead=8)
+    tiles = num_outputs // 32
     columns = -(-num_columns // 32)
     if deep and tiles >= _LEAST_ALONE and tiles + columns <= _SMS:
         return LoraGemmTuning(depth=512, num_stages=4, shrink_programs=columns, ahead=1)
