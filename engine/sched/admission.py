@@ -2,8 +2,7 @@
 blocks.
 
     ready      KV and first token came from a peer: blocks are there, only a row is missing
-    choices    of a prompt that is computed: a row and a block or two are missing. Beams may wait
-               for those of other searches (`RunningRows.lets_beams_wait`)
+    choices    of a prompt that is computed: a row and a block or two are missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
                a prefix outside of the cache: likewise, and it is ready when that is here; if
                         nobody else has anything to compute, it computes while layers come from
@@ -131,10 +130,7 @@ class Admission:
         """Returns what is left of the budget; None while a choice waits for blocks, which nobody
         behind it may take. Nobody runs who could give any: then a fork gives up its own."""
         forks, headroom = self._forks, self._headroom()
-        ready = forks.ready
-        if ready and ready.peek().is_beam and self._running.lets_beams_wait(len(ready)):
-            return budget
-        while ready and budget > 0 and self._running.table.num_free > 0:
+        while forks.ready and budget > 0 and self._running.table.num_free > 0:
             taken = forks.take_ready(headroom)
             if taken is not None:
                 choice, copies = taken

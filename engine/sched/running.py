@@ -75,9 +75,6 @@ class RunningRows:
         self.calendar = DecodeCalendar(kv_cache, config.decode_query_len, config.num_ahead)
         self.builder = StepBuilder(kv_cache)
         self._query_len = config.decode_query_len
-        has_stages = config.parallel.pipeline_parallel_size > 1
-        self._most_beams = 0 if has_stages else limits.num_rows
-        """Beams that may wait for each other; stages have all the more to do while they do not."""
         self.drafts: AdaptiveDrafts | None = None
         """Says how many tokens rows of the decode set compute in a step; None: always as many."""
         if config.is_adaptive:
@@ -164,16 +161,6 @@ class RunningRows:
         request.num_preemptions += 1
         self._counters.num_preemptions += 1
         self._waiting.add(request)
-
-    def lets_beams_wait(self, num_ready: int) -> bool:
-        """Returns whether the beams that are ready shall wait for those that a step in flight
-        computes. A step for them alone would take about as long as one of all, and searches that
-        once take turns would do so for good. Where others compute anyhow, or one step cannot hold
-        all, nobody waits."""
-        table = self.table
-        if self.has_work or table.num_live + num_ready > self._most_beams:
-            return False
-        return any(row.request.is_beam and row.phase is RowPhase.DRAINING for row in table.live())
 
     # What rows compute next -------------------------------------------------------------------
 
