@@ -33,18 +33,14 @@ class GpuRankCache(RankCache):
 
     slow_cycles = 0
 
-    def __init__(self, shape: KVLayout, rank: int, num_blocks: int) -> None:
-        self.layout = shape
-        self.rank = rank
-        self.heads = shape.page(0, rank).heads[0]
-        self.num_blocks = num_blocks
+    def _allocate(self) -> None:
         size = (
-            shape.num_layers,
-            num_blocks,
+            self.layout.num_layers,
+            self.num_blocks,
             2,
             self.heads.count,
-            shape.groups[0].block_size,
-            head_dim(shape),
+            self.layout.groups[0].block_size,
+            head_dim(self.layout),
         )
         torch.cuda.empty_cache()
         fill = int.from_bytes(bytes([UNTOUCHED] * 2), "little", signed=True)

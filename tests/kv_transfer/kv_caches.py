@@ -167,6 +167,10 @@ class RankCache:
         self.rank = rank
         self.heads = shape.page(0, rank).heads[0]
         self.num_blocks = num_blocks
+        self._allocate()
+
+    def _allocate(self) -> None:
+        shape, num_blocks = self.layout, self.num_blocks
         self.memory = MemoryFile.create("test-kv", num_blocks * shape.block_bytes)
         flat = np.frombuffer(self.memory.buffer, np.uint8)
         flat[:] = UNTOUCHED
