@@ -11,6 +11,7 @@ from kv_caches import RankCache, layout, prompt_kv
 
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import HeadRange
+from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import KVPeer, RecvMeta
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
@@ -117,6 +118,27 @@ def test_a_foreign_chunk_changes_nothing(
         assembler.accept(chunk(0, 2, 2, **foreign))
     np.testing.assert_array_equal(cache.words, before)
     assert assembler.missing == missing
+
+
+def test_layers_that_were_not_asked_for_are_refused(cache: RankCache) -> None:
+    """A sender of 0.1 does not know that a stage may ask for some: it sends all that it has."""
+    stage = layout(num_layers=1)
+    view = KVCacheView(cache.handle, stage)
+    peer = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
+    meta = RecvMeta("ab" * 16, 2, peer, (BLOCK_IDS,), FIRST_TOKEN, NUM_TOKENS)
+    source = PullSource(0, 1, 0, SHARE, layers=range(1, 2), first_layer=1)
+    assembler = StreamAssembler(FetchJob(meta, source, 0, 1), view, BlockViews(view))
+    assembler.accept(chunk(1, 2, 2))
+    before = cache.words.copy()
+    foreign = chunk(0, 2, 2)
+    with pytest.raises(CorruptChunk):
+        assembler.place(foreign.header, foreign.payload.nbytes)
+    with pytest.raises(CorruptChunk):
+        assembler.accept(foreign)
+    np.testing.assert_array_equal(cache.words, before)
+    assert assembler.missing is not None and len(assembler.missing) == 1
+    del assembler
+    view.close()
 
 
 def test_a_second_copy_is_refused(cache: RankCache, assembler: ChunkAssembler) -> None:
