@@ -19,7 +19,7 @@ import aiohttp
 import grpc
 from pydantic import AfterValidator, Field
 
-from cli.running_node import NodeCallSettings, grpc_address, node_stub
+from cli.running_node import NodeCallSettings, grpc_address, node_stub, reason
 from edge.command_line import parse_settings
 from edge.security.config import Role, SecurityError
 from edge.security.credentials import Credentials
@@ -129,7 +129,7 @@ class GrpcNode:
                     request, timeout=_STOP_TIMEOUT_S, metadata=self._credentials.metadata()
                 )
             except grpc.aio.AioRpcError as error:
-                raise NodeRefused(error.details() or error.code().name) from None
+                raise NodeRefused(reason(error)) from None
             return answer
 
 

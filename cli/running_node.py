@@ -53,6 +53,20 @@ async def node_stub(
         yield node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]
 
 
+def reason(error: grpc.aio.AioRpcError) -> str:
+    """Returns why a node's call failed: what the node says, or that none answers there."""
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE:
+            return (
+                "no node answers gRPC there; its log names its gRPC port (--grpc-port), which is "
+                f"not the one of HTTP ({error.details()})"
+            )
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return "what answers gRPC there is not a node, or is of a release without this call"
+        case code:
+            return error.details() or code.name
+
+
 async def _role_at(credentials: Credentials, address: str) -> Role:
     """Returns the role that the node's certificate names, where it must name one."""
     *others, last = _ROLES

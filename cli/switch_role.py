@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import grpc
 from pydantic import AfterValidator, Field
 
-from cli.running_node import NodeCallSettings, grpc_address, node_stub
+from cli.running_node import NodeCallSettings, grpc_address, node_stub, reason
 from edge.command_line import parse_settings
 from edge.security.config import SecurityError
 from edge.security.credentials import Credentials
@@ -64,7 +64,7 @@ async def switch_role(settings: SwitchSettings, credentials: Credentials) -> flo
                 wish, timeout=_CALL_TIMEOUT_S, metadata=credentials.metadata()
             )
         except grpc.aio.AioRpcError as error:
-            raise NoSwitch(error.details() or error.code().name) from None
+            raise NoSwitch(reason(error)) from None
         print(f"{settings.node} drains ...", file=sys.stderr)
         try:
             async with asyncio.timeout(settings.wait_s):

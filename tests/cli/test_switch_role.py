@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -72,6 +73,30 @@ async def test_it_waits_for_the_next_life(
     assert await asking == code
     said = capsys.readouterr()
     assert told in said.out + said.err
+
+
+async def test_a_port_of_http_is_told_from_one_of_grpc(capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    node = f"127.0.0.1:{port}"
+    assert await asyncio.to_thread(main, ["--node", node, "--to", "decode"]) == 1
+    server.close()
+    assert f"{node}: no node answers gRPC there" in capsys.readouterr().err
+
+
+async def test_what_answers_without_this_call_is_no_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = grpc.aio.server()
+    node = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    assert await asyncio.to_thread(main, ["--node", node, "--to", "decode"]) == 1
+    await server.stop(None)
+    assert f"{node}: what answers gRPC there is not a node" in capsys.readouterr().err
 
 
 async def test_a_refusal_is_the_nodes(lives: Lives, capsys: pytest.CaptureFixture[str]) -> None:
