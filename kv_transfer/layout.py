@@ -35,8 +35,7 @@ import msgspec
 from kv_transfer.errors import HandshakeMismatch
 
 PROTOCOL_VERSION = 2
-"""Raised with every change of a wire message that a node of the version before would take for
-something else. History: 1, the first; 2, groups and planes."""
+"""Raised when a node of the version before would misread a message. 2: groups and planes."""
 
 MAX_BLOCK_SIZE = 1 << 14
 """Tokens. More is no block of a peer, but a mistake that would cost memory."""

@@ -45,7 +45,7 @@ def validate(content: dict[str, Any], kind: type[BodyT]) -> BodyT:
     try:
         found = kind.model_validate(content)
     except ValidationError as error:
-        raise describe(error) from None
+        raise describe(error, content) from None
     refuse_not_built(found)
     return found
 

@@ -24,28 +24,41 @@ _WANTED = {
     "dict_type": "an object",
     "model_type": "an object",
 }
-_UNION_MEMBER = re.compile(
-    r"str|int|float|bool|constrained-\w+|(list|dict|literal)\[.*\]|function-.*|part-\w+"
-    r"|[A-Z][a-z]\w*"
-)
-"""Matches what the validator puts into a place for the member of a union. Our fields begin
-with a small letter, its classes with a capital."""
 
 
-def describe(error: ValidationError) -> BadRequest:
-    """Returns the most exact fault of a body, with the place as `messages.0.content`."""
+def describe(error: ValidationError, content: object) -> BadRequest:
+    """Returns the most exact fault of a body, with the place as `messages.0.content`.
+
+    Args:
+        content: What was validated.
+    """
     faults = error.errors(include_url=False)
-    deepest = max(faults, key=lambda fault: len(_place(fault)))
-    place = _place(deepest)
+    places = [_place(fault, content) for fault in faults]
+    place = max(places, key=len)
+    here = [fault for fault, its in zip(faults, places, strict=True) if its == place]
     param = ".".join(place)[:MAX_STRING]
-    if deepest["type"] == "missing":
+    if here[0]["type"] == "missing":
         return BadRequest(f"{param} is missing", param=param, code="missing_required_parameter")
-    here = [fault for fault in faults if _place(fault) == place]
     return BadRequest(f"{param} {_requirement(here)}", param=param, code="invalid_type")
 
 
-def _place(fault: ErrorDetails) -> list[str]:
-    return [part for part in map(str, fault["loc"]) if not _UNION_MEMBER.fullmatch(part)]
+def _place(fault: ErrorDetails, content: object) -> list[str]:
+    """Returns the keys and indices that lead to a fault. The validator puts members of unions
+    among them, which the content does not have."""
+    found: list[str] = []
+    value = content
+    for part in fault["loc"]:
+        match value:
+            case dict() if part in value:
+                value = value[part]
+            case list() if isinstance(part, int) and part < len(value):
+                value = value[part]
+            case _:
+                continue
+        found.append(str(part))
+    if fault["type"] == "missing":
+        found.append(str(fault["loc"][-1]))
+    return found
 
 
 def _requirement(faults: list[ErrorDetails]) -> str:

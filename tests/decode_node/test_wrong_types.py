@@ -31,6 +31,7 @@ def said(*parts: Any) -> dict[str, Any]:
         ({"stream": "yes"}, "stream", "must be true or false, not a string"),
         ({"stream_options": []}, "stream_options", "must be an object, not a list"),
         ({"logit_bias": {"7": {}}}, "logit_bias.7", "must be a number, not an object"),
+        ({"logit_bias": {"Word": {}}}, "logit_bias.Word", "must be a number, not an object"),
         ({"early_stopping": 5}, "early_stopping", "must be true or false or 'never'"),
         ({"cache_salt": "x" * 513}, "cache_salt", "must have at most 512 characters"),
         (
@@ -49,7 +50,7 @@ def said(*parts: Any) -> dict[str, Any]:
             "must have a type of text or image_url; nothing else is read",
         ),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_the_message_names_the_place_and_what_json_belongs_there(
     body: dict[str, Any], param: str, message: str
