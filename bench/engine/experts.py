@@ -4,6 +4,7 @@
     python -m bench.engine.experts --tune          # sweep, and write the table of this GPU
     python -m bench.engine.experts --tune --shape mixtral-8x7b --ranks 2 --tables FOLDER
     python -m bench.engine.experts --tune --shape gpt-oss-120b --format mxfp4 --tokens 2048,8192
+    python -m bench.engine.experts --tune --shape gpt-oss-120b --format mxfp4 --like strips=2
     python -m bench.engine.experts --shape gpt-oss-120b --format mxfp4
 
 The floor is the bytes of the experts that are touched over what a copy reaches, or the operations
@@ -20,7 +21,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -93,15 +94,38 @@ class Layer:
             return math.inf
 
 
-def candidates(
-    kind: type[ExpertWeights], shape: LayerShape, tokens: Sequence[int]
-) -> list[tuple[int, bool, ExpertTuning]]:
-    return [
-        (num_tokens, gated, tuning)
-        for num_tokens in tokens
-        for gated in (True, False)
-        for tuning in kind.tunings(num_tokens * shape.top_k / shape.num_experts)
-    ]
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Says what is swept: steps of `tokens`, by all tunings, or by those whose text has `like` in
+    it and the one that a table among `tables` has."""
+
+    tokens: Sequence[int]
+    like: str
+    tables: Path
+
+    def tunings(
+        self, kind: type[ExpertWeights], shape: LayerShape, rows: float, *, gated: bool
+    ) -> list[ExpertTuning]:
+        """Returns the tunings for so many rows of an expert."""
+        every = kind.tunings(rows)
+        if not self.like:
+            return list(every)
+        gpu = gpu_name(torch.device("cuda"))
+        table = nearest_table(kind.table_shape(shape), gpu, self.tables)
+        some = (tuning for tuning in every if self.like in repr(tuning))
+        return list(dict.fromkeys([table.choose(rows, gated=gated), *some]))
+
+    def candidates(
+        self, kind: type[ExpertWeights], shape: LayerShape
+    ) -> list[tuple[int, bool, ExpertTuning]]:
+        """Returns (tokens, is it the first GEMM, tuning) of all that is to be timed."""
+        rows = shape.top_k / shape.num_experts
+        return [
+            (num_tokens, gated, tuning)
+            for num_tokens in self.tokens
+            for gated in (True, False)
+            for tuning in self.tunings(kind, shape, num_tokens * rows, gated=gated)
+        ]
 
 
 def smaller(shape: LayerShape) -> LayerShape:
@@ -112,15 +136,15 @@ def smaller(shape: LayerShape) -> LayerShape:
 def tune(
     kind: type[ExpertWeights],
     shape: LayerShape,
-    tokens: Sequence[int],
+    sweep: Sweep,
     part: tuple[int, int] | None,
 ) -> dict[bool, Timed]:
-    """Returns the time of every tuning for steps of `tokens`, of the first GEMM (True) and of the
-    second. With `part` only compiles every so many-th."""
+    """Returns the time of every tuning of a sweep, of the first GEMM (True) and of the second. With
+    `part` only compiles every so many-th."""
     found: dict[bool, Timed] = {True: {}, False: {}}
     held = kind(shape if part is None else smaller(shape))
     layer: Layer | None = None
-    for index, (num_tokens, gated, tuning) in enumerate(candidates(kind, shape, tokens)):
+    for index, (num_tokens, gated, tuning) in enumerate(sweep.candidates(kind, shape)):
         if part is not None and index % part[1] != part[0]:
             continue
         if layer is None or len(layer.x) != num_tokens:
@@ -211,6 +235,9 @@ def main() -> None:
         default=_TOKENS,
         help="of the steps to sweep, comma separated, among those of a table",
     )
+    parser.add_argument(
+        "--like", default="", help="sweep the table's tunings and those with this text: strips=2"
+    )
     parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the tables")
     parser.add_argument("--part", help="I/N: only compile every N-th from I on")
     given = parser.parse_args()
@@ -218,18 +245,20 @@ def main() -> None:
         parser.error(f"--tokens: a table is of {_TOKENS}")
     whole, kind = SHAPES[given.shape], FORMATS[given.format]
     shape = replace(whole, width=whole.width // given.ranks)
+    sweep = Sweep(given.tokens, given.like, given.tables)
     if not given.tune:
         name = f"{given.shape} {given.format}"
         figures = {"shape": asdict(shape), "layer": report(name, kind, shape)}
         print(write_result(f"experts-{given.shape}-{given.format}", figures))
     elif given.part is None:
         options = ["--shape", given.shape, "--format", given.format, "--ranks", str(given.ranks)]
-        options += ["--tokens", ",".join(map(str, given.tokens))]
+        options += ["--tokens", ",".join(map(str, given.tokens)), f"--like={given.like}"]
+        options += ["--tables", str(given.tables)]
         compile_all(options, min(16, os.cpu_count() or 1))
-        print(write_table(kind, shape, tune(kind, shape, given.tokens, None), given.tables))
+        print(write_table(kind, shape, tune(kind, shape, sweep, None), given.tables))
     else:
         index, count = map(int, given.part.split("/"))
-        tune(kind, shape, given.tokens, (index, count))
+        tune(kind, shape, sweep, (index, count))
 
 
 if __name__ == "__main__":

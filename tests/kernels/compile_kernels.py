@@ -613,7 +613,7 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
         tuning = expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=gated)
         if num_pairs == 8192 and not gated:
             tuning = expert_tuning.ExpertTuning(
-                64, 128, 64, 4, 2, extra_rows=16, spares_extra=True, unroll=3
+                64, 128, 64, 4, 2, extra_rows=16, spares_extra=True, unroll=3, strips=2
             )
         is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
         yield Case(
@@ -631,6 +631,7 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "EXTRA": tuning.extra_rows,
                 "SPARES_EXTRA": tuning.spares_extra,
                 "UNROLL": tuning.unroll,
+                "STRIPS": tuning.strips,
                 "PAIRS": 1 if is_sorted else max(16, num_pairs),
                 "TILES": 1,
                 "EXPERTS": 128,

@@ -39,6 +39,9 @@ MANY_ROWS = [
     ExpertTuning(32, 64, 64, 4, 3, extra_rows=16),
     ExpertTuning(16, 128, 64, 4, 3, group=2, extra_rows=32, spares_extra=True, unroll=2),
     ExpertTuning(32, 64, 64, 4, 2, extra_rows=16, spares_extra=True, unroll=3),
+    ExpertTuning(32, 128, 64, 4, 3, strips=2),
+    ExpertTuning(32, 128, 64, 4, 3, extra_rows=16, spares_extra=True, strips=2),
+    ExpertTuning(16, 256, 64, 8, 3, strips=2),
 ]
 EACH_PAIR = [
     ExpertTuning(8, 64, 64, 2, 3, splits=3, each_pair=True),

@@ -293,6 +293,16 @@ class Mxfp4Weights(ExpertWeights):
                 yield ExpertTuning(*size, extra_rows=extra, spares_extra=spares, unroll=unroll)
             for size in ((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 8, 3)):
                 yield ExpertTuning(*size, extra_rows=16, spares_extra=True)
+            yield from _stripped()
+
+
+def _stripped() -> Iterator[ExpertTuning]:
+    """Yields tiles of many rows whose products are by 64 outputs for each four warps."""
+    sizes = (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (128, 256, 64, 8, 3)
+    for size, extra in itertools.product(sizes, (0, 16, 32)):
+        yield ExpertTuning(*size, extra_rows=extra, spares_extra=extra > 0, strips=2)
+        if extra > 0:
+            yield ExpertTuning(*size, extra_rows=extra, strips=2)
 
 
 class Int4Weights(ExpertWeights):

@@ -44,6 +44,8 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         spares_extra: Tiles whose expert has no rows left for `extra_rows` do not multiply them.
         unroll: Steps of the inner dimension in one turn of the loop; `num_stages` counts turns. In
             formats that can.
+        strips: Outputs of a tile are so many products, 1 or 2, each of a multiple of 64; with 2 the
+            inner dimension is not split. In formats that can.
         each_pair: Every (token, expert) pair has programs of its own, and the second GEMM sums
             those of a token; in formats that can.
     """
@@ -58,6 +60,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extra_rows: int = 0
     spares_extra: bool = False
     unroll: int = 1
+    strips: int = 1
     each_pair: bool = False
 
 
@@ -138,7 +141,14 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.convert(ranges, cls)
 
 
-_USUAL = {"splits": 1, "extra_rows": 0, "spares_extra": False, "unroll": 1, "each_pair": False}
+_USUAL = {
+    "splits": 1,
+    "extra_rows": 0,
+    "spares_extra": False,
+    "unroll": 1,
+    "strips": 1,
+    "each_pair": False,
+}
 
 
 def _line(part: Range) -> bytes:

@@ -25,8 +25,9 @@ from tandem_kernels.experts.expert_outputs import write_pairs
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 from tandem_kernels.experts.fused_experts import sum_pairs
-from tandem_kernels.experts.mxfp4_numbers import in_order_of_warps, mxfp4_weights, tile_places
+from tandem_kernels.experts.mxfp4_numbers import tile_places
 from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm, takes_each_pair
+from tandem_kernels.experts.mxfp4_products import products
 
 FORMAT = "mxfp4"
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -53,71 +54,6 @@ def _inputs(
 
 
 @triton.jit
-def _loaded(
-    places: tl.tensor, real_k: tl.tensor, EVEN: tl.constexpr, BY_WARP: tl.constexpr
-) -> tl.tensor:
-    """Loads rows [ROWS, DEPTH] in the order of inputs in which warps multiply."""
-    given = tl.load(places) if EVEN else tl.load(places, mask=real_k, other=0.0)
-    if BY_WARP:
-        given = in_order_of_warps(given)
-    return given
-
-
-@triton.jit
-def _products(
-    inputs: tl.tensor,
-    inputs2: tl.tensor,
-    places: tl.tensor,
-    size: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    inner: tl.tensor,
-    num_tile_columns: tl.tensor,
-    kind: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXTRA: tl.constexpr,
-    COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    GATED: tl.constexpr,
-    BY_WARP: tl.constexpr,
-    EVEN: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Multiplies steps `first` to before `end` of the inner dimension: by gates, or all there is,
-    and by ups, `size` words behind them; both [COLS, ROWS], and both [COLS, EXTRA], which without
-    HAS_EXTRA are zero."""
-    ROW_TILES: tl.constexpr = COLS // 64
-    COLUMN_TILES: tl.constexpr = DEPTH // 64
-    lane = tl.arange(0, DEPTH)
-    acc = tl.zeros([COLS, ROWS], tl.float32)
-    second = tl.zeros([COLS, ROWS], tl.float32)
-    acc2 = tl.zeros([COLS, EXTRA], tl.float32)
-    second2 = tl.zeros([COLS, EXTRA], tl.float32)
-    for step in tl.range(first, end, loop_unroll_factor=UNROLL):
-        inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
-        real_k = (step * DEPTH + lane < inner)[None, :]
-        given = _loaded(inputs + step * DEPTH, real_k, EVEN, BY_WARP)
-        if HAS_EXTRA:
-            given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
-        at = places + step * (COLUMN_TILES * 544)
-        by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
-        acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
-        if HAS_EXTRA:
-            acc2 = tl.dot(by, given2.T, acc2, input_precision=PRECISION)
-        if GATED:
-            by = mxfp4_weights(
-                at + size, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
-            )
-            second = tl.dot(by, given.T, second, input_precision=PRECISION)
-            if HAS_EXTRA:
-                second2 = tl.dot(by, given2.T, second2, input_precision=PRECISION)
-    return acc, second, acc2, second2
-
-
-@triton.jit
 def _sum_of_splits(
     place: tl.tensor, of_split: tl.tensor, written: tl.tensor, SPLITS: tl.constexpr
 ) -> tl.tensor:
@@ -126,6 +62,39 @@ def _sum_of_splits(
     for split in tl.static_range(1, SPLITS):
         total += tl.load(place + split * of_split, mask=written, other=0.0, cache_modifier=".cg")
     return total
+
+
+@triton.jit
+def _write_strips(
+    acc: tl.tensor,
+    second: tl.tensor,
+    next_acc: tl.tensor,
+    next_second: tl.tensor,
+    pair: tl.tensor,
+    col: tl.tensor,
+    out: tl.tensor,
+    bias: tl.tensor,
+    of_part: tl.tensor,
+    pair_weights: tl.tensor,
+    num_pairs: tl.tensor,
+    num_outputs: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    STRIPS: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+) -> None:
+    """Writes [ROWS, COLS] of the outputs `col`, and of two strips those behind, [COLS, ROWS]."""
+    write_pairs(
+        acc, second, pair, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
+        limit, alpha, GATED, HAS_BIAS, CLAMPED,
+    )  # fmt: skip
+    if STRIPS > 1:
+        write_pairs(
+            next_acc.T, next_second.T, pair, col + col.shape[0], out, bias, of_part, pair_weights,
+            num_pairs, num_outputs, limit, alpha, GATED, HAS_BIAS, CLAMPED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_row_tiles", "num_tile_rows", "num_tile_columns"])
@@ -160,6 +129,7 @@ def mxfp4_expert_gemm_kernel(
     EXTRA: tl.constexpr,
     SPARES_EXTRA: tl.constexpr,
     UNROLL: tl.constexpr,
+    STRIPS: tl.constexpr,
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -186,15 +156,18 @@ def mxfp4_expert_gemm_kernel(
     if tl.min(pair, axis=0) >= num_pairs:
         return
     kind: tl.constexpr = x.dtype.element_ty
-    ROW_TILES: tl.constexpr = COLS // 64
+    WIDTH: tl.constexpr = COLS // STRIPS
+    ROW_TILES: tl.constexpr = WIDTH // 64
     COLUMN_TILES: tl.constexpr = DEPTH // 64
     lane = tl.arange(0, DEPTH)
     inputs = _inputs(x, pair, num_pairs, x_stride, lane, TOP_K, GATED)
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
     size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
     # Outputs behind the last tile are computed like those of the last, and not written.
-    tile_row = col_tile * ROW_TILES + tl.arange(0, ROW_TILES)
-    tile_row = tl.minimum(tile_row, num_tile_rows - 1)
+    row_tile = col_tile * (STRIPS * ROW_TILES) + tl.arange(0, ROW_TILES)
+    tile_row = tl.minimum(row_tile, num_tile_rows - 1)
+    next_row = tl.minimum(row_tile + ROW_TILES, num_tile_rows - 1)
+    next_strip = ((next_row - tile_row) * num_tile_columns * 544)[:, None, None]
     places = tile_places(weight + part * size, tile_row, num_tile_columns, COLUMN_TILES)
     num_steps = tl.cdiv(inner, DEPTH)
     first = tl.program_id(1) * num_steps // SPLITS
@@ -209,20 +182,20 @@ def mxfp4_expert_gemm_kernel(
     if SPARES_EXTRA:
         has_extra = tl.min(pair2, axis=0) < num_pairs
     if has_extra:
-        acc, second, acc2, second2 = _products(
-            inputs, inputs2, places, size, first, end, inner, num_tile_columns, kind,
-            ROWS, EXTRA or 16, COLS, DEPTH, UNROLL, EXTRA > 0,
+        acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
+            inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
+            ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, EXTRA > 0,
             GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
         )  # fmt: skip
     else:
-        acc, second, acc2, second2 = _products(
-            inputs, inputs2, places, size, first, end, inner, num_tile_columns, kind,
-            ROWS, EXTRA or 16, COLS, DEPTH, UNROLL, False,
+        acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
+            inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
+            ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, False,
             GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
         )  # fmt: skip
     acc = acc.T
     second = second.T
-    col = col_tile * COLS + tl.arange(0, COLS)
+    col = col_tile * COLS + tl.arange(0, WIDTH)
     if SPLITS > 1:
         width = 2 * num_outputs if GATED else num_outputs
         written = (pair < num_pairs)[:, None] & (col < num_outputs)[None, :]
@@ -239,15 +212,16 @@ def mxfp4_expert_gemm_kernel(
         if GATED:
             second = _sum_of_splits(place + num_outputs, of_split, written, SPLITS)
     of_part = part * num_outputs
-    write_pairs(
-        acc, second, pair, col, out, bias, of_part, pair_weights, num_pairs, num_outputs,
-        limit, alpha, GATED, HAS_BIAS, CLAMPED,
+    _write_strips(
+        acc, second, next_acc, next_second, pair, col, out, bias, of_part, pair_weights,
+        num_pairs, num_outputs, limit, alpha, STRIPS, GATED, HAS_BIAS, CLAMPED,
     )  # fmt: skip
     if EXTRA > 0:  # noqa: SIM102
         if has_extra:
-            write_pairs(
-                acc2.T, second2.T, pair2, col, out, bias, of_part, pair_weights, num_pairs,
-                num_outputs, limit, alpha, GATED, HAS_BIAS, CLAMPED,
+            _write_strips(
+                acc2.T, second2.T, next_acc2, next_second2, pair2, col, out, bias, of_part,
+                pair_weights, num_pairs, num_outputs, limit, alpha,
+                STRIPS, GATED, HAS_BIAS, CLAMPED,
             )  # fmt: skip
 
 
@@ -315,12 +289,11 @@ def mxfp4_gemm(
     num_experts, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
     row_tiles, constants = rows.tiles(tuning.rows, tuning.extra_rows)
     num_tiles = row_tiles * triton.cdiv(num_outputs, tuning.cols)
-    splits = tuning.splits if num_tiles <= MAX_TILES else 1
+    splits = tuning.splits if num_tiles <= MAX_TILES and tuning.strips == 1 else 1
     extra = tuning.extra_rows if rows.counts is not None else 0
     sums = arrived = None
     if splits > 1:
-        size = splits, num_pairs, num_parts * num_outputs
-        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+        sums = x.new_empty(splits, num_pairs, num_parts * num_outputs, dtype=torch.float32)
         arrived = arrival_counts(x.device)
     mxfp4_expert_gemm_kernel[(num_tiles, splits)](
         x,
@@ -351,6 +324,7 @@ def mxfp4_gemm(
         EXTRA=extra,
         SPARES_EXTRA=tuning.spares_extra and extra > 0,
         UNROLL=tuning.unroll,
+        STRIPS=tuning.strips,
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,

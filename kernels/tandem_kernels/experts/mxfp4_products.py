@@ -1,0 +1,122 @@
+"""The loop of a GEMM by MXFP4 weights: tiles become half precision, and multiply rows.
+
+Outputs of a program may be two strips, each with products of its own. Four warps multiply by 64
+outputs at once. Where a product is by 128, it is two instructions with accumulators of their own,
+and ptxas puts a wait behind every instruction (C7515, "wgmma.mma_async instructions are
+serialized"). By strips of 64 nothing waits but for what it needs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tandem_kernels.experts.mxfp4_numbers import in_order_of_warps, mxfp4_weights
+
+
+@triton.jit
+def _loaded(
+    places: tl.tensor, real_k: tl.tensor, EVEN: tl.constexpr, BY_WARP: tl.constexpr
+) -> tl.tensor:
+    """Loads rows [ROWS, DEPTH] in the order of inputs in which warps multiply."""
+    given = tl.load(places) if EVEN else tl.load(places, mask=real_k, other=0.0)
+    if BY_WARP:
+        given = in_order_of_warps(given)
+    return given
+
+
+@triton.jit
+def _product(
+    at: tl.tensor,
+    inside: tl.tensor,
+    given: tl.tensor,
+    given2: tl.tensor,
+    acc: tl.tensor,
+    acc2: tl.tensor,
+    kind: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    BY_WARP: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Adds a step's rows times the tiles at `at`: to [64 * ROW_TILES, ROWS], and the extra ones."""
+    by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
+    acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
+    if HAS_EXTRA:
+        acc2 = tl.dot(by, given2.T, acc2, input_precision=PRECISION)
+    return acc, acc2
+
+
+@triton.jit
+def products(
+    inputs: tl.tensor,
+    inputs2: tl.tensor,
+    places: tl.tensor,
+    next_part: tl.tensor,
+    next_strip: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    inner: tl.tensor,
+    num_tile_columns: tl.tensor,
+    kind: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXTRA: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STRIPS: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    GATED: tl.constexpr,
+    BY_WARP: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Multiplies steps `first` to before `end` of the inner dimension.
+
+    Args:
+        inputs, inputs2: Addresses of rows [ROWS, DEPTH], and of extra ones [EXTRA, DEPTH].
+        places: Addresses of the first tiles of a strip, of gates or of all there is; ups lie
+            `next_part` words behind, those of the next strip `next_strip` words, [ROW_TILES, 1, 1].
+
+    Returns:
+        [64 * ROW_TILES, ROWS] of gates and of ups, and [64 * ROW_TILES, EXTRA] of both; then the
+        same of the next strip. What nobody wants is zero.
+    """
+    COLUMN_TILES: tl.constexpr = DEPTH // 64
+    lane = tl.arange(0, DEPTH)
+    a = tl.zeros([64 * ROW_TILES, ROWS], tl.float32)
+    a2 = tl.zeros([64 * ROW_TILES, EXTRA], tl.float32)
+    b, b2, c, c2, d, d2 = a, a2, a, a2, a, a2
+    for step in tl.range(first, end, loop_unroll_factor=UNROLL):
+        inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
+        real_k = (step * DEPTH + lane < inner)[None, :]
+        given = _loaded(inputs + step * DEPTH, real_k, EVEN, BY_WARP)
+        given2 = given
+        if HAS_EXTRA:
+            given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
+        at = places + step * (COLUMN_TILES * 544)
+        a, a2 = _product(
+            at, inside, given, given2, a, a2, kind, ROW_TILES, COLUMN_TILES,
+            HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+        )  # fmt: skip
+        if GATED:
+            b, b2 = _product(
+                at + next_part, inside, given, given2, b, b2, kind, ROW_TILES, COLUMN_TILES,
+                HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+            )  # fmt: skip
+        if STRIPS > 1:
+            at += next_strip
+            c, c2 = _product(
+                at, inside, given, given2, c, c2, kind, ROW_TILES, COLUMN_TILES,
+                HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+            )  # fmt: skip
+            if GATED:
+                d, d2 = _product(
+                    at + next_part, inside, given, given2, d, d2, kind, ROW_TILES, COLUMN_TILES,
+                    HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+                )  # fmt: skip
+    return a, b, a2, b2, c, d, c2, d2
