@@ -2,8 +2,8 @@
 
 Outputs of a program may be two strips, each with products of its own. Four warps multiply by 64
 outputs at once. Where a product is by 128, it is two instructions with accumulators of their own,
-and ptxas puts a wait behind every instruction (C7515, "wgmma.mma_async instructions are
-serialized"). By strips of 64 nothing waits but for what it needs.
+and in some loops ptxas puts a wait behind every instruction (C7515, "wgmma.mma_async instructions
+are serialized"). By strips of 64 nothing waits but for what it needs.
 """
 
 from __future__ import annotations
@@ -26,28 +26,38 @@ def _loaded(
 
 
 @triton.jit
-def _product(
+def _strip(
     at: tl.tensor,
+    next_part: tl.tensor,
     inside: tl.tensor,
     given: tl.tensor,
     given2: tl.tensor,
-    acc: tl.tensor,
-    acc2: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    gate2: tl.tensor,
+    up2: tl.tensor,
     kind: tl.constexpr,
     ROW_TILES: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
+    GATED: tl.constexpr,
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Adds a step's rows times the tiles at `at`: to [64 * ROW_TILES, ROWS], and the extra ones."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Adds what a step's rows, and extra ones, give with the tiles of a strip at `at`."""
     by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
-    acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
+    gate = tl.dot(by, given.T, gate, input_precision=PRECISION)
     if HAS_EXTRA:
-        acc2 = tl.dot(by, given2.T, acc2, input_precision=PRECISION)
-    return acc, acc2
+        gate2 = tl.dot(by, given2.T, gate2, input_precision=PRECISION)
+    if GATED:
+        at += next_part
+        by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
+        up = tl.dot(by, given.T, up, input_precision=PRECISION)
+        if HAS_EXTRA:
+            up2 = tl.dot(by, given2.T, up2, input_precision=PRECISION)
+    return gate, up, gate2, up2
 
 
 @triton.jit
@@ -88,9 +98,10 @@ def products(
     """
     COLUMN_TILES: tl.constexpr = DEPTH // 64
     lane = tl.arange(0, DEPTH)
-    a = tl.zeros([64 * ROW_TILES, ROWS], tl.float32)
-    a2 = tl.zeros([64 * ROW_TILES, EXTRA], tl.float32)
-    b, b2, c, c2, d, d2 = a, a2, a, a2, a, a2
+    gate = tl.zeros([64 * ROW_TILES, ROWS], tl.float32)
+    gate2 = tl.zeros([64 * ROW_TILES, EXTRA], tl.float32)
+    up, next_gate, next_up = gate, gate, gate
+    up2, next_gate2, next_up2 = gate2, gate2, gate2
     for step in tl.range(first, end, loop_unroll_factor=UNROLL):
         inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
         real_k = (step * DEPTH + lane < inner)[None, :]
@@ -99,24 +110,14 @@ def products(
         if HAS_EXTRA:
             given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
         at = places + step * (COLUMN_TILES * 544)
-        a, a2 = _product(
-            at, inside, given, given2, a, a2, kind, ROW_TILES, COLUMN_TILES,
-            HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+        gate, up, gate2, up2 = _strip(
+            at, next_part, inside, given, given2, gate, up, gate2, up2, kind,
+            ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
         )  # fmt: skip
-        if GATED:
-            b, b2 = _product(
-                at + next_part, inside, given, given2, b, b2, kind, ROW_TILES, COLUMN_TILES,
-                HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
-            )  # fmt: skip
         if STRIPS > 1:
             at += next_strip
-            c, c2 = _product(
-                at, inside, given, given2, c, c2, kind, ROW_TILES, COLUMN_TILES,
-                HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+            next_gate, next_up, next_gate2, next_up2 = _strip(
+                at, next_part, inside, given, given2, next_gate, next_up, next_gate2, next_up2,
+                kind, ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
             )  # fmt: skip
-            if GATED:
-                d, d2 = _product(
-                    at + next_part, inside, given, given2, d, d2, kind, ROW_TILES, COLUMN_TILES,
-                    HAS_EXTRA, BY_WARP, EVEN, IN_PAIRS, PRECISION,
-                )  # fmt: skip
-    return a, b, a2, b2, c, d, c2, d2
+    return gate, up, gate2, up2, next_gate, next_up, next_gate2, next_up2

@@ -9,7 +9,7 @@ without. A layer with fewer tiles has several for each, by the inner dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 _SMS = 132
 """An H100 and an H200 have so many."""
@@ -18,6 +18,7 @@ _LEAST_ALONE = 96
 _PROGRAMS = 2 * _SMS
 """The number that runs at once, two on an SM."""
 _MOST_SPLITS = 4
+_MOST_SHRINKS = 48
 _FEW_ROWS = 16
 
 
@@ -37,7 +38,7 @@ class LoraGemmTuning:
     depth: int = 256
     num_warps: int = 4
     num_stages: int = 5
-    shrink_programs: int = 48
+    shrink_programs: int = _MOST_SHRINKS
     splits: int = 1
     ahead: int = 4
 
@@ -62,9 +63,8 @@ def lora_gemm_tuning(
         return LoraGemmTuning(depth=512, num_stages=4, shrink_programs=columns, ahead=1)
     splits = max(1, min(_MOST_SPLITS, _PROGRAMS // tiles))
     if splits == 1:
-        usual = LoraGemmTuning(depth=depth)
         places = max(columns, _PROGRAMS - tiles)
-        return replace(usual, shrink_programs=min(usual.shrink_programs, places))
+        return LoraGemmTuning(depth=depth, shrink_programs=min(_MOST_SHRINKS, places))
     if not deep:
         return LoraGemmTuning(depth=depth, num_stages=4, splits=splits, ahead=3)
     return LoraGemmTuning(depth=512, num_stages=3, shrink_programs=8, splits=splits, ahead=2)
