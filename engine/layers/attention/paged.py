@@ -41,7 +41,8 @@ class PagedBackend(AttentionBackend):
     def graph_ok(self, order: StepOrder) -> bool:
         if not 0 < order.num_decodes < len(order.query_lens):
             return True
-        return int(order.seq_lens.max()) <= _LONGEST_DECODE_BESIDE_PROMPTS
+        longest = int(order.seq_lens[: order.num_decodes].max())
+        return longest <= _LONGEST_DECODE_BESIDE_PROMPTS
 
     def metadata(self, batch: StepBatch) -> AttentionMetadata:
         return AttentionMetadata(

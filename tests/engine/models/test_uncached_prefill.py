@@ -335,6 +335,7 @@ def test_graphs_hold_decodes_beside_prompts_up_to_a_length() -> None:
 
     assert graph_ok(1, (1, 4096), (16, 16))
     assert not graph_ok(1, (1, 4097), (16, 16))
+    assert graph_ok(1, (1, 4096), (16, 9000))
     assert graph_ok(1, (1, 9000)) and graph_ok(0, (16, 9000))
 
 
