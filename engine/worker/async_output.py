@@ -1,7 +1,9 @@
 """A step's result on its way from the device to the host.
 
 1. `AsyncOutput(...)` starts the copies, on a stream of their own; the runner goes on.
-2. `get_output()` waits for them. Any thread may call it, once.
+2. `get_output()` waits for them, or where nobody sampled for the device. Any thread may call it,
+   once. With the result a step is over: its blocks may be read, kept elsewhere and written anew by
+   others, and the seconds until then are what it took.
 3. `wait_for_tokens()` waits, too: the next step does that where grammars need the tokens. In any
    other step the thread that starts steps never waits.
 """
@@ -63,15 +65,18 @@ class ResultCopier:
         """Returns whether results come later than steps are started."""
         return self._stream is not None
 
-    def start_copy(self, found: StepTensors) -> tuple[StepTensors, torch.cuda.Event | None]:
+    def start_copy(
+        self, found: StepTensors | None
+    ) -> tuple[StepTensors | None, torch.cuda.Event | None]:
         """Starts the copy to the host, which is valid once the event has happened. `found` must
-        live until then: its memory belongs to the stream it was computed on.
+        live until then: its memory belongs to the stream it was computed on. Where nothing was
+        found, the event tells that the device has done the step.
         """
         stream = self._stream
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            on_host = found.to_host()
+            on_host = None if found is None else found.to_host()
         if stream is None:
             return on_host, None
         # A waiting thread sleeps; spinning would take the interpreter from the runner's.
@@ -110,7 +115,7 @@ class AsyncOutput:
                 None if sampled is None else sampled.num_drafts,
                 None if sampled is None else sampled.draft_features,
             )
-            self._copy = copier.start_copy(self._found)
+        self._copy = copier.start_copy(self._found)
 
     @property
     def is_ready(self) -> bool:
@@ -126,10 +131,10 @@ class AsyncOutput:
 
     def _result(self) -> ModelRunnerOutput:
         output = ModelRunnerOutput(self._step_id, self._rows, self._epochs, [])
-        if self._found is None:
-            return output
         on_host = self._wait()
         self._found = None
+        if on_host is None:
+            return output
         if on_host.token_ids is not None:
             token_ids = self._cut(on_host.token_ids)
             _add_tokens(output, token_ids, on_host.logprobs, is_cut=bool(self._failures))
@@ -157,8 +162,9 @@ class AsyncOutput:
 
     def wait_for_tokens(self) -> list[tuple[int, int, list[int]]]:
         """Returns (row, epoch, its tokens) for each request that sampled."""
-        token_ids = self._wait().token_ids
-        assert token_ids is not None
+        on_host = self._wait()
+        assert on_host is not None and on_host.token_ids is not None
+        token_ids = on_host.token_ids
         return [
             (row, epoch, [token_id for token_id in tokens if token_id != NO_TOKEN])
             for row, epoch, tokens in zip(
@@ -166,7 +172,7 @@ class AsyncOutput:
             )
         ]
 
-    def _wait(self) -> StepTensors:
+    def _wait(self) -> StepTensors | None:
         on_host, event = self._copy
         if event is not None:
             event.synchronize()

@@ -24,6 +24,7 @@ from kv_transfer.metadata import KVConnectorMetadata, StepProgress
 from kv_transfer.producer.layer_marks import LayerMarks
 from tests.engine.worker.gpu_workers import (
     ALL_FAST_PATHS,
+    GREEDY,
     MODEL,
     SchedulerAndWorker,
     conversation,
@@ -129,3 +130,23 @@ def test_a_running_copy_is_never_overwritten() -> None:
         upload(np.full(1 << 16, value, np.int32), target)
     for value, target in enumerate(targets):
         assert (target == value).all()
+
+
+def test_a_result_without_tokens_comes_when_the_device_has_done_the_step(
+    small_weights: Path, make_driver, make_prompt
+) -> None:
+    """Whoever hears of a chunk's KV may read it elsewhere, and write its blocks anew."""
+    results: list[ModelRunnerOutput] = []
+    with started(small_config(small_weights)) as worker:
+
+        def execute(step: SchedulerOutput) -> ModelRunnerOutput:
+            torch.cuda._sleep(50_000_000)
+            results.append(worker.start_step(step).get_output())
+            assert results[-1].rows or torch.cuda.current_stream().query()
+            return results[-1]
+
+        driver = make_driver(execute)
+        driver.add("a", 0, make_prompt(40, 1), GREEDY)
+        driver.step({"a": 17})
+        driver.step({"a": 23})
+    assert [len(result.rows) for result in results] == [0, 1]
