@@ -39,6 +39,8 @@ class KVTransferConfig:
         num_processes: Transfer processes for each tensor-parallel rank.
         num_streams: PullKV calls for each (request, rank of the peer) over the network; a
             consumer's choice. On one host each pair of processes needs one.
+        receive_threads: Threads of each of a consumer's transfer processes that read from the
+            network and check what comes, over `h2`. 0: its event loop does.
         chunk_bytes: Payload of one wire chunk, about.
         staging_bytes: Host memory for KV on its way, of each rank. Its transfer processes have
             equal parts, as they have equal parts of every prompt.
@@ -74,6 +76,7 @@ class KVTransferConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     num_processes: int = 1
     num_streams: int = 4
+    receive_threads: int = 0
     chunk_bytes: int = 2 << 20
     staging_bytes: int = 512 << 20
     host_tier_bytes: int = 0

@@ -47,6 +47,7 @@ class Case:
     staging_bytes: int = 512 << 20
     data: str = "stream"
     limit_s: float = 60.0
+    receive_threads: int = 0
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
 
@@ -288,6 +289,7 @@ def _connector(role: KVRole, caches: Caches, case: Case) -> KVConnectorScheduler
         kv_role=role,
         num_processes=case.processes,
         num_streams=case.streams,
+        receive_threads=case.receive_threads,
         chunk_bytes=case.chunk_bytes,
         staging_bytes=case.staging_bytes,
         pull_transport=case.transport,

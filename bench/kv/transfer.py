@@ -12,6 +12,7 @@ are taken within a turn. The KV is carried in both ways that nodes can be told t
 
     python -m bench.kv.transfer                          1 to 16 streams
     python -m bench.kv.transfer --sweep processes        or chunk-kib, block-size, tokens, hit-rate
+    python -m bench.kv.transfer --sweep receive-threads  0: event loops receive
     python -m bench.kv.transfer --sweep tokens --points 500 2000 8000
     python -m bench.kv.transfer --realtime               (root) other programs have to wait
     python -m bench.kv.transfer --gpus 0 1               from GPU 0 to GPU 1, over TCP
@@ -95,6 +96,10 @@ SWEEPS = {
     "tokens": Sweep(
         "tokens of the prompt", (500, 1000, 2000, 4000, 8000, 16_000, 32_000),
         lambda case, n: replace(case, tokens=n),
+    ),
+    "receive-threads": Sweep(
+        "threads that receive, of each process", (0, 1, 2, 4),
+        lambda case, n: replace(case, receive_threads=n),
     ),
     "hit-rate": Sweep("% of the prompt that decode has", (0, 40, 80), _with_hits),
 }  # fmt: skip
@@ -261,6 +266,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--processes", type=int, default=1, help="transfer processes of each side")
+    parser.add_argument(
+        "--receive-threads", type=int, default=0, help="of each process; 0: its event loop receives"
+    )
     parser.add_argument("--chunk-kib", type=int, default=2048)
     parser.add_argument("--staging-mib", type=int, default=512, help="of a rank")
     parser.add_argument(
@@ -296,6 +304,7 @@ def main() -> None:
         transport="h2",
         streams=args.streams,
         processes=args.processes,
+        receive_threads=args.receive_threads,
         chunk_bytes=args.chunk_kib << 10,
         block_size=args.block_size,
         tokens=args.tokens,

@@ -13,7 +13,13 @@ from edge.security.settings import SecuritySettings
 from engine.config import EngineConfig
 from host.named_addresses import NETWORK_STATUS_FILE, NamedAddresses, NoSuchAddress, is_named
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
-from kv_transfer.sizing import choose_num_streams, fewest_staging_bytes, processes_for_this_host
+from kv_transfer.sizing import (
+    available_cores,
+    choose_num_streams,
+    choose_receive_threads,
+    fewest_staging_bytes,
+    processes_for_this_host,
+)
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
 _MAX_PORT = 65535
@@ -166,6 +172,7 @@ class TransferSettings(SecuritySettings):
             transports=self.kv_transports,
             num_processes=processes,
             num_streams=self.kv_streams or choose_num_streams(processes),
+            receive_threads=choose_receive_threads(available_cores(), processes * ranks),
             chunk_bytes=self.kv_chunk_bytes,
             staging_bytes=self._checked_staging_bytes(processes),
             host_tier_bytes=self.kv_host_memory_bytes,

@@ -7,8 +7,9 @@
                    or signs of life without KV once the prompt is computed;
                    ABORTED on AbortMeta. Reported when no stream is left that could write.
 
-Writes happen on the event loop, in one piece for each chunk: a cancelled stream writes nothing
-more.
+What is received into blocks or staging memory may be written by threads, but a stream has not ended
+before they are done, and all copies are issued on the event loop: a cancelled stream writes nothing
+more. A chunk counts as arrived on the event loop alone, after its checksum.
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ from kv_transfer.stages import ALL_LAYERS
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.wire.chunk import (
+    HEADER,
     ByteArray,
     Checksum,
+    Chunk,
     ChunkHeader,
     ChunkKind,
-    decode_chunk,
     decode_head,
 )
 from kv_transfer.wire.pull_client import PullClient
@@ -65,7 +66,7 @@ class PullStream:
         self._num_refused = 0
         self._has_ended = False
         self._head = b""
-        self._checksum: Checksum | None = None
+        self._checksum = Checksum(b"")
         self._buffer: ByteArray = np.empty(0, np.uint8)
         self._message = self._buffer
         self._in_place: tuple[ChunkHeader, list[memoryview]] | None = None
@@ -138,19 +139,19 @@ class PullStream:
         if num_bytes > self._assembler.most_bytes:
             raise CorruptChunk(f"{self.address} announced {num_bytes} bytes in one message")
         self._head = head
+        self._checksum = Checksum(head)
         self._in_place = self._place(num_bytes)
         if self._in_place is not None:
-            self._checksum = Checksum(head)
             return self._in_place[1]
         self._message = self._memory_for(num_bytes)
         self._message[: len(head)] = np.frombuffer(head, np.uint8)
         return [self._message[len(head) :].data] if num_bytes > len(head) else []
 
     def fill(self, part: memoryview) -> None:
-        """Takes a piece of a message's payload, which only messages with KV have."""
+        """Takes a piece of a message's payload, which only messages with KV have. Any thread may
+        call it."""
         self.last_heard_at = self.last_kv_at = time.monotonic()
-        if self._checksum is not None:
-            self._checksum.extend(part)
+        self._checksum.extend(part)
 
     def _memory_for(self, num_bytes: int) -> ByteArray:
         self._give_back()
@@ -192,14 +193,14 @@ class PullStream:
         return (header, views) if views is not None else None
 
     def _accept_in_place(self, header: ChunkHeader, views: list[memoryview]) -> None:
-        checksum, self._checksum = self._checksum, None
-        assert checksum is not None
-        checksum.check()
+        self._checksum.check()
         self._assembler.accept_in_place(header)
         self._on_bytes(sum(len(view) for view in views))
 
     def _accept(self, message: ByteArray) -> None:
-        chunk = decode_chunk(message)
+        header = decode_head(self._head, len(message))
+        self._checksum.check()
+        chunk = Chunk(header, message[HEADER.size :])
         if chunk.header.kind in (ChunkKind.DATA, ChunkKind.BLOCKS):
             self._on_bytes(self._assembler.accept(chunk))
         elif chunk.header.kind is ChunkKind.END:

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-import google_crc32c
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import PageShape
+from kv_transfer.wire import crc32c
 
 MAGIC = b"TDKV"
 VERSION = 3
@@ -87,8 +87,7 @@ class Chunk:
 @lru_cache(maxsize=256)
 def shape_code(*pages: PageShape) -> int:
     """Returns a number that tells these shapes of blocks from others."""
-    code: int = google_crc32c.value(msgspec.msgpack.encode(pages))
-    return code
+    return crc32c.value(msgspec.msgpack.encode(pages))
 
 
 def encode_chunk(header: ChunkHeader, parts: Sequence[AnyArray] = ()) -> bytes:
@@ -120,16 +119,17 @@ def fill_header(message: ByteArray, header: ChunkHeader) -> None:
 
 
 class Checksum:
-    """Checks a chunk whose payload comes in parts."""
+    """Checks a chunk whose payload comes in parts. `head`: its header; of one that is too short,
+    nothing is right."""
 
     __slots__ = ("_crc", "_expected")
 
     def __init__(self, head: bytes) -> None:
-        self._crc: int = google_crc32c.value(head[:_CRC_AT])
-        self._expected: int = HEADER.unpack(head)[-1]
+        self._crc: int = crc32c.value(head[:_CRC_AT])
+        self._expected: int = HEADER.unpack(head)[-1] if len(head) == HEADER.size else -1
 
     def extend(self, part: memoryview) -> None:
-        self._crc = _extend(self._crc, part)
+        self._crc = crc32c.extend(self._crc, part)
 
     def check(self) -> None:
         """Raises `CorruptChunk` unless header and payload are as they were sent."""
@@ -138,16 +138,10 @@ class Checksum:
 
 
 def _checksum(head: bytes, parts: Sequence[memoryview]) -> int:
-    crc: int = google_crc32c.value(head[:_CRC_AT])
+    crc: int = crc32c.value(head[:_CRC_AT])
     for part in parts:
-        crc = _extend(crc, part)
+        crc = crc32c.extend(crc, part)
     return crc
-
-
-def _extend(crc: int, part: memoryview) -> int:
-    # The library takes an array, but no memoryview that can be written to.
-    extended: int = google_crc32c.extend(crc, np.frombuffer(part, np.uint8))
-    return extended
 
 
 def _pack(header: ChunkHeader, payload_bytes: int, crc: int = 0) -> bytes:

@@ -32,7 +32,8 @@ class MessageSink(Protocol):
         the rest shall be written, exactly."""
 
     def fill(self, part: memoryview) -> None:
-        """The next bytes of the rest are written; they are still in the processor's cache."""
+        """The next bytes of the rest are written; they are still in the processor's cache. Called
+        in order, but perhaps by a thread; `begin` and `end` are called by the event loop alone."""
 
     def end(self) -> None:
         """The rest is there. What is raised ends the call."""

@@ -335,6 +335,7 @@ class Loopback:
             kv_role="kv_consumer",
             num_processes=consumer_processes,
             num_streams=num_streams,
+            receive_threads=2,
             chunk_bytes=chunk_bytes,
             stall_timeout_s=stall_timeout_s,
             pull_transport=transport,

@@ -17,6 +17,7 @@ from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.transports.stream.h2 import frames as h2
 from kv_transfer.transports.stream.h2.connection import _WINDOW_UPDATE_BYTES as TOLD_AT_ONCE
 from kv_transfer.transports.stream.h2.connection import CallRefused, H2Connection
+from kv_transfer.transports.stream.h2.receive_threads import ReceiveThreads
 from kv_transfer.wire.pull_client import HEAD_BYTES
 
 DATA, HEADERS = h2.FrameKind.DATA, h2.FrameKind.HEADERS
@@ -108,26 +109,35 @@ class Sink:
         self.messages.append(bytes(self._memory))
 
 
-def feed(connection: H2Connection, wire: Wire, data: bytes) -> None:
+async def feed(connection: H2Connection, wire: Wire, data: bytes) -> None:
     """Feeds until all is read, or the connection has ended."""
     wire.data += data
     while wire.data and not connection._is_closed:
-        connection._read()
+        if connection._reading is None:
+            connection._read()
+        await connection._is_unread.wait()
 
 
-def new_connection(wire: Wire) -> H2Connection:
-    return H2Connection("host:1", wire)  # type: ignore[arg-type]
+NO_THREADS = ReceiveThreads(0)
+THREADS = [NO_THREADS, ReceiveThreads(2, worth_bytes=1), ReceiveThreads(2, worth_bytes=1000)]
+
+
+def new_connection(wire: Wire, threads: ReceiveThreads = NO_THREADS) -> H2Connection:
+    return H2Connection("host:1", wire, threads)  # type: ignore[arg-type]
 
 
 async def answer(
-    data: bytes, sink: Sink, cuts: Callable[[int], int] = lambda room: room
+    data: bytes,
+    sink: Sink,
+    cuts: Callable[[int], int] = lambda room: room,
+    threads: ReceiveThreads = NO_THREADS,
 ) -> tuple[H2Connection, Wire]:
     """One call whose answer is `data`; raises what the call raises."""
     wire = Wire(cuts)
-    connection = new_connection(wire)
+    connection = new_connection(wire, threads)
     call = asyncio.create_task(connection.call("/s/m", b"request", sink))
     await asyncio.sleep(0)
-    feed(connection, wire, data)
+    await feed(connection, wire, data)
     async with asyncio.timeout(60):
         await call
     return connection, wire
@@ -145,11 +155,17 @@ UNKNOWN = h2.frame(h2.FrameKind.WINDOW_UPDATE, 0, 0, b"\0\0\1\0")
         st.one_of(st.integers(1, 20), st.integers(1000, 200_000)), min_size=1, max_size=4
     ),
     between=st.lists(st.sampled_from([b"", PING, SETTINGS, UNKNOWN]), min_size=1, max_size=3),
+    threads=st.sampled_from(THREADS),
     seed=st.integers(0, 1 << 30),
 )
 def test_messages_arrive_whole_however_they_are_cut(
-    sizes: list[int], frame_sizes: list[int], between: list[bytes], seed: int
+    sizes: list[int],
+    frame_sizes: list[int],
+    between: list[bytes],
+    threads: ReceiveThreads,
+    seed: int,
 ) -> None:
+    """Read by the event loop and by threads."""
     if min(frame_sizes) < 1000:
         sizes = [size % 3000 + 1 for size in sizes]
     rng = random.Random(seed)
@@ -159,7 +175,10 @@ def test_messages_arrive_whole_however_they_are_cut(
 
     async def run() -> Wire:
         connection, wire = await answer(
-            data, sink, lambda room: rng.choice([room, rng.randint(1, room), rng.randint(1, 30)])
+            data,
+            sink,
+            lambda room: rng.choice([room, rng.randint(1, room), rng.randint(1, 30)]),
+            threads,
         )
         assert connection.is_usable and not wire.is_closed
         connection.close()
@@ -177,7 +196,7 @@ async def test_a_second_call_uses_the_next_stream() -> None:
     await asyncio.sleep(0)
     assert not connection.is_usable
     assert wire.written.endswith(h2.request(3, "/s/m", "host:1", b"again"))
-    feed(connection, wire, OK_HEADERS + trailers(0))
+    await feed(connection, wire, OK_HEADERS + trailers(0))
     await call
     assert connection.is_usable
     connection.close()
@@ -197,8 +216,8 @@ async def test_windows_grow_by_what_was_sent() -> None:
         whole, num_frames = b"\0" + size.to_bytes(4) + bytes(size), 10
         cut = -(-len(whole) // num_frames)
         for i in range(0, len(whole), cut):
-            feed(connection, wire, h2.frame(DATA, 0, stream, whole[i : i + cut]))
-        feed(connection, wire, h2.trailers(stream, 0, "", is_first=False))
+            await feed(connection, wire, h2.frame(DATA, 0, stream, whole[i : i + cut]))
+        await feed(connection, wire, h2.trailers(stream, 0, "", is_first=False))
         await call
         written = memoryview(wire.written)
         while written:
@@ -219,7 +238,7 @@ async def test_a_status_is_an_answer_and_the_connection_stays() -> None:
         connection = new_connection(wire)
         call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
         await asyncio.sleep(0)
-        feed(connection, wire, before + trailers(5, "transfer 7% is unknown"))
+        await feed(connection, wire, before + trailers(5, "transfer 7% is unknown"))
         with pytest.raises(CallRefused) as refused:
             await call
         assert refused.value.code is grpc.StatusCode.NOT_FOUND
@@ -233,7 +252,7 @@ async def fails_with(data: bytes, why: str) -> None:
     connection = new_connection(wire)
     call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
     await asyncio.sleep(0)
-    feed(connection, wire, data)
+    await feed(connection, wire, data)
     with pytest.raises(PeerLost, match=why):
         await call
     assert wire.is_closed and not connection.is_usable
@@ -306,7 +325,7 @@ def test_noise_never_hangs_the_parser(noise: bytes, is_after_headers: bool) -> N
         connection = new_connection(wire)
         call = asyncio.create_task(connection.call("/s/m", b"", Sink()))
         await asyncio.sleep(0)
-        feed(connection, wire, (OK_HEADERS if is_after_headers else b"") + noise)
+        await feed(connection, wire, (OK_HEADERS if is_after_headers else b"") + noise)
         connection.close()
         with suppress(PeerLost, CallRefused):
             await call

@@ -17,7 +17,12 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.own_host import own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.errors import PeerLost
-from kv_transfer.sizing import available_cores, choose_num_processes, choose_num_streams
+from kv_transfer.sizing import (
+    available_cores,
+    choose_num_processes,
+    choose_num_streams,
+    choose_receive_threads,
+)
 from kv_transfer.transports.stream.h2.dial import dial
 
 ROOT_A, ROOT_B = "pci0000:16", "pci0000:97"
@@ -183,6 +188,16 @@ def test_processes_by_cores_link_and_ranks(
 
 def test_streams_by_processes() -> None:
     assert [choose_num_streams(n) for n in (1, 2, 4, 8)] == [4, 4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "wanted"),
+    [(2, 1, 0), (4, 1, 2), (16, 4, 2), (32, 4, 4), (32, 8, 2), (64, 1, 4), (32, 32, 0)],
+)
+def test_threads_receive_where_there_are_cores_for_two(
+    cores: int, processes: int, wanted: int
+) -> None:
+    assert choose_receive_threads(cores, processes) == wanted
 
 
 def test_cores_of_a_container(tmp_path: Path) -> None:

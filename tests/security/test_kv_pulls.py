@@ -7,7 +7,7 @@ import random
 import socket
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -28,7 +28,11 @@ from tests.security.authority import Authority, move_service, tls_config
 from tests.security.loopback import NEEDS_IPV6
 
 SIZES = [64, 65, 20_000, 3 << 20, 16_384, 2 << 20, 100]
-TRANSPORTS = {"h2": H2PullClient, "grpcio": GrpcPullClient}
+TRANSPORTS = {
+    "h2": H2PullClient,
+    "h2-threads": partial(H2PullClient, receive_threads=2),
+    "grpcio": GrpcPullClient,
+}
 
 
 @cache

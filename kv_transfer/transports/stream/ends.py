@@ -31,5 +31,5 @@ def new_pull_client(
     `source`: our address from which KV is pulled, where the client can say so; empty: any.
     """
     if config.pull_transport == "h2":
-        return H2PullClient(credentials, source)
+        return H2PullClient(credentials, source, config.receive_threads)
     return GrpcPullClient(credentials)

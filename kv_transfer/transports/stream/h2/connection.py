@@ -13,19 +13,18 @@ the wire it is gRPC; the server may be ours or grpcio's.
 How bytes become messages:
 
     |frame header 9|prefix 5|head 64|message ......|frame header|.... message|prefix| ...
-     ^ into `_scratch`, little at once  ^ into the sink's memory, however large
+     ^ into `_scratch`, little at once  ^ into the sink's memory: by a thread, if it is much
+
+While a thread reads, the event loop leaves the socket alone. All that is known of the connection
+changes on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import islice
 from urllib.parse import unquote
 
 import grpc
@@ -34,20 +33,23 @@ from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
 from kv_transfer.transports.stream.h2 import frames as h2
 from kv_transfer.transports.stream.h2.dial import dial
+from kv_transfer.transports.stream.h2.messages import ArrivingMessages
+from kv_transfer.transports.stream.h2.receive_threads import (
+    LowWater,
+    Reading,
+    Received,
+    ReceiveThreads,
+)
 from kv_transfer.transports.stream.h2.send_threads import Connection
-from kv_transfer.transports.stream.h2.tls_socket import TLS_AHEAD_BYTES, TlsSocket
-from kv_transfer.wire.pull_client import HEAD_BYTES, MessageSink
+from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
+from kv_transfer.wire.pull_client import MessageSink
 
 _SCRATCH_BYTES = 64 << 10
 _AHEAD_BYTES = 4096
 """Read at once where no message is in motion: all of a short one, little of a long one, because
 what belongs to it is copied once more."""
-_LOW_WATER_BYTES = 256 << 10
-_MAX_VIEWS = 256
-_MAX_MESSAGE_BYTES = 128 << 20
 _WINDOW_UPDATE_BYTES = 64 << 20
 _MAX_STREAM = 1 << 30
-_PREFIX = struct.Struct(">BI")
 
 _STATUS_CODES = {str(code.value[0]): code for code in grpc.StatusCode}
 
@@ -62,19 +64,26 @@ class CallRefused(Exception):
 
 
 class H2Connection:
-    """Owns `sock`, which is connected and does not block."""
+    """Owns `sock`, which is connected and does not block. `threads` read much at once."""
 
-    def __init__(self, address: str, sock: Connection) -> None:
+    def __init__(self, address: str, sock: Connection, threads: ReceiveThreads) -> None:
         self.address = address
         self.used_at = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._socket = sock
         self._tls = sock if isinstance(sock, TlsSocket) else None
+        self._low_water = LowWater(sock)
+        self._threads = threads
+        self._reading: Reading | None = None
+        """Not None while a thread reads."""
+        self._is_unread = asyncio.Event()
+        """No thread uses the socket or memory of the sink."""
+        self._is_unread.set()
         self._is_closed = False
         self._is_going = False
         self._stream = -1
         self._done: asyncio.Future[None] | None = None
-        self._sink: MessageSink | None = None
+        self._messages = ArrivingMessages()
         self._unsent = b""
         self._headers = h2.HeaderReader()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
@@ -85,25 +94,19 @@ class H2Connection:
         """Bytes from `_parsed` on without which nothing can be parsed."""
         self._frame_left = 0
         """Bytes of the DATA frame that are still to come."""
-        self._head = bytearray()
-        """Prefix and head of a message whose sink is not asked yet."""
-        self._views: deque[memoryview] = deque()
-        """The rest of the message goes here."""
-        self._message_left = 0
-        self._direct_bytes = 0
-        self._low_water = 1
         self._unacknowledged = 0
         """Bytes that have arrived, of all calls, and that the server may not send anew yet."""
         self._unacknowledged_of_call = 0
-        self._loop.add_reader(sock.fileno(), self._read)
+        self._is_listening = False
+        self._listen(True)
         self._write(h2.client_opening())
 
     @classmethod
     async def connect(
-        cls, address: str, credentials: Credentials, source: str = ""
+        cls, address: str, credentials: Credentials, threads: ReceiveThreads, source: str = ""
     ) -> H2Connection:
         """Connects as `dial` does. Raises `PeerLost`."""
-        return cls(address, await dial(address, credentials, source))
+        return cls(address, await dial(address, credentials, source), threads)
 
     @property
     def is_usable(self) -> bool:
@@ -118,7 +121,8 @@ class H2Connection:
         sink: MessageSink,
         metadata: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Returns after a complete stream.
+        """Returns after a complete stream. However it ends, `sink` hears nothing more then, and
+        nothing more is written to its memory.
 
         Raises:
             CallRefused: The server's status says no.
@@ -129,7 +133,7 @@ class H2Connection:
             raise PeerLost(f"the connection to {self.address} broke before the call")
         self._stream += 2
         self._unacknowledged_of_call = 0
-        self._sink = sink
+        self._messages.sink = sink
         self._done = self._loop.create_future()
         self._write(h2.request(self._stream, path, self.address, message, metadata))
         try:
@@ -138,8 +142,9 @@ class H2Connection:
             self.close()
             raise
         finally:
+            await self._until_unread()
             self._done = None
-            self._sink = None
+            self._messages.sink = None
             self.used_at = time.monotonic()
 
     def close(self) -> None:
@@ -149,11 +154,12 @@ class H2Connection:
     # Bytes in ---------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        self._take_in(self._read_on)
+
+    def _take_in(self, take: Callable[[], None]) -> None:
+        """Whatever goes wrong with bytes that arrive ends the connection."""
         try:
-            self._read_once()
-            while self._tls is not None and not self._is_closed and self._tls.has_read_ahead:
-                self._read_once()
-            self._sleep_until_worth_it()
+            take()
         except (BlockingIOError, InterruptedError):
             return
         except (h2.H2Error, OSError) as error:
@@ -161,42 +167,106 @@ class H2Connection:
         except Exception as error:
             self._fail(error)
 
+    def _read_on(self) -> None:
+        """Reads what is there, or lets a thread do so."""
+        if not self._hand_over():
+            self._read_once()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Reads on after all that has come was parsed, or waits."""
+        while not (self._is_closed or self._hand_over()):
+            if self._tls is None or not self._tls.has_read_ahead:
+                self._low_water.wait_for(self._num_sure)
+                self._listen(True)
+                return
+            self._read_once()
+
     def _read_once(self) -> None:
-        count = self._socket.recvmsg_into(self._room())[0]
+        views, behind = self._room()
+        count = self._socket.recvmsg_into([*views, behind])[0]
         if count == 0:
             raise ConnectionError("closed by it")
-        self._received(count)
+        num_direct = min(count, sum(len(view) for view in views))
+        self._messages.tell(num_direct)
+        self._received(num_direct, count - num_direct)
 
-    def _sleep_until_worth_it(self) -> None:
-        """Few large reads cost much less than many small ones. What is waited for is sure to come:
-        it is the rest of a frame that has begun, but for what TLS has taken in already."""
-        if self._is_closed:
-            return
-        sure = min(self._frame_left, self._message_left, _LOW_WATER_BYTES)
-        low_water = max(1, sure if self._tls is None else sure - TLS_AHEAD_BYTES)
-        if low_water != self._low_water:
-            self._low_water = low_water
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+    @property
+    def _num_sure(self) -> int:
+        """Returns how much of a message will come without anything else between."""
+        return min(self._frame_left, self._messages.num_left)
 
-    def _room(self) -> list[memoryview]:
-        """Returns where the next bytes go: the rest of a message, and a little behind it."""
+    def _room(self) -> tuple[list[memoryview], memoryview]:
+        """Returns where the next bytes go: those of a message, and what comes behind."""
         pending = self._filled - self._parsed
-        rest = min(self._frame_left, self._message_left) if pending == 0 else 0
+        rest = self._num_sure if pending == 0 else 0
         if pending:
             self._scratch[:pending] = self._scratch[self._parsed : self._filled]
         self._parsed, self._filled = 0, pending
-        views = _first(self._views, rest)
-        self._direct_bytes = sum(len(view) for view in views)
-        if self._direct_bytes == rest:
-            views.append(self._scratch[pending : max(self._needed, pending + _AHEAD_BYTES)])
-        return views
+        views = self._messages.rest(rest)
+        is_all = sum(len(view) for view in views) == rest
+        num_behind = max(self._needed - pending, _AHEAD_BYTES) if is_all else 0
+        return views, self._scratch[pending : pending + num_behind]
 
-    def _received(self, count: int) -> None:
-        direct = min(count, self._direct_bytes)
-        self._filled += count - direct
-        if direct:
-            self._fill_message(direct)
+    def _received(self, num_direct: int, num_behind: int) -> None:
+        """So many bytes lie where `_room` said."""
+        self._filled += num_behind
+        if num_direct:
+            self._count_data(num_direct)
+            self._messages.filled(num_direct)
         self._parse()
+
+    # Bytes in, by a thread --------------------------------------------------------------------
+
+    def _hand_over(self) -> bool:
+        """Lets a thread read the rest of a message, if that is much. Returns whether it does."""
+        sink = self._messages.sink
+        if sink is None or self._num_sure < self._threads.worth_bytes:
+            return False
+        self._listen(False)
+        self._reading = Reading(self._socket, self._low_water, *self._room(), sink.fill)
+        self._is_unread.clear()
+        self._threads.receive(self._reading, self._thread_is_done, self._loop)
+        return True
+
+    def _thread_is_done(self, result: Received | Exception) -> None:
+        self._reading = None
+        self._is_unread.set()
+        if self._is_closed:
+            self._close_socket()
+        else:
+            self._take_in(lambda: self._read_by_thread(result))
+
+    def _read_by_thread(self, result: Received | Exception) -> None:
+        if isinstance(result, Exception):
+            raise result
+        self._received(*result)
+        if result.num_bytes:
+            self._go_on()
+        else:
+            # Nothing came for a while: no thread waits for more than a moment.
+            self._low_water.wait_for(self._num_sure)
+            self._listen(True)
+
+    def _listen(self, is_wanted: bool) -> None:
+        """Lets the event loop tell us of bytes, or not."""
+        if is_wanted and not self._is_listening:
+            self._loop.add_reader(self._socket.fileno(), self._read)
+        elif self._is_listening and not is_wanted:
+            self._loop.remove_reader(self._socket.fileno())
+        self._is_listening = is_wanted
+
+    async def _until_unread(self) -> None:
+        """Waits for a thread that reads, however often the task is cancelled: a thread never waits
+        for a peer."""
+        is_cancelled = False
+        while self._reading is not None:
+            try:
+                await self._is_unread.wait()
+            except asyncio.CancelledError:
+                is_cancelled = True
+        if is_cancelled:
+            raise asyncio.CancelledError
 
     def _parse(self) -> None:
         """Parses everything in `_scratch` that is complete."""
@@ -267,10 +337,8 @@ class H2Connection:
         code = _STATUS_CODES.get(fields.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
         if self._done is None or self._done.done():
             return
-        is_amid_message = bool(self._message_left or self._head)
-        self._message_left = 0
-        self._head.clear()
-        self._views.clear()
+        is_amid_message = self._messages.is_amid
+        self._messages.drop()
         if code is not grpc.StatusCode.OK:
             details = unquote(fields.get("grpc-message", ""))
             self._done.set_exception(CallRefused(code, details))
@@ -291,56 +359,9 @@ class H2Connection:
     def _parse_data(self) -> None:
         """Parses a piece of the DATA frame that lies in `_scratch`."""
         count = min(self._frame_left, self._filled - self._parsed)
-        if self._message_left == 0:
-            count = min(count, self._num_head_missing())
-            self._head += self._scratch[self._parsed : self._parsed + count]
-            self._count_data(count)
-            if self._num_head_missing() == 0:
-                self._begin_message()
-        else:
-            count = min(count, self._message_left)
-            at = self._parsed
-            for view in _first(self._views, count):
-                view[:] = self._scratch[at : at + len(view)]
-                at += len(view)
-            count = at - self._parsed
-            self._fill_message(count)
-        self._parsed += count
-
-    def _num_head_missing(self) -> int:
-        """Returns the bytes that prefix and head still lack."""
-        missing = _PREFIX.size - len(self._head)
-        if missing > 0:
-            return missing
-        is_compressed, length = _PREFIX.unpack_from(self._head)
-        if is_compressed or not 0 < length <= _MAX_MESSAGE_BYTES:
-            raise h2.H2Error(f"a message of {length} bytes, or a compressed one")
-        return _PREFIX.size + int(min(length, HEAD_BYTES)) - len(self._head)
-
-    def _begin_message(self) -> None:
-        length: int = _PREFIX.unpack_from(self._head)[1]
-        head = bytes(self._head[_PREFIX.size :])
-        self._head.clear()
-        if self._sink is None:
-            return
-        self._message_left = length - len(head)
-        self._views.extend(self._sink.begin(head, length))
-        if self._message_left == 0:
-            self._sink.end()
-
-    def _fill_message(self, count: int) -> None:
-        """So many bytes were written to the first of `_views`."""
-        self._count_data(count)
-        self._message_left -= count
-        while count and self._sink is not None:
-            view = self._views.popleft()
-            if len(view) > count:
-                self._views.appendleft(view[count:])
-                view = view[:count]
-            count -= len(view)
-            self._sink.fill(view)
-        if self._message_left == 0 and self._sink is not None:
-            self._sink.end()
+        taken = self._messages.take(self._scratch[self._parsed : self._parsed + count])
+        self._count_data(taken)
+        self._parsed += taken
 
     def _count_data(self, count: int) -> None:
         """Counts bytes of a DATA frame that have arrived, so that the server may send more."""
@@ -377,27 +398,22 @@ class H2Connection:
         if not self._unsent:
             self._loop.remove_writer(self._socket.fileno())
 
+    def _close_socket(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
     def _lost(self, error: Exception) -> PeerLost:
         return PeerLost(f"the connection to {self.address} broke: {error}")
 
     def _fail(self, error: Exception) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._loop.remove_reader(self._socket.fileno())
+            self._listen(False)
             self._loop.remove_writer(self._socket.fileno())
-            with suppress(OSError):
-                self._socket.close()
-            self._views.clear()
+            self._messages.drop()
+            if self._reading is None:
+                self._close_socket()
+            else:
+                self._reading.give_up()
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)
-
-
-def _first(views: deque[memoryview], num_bytes: int) -> list[memoryview]:
-    """Returns the first `num_bytes` of these, or as many as one system call takes."""
-    found: list[memoryview] = []
-    for view in islice(views, _MAX_VIEWS):
-        if num_bytes == 0:
-            break
-        found.append(view[:num_bytes])
-        num_bytes -= len(found[-1])
-    return found

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from edge.security.credentials import Credentials
 from kv_transfer.transports.stream.h2.connection import CallRefused, H2Connection
+from kv_transfer.transports.stream.h2.receive_threads import ReceiveThreads
 from kv_transfer.wire.pull_client import MessageSink, PullClient, refusal
 from kv_transfer.wire.rpc_method import PULL_PATH
 from tandem_pb import kv_transfer_pb2 as pb
@@ -14,11 +15,14 @@ from tandem_pb import kv_transfer_pb2 as pb
 
 class H2PullClient(PullClient):
     """As many connections to an address as there were streams at the same time. `source`: our
-    address that they leave from; empty: any."""
+    address that they leave from; empty: any. `receive_threads`: 0: the event loop reads all."""
 
-    def __init__(self, credentials: Credentials, source: str = "") -> None:
+    def __init__(
+        self, credentials: Credentials, source: str = "", receive_threads: int = 0
+    ) -> None:
         self._credentials = credentials
         self._source = source
+        self._threads = ReceiveThreads(receive_threads)
         self._idle: dict[str, list[H2Connection]] = defaultdict(list)
         self._busy: set[H2Connection] = set()
 
@@ -26,7 +30,7 @@ class H2PullClient(PullClient):
         self, address: str, slot: int, request: pb.PullRequest, sink: MessageSink
     ) -> None:
         connection = self._reuse(address) or await H2Connection.connect(
-            address, self._credentials, self._source
+            address, self._credentials, self._threads, self._source
         )
         self._busy.add(connection)
         try:
@@ -60,6 +64,7 @@ class H2PullClient(PullClient):
         await self.forget(set(self._idle))
         for connection in list(self._busy):
             connection.close()
+        self._threads.close()
 
     def _reuse(self, address: str) -> H2Connection | None:
         idle = self._idle[address]
