@@ -1,4 +1,4 @@
-"""Calls that threads read end as those do that the event loop reads, and write nothing more then."""
+"""Calls end alike whether threads read them or the event loop, and nothing is written after that."""
 
 from __future__ import annotations
 
