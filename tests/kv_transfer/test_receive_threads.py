@@ -1,4 +1,4 @@
-"""Calls end alike whether threads read them or the event loop, and nothing is written after that."""
+"""Calls end alike whether threads or the event loop read, and nothing is written afterwards."""
 
 from __future__ import annotations
 
