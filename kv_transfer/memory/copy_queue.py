@@ -2,14 +2,16 @@
 
     1. copies are issued on `stream`
     2. `then(callback)`    called once all copies issued before are done: at once on the host, from
-                           the event loop on a device
+                           the event loop on a device; `then_sometime`: a little later will do
     3. `await settled()`   all copies issued so far are done
     4. `close()`           waits for the stream
 
 A device is asked again and again while copies are on their way: a few times in a row, because most
 copies take less than the shortest sleep, then once every millisecond. Who waits for 3 has nothing
 else to wait for, and what it copied may take some milliseconds: so long there is no sleep. Other
-work of the loop goes on between any two looks.
+work of the loop goes on between any two looks. Other threads do not: beside a loop that never
+sleeps, each waits 0.15 ms for Python's lock whenever it needs it. So nothing is looked at in a row
+that nobody waits for.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from kv_transfer.memory.copy_stream import CopyStream, Fence
 
@@ -32,7 +35,11 @@ class CopyQueue:
     def __init__(self, stream: CopyStream) -> None:
         self.stream = stream
         self.on_error: Callable[[BaseException], None] = _raise
-        self._waiting: deque[tuple[Fence, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[Fence, Callable[[], None], bool]] = deque()
+        """Fences, who wants to hear of them, and whether soon."""
+        self._num_awaited = 0
+        """So many of them want to hear soon."""
+        self._is_urgent = asyncio.Event()
         self._poller: asyncio.Task[None] | None = None
         self._settle_until = 0.0
         """Somebody is in a hurry until then."""
@@ -43,11 +50,21 @@ class CopyQueue:
 
     def then(self, callback: Callable[[], None]) -> None:
         """Callbacks come in the order in which they were given."""
+        self._add(callback, is_awaited=True)
+
+    def then_sometime(self, callback: Callable[[], None]) -> None:
+        """Calls it like `then`, in the same order, but nobody is in a hurry."""
+        self._add(callback, is_awaited=False)
+
+    def _add(self, callback: Callable[[], None], is_awaited: bool) -> None:
         fence = self.stream.fence()
         if not self._waiting and fence.is_done():
             callback()
             return
-        self._waiting.append((fence, callback))
+        self._waiting.append((fence, callback, is_awaited))
+        if is_awaited and self._num_awaited == 0:
+            self._is_urgent.set()
+        self._num_awaited += is_awaited
         if self._poller is None or self._poller.done():
             self._poller = asyncio.get_running_loop().create_task(self._poll())
 
@@ -61,6 +78,7 @@ class CopyQueue:
     def hurry(self) -> None:
         """Looks without a pause for the next few milliseconds: somebody waits for nothing else."""
         self._settle_until = time.monotonic() + _LOOK_FOR_S
+        self._is_urgent.set()
 
     def wait_for_oldest(self) -> bool:
         """Blocks until the first one in line can be called, and calls it. False: nobody waits.
@@ -81,17 +99,31 @@ class CopyQueue:
         try:
             while self._waiting:
                 looks = 0 if self._call_done() else looks + 1
-                is_urgent = looks < _LOOKS_IN_A_ROW or time.monotonic() < self._settle_until
-                await asyncio.sleep(0 if is_urgent else _PAUSE_S)
+                is_worth_it = self._num_awaited and looks < _LOOKS_IN_A_ROW
+                if is_worth_it or time.monotonic() < self._settle_until:
+                    await asyncio.sleep(0)
+                elif await self._pause():
+                    looks = 0
         except Exception as error:
             self.on_error(error)
+
+    async def _pause(self) -> bool:
+        """Returns whether it became urgent."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PAUSE_S):
+                await self._is_urgent.wait()
+        was_urgent = self._is_urgent.is_set()
+        self._is_urgent.clear()
+        return was_urgent
 
     def _call_done(self) -> bool:
         """Returns whether anybody was called."""
         was_any = False
         while self._waiting and self._waiting[0][0].is_done():
             was_any = True
-            self._waiting.popleft()[1]()
+            _, callback, is_awaited = self._waiting.popleft()
+            self._num_awaited -= is_awaited
+            callback()
         return was_any
 
 

@@ -59,7 +59,7 @@ class Inbox:
         return self._slots.take(num_bytes, is_awaited=True)
 
     def give_back(self, slot: StagedChunk) -> None:
-        self._copies.then(lambda: self._slots.drop(slot))
+        self._copies.then_sometime(lambda: self._slots.drop(slot))
 
     def lend(self, payload: ByteArray) -> int:
         """Raises `StagingFull` for a payload that can never fit."""
@@ -82,7 +82,7 @@ class Inbox:
 
     def copies_issued(self) -> None:
         if self._is_copy_lent:
-            self._copies.then(self._return_oldest)
+            self._copies.then_sometime(self._return_oldest)
 
     def _return_oldest(self) -> None:
         self._lent.popleft()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -15,11 +17,34 @@ from late_device import LateDevice
 
 from kv_transfer.errors import StagingFull
 from kv_transfer.memory.copy_queue import CopyQueue
+from kv_transfer.memory.copy_stream import CopyStream, Fence
 from kv_transfer.memory.inbox import Inbox
 from kv_transfer.metadata import TransferEventKind
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
+
+
+class CountedFence(Fence):
+    """A fence of one copy, which counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+        self.is_over = False
+
+    def is_done(self) -> bool:
+        self.num_looks += 1
+        return self.is_over
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+def queue_of(*fences: Fence) -> CopyQueue:
+    """Returns a queue whose next callbacks wait for these."""
+    stream = create_autospec(CopyStream, instance=True)
+    stream.fence.side_effect = fences
+    return CopyQueue(stream)
 
 
 async def breathe() -> None:
@@ -167,3 +192,36 @@ def test_the_inbox_never_lends_memory_that_a_copy_still_reads(seed: int) -> None
             inbox.lend(np.zeros(1001, np.uint8))
 
     asyncio.run(run())
+
+
+async def test_copies_that_nobody_waits_for_are_seldom_looked_at() -> None:
+    """A loop that never sleeps would keep Python's lock from the threads beside it."""
+    fence = CountedFence()
+    queue = queue_of(fence)
+    was_called = asyncio.Event()
+    began = time.monotonic()
+    queue.then_sometime(was_called.set)
+    await asyncio.sleep(0.05)
+    assert fence.num_looks <= (time.monotonic() - began) * 1000 + 2
+    fence.is_over = True
+    async with asyncio.timeout(60):
+        await was_called.wait()
+
+
+async def test_who_waits_is_called_behind_those_who_do_not_and_wakes_the_queue() -> None:
+    fences = [CountedFence() for _ in range(3)]
+    queue = queue_of(*fences)
+    called: list[int] = []
+    queue.then_sometime(lambda: called.append(0))
+    await asyncio.sleep(0.05)
+    queue.then(lambda: called.append(1))
+    before = fences[0].num_looks
+    for _ in range(5):
+        # Pauses are longer than all of these together: only a queue that was woken looks now.
+        await asyncio.sleep(0)
+    assert fences[0].num_looks > before
+    for fence in fences:
+        fence.is_over = True
+    async with asyncio.timeout(60):
+        await queue.settled()
+    assert called == [0, 1]
