@@ -25,7 +25,8 @@ from bench.engine.timing.kernel_cases import SCALE, PagedInputs, attention_flops
 from tandem_kernels.attention.decode_attention import decode_attention
 from tandem_kernels.attention.decode_tuning import DecodeTuning
 from tandem_kernels.attention.kv_scales import E4M3
-from tandem_kernels.attention.prefill_attention import PrefillTuning, prefill_attention
+from tandem_kernels.attention.prefill_attention import prefill_attention
+from tandem_kernels.attention.prefill_tuning import PrefillTuning
 
 Attention = Callable[..., None]
 Lengths = dict[str, tuple[list[int], list[int]]]

@@ -32,6 +32,7 @@ from tandem_kernels.attention import (
     latent_rope_and_cache,
     merge_attention,
     prefill_attention,
+    prefill_tuning,
     ragged_attention,
     rope_and_cache,
 )
@@ -130,6 +131,9 @@ class Case:
         }
         return ASTSource(self.kernel, signature, self.constants, aligned)
 
+
+NO_PARTS = {"IN_PARTS": False, "partial_acc": None, "partial_state": None, "arrived": None}
+"""Constants of attention over whole contexts."""
 
 BEGIN_LATE = rms_norm.rms_norm_kernel, route_tokens.route_tokens_kernel
 """Let the next kernel begin when the ones in front have ended, and no sooner."""
@@ -426,7 +430,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
     for head_dim, is_fp8 in [*sizes, *([(128, True), (256, True)] if capability >= 90 else [])]:
         types = {
             **named(f"*{dtype}", "q", "kv_cache", "out"),
-            **named("*i32", "block_tables", "query_start_loc", "seq_lens"),
+            **named("*i32", "block_tables", "query_start_loc", "seq_lens", "arrived"),
             **named("*fp32", "partial_acc", "partial_state", "sinks", "k_scale", "v_scale"),
             **named("fp32", "scale", "cap"),
         }
@@ -464,10 +468,11 @@ def attention_cases(capability: int) -> Iterator[Case]:
             )
         merge = {**shape_of_tile, "PARTS": 16, **(rare if vary else plain)}
         yield Case(decode_attention.merge_kernel, label, types, merge)
-        more = ((16, 64), (8192, 16)) if vary else ((16, 64),) if is_fp8 else ()
-        for max_rows, block_size in ((8192, 128), *more):
-            prefill = prefill_attention.prefill_tuning(
-                max_rows, 2**20, 8192, head_dim, DTYPES[dtype], block_size
+        few = ((16, 16, 64), (256, 2048, 128))
+        more = (*few, (8192, 2**20, 16)) if vary else few if is_fp8 else ()
+        for max_rows, total_rows, block_size in ((8192, 2**20, 128), *more):
+            prefill = prefill_tuning.prefill_tuning(
+                max_rows, total_rows, 8192, head_dim, DTYPES[dtype], block_size
             )
             described = capability >= 90 and block_size % prefill.tile == 0 and prefill.tile >= 64
             box = f"[1, {prefill.tile}, {shape['BLOCK_DIM']}]"
@@ -487,6 +492,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     "PRECISION": "tf32",
                     "DESCRIBED": described,
                     "OVERLAP": capability >= 90 and max_rows == 16,
+                    **({"IN_PARTS": True} if prefill.in_parts else NO_PARTS),
                     **(rare if vary and block_size == 16 else plain),
                     "CAPPED": vary and block_size == 16,
                     **({} if described else {"tiles_of_blocks": None}),

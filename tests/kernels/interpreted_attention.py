@@ -21,7 +21,7 @@ from interpreted_fixtures import (  # noqa: F401
 )
 
 from tandem_kernels import ops
-from tandem_kernels.attention import rope_and_cache
+from tandem_kernels.attention import prefill_attention, prefill_parts, rope_and_cache
 from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
 
 SMALL = delta_checks.Sizes(key_heads=1, value_heads=2, key_dim=16, value_dim=40)
@@ -76,6 +76,32 @@ def test_paged_attention(
         dtype=dtype,
     )
     check.paged_attention(ops.paged_attention.kernel, batch)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_contexts_in_parts(
+    monkeypatch: pytest.MonkeyPatch, block_size: int, softcap: float
+) -> None:
+    """Some are too short for parts; a part may lie behind what its first rows see."""
+    cut: list[int] = []
+
+    def num_parts(*args: object) -> int:
+        cut.append(prefill_parts.num_parts(*args))  # type: ignore[arg-type]
+        return cut[-1]
+
+    monkeypatch.setattr(prefill_attention, "num_parts", num_parts)
+    shape = {"num_kv_heads": 1, "group": 2, "head_dim": 16, "block_size": block_size}
+    for contexts, queries, parts in (
+        ([1700, 30], [6, 2], 3),
+        ([1029], [7], 2),
+        ([1024, 600], [5, 3], 2),
+    ):
+        batch = oracle.paged_batch(contexts, queries, **shape)  # type: ignore[arg-type]
+        batch.softcap = softcap
+        check.paged_attention(ops.paged_attention.kernel, batch)
+        assert cut.pop() >= parts
+        check.attention_with_sinks(ops.paged_attention.kernel, contexts, queries, **shape)
 
 
 @pytest.mark.parametrize(("window", "fixed_order"), [(1, False), (16, False), (50, True)])

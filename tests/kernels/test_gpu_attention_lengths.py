@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kernel_checks as check
 import kernel_oracle as oracle
 import pytest
@@ -112,3 +114,42 @@ def test_a_captured_decode_equals_the_eager_one_bit_for_bit() -> None:
         graph.replay()
         eager = ops.paged_attention(batch.q, batch.kv_cache, batch.metadata, batch.scale)
         assert torch.equal(out, eager)
+
+
+@halves
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 1), (256, 2)])
+def test_contexts_in_parts(dtype: torch.dtype, head_dim: int, group: int, block_size: int) -> None:
+    """Few queries behind long contexts, short ones among them."""
+    shape = {"num_kv_heads": 4, "group": group, "head_dim": head_dim, "dtype": dtype}
+    check_attention([8256], [64], block_size=block_size, **shape)
+    check_attention([40_000], [17], block_size=block_size, **shape)
+    check_attention([9000, 300, 1024, 5000], [30, 30, 2, 3], block_size=block_size, **shape)
+
+
+def test_recorded_parts_fit_any_length() -> None:
+    """A graph is replayed for other lengths, twice each: counts of arrivals are zero again."""
+    shape = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "block_size": 64}
+    batches = [
+        oracle.paged_batch([length], [64], dtype=torch.bfloat16, device="cuda", **shape)  # type: ignore[arg-type]
+        for length in (8256, 64, 700, 3000)
+    ]
+    longest = batches[0]
+    tables = longest.metadata.block_tables.clone()
+    metadata = replace(longest.metadata, block_tables=tables)
+    q, kv_cache = longest.q.clone(), longest.kv_cache.clone()
+    ops.paged_attention(q, kv_cache, metadata, longest.scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.paged_attention(q, kv_cache, metadata, longest.scale)
+    for batch in batches:
+        used = batch.metadata.block_tables
+        q.copy_(batch.q)
+        kv_cache[: len(batch.kv_cache)] = batch.kv_cache
+        tables[:, : used.shape[1]] = used
+        metadata.seq_lens.copy_(batch.metadata.seq_lens)
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert torch.equal(out, first)
+        assert oracle.relative_error(out, batch.expected()) < check.ATTENTION[out.dtype]

@@ -18,7 +18,7 @@ from engine.models.llama import LlamaForCausalLM
 from tandem_kernels import device
 from tandem_kernels.attention import decode_attention, prefill_attention
 from tandem_kernels.attention.decode_tuning import DecodeTuning
-from tandem_kernels.attention.prefill_attention import PrefillTuning
+from tandem_kernels.attention.prefill_tuning import PrefillTuning
 from tandem_kernels.gemm import small_m_gemm
 from tandem_kernels.gemm.small_m_gemm import SmallMTuning
 

@@ -47,6 +47,11 @@ class AttentionMetadata:
         """Returns the number of leading query rows that belong to decodes."""
         return self.num_decodes * self.decode_query_len
 
+    def longest_context(self, kv_cache: Tensor) -> int:
+        """Returns the tokens that a block table has room for: a recorded step may be replayed
+        behind contexts of any length up to that."""
+        return self.block_tables.shape[1] * kv_cache.shape[3]
+
     def strides(self, q: Tensor, kv_cache: Tensor) -> tuple[int, ...]:
         """Returns the steps from a token of `q` to the next, and in `kv_cache` [N, 2, Hkv, B, D]
         from a block, from keys to values and from a head, and from a block table."""

@@ -10,10 +10,8 @@ from torch import Tensor
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.decode_attention import decode_attention
 from tandem_kernels.attention.kv_scales import KVScales
-from tandem_kernels.attention.prefill_attention import (
-    fixed_tuning,
-    prefill_attention,
-)
+from tandem_kernels.attention.prefill_attention import prefill_attention
+from tandem_kernels.attention.prefill_tuning import fixed_tuning
 
 _UNCUT_WINDOW = 256
 """Up to so many positions a window is walked by one program: cutting it would take a merge, and

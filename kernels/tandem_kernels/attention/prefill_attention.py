@@ -5,6 +5,8 @@ that share the head, row m being token m // GROUP and head m % GROUP. It walks t
 without a mask up to where its first token stands, then masked to where its last one does. Tiles
 are taken from the end of the batch backwards, so that the longest walks of a prompt start first.
 With a window the walk begins where the first token's window does, and all of it is masked.
+Where tiles are too few for the device, as of a question behind a long conversation, contexts are
+cut into parts, each walked by a program of its own (`prefill_parts`).
 Decodes that come this way overlap their predecessor, as in `decode_attention`.
 
 On Hopper the unmasked walk loads whole tiles by the copy engine (a tensor descriptor over
@@ -13,8 +15,6 @@ because a block's unwritten tail may hold NaN and must not be loaded.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -27,63 +27,17 @@ from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.attention_sink import with_sink
 from tandem_kernels.attention.fp8_cache import in_half
 from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.prefill_parts import (
+    PartsKept,
+    joined,
+    num_parts,
+    own_walk,
+)
+from tandem_kernels.attention.prefill_tuning import PrefillTuning, prefill_tuning
 from tandem_kernels.attention.soft_cap import soft_capped
 from tandem_kernels.device import has_copy_engine, supports_pdl
 
 LOG2_E = 1.4426950408889634
-LONG_CONTEXT = 4096
-"""The number of tokens from which larger tiles are faster: by 4 % of a step of 4 x 2048 tokens
-behind 8192 each. Below smaller ones are, by 0.7 % of a step of 4 x 2048.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTuning:
-    """Says how one shape runs best; found by measurement."""
-
-    rows: int
-    tile: int
-    num_warps: int
-    num_stages: int
-
-
-def prefill_tuning(
-    max_rows: int,
-    total_rows: int,
-    max_context: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    block_size: int,
-) -> PrefillTuning:
-    """Choose by rows, which are query tokens times the query heads of a KV head.
-
-    `max_rows` are those of the longest request, `total_rows` those of all requests and KV heads.
-    `max_context`: tokens of the longest context, as far as a window shows them.
-    """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    if row_bytes > 512:
-        return PrefillTuning(rows=16 if max_rows <= 16 else 32, tile=16, num_warps=4, num_stages=2)
-    if max_rows <= 16:
-        return PrefillTuning(rows=16, tile=32, num_warps=4, num_stages=3)
-    if row_bytes > 256:
-        return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
-    if max_rows <= 64 or total_rows <= 128 * 128:
-        return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
-    if max_context >= LONG_CONTEXT and block_size % 128 == 0:
-        return PrefillTuning(rows=128, tile=128, num_warps=8, num_stages=5)
-    if max_context >= LONG_CONTEXT and block_size % 64 == 0:
-        return PrefillTuning(rows=128, tile=64, num_warps=8, num_stages=5)
-    return PrefillTuning(rows=128, tile=64, num_warps=4, num_stages=4)
-
-
-def fixed_tuning(head_dim: int, dtype: torch.dtype) -> PrefillTuning:
-    """Returns the same tuning for all shapes of a batch."""
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    if row_bytes > 512:
-        return PrefillTuning(rows=16, tile=16, num_warps=4, num_stages=2)
-    if row_bytes > 256:
-        return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
-    return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
 
 
 @triton.jit
@@ -145,6 +99,40 @@ def _places(
 
 
 @triton.jit
+def _whole_tiles(
+    tiles_of_blocks: tl.tensor,
+    page: tl.tensor,
+    table: tl.tensor,
+    start: tl.tensor,
+    head: tl.tensor,
+    seq_len: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> tl.tensor:
+    """Returns a head's keys and values [TILE, BLOCK_DIM] at positions that are all written."""
+    if DESCRIBED:
+        block = tl.load(table + start // BLOCK_SIZE)
+        line = head * BLOCK_SIZE + start % BLOCK_SIZE
+        keys = tiles_of_blocks.load([block, line, 0]).reshape(TILE, BLOCK_DIM)
+        line += NUM_KV_HEADS * BLOCK_SIZE
+        values = tiles_of_blocks.load([block, line, 0]).reshape(TILE, BLOCK_DIM)
+    else:
+        dim = tl.arange(0, BLOCK_DIM)
+        real_dim = (dim < HEAD_DIM)[None, :]
+        place = _places(table, start, seq_len, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
+        places = page + place[:, None] + dim[None, :]
+        keys = tl.load(places, mask=real_dim, other=0.0)
+        values = tl.load(places + value_stride, mask=real_dim, other=0.0)
+    return keys, values
+
+
+@triton.jit
 def request_of(
     query_start_loc: tl.tensor,
     q_tile: tl.tensor,
@@ -183,6 +171,9 @@ def prefill_attention_kernel(
     v_scale: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
+    partial_acc: tl.tensor,
+    partial_state: tl.tensor,
+    arrived: tl.tensor,
     first_req: tl.tensor,
     num_reqs: tl.tensor,
     q_stride: tl.tensor,
@@ -207,10 +198,9 @@ def prefill_attention_kernel(
     HAS_SINKS: tl.constexpr,
     FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IN_PARTS: tl.constexpr,
 ) -> None:
-    """Computes, in program (h, i), the i-th tile from the end of KV head h; spare programs end at
-    once.
-    """
+    """Computes, in program (h, i, p), part p of the i-th tile from the end of KV head h."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -224,16 +214,14 @@ def prefill_attention_kernel(
         return
     seq_len = tl.load(seq_lens + r)
     cached = seq_len - num_tokens
-
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     token = first_token + row // GROUP
     real = ((row < BLOCK_Q * GROUP) & (token < num_tokens))[:, None] & (dim < HEAD_DIM)[None, :]
     query_row = (query_start + token).to(tl.int64)[:, None]
     query_head = head * GROUP + (row % GROUP)[:, None]
-    queries = tl.load(
-        q + query_row * q_stride + query_head * HEAD_DIM + dim[None, :], mask=real, other=0.0
-    )
+    of_query = query_row * q_stride + query_head * HEAD_DIM + dim[None, :]
+    queries = tl.load(q + of_query, mask=real, other=0.0)
     if FP8:
         of_keys = tl.load(k_scale + head)
         scale, cap = scale * of_keys, cap / of_keys
@@ -246,35 +234,31 @@ def prefill_attention_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     seen_by_all = (cached + first_token + 1) // TILE * TILE
-    needed = tl.minimum(cached + first_token + BLOCK_Q, seq_len)
+    begin, end = 0, tl.minimum(cached + first_token + BLOCK_Q, seq_len)
     lane = tl.arange(0, TILE)
-    real_dim = (dim < HEAD_DIM)[None, :]
     masked_from = seen_by_all
     if WINDOW > 0:
         first_seen = tl.maximum(cached + first_token - WINDOW + 1, 0)
         seen_by_all = 0
         masked_from = first_seen // TILE * TILE
-    for start in range(0, seen_by_all, TILE):
-        if DESCRIBED:
-            block = tl.load(table + start // BLOCK_SIZE)
-            line = head * BLOCK_SIZE + start % BLOCK_SIZE
-            keys = tiles_of_blocks.load([block, line, 0]).reshape(TILE, BLOCK_DIM)
-            line += NUM_KV_HEADS * BLOCK_SIZE
-            values = tiles_of_blocks.load([block, line, 0]).reshape(TILE, BLOCK_DIM)
-        else:
-            place = _places(table, start, seq_len, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
-            places = page + place[:, None] + dim[None, :]
-            keys = tl.load(places, mask=real_dim, other=0.0)
-            values = tl.load(places + value_stride, mask=real_dim, other=0.0)
+    if IN_PARTS:
+        begin, end, parts = own_walk(tl.program_id(2), end, tl.num_programs(2), TILE)
+        if (begin >= end) & (tl.program_id(2) > 0):
+            return
+    for start in range(begin, tl.minimum(seen_by_all, end), TILE):
+        keys, values = _whole_tiles(
+            tiles_of_blocks, page, table, start, head, seq_len, block_stride, value_stride,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, TILE, DESCRIBED,
+        )  # fmt: skip
         peak, total, acc = _advance(
             queries, peak, total, acc, keys, values, start + lane, own_position, scale, cap,
             False, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
-    for start in range(masked_from, needed, TILE):
+    for start in range(tl.maximum(masked_from, begin), end, TILE):
         inside = start + lane < seq_len
         if WINDOW > 0:
             inside &= start + lane >= first_seen
-        mask = inside[:, None] & real_dim
+        mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
         place = _places(table, start, seq_len, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
         places = page + place[:, None] + dim[None, :]
         keys = tl.load(places, mask=mask, other=0.0)
@@ -283,6 +267,12 @@ def prefill_attention_kernel(
             queries, peak, total, acc, keys, values, start + lane, own_position, scale, cap,
             True, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
+    if IN_PARTS:
+        tile = q_tile * NUM_KV_HEADS + head
+        kept = partial_acc, partial_state, arrived
+        is_last, peak, total, acc = joined(*kept, tile, parts, peak, total, acc, ROWS, BLOCK_DIM)
+        if not is_last:
+            return
     if HAS_SINKS:
         total = with_sink(total, peak, sinks, head * GROUP + row % GROUP, row >= 0)
     if FP8:
@@ -318,8 +308,7 @@ def prefill_attention(
         softcap: Bound of the scores; 0: none.
         sinks: [Hq] float32, or None.
         kv_scales: Of a cache of e4m3 numbers; None: it has those of `q`.
-        overlaps: The step is short, as one of decodes is: the kernel is launched before its
-            predecessor has drained, where the device can.
+        overlaps: The step is short: the kernel is launched before its predecessor has drained.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -328,12 +317,11 @@ def prefill_attention(
     block_dim = triton.next_power_of_2(head_dim)
     tuning = tuning or _tuning_of(q, kv_cache, metadata)
     rows = max(tuning.rows, triton.next_power_of_2(group))
-    block_q = rows // group
-    most_tiles = triton.cdiv(num_tokens - first_req, block_q) + num_reqs - first_req
-    described = metadata.window is None and has_copy_engine(q.device)
-    described = described and _can_describe(kv_cache, tuning.tile)
+    tiles = triton.cdiv(num_tokens - first_req, rows // group)
+    kept = _room_for_parts(q, kv_cache, metadata, tiles, rows) if tuning.in_parts else PartsKept()
+    described = metadata.window is None and _can_describe(kv_cache, tuning.tile)
     overlaps = overlaps and supports_pdl(q.device)
-    prefill_attention_kernel[(num_kv_heads, most_tiles)](
+    prefill_attention_kernel[(num_kv_heads, tiles + num_reqs - first_req, kept.num_parts)](
         q,
         kv_cache,
         describe_tiles(kv_cache, tuning.tile, block_dim) if described else None,
@@ -343,6 +331,7 @@ def prefill_attention(
         *pointers(kv_scales),
         sinks,
         out,
+        *kept.tensors,
         first_req,
         num_reqs,
         *metadata.strides(q, kv_cache),
@@ -353,7 +342,7 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         BLOCK_DIM=block_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_Q=block_q,
+        BLOCK_Q=rows // group,
         ROWS=rows,
         TILE=tuning.tile,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -363,6 +352,7 @@ def prefill_attention(
         HAS_SINKS=sinks is not None,
         FP8=kv_scales is not None,
         OVERLAP=overlaps,
+        IN_PARTS=kept.acc is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlaps else {}),
@@ -381,9 +371,32 @@ def _tuning_of(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Pref
     )
 
 
+def _room_for_parts(
+    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, tiles: int, rows: int
+) -> PartsKept:
+    """Returns room for the parts of a step. `tiles`: of all query tokens, if one request has them;
+    each request more has up to one more."""
+    if metadata.window is not None:
+        return PartsKept()
+    num_kv_heads = kv_cache.shape[2]
+    num_tokens = q.shape[0] - metadata.num_decodes
+    most_tiles = tiles + metadata.seq_lens.shape[0] - metadata.num_decodes
+    parts = num_parts(
+        num_kv_heads * max(tiles, num_tokens // metadata.max_query_len),
+        num_kv_heads * most_tiles,
+        metadata.longest_context(kv_cache),
+        q.device,
+    )
+    block_dim = triton.next_power_of_2(q.shape[-1])
+    return PartsKept.of(num_kv_heads * most_tiles, parts, rows, block_dim, q.device)
+
+
 def _can_describe(kv_cache: Tensor, tile: int) -> bool:
-    """Returns whether tiles are in one block each, and rows where the copy engine can begin."""
+    """Returns whether there is a copy engine, tiles are in one block each, and rows where it can
+    begin."""
     *_, block_size, head_dim = kv_cache.shape
+    if not has_copy_engine(kv_cache.device):
+        return False
     return block_size % tile == 0 and tile >= 64 and head_dim * kv_cache.itemsize % 16 == 0
 
 
