@@ -36,14 +36,12 @@ side-stream     shared experts beside the others, adapters of few rows beside th
 small-m-gemm    GEMMs of few rows by our own kernels
 """
 NewFastPath = Literal[
-    "group-writes",
     "overlapped-sums",
     "sharded-sampling",
 ]
 """Names fast paths that are not taken unless asked for, since no GPU has timed them in whole steps,
 or one has and found too little (docs/experiments.md):
 
-group-writes          data-parallel groups exchange tokens by writes into each other's memory
 overlapped-sums       two ranks sum some rows of long steps while they multiply others
 sharded-sampling      ranks that share a vocabulary gather no logits for log probabilities, beams,
                       penalties, biases and grammars

@@ -133,15 +133,14 @@ def take_place(
 def _share_memory(config: EngineConfig, tp: ParallelGroup, dp: ParallelGroup) -> None:
     """Lets sums of `tp`, and the exchange of `dp`, go over memory that ranks share. Only those ask
     the spec for a width: not every model names one."""
-    exchanges = dp.size > 1 and config.device.enables("group-writes")
-    if tp.size == 1 and not exchanges:
+    if tp.size == 1 and dp.size == 1:
         return
     all_reduce, num_rows = config.parallel.all_reduce, config.scheduler.max_num_batched_tokens
     dtype, width = getattr(torch, config.model.dtype), int(config.model.spec["hidden_size"])
     if tp.size > 1:
         limits = None if all_reduce == "auto" else ReduceLimits.parse(all_reduce)
         tp.share_memory(dtype, width, num_rows, limits)
-    if exchanges:
+    if dp.size > 1:
         dp.exchange_by_writes(dtype, width, num_rows)
 
 

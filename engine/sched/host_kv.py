@@ -57,11 +57,14 @@ class HostKV:
         waiting: RequestQueue,
         policy: SchedulingPolicy,
         prefill_rate: PrefillRate,
+        short_tail: int = 0,
     ) -> None:
         """Takes `prefill_rate`, the speed of our own steps, against which reads from disk are
-        weighed."""
+        weighed. `short_tail`: prompts of which no more tokens are left wait for all of their KV,
+        since their step is recorded then, and sooner done than one that waits for layers."""
         self._tier = tier
         self._prefill_rate = prefill_rate
+        self._short_tail = short_tail
         self._disk_rate = SourceRate()
         self._early = early
         self._kv_cache = kv_cache
@@ -183,6 +186,9 @@ class HostKV:
         for load in self._loads.values():
             if load.request.prefix_peer:
                 continue  # A peer is asked for what follows, once all of this is here.
+            left = load.request.num_tokens - load.request.num_computed_tokens
+            if left <= self._short_tail:
+                continue
             ticket = self._tier.ticket(load.job) if self._tier and load.has_begun else None
             if ticket is not None:
                 load.is_early = True

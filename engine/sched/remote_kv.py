@@ -68,7 +68,8 @@ class RemoteKV:
         self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy, draft_hash)
         self.early = EarlyLoads(connector)
         tier = connector.host_tier
-        self.host = HostKV(tier, self.early, kv_cache, fence, waiting, policy, prefill_rate)
+        short = config.short_prompt
+        self.host = HostKV(tier, self.early, kv_cache, fence, waiting, policy, prefill_rate, short)
         transfer = config.kv_transfer
         is_shared = transfer is not None and transfer.shares_prefixes
         pulls_prefixes, answers = False, None

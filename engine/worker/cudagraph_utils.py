@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.batch.input_batch import BatchOrder
-from engine.config import EngineConfig
+from engine.config import SHORT_PROMPT_TOKENS, EngineConfig
 from engine.errors import CannotStartError
 from engine.sched.draft_length import lengths_up_to
 
 logger = logging.getLogger(__name__)
 
-PROMPT_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512)
+PROMPT_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, SHORT_PROMPT_TOKENS)
 """Sizes of steps with short prompts. GEMMs compute 64 or 128 rows at a time, so a size that is the
 next multiple of that costs little more than the prompt itself; of 448 rows the library's take
 longer than of 512."""

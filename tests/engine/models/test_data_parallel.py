@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,10 @@ def test_groups_answer_as_one_rank_does(
 def test_gpus_answer_alike_by_writes_and_by_the_library(checkpoints: Path) -> None:
     """Steps are recorded, and one group has requests while the other has none."""
     found = []
-    for paths in ((), ("group-writes",)):
-        device = DeviceConfig(device="cuda", enabled_fast_paths=paths)
-        node = GroupedNode.start(config_of(checkpoints / "mixtral", DP2, device=device))
+    device = DeviceConfig(device="cuda")
+    for all_reduce in ("auto", "nccl"):
+        parallel = replace(DP2, all_reduce=all_reduce)
+        node = GroupedNode.start(config_of(checkpoints / "mixtral", parallel, device=device))
         try:
             of_all = answers(node)
             node.add("alone", prompts()[0], NUM_TOKENS)

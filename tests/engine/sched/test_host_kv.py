@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.request import RequestStatus
+from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import HostTierEvent, KVTransferParams, TierCommand, TierContents
 from kv_transfer.tier import Tier
@@ -74,6 +78,38 @@ def test_a_prompt_computes_while_its_layers_are_loaded() -> None:
     assert client.tokens == client.expected and machine.num_early == 1
     assert machine.scheduler.stats().prompt_tokens_loaded == NUM_LOADABLE
     machine.check_all_done()
+
+
+def test_a_short_rest_whose_step_is_recorded_waits_for_all_layers() -> None:
+    """A step that waits for layers cannot be a graph, and takes longer than what it saves."""
+    machine = StepMachine(recorded(make_config()), 12, num_host_slots=64)
+    run(machine, "first", PROMPT)
+    forget(machine)
+    client = begin_to_load(machine, "again")
+    assert machine.host is not None
+    machine.host.begin_all()
+    machine.poll_connector()
+    assert machine.schedule() is None
+    machine.finish()
+    assert client.tokens == client.expected and machine.num_early == 0
+    assert machine.scheduler.stats().prompt_tokens_loaded == NUM_LOADABLE
+    machine.check_all_done()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"enforce_eager": True}, {"disabled_fast_paths": ("prompt-graphs",)}]
+)
+def test_prompts_are_short_where_steps_are_recorded(changes: dict[str, Any]) -> None:
+    config = make_config(max_num_batched_tokens=2048)
+    assert config.short_prompt == 0, "on a CPU"
+    config = recorded(config)
+    assert config.short_prompt == PROMPT_TOKENS[-1]
+    assert replace(config, device=replace(config.device, **changes)).short_prompt == 0
+
+
+def recorded(config: EngineConfig) -> EngineConfig:
+    """Returns the configuration of an engine on a GPU."""
+    return replace(config, device=replace(config.device, device="cuda"))
 
 
 def test_others_are_not_made_to_wait_for_layers() -> None:
