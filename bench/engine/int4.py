@@ -40,7 +40,7 @@ from tandem_kernels.gemm.int4_tuning import Int4Tuning, int4_tuning
 
 BF16 = torch.bfloat16
 ROWS = (1, 4, 16, 32, 64, 128, 256, 2048)
-TUNED_ROWS = (1, 16, 64)
+TUNED_ROWS = (1, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +134,34 @@ _TILES = {
         Int4Tuning(16, 128, 1, False, 4, 3, 8, True),
         Int4Tuning(16, 64, 1, True, 4, 4, 8),
     ],
+    32: [
+        Int4Tuning(32, 128, 1, True, 4, 3, 8),
+        Int4Tuning(32, 64, 1, True, 4, 3, 8, True),
+        Int4Tuning(32, 128, 1, True, 4, 2, 8, True),
+    ],
     64: [
         Int4Tuning(64, 128, 1, True, 8, 2, 8),
+        Int4Tuning(64, 128, 1, True, 8, 2, 8, True),
+        Int4Tuning(64, 64, 1, True, 4, 2, 8, True),
+        Int4Tuning(64, 64, 1, True, 4, 3, 8, True),
         Int4Tuning(64, 128, 1, True, 8, 3, 8),
         Int4Tuning(64, 128, 1, True, 4, 2, 8),
         Int4Tuning(64, 64, 1, True, 4, 2, 8),
     ],
+    128: [
+        Int4Tuning(128, 128, 1, True, 8, 2),
+        Int4Tuning(128, 128, 1, True, 8, 2, 0, True),
+        Int4Tuning(128, 64, 1, True, 4, 2, 0, True),
+    ],
 }
-"""Lists what may suit so many rows: few, because each takes seconds to compile."""
+"""Lists what may suit so many rows: few, because each takes seconds to compile. Of 32 rows and more
+only products whose scales come late (the last argument) do not wait for each other."""
 
 
 def tunings(rows: int, *, gated: bool) -> Iterator[Int4Tuning]:
     """Lists what may suit `rows` tokens; each tile with two numbers of parts."""
     tile = next(size for size in _TILES if rows <= size)
-    splits = (1, 2) if gated else (2, 4) if tile == 64 else (4, 8)
+    splits = (1, 2) if gated or tile == 128 else (2, 4) if tile in {32, 64} else (4, 8)
     for base, split in itertools.product(_TILES[tile], splits):
         yield replace(base, splits=split)
     yield replace(_TILES[tile][0], splits=splits[0], ahead=0)
