@@ -192,7 +192,7 @@ def test_streams_by_processes() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "processes", "wanted"),
-    [(2, 1, 0), (4, 1, 2), (16, 4, 2), (32, 4, 4), (32, 8, 2), (64, 1, 4), (32, 32, 0)],
+    [(2, 1, 0), (4, 1, 2), (16, 4, 2), (32, 4, 2), (32, 8, 2), (31, 8, 0), (64, 1, 2), (32, 32, 0)],
 )
 def test_threads_receive_where_there_are_cores_for_two(
     cores: int, processes: int, wanted: int
