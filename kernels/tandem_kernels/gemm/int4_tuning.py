@@ -30,18 +30,20 @@ class Int4Tuning:
     late: bool = False
 
 
-FIXED = Int4Tuning(rows=64, cols=64, splits=1, swapped=True, num_warps=4, num_stages=3)
+FIXED = Int4Tuning(64, 64, splits=1, swapped=True, num_warps=4, num_stages=3, late=True)
 """One choice for all batches, where a row must have the same bits in any company."""
 
 _TILES = {
     8: Int4Tuning(8, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
     16: Int4Tuning(16, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
-    32: Int4Tuning(32, 128, 1, True, num_warps=4, num_stages=3, ahead=8),
-    64: Int4Tuning(64, 128, 1, True, num_warps=8, num_stages=2, ahead=8),
-    128: Int4Tuning(128, 128, 1, True, num_warps=8, num_stages=2),
+    32: Int4Tuning(32, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
+    64: Int4Tuning(64, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
+    128: Int4Tuning(128, 128, 1, True, num_warps=8, num_stages=2, late=True),
 }
 """Holds the tiles by their largest number of rows. With few a warp works for itself."""
-_PROGRAMS = {8: 900, 16: 900, 32: 264, 64: 264, 128: 132}
+_GATED_64 = Int4Tuning(64, 128, 1, True, num_warps=8, num_stages=2)
+_NARROW_128 = Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=2, late=True)
+_PROGRAMS = {8: 900, 16: 900, 32: 396, 64: 264, 128: 132}
 """So many fit on the SMs of a Hopper at once."""
 _LEAST_BLOCKS = 4
 """A part of the inner dimension is never shorter."""
@@ -54,7 +56,17 @@ def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> 
         gated: Two outputs are computed for each column.
     """
     rows = next((size for size in _TILES if num_rows <= size), 128)
-    tile = _TILES[rows]
-    strips = -(-num_outputs * (1 + gated) // tile.cols) * -(-num_rows // rows)
+    width = num_outputs * (1 + gated)
+    tile = _tile(rows, width, gated=gated)
+    strips = -(-width // tile.cols) * -(-num_rows // rows)
     most = min(8, _PROGRAMS[rows] // strips, inner // 256 // _LEAST_BLOCKS)
     return replace(tile, splits=1 << max(0, most.bit_length() - 1))
+
+
+def _tile(rows: int, width: int, *, gated: bool) -> Int4Tuning:
+    """Returns the tile of so many rows. `width`: outputs of the weights."""
+    if rows == 64 and gated:
+        return _GATED_64
+    if rows == 128 and 2 * (width // _NARROW_128.cols) <= _PROGRAMS[128]:
+        return _NARROW_128
+    return _TILES[rows]
