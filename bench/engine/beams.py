@@ -37,6 +37,7 @@ from engine.messages import EngineCoreRequest
 from engine.outputs import ModelRunnerOutput, RowSiblings, SiblingTokens, TokenLogprobs
 from engine.request import Request
 from engine.request_spec import RequestSpec
+from engine.sample.beam_choice import choose_beams
 from engine.sampling_params import BeamParams, SamplingParams
 from engine.sched.beam_search import BeamSearch, Hypothesis
 from engine.sched.output import NewRequestData, SchedulerOutput
@@ -71,16 +72,61 @@ class SchedulerCost:
     table_entries: float
 
 
+@dataclass(slots=True)
+class Seats:
+    """A search whose beams keep their rows, by seat."""
+
+    rows: list[int]
+    scores: list[float]
+    ranks: list[int]
+
+    def choose(self, result: ModelRunnerOutput) -> None:
+        """Puts the next beams' tokens in the place of those that were drawn. Nothing ends them."""
+        places = [result.rows.index(row) for row in self.rows]
+        found = [result.logprobs[place] for place in places]
+        chosen = choose_beams(
+            torch.tensor([[one.token_ids[1:] for one in found]]),
+            torch.tensor([[one.logprobs[1:] for one in found]], dtype=torch.float32),
+            torch.tensor([self.scores], dtype=torch.float64),
+            torch.tensor([self.ranks]),
+            torch.full((1, 1), -1),
+        )
+        self.scores, self.ranks = chosen.scores[0].tolist(), chosen.ranks[0].tolist()
+        for place, token_id in zip(places, chosen.token_ids[0].tolist(), strict=True):
+            result.token_ids[place] = token_id
+
+
 class Guesses(Workers):
     """Answers with candidates where they are wanted, and with first tokens of choices."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self._new: dict[int, NewRequestData] = {}  # [row]
+        self._seats: dict[int, Seats] = {}  # [number of the search]
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         result = super().execute(step)
-        self._new |= {one.row: one for one in step.new_reqs}
+        for row in step.finished_rows:
+            seat = self._new.pop(row).beam
+            if seat is not None:
+                self._seats.pop(seat.search, None)
+        for new in step.new_reqs:
+            self._enter(new)
+        self._guess(result)
+        for seats in self._seats.values():
+            if seats.rows[0] in result.rows:
+                seats.choose(result)
+        return result
+
+    def _enter(self, new: NewRequestData) -> None:
+        self._new[new.row] = new
+        if new.beam is not None:
+            seats = self._seats.setdefault(new.beam.search, Seats([], [], []))
+            seats.rows.append(new.row)
+            seats.scores.append(new.beam.score)
+            seats.ranks.append(new.beam.index)
+
+    def _guess(self, result: ModelRunnerOutput) -> None:
         for index, row in enumerate(result.rows):
             new = self._new[row]
             if more := new.sibling_seeds:
@@ -91,9 +137,9 @@ class Guesses(Workers):
             if new.sampling.logprobs is not None:
                 tokens = self._rng.sample(range(1, 100_000), new.sampling.logprobs)
                 scores = sorted((-4 * self._rng.random() for _ in tokens), reverse=True)
+                scores = torch.tensor(scores, dtype=torch.float32).tolist()
                 found = TokenLogprobs([tokens[0], *tokens], [scores[0], *scores], 1)
                 result.logprobs[index] = found
-        return result
 
 
 class SelectionTimer:

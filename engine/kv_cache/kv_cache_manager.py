@@ -220,6 +220,15 @@ class KVCacheManager:
         blocks.kept = [(group.index, copy) for group, copy in zip(missing, copies, strict=True)]
         return [(blocks.tables[group][0].block_id, copy.block_id) for group, copy in blocks.kept]
 
+    def can_fork(self, pairs: Sequence[tuple[Request, Request]], headroom: int) -> bool:
+        """Returns whether `fork` has blocks for all these, and `headroom` stay free: pairs of a
+        prompt and a request."""
+        num_wanted = headroom
+        for prompt, request in pairs:
+            num_shared = (prompt.num_prompt_tokens // group.block_size for group in self._shapes)
+            num_wanted += self.num_blocks_for(request.num_tokens) - sum(num_shared)
+        return num_wanted <= self.num_free_blocks
+
     def fork(
         self, prompt: Request, request: Request, headroom: int = 0, *, takes_all: bool = False
     ) -> list[BlockCopy] | None:
@@ -259,6 +268,26 @@ class KVCacheManager:
             for old, new, stop in zip(source.tables, blocks.tables, stops, strict=True)
             if stop < len(old)
         ]
+
+    def adopt(self, request: Request, source: Request, num_tokens: int) -> list[KVCacheBlock]:
+        """Lets a request go on behind the first `num_tokens` tokens of `source`, which have KV: it
+        gets a user's share of all full blocks among them, and keeps those behind for itself.
+
+        Returns:
+            The blocks that it has no more; the caller owes them a `free_blocks`.
+        """
+        own, other = self._blocks[request.request_id], self._blocks[source.request_id]
+        lost: list[KVCacheBlock] = []
+        for group, table, shared in zip(self._groups, own.tables, other.tables, strict=True):
+            stop = num_tokens // group.block_size
+            pairs = zip(table[:stop], shared, strict=False)
+            start = next((i for i, (mine, its) in enumerate(pairs) if mine is not its), stop)
+            self.block_pool.touch(group.held(shared[start:stop]))
+            lost += group.held(table[start:stop])
+            table[start:stop] = shared[start:stop]
+        own.num_published = list(other.num_published)
+        request.block_hashes = {size: list(names) for size, names in source.block_hashes.items()}
+        return lost
 
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> list[tuple[int, list[int]]] | None:
         """Gives a request the blocks for its first `num_tokens` tokens that it has not yet.

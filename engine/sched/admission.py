@@ -2,6 +2,7 @@
 blocks.
 
     ready      KV and first token came from a peer: blocks are there, only a row is missing
+    searches   all beams of a search, where there is room for all
     choices    of a prompt that is computed: a row and a block or two are missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
                a prefix outside of the cache: likewise, and it is ready when that is here; if
@@ -24,9 +25,11 @@ from engine.kv_cache.group_manager import BlockTables
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.sched.adapters import AdapterTable
+from engine.sched.beams import Beams
 from engine.sched.counters import SchedulerCounters
 from engine.sched.exports import is_exported
 from engine.sched.forks import Forks
+from engine.sched.output import BeamSeat
 from engine.sched.pull import Pull
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
@@ -52,6 +55,7 @@ class Admission:
         running: RunningRows,
         remote: RemoteKV,
         forks: Forks,
+        beams: Beams,
         adapters: AdapterTable,
         counters: SchedulerCounters,
     ) -> None:
@@ -65,6 +69,7 @@ class Admission:
         self._outside = remote.host.ready
         """Requests whose prefix came from outside of the cache."""
         self._forks = forks
+        self._beams = beams
         self._adapters = adapters
         self._counters = counters
         self._stranded: list[str] = []
@@ -80,7 +85,8 @@ class Admission:
 
     def admit(self, budget: int) -> None:
         """Admits requests; up to `budget` of their tokens are computed."""
-        left = self._admit_choices(self._admit_loaded(self._admit_ready(budget)))
+        budget = self._admit_searches(self._admit_loaded(self._admit_ready(budget)))
+        left = self._admit_choices(budget)
         if left is not None:
             self._admit_waiting(left)
             self._adapters.put_back()
@@ -125,6 +131,26 @@ class Admission:
         if request is not None:
             most = min(self._limits.max_chunk, self._config.max_num_batched_tokens)
             self._running.add_chunk(self._enter(request), most)
+
+    def _admit_searches(self, budget: int) -> int:
+        """Lets all beams of a search enter together, if rows, blocks and budget suffice. Returns
+        what is left of the budget."""
+        running = self._running
+        for group in self._beams.take_branched():
+            if len(group.beams) > min(budget, running.table.num_free):
+                continue
+            taken = self._beams.sit_down(group, self._headroom())
+            if taken is None:
+                continue
+            seats, copies = taken
+            running.builder.copy_blocks(copies)
+            rows = [
+                self._enter(beam, group.max_len, seat)
+                for beam, seat in zip(group.beams, seats, strict=True)
+            ]
+            self._beams.seated(group, rows)
+            budget -= sum(running.add_chunk(row, 1) for row in rows)
+        return budget
 
     def _admit_choices(self, budget: int) -> int | None:
         """Returns what is left of the budget; None while a choice waits for blocks, which nobody
@@ -265,11 +291,14 @@ class Admission:
         self._pulls.start(pull, num_cached, num_external)
         return True
 
-    def _enter(self, request: Request) -> Row:
+    def _enter(
+        self, request: Request, max_len: int | None = None, beam: BeamSeat | None = None
+    ) -> Row:
         return self._running.enter(
             request,
             request.sort_key(self._config.policy),
-            self._limits.max_len(request),
+            max_len or self._limits.max_len(request),
+            beam,
             is_exported=is_exported(request),
         )
 

@@ -72,6 +72,10 @@ class BeamSearch:
         self.best: list[Hypothesis] = []
 
     @property
+    def width(self) -> int:
+        return self._params.width
+
+    @property
     def num_tokens(self) -> int:
         """Returns the number of tokens of each live beam."""
         return len(self.live[0].token_ids)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.config import EngineConfig
+from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput
 from engine.outputs import SiblingTokens, TokenLogprobs
 from engine.request import Request, RequestStatus
@@ -15,6 +17,7 @@ from engine.sched.pulls import Pulls
 from engine.sched.request_limits import RequestLimits
 from engine.sched.row import Row
 from engine.sched.running import RunningRows
+from engine.sched.step_fence import StepFence
 
 
 class Finish(Protocol):
@@ -36,11 +39,13 @@ class Choices:
 
     def __init__(
         self,
+        config: EngineConfig,
         limits: RequestLimits,
+        kv_cache: KVCacheManager,
+        fence: StepFence,
         running: RunningRows,
         pulls: Pulls,
         forks: Forks,
-        beams: Beams,
         requests: dict[str, Request],
         unreported: set[str],
         finish: Finish,
@@ -49,19 +54,22 @@ class Choices:
         self._running = running
         self._pulls = pulls
         self._forks = forks
-        self._beams = beams
         self._requests = requests
         self._unreported = unreported
         self._finish = finish
+        self.beams = Beams(config, kv_cache, fence, forks, limits, running, requests, self.discard)
 
     def prompt_done(self, row: Row, drawn: EngineCoreOutput) -> list[EngineCoreOutput]:
         """Lets the choices begin of a prompt that its row has computed, or goes on with the search
         of a beam. Returns the choices' first tokens, unless they have them, or the beams'
         answers."""
         prompt = row.request
+        if row.is_seated:
+            assert drawn.logprobs is not None
+            return self.beams.advanced(row, drawn.logprobs[0])
         self._running.leave(row)
         if prompt.is_beam:
-            return self._beams.computed(prompt, *(drawn.logprobs or ()))
+            return self.beams.computed(prompt, *(drawn.logprobs or ()))
         del prompt.all_token_ids[prompt.num_prompt_tokens :]
         self._share(prompt)
         if prompt.first_tokens:
@@ -77,7 +85,7 @@ class Choices:
         while self._pulls.shareable:
             prompt = self._pulls.shareable.pop()
             if prompt.is_beam:
-                answers += self._beams.computed(prompt)
+                answers += self.beams.computed(prompt)
             else:
                 self._share(prompt)
         return answers
@@ -101,6 +109,11 @@ class Choices:
         output.num_cached_tokens = request.num_cached_tokens
         output.queue_s = max(0.0, request.first_scheduled_at - request.arrival_time)
         output.num_output_tokens_before = request.num_output_tokens - len(output.new_token_ids)
+
+    def discard(self, request: Request) -> None:
+        """Removes a request that nobody hears of."""
+        unheard = EngineCoreOutput(request.request_id, [])
+        self._finish(request, RequestStatus.FINISHED_ABORTED, output=unheard)
 
     def _share(self, prompt: Request) -> None:
         """Ends a prompt's request, whose choices take its blocks."""

@@ -172,6 +172,24 @@ class Forks:
 
     # Beams ------------------------------------------------------------------------------------
 
+    def is_held(self, beam: Request) -> bool:
+        """Returns whether the blocks of a beam are here for those who continue it."""
+        return beam.request_id in self._forks
+
+    def take_together(self, beams: Sequence[Request], headroom: int) -> list[BlockCopy] | None:
+        """Does for all of `beams`, which are in `ready`, what `take_ready` does for one."""
+        pairs = [(self._of_choice[beam.request_id].prompt, beam) for beam in beams]
+        if not self._kv_cache.can_fork(pairs, headroom):
+            return None
+        copies: list[BlockCopy] = []
+        for prompt, beam in pairs:
+            fork = self._of_choice[beam.request_id]
+            made = self._kv_cache.fork(prompt, beam, takes_all=len(fork.choices) == 1)
+            assert made is not None
+            copies += made
+            self._leave(fork, beam)
+        return copies
+
     def hold(self, beam: Request) -> None:
         """Keeps the blocks of a beam that has left its row, until it is known who continues it."""
         self._forks[beam.request_id] = Fork(beam, is_shared=True)

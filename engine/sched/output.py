@@ -18,6 +18,9 @@ Order in which a worker applies a step:
 
 A row whose chunk completes its prefill samples a token in that step. It does not decode until
 `decode_add` names it in a later step.
+
+Rows of a beam search enter, decode and leave together. Behind each step their beams change places
+among them, tokens, tables and all; what steps name is always the row.
 """
 
 from __future__ import annotations
@@ -53,6 +56,24 @@ class LoRASlot(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
+class BeamSeat(msgspec.Struct, frozen=True, array_like=True):
+    """Tells that a row has a beam of a search whose beams all keep their rows: from the step on in
+    which the last of them comes, workers choose the next beams (`engine.worker.beam_rows`).
+
+    Attributes:
+        search: Its number.
+        index: The seat, of `width`. As they come, beams sit in their order, the best first.
+        score: The sum of log probabilities so far.
+        stop_ids: Tokens that end an answer, so that no beam goes on behind them.
+    """
+
+    search: int
+    index: int
+    width: int
+    score: float
+    stop_ids: tuple[int, ...]
+
+
 class NewRequestData(msgspec.Struct, array_like=True):
     """A request enters a row.
 
@@ -73,7 +94,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
         images: Those of the prompt.
         lora: Where the request's adapter is; None: it has none.
         first_token: `prefill_token_ids` begin here. Those before have KV, and nothing that the
-            request asks for looks at them. Beams enter rows at every step.
+            request asks for looks at them, as with beams.
+        beam: Its seat, of a beam that keeps its row.
     """
 
     row: int
@@ -90,6 +112,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     images: tuple[ImageSpan, ...] = ()
     lora: LoRASlot | None = None
     first_token: int = 0
+    beam: BeamSeat | None = None
 
     @property
     def prefill_len(self) -> int:

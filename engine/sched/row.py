@@ -50,6 +50,7 @@ class Row:
         "event_step",
         "index",
         "is_exported",
+        "is_seated",
         "keep_at",
         "key",
         "max_len",
@@ -93,6 +94,8 @@ class Row:
         self.phase = RowPhase.PREFILL
         self.is_exported = False
         """A peer pulls this request's KV, so its blocks may not change: never preempted."""
+        self.is_seated = False
+        """A beam keeps it, and shares its fate with the other rows of the search."""
         self.keep_at = 0
         """Leading tokens behind which the states of linear layers are kept for others: a chunk
         ends there. 0: nowhere."""

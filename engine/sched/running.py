@@ -17,10 +17,13 @@ A row that needs a block when none is free:
                                           transfers hold the rest, and end
 
 Requesters are served oldest first, so whoever has been served is never the next victim. A request
-whose KV a peer pulls has all its blocks from the start and never yields.
+whose KV a peer pulls has all its blocks from the start and never yields. Beams that keep their rows
+never wait for each other: where one cannot go on, all of the search are preempted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.kv_cache.block_hash import pack_tokens
@@ -34,7 +37,7 @@ from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
 from engine.sched.image_encoding import ImageEncoding
 from engine.sched.in_flight import DraftingStep, InFlightStep
-from engine.sched.output import NewRequestData, PulledDrafts, SchedulerOutput
+from engine.sched.output import BeamSeat, NewRequestData, PulledDrafts, SchedulerOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue, SortKey
@@ -47,6 +50,9 @@ from kv_transfer.metadata import KVConnectorMetadata
 
 class RunningRows:
     """Preempted requests go back to `waiting`."""
+
+    unseat: Callable[[Row], None]
+    """Preempts all rows of the beam search that one belongs to."""
 
     def __init__(
         self,
@@ -95,9 +101,17 @@ class RunningRows:
 
     # Rows come and go -------------------------------------------------------------------------
 
-    def enter(self, request: Request, key: SortKey, max_len: int, *, is_exported: bool) -> Row:
+    def enter(
+        self,
+        request: Request,
+        key: SortKey,
+        max_len: int,
+        beam: BeamSeat | None = None,
+        *,
+        is_exported: bool,
+    ) -> Row:
         """Gives a row to the request, which has blocks with KV of its first `num_computed_tokens`
-        tokens.
+        tokens. `beam`: its seat, of a beam that keeps the row.
         """
         blocks = self._kv_cache.get_blocks(request.request_id)
         row = self.table.assign(request, blocks, key, max_len)
@@ -124,6 +138,7 @@ class RunningRows:
                 images=request.spec.images,
                 lora=self._adapters.slot_of(request),
                 first_token=first_token,
+                beam=beam,
             )
         )
         for group, ids in enumerate(of_other_groups, start=1):
@@ -153,13 +168,16 @@ class RunningRows:
     def preempt(self, row: Row) -> None:
         """Preempts the row as if it were complete: nothing is kept but the confirmed tokens."""
         request = row.request
+        self._counters.num_preemptions += 1
+        if row.is_seated:
+            self.unseat(row)
+            return
         self.leave(row)
         self._fence.release(self._kv_cache.take_blocks(request.request_id))
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.pulled = None
         request.num_preemptions += 1
-        self._counters.num_preemptions += 1
         self._waiting.add(request)
 
     # What rows compute next -------------------------------------------------------------------
@@ -196,6 +214,8 @@ class RunningRows:
             else:
                 calendar.join(row, step_id)
                 self.builder.add_to_decode(row.index)
+        elif row.is_seated and not row.is_gone:
+            self.preempt(row)
         elif not row.is_gone:
             self._stop_decoding(row, RowPhase.JOINING)
             self._joining.append(row)

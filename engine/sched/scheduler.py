@@ -30,7 +30,6 @@ from engine.outputs import ModelRunnerOutput, SchedulerStats, TokenLogprobs
 from engine.request import Request, RequestStatus
 from engine.sched.adapters import AdapterTable
 from engine.sched.admission import Admission
-from engine.sched.beams import Beams
 from engine.sched.choices import Choices
 from engine.sched.counters import SchedulerCounters
 from engine.sched.even_chunks import EvenChunks
@@ -53,6 +52,8 @@ from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
 
 class Scheduler:
     """Owns all requests of one engine."""
+
+    _num_arrived = 0
 
     def __init__(
         self,
@@ -86,6 +87,10 @@ class Scheduler:
             self.adapters,
             self._counters,
         )
+        self._unreported: set[str] = set()
+        """Requests whose first output is still to come."""
+        self._choices = self._make_choices(config)
+        self._beams = self._choices.beams
         self.admission = Admission(
             config.scheduler,
             self._limits,
@@ -94,13 +99,10 @@ class Scheduler:
             self._running,
             self._remote,
             self._forks,
+            self._beams,
             self.adapters,
             self._counters,
         )
-        self._unreported: set[str] = set()
-        """Requests whose first output is still to come."""
-        self._num_arrived = 0
-        self._beams, self._choices = self._make_choices()
         self._view = SchedulerView(
             self._requests,
             self._kv_cache,
@@ -114,19 +116,19 @@ class Scheduler:
             self._counters,
         )
 
-    def _make_choices(self) -> tuple[Beams, Choices]:
-        beams = Beams(self._kv_cache, self._forks, self._limits, self._requests, self._discard)
-        choices = Choices(
+    def _make_choices(self, config: EngineConfig) -> Choices:
+        return Choices(
+            config,
             self._limits,
+            self._kv_cache,
+            self._fence,
             self._running,
             self._remote.pulls,
             self._forks,
-            beams,
             self._requests,
             self._unreported,
             self._finish,
         )
-        return beams, choices
 
     # Requests come, are advised on, and go ----------------------------------------------------
 
@@ -378,14 +380,9 @@ class Scheduler:
         del self._requests[request.request_id]
         self._unreported.discard(request.request_id)
         if (prompt := self._forks.choice_ended(request)) is not None:
-            self._discard(prompt)
+            self._choices.discard(prompt)
         output.finish_reason = status.finish_reason
         output.stop_reason = stop_reason
-
-    def _discard(self, request: Request) -> None:
-        """Removes a request that nobody hears of."""
-        unheard = EngineCoreOutput(request.request_id, [])
-        self._finish(request, RequestStatus.FINISHED_ABORTED, output=unheard)
 
     def update_from_connector(self, output: KVConnectorOutput) -> EngineCoreOutputs:
         """Transfers went on or ended."""

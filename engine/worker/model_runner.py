@@ -36,16 +36,18 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
+from engine.layers.vocab_part import VocabPart
 from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork
 from engine.models.registry import spec_of
 from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
-from engine.sample.sampler import Sampler, SamplerOutput
+from engine.sample.sampler import SamplerOutput
 from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.worker.adapters import Adapters, NoAdapters
 from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.attention_of_model import attention_of, group_inputs, prepare_attention
+from engine.worker.beam_rows import BeamRows
 from engine.worker.cudagraph_utils import (
     PROMPT_TOKENS,
     CudaGraphManager,
@@ -57,13 +59,13 @@ from engine.worker.cudagraph_utils import (
 )
 from engine.worker.drafter import Drafts
 from engine.worker.dummy_steps import DummyStep, largest_steps, warm_up_steps
-from engine.worker.grammars_of_model import create_grammars
 from engine.worker.image_rows import create_image_rows
 from engine.worker.kept_logits import KeptLogits
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector, OnLayer, waits_for_layers
 from engine.worker.network_drafter import NetworkDrafter, with_drafts
 from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
+from engine.worker.sampler_of_model import create_sampler
 from tandem_kernels import ops
 
 
@@ -102,7 +104,9 @@ class ModelRunner:
         ]
         self._decode_set = DecodeSet(rows)
         self._images = create_image_rows(config, tower, device)
-        self.sampler = self._create_sampler()
+        splits = model.vocab_cut is not None
+        self.sampler = create_sampler(config, self.states, device, splits_vocabulary=splits)
+        self._beams = BeamRows(self.states, self._block_tables, device)
         self.adapters: Adapters = adapters or NoAdapters()
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = [self.states.row_tables(tables) for tables in self._block_tables]
@@ -132,19 +136,6 @@ class ModelRunner:
         self._hands_over = config.is_producer
         self._logits = KeptLogits(config, model)
         self._keeps_rows = tower is None and keeps_sampled_rows(config, model)
-
-    def _create_sampler(self) -> Sampler:
-        config = self._config
-        return Sampler(
-            self.states.max_num_reqs,
-            config.model.vocab_size,
-            self._device,
-            config.device.deterministic,
-            token_ids=self.states.token_ids.tensor,
-            grammars=create_grammars(config, self._device),
-            splits_vocabulary=self._model.vocab_cut is not None,
-            changes_parts=config.device.enables("sharded-sampling"),
-        )
 
     def _create_network(self, draft: DraftNetwork | None) -> NetworkDrafter | None:
         if draft is None:
@@ -303,6 +294,7 @@ class ModelRunner:
         self._block_tables[0].add_request(new.row, new.block_ids)
         self._images.add_request(new)
         self.sampler.add_request(new)
+        self._beams.add_request(new)
         self.adapters.add_request(new)
         self._prompt_logprobs.add_request(new)
 
@@ -312,6 +304,7 @@ class ModelRunner:
             tables.remove_request(row)
         self._decode_set.remove_request(row)
         self.sampler.remove_request(row)
+        self._beams.remove_request(row)
         self.adapters.remove_request(row)
         self._prompt_logprobs.remove_request(row)
 
@@ -351,7 +344,7 @@ class ModelRunner:
         if key.samples:
             # The next replay overwrites its own output, maybe before this one is copied.
             return SamplerOutput(self._graph_token_ids[:num_reqs, : key.width].clone(), None)
-        sampled = self.sampler(self._logits.read(num_reqs * key.width), batch)
+        sampled = self._choose(self._logits.read(num_reqs * key.width), batch)
         self._advance_rows(batch, sampled)
         return sampled
 
@@ -396,7 +389,11 @@ class ModelRunner:
         """Returns None when only unfinished prompts ran."""
         if batch.order.num_sampled == 0:
             return None
-        return self.sampler(self._model.compute_choices(hidden), batch)
+        return self._choose(self._model.compute_choices(hidden), batch)
+
+    def _choose(self, logits: torch.Tensor | VocabPart, batch: InputBatch) -> SamplerOutput:
+        rows = batch.order.rows[: batch.order.num_sampled]
+        return self._beams.choose(self.sampler(logits, batch), rows, self.kv_pages)
 
     def _advance_rows(self, batch: InputBatch, sampled: SamplerOutput | None) -> None:
         shape = (batch.num_reqs, batch.order.decode_query_len)

@@ -401,14 +401,16 @@ def apply_staged_writes(
 
 
 def copy_blocks(op: Op, page_bytes: int, num_copies: int, device: str = "cpu") -> None:
-    """Copies blocks of all slots. Sources repeat, as the one that several requests copy does."""
+    """Copies blocks of all slots. Sources repeat, as the one that several requests copy does, and
+    pairs without a source are none."""
     num_slots, num_targets = 3, 2 * num_copies
     pages = torch.randint(0, 256, (num_slots, num_targets + 3, page_bytes), dtype=torch.uint8)
     targets = torch.randperm(num_targets)[:num_copies]
     sources = num_targets + torch.randint(0, 3, (num_copies,))
+    sources[1::4] = -1
     expected = pages.clone()
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        for slot in range(num_slots):
+        for slot in range(num_slots if source >= 0 else 0):
             expected[slot, target] = pages[slot, source]
     pages = pages.to(device)
     op(pages, torch.stack([sources, targets], dim=1).int().to(device))

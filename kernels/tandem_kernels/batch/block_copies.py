@@ -23,6 +23,8 @@ def block_copies_kernel(
     """Copies, in program (c, s, j), chunk j of the page that copy c names in slot s."""
     copy = tl.program_id(0)
     source = tl.load(copies + 2 * copy).to(tl.int64)
+    if source < 0:
+        return
     target = tl.load(copies + 2 * copy + 1).to(tl.int64)
     slot = pages + tl.program_id(1).to(tl.int64) * slot_stride
     place = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)

@@ -132,7 +132,7 @@ def copy_blocks(pages: Tensor, copies: Tensor) -> None:
     Args:
         pages: [slots, blocks, bytes of a page] uint8, contiguous; written.
         copies: [C, 2] int32, pairs (source, target). No target is a source or a target of another
-            pair.
+            pair. Those whose source is negative are none.
     """
-    source, target = copies.long().unbind(1)
+    source, target = copies[copies[:, 0] >= 0].long().unbind(1)
     pages[:, target] = pages[:, source]

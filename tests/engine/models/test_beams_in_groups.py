@@ -24,13 +24,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "parallel",
-    [ParallelConfig(data_parallel_size=2), ParallelConfig(pipeline_parallel_size=2)],
-    ids=["groups", "stages"],
+    ("parallel", "rows"),
+    [
+        (ParallelConfig(data_parallel_size=2), 3),
+        (ParallelConfig(data_parallel_size=2), 10),
+        (ParallelConfig(tensor_parallel_size=2), 10),
+        (ParallelConfig(pipeline_parallel_size=2), 10),
+    ],
+    ids=["groups with few rows", "groups", "ranks", "stages"],
 )
-def test_beams_are_those_of_one_rank(folder: Path, parallel: ParallelConfig) -> None:
+def test_beams_are_those_of_one_rank(folder: Path, parallel: ParallelConfig, rows: int) -> None:
     """Both groups search, and sampled choices beside them leave nothing behind either."""
-    with node_of(folder, parallel) as node:
+    with node_of(folder, parallel, rows=rows) as node:
         names = []
         for index, (number, beam, n) in enumerate(CASES):
             message = asked(f"b{index}", PROMPTS[number], beam, n)

@@ -46,7 +46,9 @@ def config_of(
         model=load_model_config(folder),
         cache=more.pop("cache", CacheConfig(block_size=16, num_blocks=40)),
         parallel=parallel,
-        scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48, async_scheduling=True),
+        scheduler=SchedulerConfig(
+            max_num_seqs=more.pop("rows", 3), max_num_batched_tokens=48, async_scheduling=True
+        ),
         kv_transfer=kv_transfer,
         **more,
     )

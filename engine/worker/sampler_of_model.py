@@ -1,4 +1,4 @@
-"""Makes the state of grammars for one rank of an engine."""
+"""Makes the sampler of one rank of an engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,30 @@ import os
 
 import torch
 
+from engine.batch.row_states import RowStates
 from engine.config import EngineConfig
 from engine.grammar.compiler import GrammarCompiler
 from engine.sample.grammars import GrammarStates
+from engine.sample.sampler import Sampler
 
 _MAX_THREADS = 8
+
+
+def create_sampler(
+    config: EngineConfig, states: RowStates, device: torch.device, *, splits_vocabulary: bool
+) -> Sampler:
+    """Returns the sampler of the rows of `states`. `splits_vocabulary`: ranks have parts of the
+    logits."""
+    return Sampler(
+        states.max_num_reqs,
+        config.model.vocab_size,
+        device,
+        config.device.deterministic,
+        token_ids=states.token_ids.tensor,
+        grammars=create_grammars(config, device),
+        splits_vocabulary=splits_vocabulary,
+        changes_parts=config.device.enables("sharded-sampling"),
+    )
 
 
 def create_grammars(config: EngineConfig, device: torch.device) -> GrammarStates:
