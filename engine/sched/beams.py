@@ -181,8 +181,9 @@ class Beams:
         if copies is None:
             return None
         number, width = next(self._numbers), len(group.beams)
+        num_candidates = group.prompt.sampling.logprobs or 0
         seats = [
-            BeamSeat(number, index, width, one.score, group.stop_ids)
+            BeamSeat(number, index, width, one.score, group.stop_ids, num_candidates)
             for index, one in enumerate(group.search.live)
         ]
         return seats, copies

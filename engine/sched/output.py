@@ -65,6 +65,7 @@ class BeamSeat(msgspec.Struct, frozen=True, array_like=True):
         index: The seat, of `width`. As they come, beams sit in their order, the best first.
         score: The sum of log probabilities so far.
         stop_ids: Tokens that end an answer, so that no beam goes on behind them.
+        num_candidates: Tokens that each beam's row finds, of which the next beams are chosen.
     """
 
     search: int
@@ -72,6 +73,7 @@ class BeamSeat(msgspec.Struct, frozen=True, array_like=True):
     width: int
     score: float
     stop_ids: tuple[int, ...]
+    num_candidates: int
 
 
 class NewRequestData(msgspec.Struct, array_like=True):

@@ -17,7 +17,7 @@ from engine.layers.linear import RowParallelLinear
 from engine.layers.residual import ResidualStream
 from tandem_kernels import ops
 
-Kind = Literal["serial", "no sums", "halves", "tiles", "scattered"]
+Kind = Literal["serial", "no sums", "apart", "scattered", "halves", "tiles"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def ways_of(ctas: list[int]) -> list[Way]:
     """Returns all ways; those that overlap, with each number of `ctas`."""
     beside = [Way("halves", 2), Way("tiles", 2), Way("tiles", 4)]
     overlapped = [Way(way.kind, way.parts, count) for count in ctas for way in beside]
-    return [Way("serial"), Way("no sums"), Way("scattered"), *overlapped]
+    return [Way("serial"), Way("no sums"), Way("apart"), Way("scattered"), *overlapped]
 
 
 class BegunSums(ParallelGroup):
@@ -123,9 +123,10 @@ def applied(
     sums = BegunSums(group, transport, way)
     with ExitStack() as patches:
         for layer in model.row_layers():
-            if way.kind == "scattered":
+            if way.kind in ("apart", "scattered"):
                 patches.enter_context(patch.object(layer, "shared_residual_rows", 0))
-                patches.enter_context(patch.object(layer, "group", sums))
+                if way.kind == "scattered":
+                    patches.enter_context(patch.object(layer, "group", sums))
                 continue
 
             def add_to(

@@ -17,7 +17,7 @@ from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 
 NUM_TOKENS = 128
-"""Of each answer."""
+"""Each answer has so many."""
 
 
 def run(scheduler: Scheduler, depth: int = 1) -> tuple[list[SchedulerOutput], int]:
