@@ -35,6 +35,7 @@ from tandem_kernels.attention import (
     prefill_tuning,
     ragged_attention,
     rope_and_cache,
+    window_attention,
 )
 from tandem_kernels.batch import batch_prep, block_copies, ngrams, staged_writes
 from tandem_kernels.collectives import (
@@ -465,6 +466,25 @@ def attention_cases(capability: int) -> Iterator[Case]:
                     **(rare if block_size == 16 else plain),
                 },
                 {"num_warps": decode.num_warps, "num_stages": decode.num_stages},
+            )
+        if not is_fp8 and head_dim <= 128:
+            window = 128 if head_dim <= 64 else 64
+            yield Case(
+                window_attention.window_attention_kernel,
+                label,
+                types,
+                {
+                    **{name: value for name, value in shape.items() if name != "REQS"},
+                    "BLOCK_SIZE": 64,
+                    "ROWS": 16,
+                    "WINDOW": window,
+                    "SPAN": window,
+                    "PRECISION": "tf32",
+                    "CAPPED": False,
+                    "HAS_SINKS": True,
+                    "OVERLAP": capability >= 90,
+                },
+                {"num_warps": 4},
             )
         merge = {**shape_of_tile, "PARTS": 16, **(rare if vary else plain)}
         yield Case(decode_attention.merge_kernel, label, types, merge)

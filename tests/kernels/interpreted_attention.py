@@ -104,7 +104,8 @@ def test_contexts_in_parts(
         check.attention_with_sinks(ops.paged_attention.kernel, contexts, queries, **shape)
 
 
-@pytest.mark.parametrize(("window", "fixed_order"), [(1, False), (16, False), (50, True)])
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("window", [1, 16, 50])
 def test_paged_attention_through_a_window(window: int, fixed_order: bool) -> None:
     batch = oracle.paged_batch(
         [5, 200, 0, 70, 120],

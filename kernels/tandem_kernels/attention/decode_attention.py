@@ -165,12 +165,12 @@ def decode_attention_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Computes one run of the line in each program."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     program = tl.program_id(0)
     _, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     run = tl.cdiv(length, tl.num_programs(0))
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     here = program * run
     end = tl.minimum(here + run, length)
     row = tl.arange(0, ROWS)

@@ -1,4 +1,5 @@
-"""Attention of a mixed step: its decodes and its longer queries by a kernel each."""
+"""Attention of a mixed step: its decodes and its longer queries by a kernel each, and decodes whose
+window is small by one of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tandem_kernels.attention.decode_attention import decode_attention
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.prefill_attention import prefill_attention
 from tandem_kernels.attention.prefill_tuning import fixed_tuning
+from tandem_kernels.attention.window_attention import takes_window, window_attention
 
 _UNCUT_WINDOW = 256
 """Up to so many positions a window is walked by one program: cutting it would take a merge, and
@@ -31,7 +33,7 @@ def paged_attention(
 
     In fixed order all queries go through the kernel of long ones with one size of tiles: it walks
     a context from its beginning, and what lies behind a query's own position adds nothing. So do
-    decodes with drafts, and those whose window is small.
+    decodes with drafts, and those whose window is small but does not fit into registers.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_decodes = metadata.num_decodes
@@ -44,7 +46,9 @@ def paged_attention(
         return out
     if num_decodes > 0:
         queries, attended = q[:num_decodes], out[:num_decodes]
-        if metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
+        if takes_window(q, kv_cache, metadata.window):
+            window_attention(queries, kv_cache, metadata, scale, attended, softcap, sinks)
+        elif metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
             alone = _decodes_alone(metadata)
             prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare, overlaps=True)
         else:

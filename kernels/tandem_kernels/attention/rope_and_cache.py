@@ -93,8 +93,6 @@ def rope_and_cache_kernel(
     """
     if OVERLAP:
         gdc_launch_dependents()
-    if USE_PDL:
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (NUM_Q_HEADS + HEADS - 1) // HEADS
@@ -102,6 +100,9 @@ def rope_and_cache_kernel(
     angle = tl.load(positions + token) * (2 * HALF) + half
     cos = tl.load(cos_sin_cache + angle, mask=half < HALF, other=0.0)[None, :]
     sin = tl.load(cos_sin_cache + angle + HALF, mask=half < HALF, other=0.0)[None, :]
+    slot = tl.load(slot_mapping + token)
+    if USE_PDL:
+        gdc_wait()
     lane = tl.arange(0, HEADS)
     if tile < q_tiles:
         head = tile * HEADS + lane
@@ -113,7 +114,6 @@ def rope_and_cache_kernel(
         tl.store(place, first.to(q.dtype.element_ty), mask=inside)
         tl.store(place + HALF, second.to(q.dtype.element_ty), mask=inside)
     else:
-        slot = tl.load(slot_mapping + token)
         if slot >= 0:
             head = (tile - q_tiles) * HEADS + lane
             inside = (head < NUM_KV_HEADS)[:, None] & (half < HALF)[None, :]

@@ -1,0 +1,162 @@
+"""Attention of one query token per request over a window of few positions.
+
+A program has one request and one KV head, and takes the whole window at once: there is nothing to
+walk, so what it waits for is memory that answers, a few times one behind the other. All but the
+newest position were written in earlier steps. Their keys and values are on their way to registers
+before the kernel in front has ended (PDL); behind it only the query and the newest position are
+loaded:
+
+    before the wait    length ─▶ blocks ─▶ keys, values of [length - window, length - 1)
+    behind it          query, key and value of length - 1; scores, softmax, output
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.soft_cap import soft_capped
+from tandem_kernels.device import supports_pdl
+
+LOG2_E = 1.4426950408889634
+_MOST_BYTES = 32 * 1024
+"""Of the keys of a window, which registers hold beside its values."""
+_BYTES_OF_WARP = 4 * 1024
+
+
+def takes_window(q: Tensor, kv_cache: Tensor, window: int | None) -> bool:
+    """Returns whether a window's keys and values fit. A cache of other numbers than the query's
+    does not."""
+    if window is None or kv_cache.dtype != q.dtype:
+        return False
+    return _bytes_of_keys(q, window) <= _MOST_BYTES
+
+
+def _bytes_of_keys(q: Tensor, window: int) -> int:
+    row_bytes: int = triton.next_power_of_2(q.shape[-1]) * q.dtype.itemsize
+    span: int = triton.next_power_of_2(window)
+    return span * row_bytes
+
+
+@triton.jit
+def window_attention_kernel(
+    q: tl.tensor,
+    kv_cache: tl.tensor,
+    block_tables: tl.tensor,
+    seq_lens: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    q_stride: tl.tensor,
+    block_stride: tl.tensor,
+    value_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Attends, in program (r, h), for the query heads of KV head h of request r. SPAN: WINDOW or
+    the power of two behind it."""
+    r = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, BLOCK_DIM)
+    row = tl.arange(0, ROWS)
+    seq_len = tl.load(seq_lens + r)
+    newest = seq_len - 1
+    position = tl.maximum(seq_len - WINDOW, 0) + tl.arange(0, SPAN)
+    older = position < newest
+    table = block_tables + r * table_stride
+    block = tl.load(table + position // BLOCK_SIZE, mask=older, other=0).to(tl.int64)
+    of_head = kv_cache + head.to(tl.int64) * head_stride
+    place = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
+    inside = older[:, None] & (dim < HEAD_DIM)[None, :]
+    keys = tl.load(of_head + place[:, None] + dim[None, :], mask=inside, other=0.0)
+    values = tl.load(of_head + value_stride + place[:, None] + dim[None, :], mask=inside, other=0.0)
+    own_block = tl.load(table + newest // BLOCK_SIZE, mask=newest >= 0, other=0).to(tl.int64)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    own = of_head + own_block * block_stride + newest % BLOCK_SIZE * HEAD_DIM + dim
+    known = (newest >= 0) & (dim < HEAD_DIM)
+    own_key = tl.load(own, mask=known, other=0.0)
+    own_value = tl.load(own + value_stride, mask=known, other=0.0).to(tl.float32)
+    query_head = head * GROUP + row
+    real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    at = r * q_stride + query_head[:, None] * HEAD_DIM + dim[None, :]
+    query = tl.load(q + at, mask=real, other=0.0)
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    own_score = tl.sum(query.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1)
+    own_score = tl.where(newest >= 0, own_score, 0.0)
+    if CAPPED:
+        scores = soft_capped(scores, cap)
+        own_score = soft_capped(own_score, cap)
+    scores = tl.where(older[None, :], scores * scale, float("-inf"))
+    own_score = own_score * scale
+    peak = tl.maximum(tl.max(scores, axis=1), own_score)
+    weights = tl.exp2(scores - peak[:, None])
+    own_weight = tl.exp2(own_score - peak)
+    total = tl.sum(weights, axis=1) + own_weight
+    if HAS_SINKS:
+        total = with_sink(total, peak, sinks, query_head, row < GROUP)
+    acc = own_weight[:, None] * own_value[None, :]
+    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+    to = (r * NUM_KV_HEADS * GROUP + query_head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+def window_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: Tensor,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> None:
+    """Attends for one query token of each request; only where `takes_window` says so. Arguments
+    are those of `decode_attention`."""
+    num_reqs, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[2]
+    group, window = num_q_heads // num_kv_heads, metadata.window
+    assert window is not None
+    overlap = supports_pdl(q.device)
+    window_attention_kernel[(num_reqs, num_kv_heads)](
+        q,
+        kv_cache,
+        metadata.block_tables,
+        metadata.seq_lens,
+        sinks,
+        out,
+        *metadata.strides(q, kv_cache),
+        scale * LOG2_E,
+        softcap / scale,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=kv_cache.shape[3],
+        ROWS=max(16, triton.next_power_of_2(group)),
+        WINDOW=window,
+        SPAN=max(16, triton.next_power_of_2(window)),
+        CAPPED=softcap > 0,
+        HAS_SINKS=sinks is not None,
+        PRECISION="ieee" if q.dtype.itemsize == 4 else "tf32",
+        OVERLAP=overlap,
+        num_warps=max(4, _bytes_of_keys(q, window) // _BYTES_OF_WARP),
+        **({"launch_pdl": True} if overlap else {}),
+    )
