@@ -14,8 +14,9 @@ The engine's own layers run as one CUDA graph, without engine and sampling:
     tiles N     a GEMM of N parts of the rows; each is summed while the next is multiplied
     scattered   each rank gets the sum of half of the rows, normalises them, and all gather norms
 
-Every way must give the output of serial, or of apart where it adds in the norm as well, within
-bf16's rounding, and the same bits on all ranks. Ways take turns. Results: bench/results/NAME.json
+Every way must give the output of serial, or of apart where it adds in the norm as well, but for
+rounding: within what apart differs from serial, where random layers make the most of it. And all
+ranks must have the same bits. Ways take turns. Results: bench/results/NAME.json
 and NAME.png.
 """
 
@@ -56,7 +57,7 @@ CASES = {
 }
 """Prompts of a step by name."""
 TINY_CASES = {"64": (64,), "4 x 16": (16,) * 4}
-_LARGEST_ERROR = 0.02
+_FLOAT32_ERROR = 1e-5
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -146,6 +147,7 @@ class Measurement:
         for candidate in candidates:
             adds_apart = candidate.way.kind == "scattered"
             candidate.error = self._error(candidate, apart_out if adds_apart else serial_out)
+        self._check(candidates)
         for _ in range(self.arguments.rounds):
             for candidate in candidates:
                 ms, _ = turn_ms(candidate.step, self.device, self.arguments.steps)
@@ -177,18 +179,22 @@ class Measurement:
         return recorded(step)
 
     def _error(self, candidate: Candidate, expected: Tensor) -> float:
-        """Checks that a way is right, and alike on all ranks. One without sums is neither, and
-        what is rounded at other places differs by all that layers make of it."""
+        """Returns how far a way is from `expected`, after a look whether ranks agree, which they do
+        not without sums."""
         found = candidate.step()
-        error = float((found - expected).float().norm() / expected.float().norm())
-        if candidate.way.kind in ("no sums", "apart"):
-            return error
-        if error > _LARGEST_ERROR:
-            sys.exit(f"{candidate.way.name} is wrong: it differs from serial by {error:.3g}")
         first, *others = self.group.gather_rows(found).chunk(self.group.size)
-        if any(not torch.equal(first, other) for other in others):
+        is_summed = candidate.way.kind != "no sums"
+        if is_summed and any(not torch.equal(first, other) for other in others):
             sys.exit(f"{candidate.way.name} is wrong: ranks differ")
-        return error
+        return float((found - expected).float().norm() / expected.float().norm())
+
+    def _check(self, candidates: list[Candidate]) -> None:
+        """Exits if a way is wrong."""
+        errors = {candidate.way.kind: candidate.error for candidate in candidates}
+        most = max(_FLOAT32_ERROR, 2 * errors["apart"])
+        for candidate in candidates:
+            if candidate.way.kind != "no sums" and candidate.error > most:
+                sys.exit(f"{candidate.way.name} is wrong: it differs by {candidate.error:.3g}")
 
     def _mean(self, ms: float) -> float:
         """Returns the mean over ranks."""
