@@ -34,7 +34,7 @@ FIXED = Int4Tuning(64, 64, splits=1, swapped=True, num_warps=4, num_stages=3, la
 """One choice for all batches, where a row must have the same bits in any company."""
 
 _TILES = {
-    8: Int4Tuning(8, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
+    8: Int4Tuning(8, 32, 1, True, num_warps=1, num_stages=4, ahead=8, late=True),
     16: Int4Tuning(16, 32, 1, True, num_warps=1, num_stages=3, ahead=8, late=True),
     32: Int4Tuning(32, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
     64: Int4Tuning(64, 64, 1, True, num_warps=4, num_stages=3, ahead=8, late=True),
@@ -43,7 +43,7 @@ _TILES = {
 """Holds the tiles by their largest number of rows. With few a warp works for itself."""
 _GATED_64 = Int4Tuning(64, 128, 1, True, num_warps=8, num_stages=2)
 _NARROW_128 = Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=2, late=True)
-_PROGRAMS = {8: 900, 16: 900, 32: 396, 64: 264, 128: 132}
+_PROGRAMS = {8: 1056, 16: 900, 32: 396, 64: 264, 128: 132}
 """So many fit on the SMs of a Hopper at once."""
 _LEAST_BLOCKS = 4
 """A part of the inner dimension is never shorter."""
