@@ -13,7 +13,7 @@ ranks sample the same token.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
@@ -37,9 +37,6 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over ranks; the sum may be computed in place."""
-
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
-        """Begins to sum contiguous `x` in place; see `ParallelGroup`."""
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Gathers every rank's `x`, in the order of ranks."""
@@ -168,12 +165,6 @@ class ParallelGroup:
             return self._collectives.all_reduce(x)
         return _added(self._collectives.all_gather(x))
 
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
-        """Begins to sum contiguous `x` over ranks in place, once the device has done what it was
-        given so far. What comes after a call of the result finds the sum; what comes before is done
-        beside it, and leaves `x` alone."""
-        return self._collectives.begin_all_reduce(x)
-
     def all_gather(self, x: Tensor) -> Tensor:
         """Gathers [..., n] of each rank to [..., size * n], in the order of ranks."""
         parts = self._collectives.all_gather(x)
@@ -231,16 +222,9 @@ def _added(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
-def _nothing() -> None:
-    """Waits for nothing: the sum is there."""
-
-
 class _Alone:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
-
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
-        return _nothing
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x]
@@ -272,10 +256,6 @@ class _Backend:
         x = x.contiguous()
         self._group.allreduce([x]).wait()
         return x
-
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
-        wait: Callable[[], object] = self._group.allreduce([x]).wait
-        return wait
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         x = x.contiguous()
@@ -334,10 +314,6 @@ class _GlooPair(_Gloo):
     def close(self) -> None:
         self._pair.close()
         super().close()
-
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
-        self.all_reduce(x)
-        return _nothing
 
 
 def _connect(

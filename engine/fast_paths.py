@@ -35,14 +35,10 @@ sampled-rows    behind its attention, the last layer computes no tokens of promp
 side-stream     shared experts beside the others, adapters of few rows beside their layer
 small-m-gemm    GEMMs of few rows by our own kernels
 """
-NewFastPath = Literal[
-    "overlapped-sums",
-    "sharded-sampling",
-]
+NewFastPath = Literal["sharded-sampling"]
 """Names fast paths that are not taken unless asked for, since no GPU has timed them in whole steps,
 or one has and found too little (docs/experiments.md):
 
-overlapped-sums       two ranks sum some rows of long steps while they multiply others
 sharded-sampling      ranks that share a vocabulary gather no logits for log probabilities, beams,
                       penalties, biases and grammars
 """

@@ -17,8 +17,6 @@ _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
 _INT4_ROWS = 256
 """The largest size: with more, writing the weights out in half precision costs less."""
-_OVERLAPPED_ROWS = 4096
-"""The smallest size: with fewer, parts of them keep too few SMs busy, and steps may be recorded."""
 _FEW_ROWS = 16
 """The largest number of rows, as for small-M GEMMs: with more, the library is likely faster."""
 _BESIDE_ROWS = 512
@@ -45,9 +43,6 @@ class GemmPolicy:
         adds_few_rows: And row layers add them to the residual stream themselves.
         shared_residual_rows: From so many rows on, row layers of the first of two ranks do, before
             the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream again.
-        overlapped_rows: From so many rows on these sum some rows while they multiply others; 0:
-            never. At least `shared_residual_rows`.
-        fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
     """
 
     deterministic: bool = False
@@ -60,7 +55,6 @@ class GemmPolicy:
     few_rows: int = 0
     adds_few_rows: bool = False
     shared_residual_rows: int = 0
-    overlapped_rows: int = 0
 
     @classmethod
     def choose(
@@ -79,14 +73,12 @@ class GemmPolicy:
         gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
         beside = config.allows("side-stream") and device.type == "cuda"
         residual = config.allows("residual-gemm") and device.type == "cuda"
-        overlaps = config.enables("overlapped-sums")
         few_rows = config.allows("few-row-gemm") and supports_pdl(device)
         return cls(
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
             residual_rows=_RESIDUAL_ROWS if residual and tp_size == 1 else 0,
             shared_residual_rows=_RESIDUAL_ROWS if residual and tp_size == 2 else 0,
-            overlapped_rows=_OVERLAPPED_ROWS if residual and tp_size == 2 and overlaps else 0,
             int4_rows=int4_rows,
             beside_rows=_BESIDE_ROWS if beside else 0,
             few_rows=_FEW_ROWS if few_rows else 0,

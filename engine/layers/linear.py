@@ -30,10 +30,6 @@ from engine.layers.rows import PartialSum, Rows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
 
-_OVERLAPPED_PARTS = 4
-_TILE_ROWS = 128
-"""Rows that GEMMs compute at a time."""
-
 
 class MergedColumnParallelLinear(LinearLayer):
     """[T, in] -> [T, sum of the parts' counts]: one GEMM for several projections.
@@ -188,7 +184,6 @@ class RowParallelLinear(LinearLayer):
         super().__init__()
         self.group = shard.tp
         self.shared_residual_rows = 0 if bias else shard.gemms.shared_residual_rows
-        self.overlapped_rows = shard.gemms.overlapped_rows
         self.ignores_bias = bias and shard.tp.rank > 0
         self.start, count = shard.part(input_size)
         self.shape = (output_size, input_size)
@@ -224,10 +219,7 @@ class RowParallelLinear(LinearLayer):
         if norm is not None:
             stream.add(norm(self(x)))
         elif isinstance(x, Tensor) and 0 < self.shared_residual_rows <= len(x):
-            if 0 < self.overlapped_rows <= len(x) and self.method.takes_parts:
-                stream.sum = self._summed_by_rows(x, stream.sum)
-            else:
-                stream.sum = self.group.all_reduce(self._part_of_sum(x, stream.sum))
+            stream.sum = self.group.all_reduce(self._part_of_sum(x, stream.sum))
         elif not isinstance(x, Tensor) or not self.method.add_to(self, x, stream.sum):
             stream.add(self._waiting(x))
 
@@ -237,23 +229,6 @@ class RowParallelLinear(LinearLayer):
             return self.partial(x)
         self.accumulate(x, residual)
         return residual
-
-    def _summed_by_rows(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Returns the sum of output and `residual`; some rows are summed over ranks while the next
-        are multiplied."""
-        is_first = self.group.rank == 0
-        total = residual if is_first else torch.empty_like(residual)
-        size = -(-len(x) // (_OVERLAPPED_PARTS * _TILE_ROWS)) * _TILE_ROWS
-        sums = []
-        for rows, to in zip(torch.split(x, size), torch.split(total, size), strict=True):
-            if is_first:
-                self.accumulate(rows, to)
-            else:
-                self.method.write(self, rows, to)
-            sums.append(self.group.begin_all_reduce(to))
-        for finish in sums:
-            finish()
-        return total
 
     def _waiting(self, x: Rows) -> Tensor | UnscaledProduct | PartialSum:
         """Returns the output in whatever form the norm behind it can finish."""

@@ -216,7 +216,6 @@ class EngineSettings(
     enabled_fast_paths: tuple[NewFastPath, ...] = Field(
         default=(),
         description="Fast paths on a GPU to turn on, which are off until they have been timed. "
-        "overlapped-sums: two ranks sum some rows of long steps while they multiply others. "
         "sharded-sampling: ranks that share a vocabulary gather no logits for log probabilities, "
         "beams, penalties, biases and grammars.",
     )

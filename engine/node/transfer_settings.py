@@ -73,7 +73,7 @@ class TransferSettings(SecuritySettings):
     kv_processes: int | None = Field(
         default=None,
         ge=1,
-        description="KV transfer processes of each worker. Default: 1 to 4, by this host's cores, "
+        description="KV transfer processes of each worker. Default: 1 to 8, by this host's cores, "
         "network interfaces and workers.",
     )
     kv_streams: int | None = Field(

@@ -32,9 +32,9 @@ ipFamilies: [{{ .Values.ipFamily }}]
 {{- end -}}
 
 {{/* Last port of the KV transfer processes of a prefill node: one for each rank and kvProcesses,
-  of which a node chooses at most four itself. */}}
+  of which a node chooses at most eight itself. */}}
 {{- define "tandem.lastKvPort" -}}
-{{- add (int .ports.kv) (mul (include "tandem.ranks" . | int) (int (default 4 .settings.kvProcesses))) -1 -}}
+{{- add (int .ports.kv) (mul (include "tandem.ranks" . | int) (int (default 8 .settings.kvProcesses))) -1 -}}
 {{- end -}}
 
 {{/* Whether a tier gives cached KV to prefill nodes. of */}}

@@ -150,15 +150,6 @@ class LinearMethod(ABC):
         """Adds the product to `out` [T, out] in place, in the GEMM where it can."""
         out.add_(self.apply_rows(layer, x))
 
-    def write(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
-        """Writes the product into `out` [T, out]."""
-        out.copy_(self.apply_rows(layer, x))
-
-    @property
-    def takes_parts(self) -> bool:
-        """Returns whether this step's rows may be given some at a time."""
-        return True
-
     def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
         """Returns the sum of [T, out] over ranks. `local` may be overwritten."""
         return group.all_reduce(local)
@@ -220,13 +211,6 @@ class Wrapped(LinearMethod):
 
     def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
         self.inner.accumulate(layer, x, out)
-
-    def write(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
-        self.inner.write(layer, x, out)
-
-    @property
-    def takes_parts(self) -> bool:
-        return self.inner.takes_parts
 
     def reduce(self, local: Tensor, group: ParallelGroup) -> Tensor:
         return self.inner.reduce(local, group)

@@ -183,11 +183,6 @@ class WithAdapters(Wrapped):
             return self.inner.unscaled(layer, x)
         return self.apply_rows(layer, x)
 
-    @property
-    def takes_parts(self) -> bool:
-        """Returns whether no row has an adapter: which one is told by its place in the step."""
-        return self.tokens.slots is None and self.inner.takes_parts
-
     def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
         if self.tokens.slots is None:
             self.inner.accumulate(layer, x, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,9 +18,3 @@ class Plain(Unquantised):
     def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
         assert isinstance(x, Tensor)
         out.addmm_(x, layer.weight.t())
-
-    def write(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
-        if layer.bias is not None or not isinstance(x, Tensor):
-            super().write(layer, x, out)
-        else:
-            torch.mm(x, layer.weight.t(), out=out)

@@ -48,9 +48,6 @@ def collectives(group: ParallelGroup) -> tuple[dict[str, Any], dict[str, str]]:
         "gathered_strided": group.all_gather(strided + own).tolist(),
         "empty": list(group.all_gather(torch.empty(0, 4)).shape),
     }
-    begun = torch.full((2, 3), own + 1)
-    group.begin_all_reduce(begun)()
-    results["begun"] = begun.tolist()
     sockets = listening()
     for _ in range(20):
         noise = group.all_reduce(noise * 0.5)

@@ -100,9 +100,6 @@ def test_the_policy_follows_device_and_settings(
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
     assert choose(tp_size=2) == two
-    beside = {"enabled_fast_paths": ("overlapped-sums",)}
-    assert choose(tp_size=2, **beside) == replace(two, overlapped_rows=4096)
-    assert choose(tp_size=4, **beside) == four
     assert choose(tp_size=2, disabled_fast_paths=("residual-gemm",)) == four
     assert not GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float16).fp8
     assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256)
