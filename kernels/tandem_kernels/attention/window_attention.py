@@ -24,7 +24,7 @@ from tandem_kernels.device import supports_pdl
 
 LOG2_E = 1.4426950408889634
 _MOST_BYTES = 32 * 1024
-"""Of the keys of a window, which registers hold beside its values."""
+"""Bounds the keys of a window, which registers hold beside its values."""
 _BYTES_OF_WARP = 4 * 1024
 
 

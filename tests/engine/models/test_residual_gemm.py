@@ -127,7 +127,7 @@ def test_the_first_of_two_ranks_adds_to_the_stream(rows: int, bias: bool, in_gem
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_share_the_stream_have_adapters(rank: int) -> None:
-    """What adapters add is part of what is summed, with the residual stream of the first rank."""
+    """Adapters add to what is summed, as the first rank does with the residual stream."""
     torch.manual_seed(5)
     rows, group = MANY, RankOfTwo(rank)
     policy = GemmPolicy(shared_residual_rows=MANY)
