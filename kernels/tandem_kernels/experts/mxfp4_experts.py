@@ -251,11 +251,11 @@ def mxfp4_experts(
     )
     rows = ExpertRows.of(experts, num_experts)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+    w2 = w2.unsqueeze(1)
     if takes_each_pair(first, num_pairs, width):
-        mxfp4_pair_gemm(x, w13, weights, experts, hidden, first, bias=b13, gate=gate)
+        mxfp4_pair_gemm(x, w13, weights, experts, hidden, first, bias=b13, gate=gate, following=w2)
     else:
         mxfp4_gemm(x, w13, weights, rows, hidden, first, bias=b13, gate=gate)
-    w2 = w2.unsqueeze(1)
     if takes_each_pair(second, num_pairs, hidden_size):
         mxfp4_pair_gemm(hidden, w2, weights, experts, out, second, bias=b2)
         return out
