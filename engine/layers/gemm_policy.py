@@ -15,7 +15,7 @@ _FUSED_GATE_UP_ROWS = 1024
 """The smallest size: with fewer, there are too few tiles for all SMs."""
 _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
-_INT4_ROWS = 256
+_INT4_ROWS = 128
 """The largest size: with more, writing the weights out in half precision costs less."""
 _FEW_ROWS = 16
 """The largest number of rows, as for small-M GEMMs: with more, the library is likely faster."""

@@ -94,15 +94,15 @@ def test_the_policy_follows_device_and_settings(
     gate_up = 1024 if capability[0] == 9 else 0
     fp8 = capability[0] == 9
     assert choose() == GemmPolicy(
-        False, small_m, gate_up, 1024, 256, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0
+        False, small_m, gate_up, 1024, 128, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0
     )
-    four = GemmPolicy(False, small_m, gate_up, 0, 256, fp8, 512, few_rows=small_m)
+    four = GemmPolicy(False, small_m, gate_up, 0, 128, fp8, 512, few_rows=small_m)
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
     assert choose(tp_size=2) == two
     assert choose(tp_size=2, disabled_fast_paths=("residual-gemm",)) == four
     assert not GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float16).fp8
-    assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=256)
+    assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=128)
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
         ("few-row-gemm", "few_rows"),
