@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.engine.experts import completed, ranges
-from bench.engine.timing.expert_formats import Mxfp4Weights
+from bench.engine.timing.expert_formats import POWERS, Mxfp4Weights
 from tandem_kernels.experts.expert_tuning import (
     TABLES,
     ExpertShape,
@@ -22,7 +22,7 @@ from tandem_kernels.experts.expert_tuning import (
     nearest_table,
     weight_format,
 )
-from tandem_kernels.experts.mxfp4_tiles import SIDE
+from tandem_kernels.experts.mxfp4_tiles import NUMBER_WORDS, SIDE, TILE_WORDS, untile_mxfp4
 
 QWEN3_30B = ExpertShape(128, 768, 2048)
 SHIPPED = sorted(TABLES.glob("*/*.json"))
@@ -71,6 +71,14 @@ def test_the_sweep_of_mxfp4_tries_what_its_kernels_take(rows: float) -> None:
         assert tuning.unroll in (1, 2, 3)
     assert any(tuning.unroll > 1 for tuning in tried) == (rows > 0.2)
     assert any(tuning.each_pair for tuning in tried) == (rows < 0.3)
+
+
+def test_weights_of_the_sweep_of_mxfp4_are_like_those_of_models() -> None:
+    """Zeros would be multiplied with less power, and so may be with a higher clock."""
+    tiles = torch.randint(-(2**31), 2**31, (1, 1, TILE_WORDS), dtype=torch.int32)
+    tiles[..., NUMBER_WORDS:] = POWERS
+    weights = untile_mxfp4(tiles, SIDE, SIDE).abs()
+    assert float(weights.mean()) > 0.01 and float(weights.max()) < 0.1
 
 
 def test_a_measured_shape_has_its_own_table(caplog: pytest.LogCaptureFixture) -> None:

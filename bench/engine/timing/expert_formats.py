@@ -41,8 +41,9 @@ _UNROLLED_MANY = (
 )  # fmt: skip
 """Rows, cols, depth, warps and stages of three steps in a turn, which take fewer instructions a
 weight."""
-_POWERS = 0x76767676
-"""Bytes of exponents, as `mxfp4_tiles` keeps them, of small weights."""
+POWERS = -0x08080809
+"""Four bytes 0xf7, exponents as `mxfp4_tiles` keeps them: weights of at most 0.1, like those of
+models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ class Mxfp4Weights(ExpertWeights):
     def _random(self, parts: int, outputs: int, inputs: int) -> Tensor:
         size = self.shape.num_experts, parts, *tiles_of(outputs, inputs)
         tiles = torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device="cuda")
-        tiles[..., NUMBER_WORDS:] = _POWERS
+        tiles[..., NUMBER_WORDS:] = POWERS
         return tiles
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
