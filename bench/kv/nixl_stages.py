@@ -8,11 +8,15 @@
     4. register    that memory
     5. connect     the reader learns of the holder
     6. first word  8 bytes of host memory are read
-    7. read        growing parts of the memory, three times each
+    7. read        growing parts of the memory, three times each; all of it in pieces of 64 KiB
 
 Each stage is announced on standard error before it begins, and ended with its seconds. One that
 exceeds `--limit-s` ends its process with the stacks of all threads; the other memory is walked
 through all the same. UCX's own words (which transports it chose) are among them.
+
+Beside the pieces, another Python thread of the reader wakes every 0.1 ms: an agent in a process
+that launches kernels must not hold its interpreter lock. How late that thread woke is told next to
+the longest calls of NIXL, and next to how late it woke while nothing was read.
 
     python -m bench.kv.nixl_stages                   host memory, over UCX's TCP
     python -m bench.kv.nixl_stages --gpus 0 1        GPU 0 is read into GPU 1
@@ -46,6 +50,9 @@ from kv_transfer.transports.nixl.agent import NixlAgent, NixlError, load
 _BLOCK_SIZE = 128
 _WORD_BYTES = 8
 _GRACE_S = 2.0
+_WAKE_S = 0.0001
+_QUIET_S = 1.0
+_PIECE_BYTES = 64 << 10
 _STUCK = 3
 """Exit status of a process in which a stage exceeded its limit."""
 
@@ -100,6 +107,31 @@ class Watch:
         say(f"{self._name}: STUCK: {what} did not end within {self._limit_s:g} s")
         faulthandler.dump_traceback()
         os._exit(_STUCK)
+
+
+class HeldUp:
+    """Tells how late a Python thread of this process woke, at most, within a `with` block."""
+
+    def __init__(self) -> None:
+        self.longest_ms = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> HeldUp:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        at = time.perf_counter()
+        while not self._ended.is_set():
+            time.sleep(_WAKE_S)
+            now = time.perf_counter()
+            self.longest_ms = max(self.longest_ms, (now - at - _WAKE_S) * 1e3)
+            at = now
 
 
 def say(line: str) -> None:
@@ -179,8 +211,8 @@ def read(place: Place, watch: Watch, out: IO[bytes]) -> None:
 
     with watch.stage("first word"):
         take(word, holder.word, _WORD_BYTES, None, None)
-    rates: dict[str, float] = {}
-    size = 64 << 10
+    rates: dict[str, Any] = {}
+    size = _PIECE_BYTES
     while size <= place.num_bytes:
         with watch.stage(f"read {size / 1e6:.2f} MB three times"):
             best = min(
@@ -190,8 +222,43 @@ def read(place: Place, watch: Watch, out: IO[bytes]) -> None:
         rates[f"{size / 1e6:.2f} MB"] = round(size / best / 1e9, 3)
         say(f"reader: {size / 1e6:.2f} MB at {size / best / 1e9:.3f} GB/s")
         size *= 16
+    with watch.stage("read in pieces"):
+        rates["in pieces"] = read_pieces(agent, name, memory, holder, place.num_bytes)
     out.write(json.dumps(rates).encode() + b"\n")
     out.flush()
+
+
+def read_pieces(
+    agent: NixlAgent, name: str, memory: Memory, holder: Holder, num_bytes: int
+) -> dict[str, float]:
+    """Returns GB/s, and in milliseconds how long posting and the longest look took, and how late
+    another thread woke meanwhile and before."""
+    with HeldUp() as quiet:
+        time.sleep(_QUIET_S)
+    offsets = np.arange(0, num_bytes - _PIECE_BYTES + 1, _PIECE_BYTES)
+    sizes = np.full(len(offsets), _PIECE_BYTES)
+    devices = (memory.device, holder.device)
+    looks = [0.0]
+    with HeldUp() as busy:
+        began = time.perf_counter()
+        transfer = agent.read(
+            name, memory.address + offsets, holder.address + offsets, sizes, devices
+        )
+        looked = time.perf_counter()
+        post = looked - began
+        while not transfer.is_done():
+            now = time.perf_counter()
+            looks.append(now - looked)
+            time.sleep(_WAKE_S)
+            looked = time.perf_counter()
+        ended = time.perf_counter()
+    return {
+        "GB/s": round(len(offsets) * _PIECE_BYTES / (ended - began) / 1e9, 3),
+        "post": round(post * 1e3, 3),
+        "longest look": round(max(looks) * 1e3, 3),
+        "other thread late": round(busy.longest_ms, 3),
+        "while nothing was read": round(quiet.longest_ms, 3),
+    }
 
 
 def child() -> None:
