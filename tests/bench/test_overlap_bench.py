@@ -31,7 +31,7 @@ def rows_of_ranks() -> list[list[dict[str, object]]]:
 def test_ways_give_what_sums_one_after_the_other_give():
     for rows in rows_of_ranks():
         errors = {(row["case"], row["way"]): float(row["error"]) for row in rows}
-        assert len(errors) == 2 * 6
+        assert len(errors) == 2 * 7
         for (_, way), error in errors.items():
             assert error > 0.1 if way == "no sums" else error < 1e-5
 

@@ -34,7 +34,7 @@ BETWEEN_VALUES = [
     ),
     (
         {"prefill": {"ports": {"kv": 8098}}},
-        "prefill.ports.metrics (8101) is one of the ports 8098 to 8101",
+        "prefill.ports.metrics (8101) is one of the ports 8098 to 8105",
     ),
     (
         {"prefill": {"ports": {"kv": 8199}, "settings": {"kvProcesses": 2}}},
@@ -51,7 +51,7 @@ BETWEEN_VALUES = [
                 "settings": {"kvSharePrefixes": "auto", "enablePrefixCaching": True},
             }
         },
-        "decode.ports.http (8100) is one of the ports 8098 to 8101",
+        "decode.ports.http (8100) is one of the ports 8098 to 8105",
     ),
     (
         {"node": {"replicas": 1}, "tierDefaults": {"parallelism": {"hosts": 2}}},
@@ -100,7 +100,7 @@ BETWEEN_VALUES = [
             "node": {"replicas": 1, "ports": {"http": 1, "grpc": 2, "metrics": 3, "kv": 8098}},
             "tierDefaults": {"network": {"hostNetwork": True}},
         },
-        "decode.ports.http (8100) is one of the ports 8098 to 8101, which KV transfer of node",
+        "decode.ports.http (8100) is one of the ports 8098 to 8105, which KV transfer of node",
     ),
     (
         {
@@ -108,7 +108,7 @@ BETWEEN_VALUES = [
             "prefill": {"ports": {"grpc": 8502, "metrics": 8503}},
             "decode": {"settings": {"kvSharePrefixes": "auto", "enablePrefixCaching": True}},
         },
-        "prefill.ports.grpc (8502) is one of the ports 8500 to 8503, which KV transfer of decode",
+        "prefill.ports.grpc (8502) is one of the ports 8500 to 8507, which KV transfer of decode",
     ),
     (
         {
@@ -148,7 +148,7 @@ BETWEEN_VALUES = [
     ),
     (
         {"prefill": {"ports": {"kv": 65535}}},
-        "needs the ports up to 65538",
+        "needs the ports up to 65542",
     ),
     (
         {"decode": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
@@ -330,7 +330,7 @@ BETWEEN_VALUES += [
             "tierDefaults": {"network": {"hostNetwork": True}},
             "prefill": {"ports": {"grpc": 8300, "metrics": 8301, "kv": 8098}},
         },
-        "decode.ports.metrics (8101) is one of the ports 8098 to 8101",
+        "decode.ports.metrics (8101) is one of the ports 8098 to 8105",
     ),
     (
         {"decode": {
