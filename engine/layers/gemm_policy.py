@@ -43,6 +43,7 @@ class GemmPolicy:
         adds_few_rows: And row layers add them to the residual stream themselves.
         shared_residual_rows: From so many rows on, row layers of the first of two ranks do, before
             the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream again.
+        fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
     """
 
     deterministic: bool = False

@@ -18,7 +18,7 @@ read them are over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,16 +91,15 @@ class BeamRows:
         if not self._searches:
             return sampled
         place_of = {row: place for place, row in enumerate(rows.tolist())}
-        found = sampled.logprobs
         token_ids = sampled.token_ids
-        for (width, _), searches in self._by_size(place_of).items():
-            assert found is not None
+        for searches in self._by_size(place_of):
+            assert sampled.logprobs is not None
             self._begin(searches)
-            token_ids = self._choose(searches, width, place_of, found, token_ids, pages)
-        return sampled if token_ids is sampled.token_ids else replace(sampled, token_ids=token_ids)
+            token_ids = self._choose(searches, place_of, sampled.logprobs, token_ids, pages)
+        return replace(sampled, token_ids=token_ids)
 
-    def _by_size(self, place_of: dict[int, int]) -> dict[tuple[int, int], list[_Search]]:
-        """Returns the searches of a step by width and number of candidates."""
+    def _by_size(self, place_of: dict[int, int]) -> Iterable[list[_Search]]:
+        """Returns the searches of a step, those of one width and number of candidates together."""
         by_size: dict[tuple[int, int], list[_Search]] = {}
         for number, search in self._searches.items():
             here = [row in place_of for row in search.rows]
@@ -110,7 +109,7 @@ class BeamRows:
                 raise RowError(f"some beams of search {number} compute without the others")
             size = len(search.rows), search.num_candidates
             by_size.setdefault(size, []).append(search)
-        return by_size
+        return by_size.values()
 
     def _begin(self, searches: Sequence[_Search]) -> None:
         """Writes the scores of searches that have just come, whose seats are in order of rank."""
@@ -129,7 +128,6 @@ class BeamRows:
     def _choose(
         self,
         searches: Sequence[_Search],
-        width: int,
         place_of: dict[int, int],
         found: LogprobsTensors,
         token_ids: Tensor,
@@ -148,7 +146,7 @@ class BeamRows:
         rows, at, index, stop_ids, num_written = to_device_together(
             [rows_np.ravel(), places, indices, stops.ravel(), written], self._device
         )
-        shape, last = (len(searches), width), 1 + searches[0].num_candidates
+        shape, last = rows_np.shape, 1 + searches[0].num_candidates
         chosen = choose_beams(
             found.token_ids.index_select(0, index)[:, 1:last].reshape(*shape, -1),
             found.logprobs.index_select(0, index)[:, 1:last].reshape(*shape, -1),
