@@ -678,15 +678,14 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
 def mxfp4_pair_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out", "bias"),
-        **named("*i32", "weight", "following", "experts", "arrived"),
+        **named("*i32", "weight", "experts", "arrived"),
         **named("fp32", "limit", "alpha"),
         **named("*fp32", "pair_weights", "sums"),
     }
-    hopper = (True, 2, "no"), (True, 2, "early"), (True, 2, "late"), (False, 4, "no")
-    for gated, num_warps, asks in hopper if capability >= 90 else hopper[:1]:
+    for gated, num_warps in (True, 2), (False, 4):
         yield Case(
             mxfp4_pairs.mxfp4_pair_gemm_kernel,
-            f"gated={gated} asks={asks}",
+            f"gated={gated}",
             types,
             {
                 "TOP_K": 4,
@@ -702,11 +701,6 @@ def mxfp4_pair_cases(capability: int) -> Iterator[Case]:
                 "IN_PAIRS": True,
                 "PRECISION": "tf32",
                 "OVERLAP": capability >= 90,
-                "ASKS_OWN": asks == "late" or not gated,
-                "ASKS_EARLY": asks == "early",
-                "ASKS_LATE": asks == "late",
-                "THREADS": 32 * num_warps,
-                **({"following": None} if asks == "no" else {}),
             },
             {"num_warps": num_warps, "num_stages": 4},
         )

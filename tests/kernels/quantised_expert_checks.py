@@ -47,8 +47,6 @@ EACH_PAIR = [
     ExpertTuning(8, 64, 64, 2, 3, splits=3, each_pair=True),
     ExpertTuning(16, 128, 128, 4, 3, each_pair=True),
     ExpertTuning(8, 64, 128, 1, 3, splits=2, each_pair=True),
-    ExpertTuning(8, 64, 64, 2, 3, splits=5, each_pair=True, asks_own=True, asks_next="late"),
-    ExpertTuning(8, 128, 64, 2, 3, splits=5, each_pair=True, asks_own=True, asks_next="early"),
 ]
 
 
@@ -173,7 +171,7 @@ def mxfp4_pairs(
         out = torch.full((num_tokens, hidden), torch.nan, dtype=dtype, device=device)
         given = weights, chosen
         gate = more.get("b13"), more.get("gate")
-        mxfp4_pair_gemm(x, w13, *given, between, tuning, *gate, following=w2)
+        mxfp4_pair_gemm(x, w13, *given, between, tuning, *gate)
         mxfp4_pair_gemm(between, w2, *given, out, tuning, more.get("b2"))
         outs.append(out)
     assert not out[num_tokens // 3].any()

@@ -49,12 +49,12 @@ def test_shipped_tables(path: Path) -> None:
 
 
 def test_what_a_format_alone_has_is_written_where_it_is_asked_for() -> None:
-    pairs = ExpertTuning(8, 64, 64, 2, 3, splits=5, each_pair=True, asks_next="late")
+    pairs = ExpertTuning(8, 64, 64, 2, 3, splits=5, each_pair=True)
     table = ExpertTable(gate_up=(Range(0.1, pairs), Range(None, SMALL)), down=(Range(None, pairs),))
     data = table.to_json()
     assert ExpertTable.from_json(data) == table
     assert data.count(b'"each_pair":true') == 2 and b'"each_pair":false' not in data
-    assert data.count(b'"asks_next":"late"') == 2 and b"asks_own" not in data
+    assert b"strips" not in data
 
 
 @pytest.mark.parametrize("rows", [4 / 128, 0.5, 16, 64, 256])

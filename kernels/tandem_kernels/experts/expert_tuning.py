@@ -16,7 +16,7 @@ import math
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -48,9 +48,6 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             inner dimension is not split. In formats that can.
         each_pair: Every (token, expert) pair has programs of its own, and the second GEMM sums
             those of a token; in formats that can.
-        asks_own: With `each_pair`, programs ask for all their weights at once, on their way to the
-            L2 cache, before they load the first.
-        asks_next: And those of the first GEMM for the second's: before they multiply, or behind it.
     """
 
     rows: int
@@ -65,8 +62,6 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unroll: int = 1
     strips: int = 1
     each_pair: bool = False
-    asks_own: bool = False
-    asks_next: Literal["no", "early", "late"] = "no"
 
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -153,8 +148,6 @@ _USUAL = {
     "unroll": 1,
     "strips": 1,
     "each_pair": False,
-    "asks_own": False,
-    "asks_next": "no",
 }
 
 

@@ -253,7 +253,7 @@ def mxfp4_experts(
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     w2 = w2.unsqueeze(1)
     if takes_each_pair(first, num_pairs, width):
-        mxfp4_pair_gemm(x, w13, weights, experts, hidden, first, bias=b13, gate=gate, following=w2)
+        mxfp4_pair_gemm(x, w13, weights, experts, hidden, first, bias=b13, gate=gate)
     else:
         mxfp4_gemm(x, w13, weights, rows, hidden, first, bias=b13, gate=gate)
     if takes_each_pair(second, num_pairs, hidden_size):

@@ -20,12 +20,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import supports_pdl, uses_pdl
+from tandem_kernels.device import uses_pdl
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_tuning import ExpertTuning
-from tandem_kernels.experts.mxfp4_ahead import ask_for_own, ask_for_share
 from tandem_kernels.experts.mxfp4_numbers import in_order_of_warps, mxfp4_weights, tile_places
 
 
@@ -78,11 +77,10 @@ def _sum_of_pairs(
     return total
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tile_rows", "num_tile_columns", "num_following"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tile_rows", "num_tile_columns"])
 def mxfp4_pair_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
-    following: tl.tensor,
     bias: tl.tensor,
     pair_weights: tl.tensor,
     experts: tl.tensor,
@@ -95,7 +93,6 @@ def mxfp4_pair_gemm_kernel(
     x_stride: tl.tensor,
     num_tile_rows: tl.tensor,
     num_tile_columns: tl.tensor,
-    num_following: tl.tensor,
     limit: tl.tensor,
     alpha: tl.tensor,
     TOP_K: tl.constexpr,
@@ -111,18 +108,11 @@ def mxfp4_pair_gemm_kernel(
     IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
-    ASKS_OWN: tl.constexpr,
-    ASKS_EARLY: tl.constexpr,
-    ASKS_LATE: tl.constexpr,
-    THREADS: tl.constexpr,
 ) -> None:
     """Computes, in program (j, s, p), part s of outputs j * COLS and on of pair p.
 
     GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, 544], out [pairs, I]. Else x
     [pairs, I], weight [E, 1, ...], out [T, H]. `sums` [SPLITS, pairs, (2) outputs].
-
-    ASKS_OWN: asks for all its weights first. ASKS_EARLY, ASKS_LATE: for its share of the pair's
-    tiles of `following` [E, num_following, 544], before it multiplies or afterwards.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -150,13 +140,6 @@ def mxfp4_pair_gemm_kernel(
     num_steps = tl.cdiv(inner, DEPTH)
     first = split * num_steps // SPLITS
     end = tl.where(exists, (split + 1) * num_steps // SPLITS, first)
-    if ASKS_OWN:
-        ask_for_own(
-            weight + part * size, size, first * COLUMN_TILES, end * COLUMN_TILES,
-            num_tile_rows, num_tile_columns, COLS // 64, 2 if GATED else 1, THREADS,
-        )  # fmt: skip
-    if ASKS_EARLY:
-        ask_for_share(following, expert, num_following, SPLITS, THREADS)
     for step in range(first, end):
         inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
         if EVEN:
@@ -174,8 +157,6 @@ def mxfp4_pair_gemm_kernel(
                 at + size, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
             )
             second = tl.dot(by, given.T, second, input_precision=PRECISION)
-    if ASKS_LATE:
-        ask_for_share(following, expert, num_following, SPLITS, THREADS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     real = col < num_outputs
     width = 2 * num_outputs if GATED else num_outputs
@@ -223,7 +204,6 @@ def mxfp4_pair_gemm(
     tuning: ExpertTuning,
     bias: Tensor | None = None,
     gate: ClampedGate | None = None,
-    following: Tensor | None = None,
 ) -> None:
     """Computes one of the two GEMMs; the first where the weight has two parts.
 
@@ -234,7 +214,6 @@ def mxfp4_pair_gemm(
         out: [T * k, I], or [T, H], the sums over a token's pairs.
         bias: [E, 2 I], or [E, H]; None: none.
         gate: None: SiLU.
-        following: The second's weight, for the first; None: nobody asks for it.
     """
     num_tokens, top_k = experts.shape
     num_pairs, num_outputs = experts.numel(), out.shape[1]
@@ -242,14 +221,11 @@ def mxfp4_pair_gemm(
     inner = x.shape[1]
     size = tuning.splits, num_pairs, num_parts * num_outputs
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
-    overlap, can_ask = uses_pdl(x.device, num_tokens), supports_pdl(x.device)
-    asks_next = tuning.asks_next if can_ask and following is not None else "no"
-    num_following = 0 if following is None else following[0].numel() // weight.shape[-1]
+    overlap = uses_pdl(x.device, num_tokens)
     grid = triton.cdiv(num_outputs, tuning.cols), tuning.splits, num_pairs
     mxfp4_pair_gemm_kernel[grid](
         x,
         weight,
-        following if asks_next != "no" else None,
         bias,
         pair_weights,
         experts,
@@ -262,7 +238,6 @@ def mxfp4_pair_gemm(
         x.stride(0),
         num_tile_rows,
         num_tile_columns,
-        num_following,
         *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
         TOP_K=top_k,
         ROWS=tuning.rows,
@@ -277,10 +252,6 @@ def mxfp4_pair_gemm(
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         OVERLAP=overlap,
-        ASKS_OWN=tuning.asks_own and can_ask,
-        ASKS_EARLY=asks_next == "early",
-        ASKS_LATE=asks_next == "late",
-        THREADS=32 * tuning.num_warps,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlap else {}),
