@@ -213,9 +213,9 @@ async def test_every_page_is_compared_by_some_thread(num_threads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "processes", "wanted"), [(16, 4, 2), (2, 4, 1), (96, 8, 4), (192, 32, 3)]
+    ("cores", "processes", "wanted"), [(16, 4, 4), (8, 4, 2), (2, 4, 1), (96, 8, 4), (96, 32, 3)]
 )
-def test_half_of_the_cores_compare(cores: int, processes: int, wanted: int) -> None:
+def test_all_cores_compare(cores: int, processes: int, wanted: int) -> None:
     assert choose_check_threads(cores, processes) == wanted
 
 
