@@ -212,6 +212,29 @@ async def test_every_page_is_compared_by_some_thread(num_threads: int) -> None:
     checks.close()
 
 
+async def test_a_page_that_cannot_be_read_fails_its_layer_and_those_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SlotMemory.anonymous(num_slots=2, num_layers=3, page_bytes=64)
+    for slot in range(2):
+        memory.put(slot, name_of(slot), memory.checksums(slot))
+    compute = memory.checksum
+
+    def checksum(slot: int, layer: int) -> int:
+        if layer == 1:
+            raise OSError("gone")
+        return compute(slot, layer)
+
+    monkeypatch.setattr(memory, "checksum", checksum)
+    checks = SlotChecks(memory, 2)
+    layers = checks.begin([0, 1])
+    assert await layers.wrong_in(0) == set()
+    for place in (1, 2):
+        with pytest.raises(OSError, match="gone"):
+            await layers.wrong_in(place)
+    checks.close()
+
+
 @pytest.mark.parametrize(
     ("cores", "processes", "wanted"), [(16, 4, 4), (8, 4, 2), (2, 4, 1), (96, 8, 4), (96, 32, 3)]
 )
