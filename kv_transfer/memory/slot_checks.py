@@ -8,7 +8,7 @@
 A load reads each byte twice: once for its checksum, once for the device. The checksum is the dearer
 one where a device copies by itself, so it is begun for all layers at once and not layer by layer:
 threads never wait for copies, nor the copies for them, until a layer is marked. Handing a thread
-one job and not one for each layer spares the event loop 2 ms in front of the first copy.
+one job and not one for each of 32 layers makes a load of a gigabyte 2 ms shorter.
 """
 
 from __future__ import annotations
