@@ -176,9 +176,8 @@ def ranges(times: Timed, rows_per_token: float) -> tuple[Range, ...]:
 
 def completed(times: Timed, table: ExpertTable, rows_per_token: float, *, gated: bool) -> Timed:
     """Returns `times` with what a table says about steps of the sizes that were not timed."""
-    missing = set(_TOKENS) - set(times)
-    kept = {size: table.choose(size * rows_per_token, gated=gated) for size in missing}
-    return dict(times) | {size: [(0.0, kept[size])] for size in missing}
+    kept = {size: table.choose(size * rows_per_token, gated=gated) for size in _TOKENS}
+    return {size: times.get(size, [(0.0, kept[size])]) for size in _TOKENS}
 
 
 def write_table(
@@ -192,7 +191,7 @@ def write_table(
                 print(f"T={num_tokens} {'gate-up' if gated else 'down'} {us:.1f} us {tuning}")
     rows = shape.top_k / shape.num_experts
     gpu, name = gpu_name(torch.device("cuda")), kind.table_shape(shape)
-    if set(_TOKENS) - set(found[True]):
+    if set(found[True]) < set(_TOKENS):
         before = nearest_table(name, gpu, tables)
         found = {gated: completed(found[gated], before, rows, gated=gated) for gated in found}
     table = ExpertTable(gate_up=ranges(found[True], rows), down=ranges(found[False], rows))

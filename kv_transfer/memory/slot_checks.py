@@ -62,10 +62,10 @@ class SlotChecks:
         for place, future in enumerate(found):
             try:
                 wrong = self._wrong(slots, place)
-            except BaseException as error:
+            except Exception as error:
                 for unknown in found[place:]:
-                    loop.call_soon_threadsafe(_fail, unknown, error)
-                raise
+                    loop.call_soon_threadsafe(_tell, unknown, error)
+                return
             loop.call_soon_threadsafe(_tell, future, wrong)
 
     def _wrong(self, slots: list[int], place: int) -> set[int]:
@@ -73,12 +73,11 @@ class SlotChecks:
         return {s for s in slots if memory.checksum(s, place) != memory.known_checksum(s, place)}
 
 
-def _tell(future: asyncio.Future[set[int]], wrong: set[int]) -> None:
+def _tell(future: asyncio.Future[set[int]], outcome: set[int] | Exception) -> None:
     """Nobody may be waiting any more."""
-    if not future.done():
-        future.set_result(wrong)
-
-
-def _fail(future: asyncio.Future[set[int]], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -47,6 +47,8 @@ EACH_PAIR = [
     ExpertTuning(8, 64, 64, 2, 3, splits=3, each_pair=True),
     ExpertTuning(16, 128, 128, 4, 3, each_pair=True),
     ExpertTuning(8, 64, 128, 1, 3, splits=2, each_pair=True),
+    ExpertTuning(8, 64, 64, 2, 3, splits=5, each_pair=True),
+    ExpertTuning(8, 128, 64, 2, 3, splits=5, each_pair=True),
 ]
 
 
