@@ -6,7 +6,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROTOS := $(wildcard proto/tandem_pb/*.proto)
 
 # Tests run in this many processes at once: half of what they do is waiting.
-PYTEST_WORKERS ?= 2
+# Three for two cores: clusters wait much, for time limits and for processes to end.
+PYTEST_WORKERS ?= 3
 
 # One thread for each process: two processes with two threads on two cores run 12 times slower.
 export OMP_NUM_THREADS := 1
