@@ -11,6 +11,8 @@
 -  refused       the answer is sent, then what still comes is thrown away for a moment: closing at
                  once would reset the connection, and the client would lose the answer. In the midst
                  of another answer it would be taken for a part of that one: then it is only closed
+-  unread        a client that takes nothing of what is sent for `send_timeout_s` is cut off, in the
+                 midst of an answer or behind the last one
 -  unknown       until a valid key was shown, where keys are asked for. There may be
                  `max_without_key` of these; for one more the oldest is closed
 """
@@ -43,6 +45,8 @@ _HELD_UP_S = 0.25
 """A timer that fires so much later than it should tells that this process was held up."""
 _FIRST_WORDS_S = 2.0
 """A new connection is not taken for one that shows no key before it has had time to."""
+_WRITER_FIRST_S = 1.0
+"""Whoever writes an answer gives up by a clock of its own so much sooner, and can say why."""
 _ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization", b"x-api-key")
 
 
@@ -65,6 +69,7 @@ class ConnectionLimits:
     max_header_bytes: int = 16 << 10
     max_per_address: int = 0
     max_without_key: int = 0
+    send_timeout_s: float = 20.0
 
 
 @dataclass(slots=True)
@@ -85,7 +90,9 @@ class GuardedProtocol(HttpToolsProtocol):
     open_connections = OpenConnections()
 
     _head_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
+    _num_unread = 0
     _refusal: HttpError | None = None
     _is_ending = False
     _address = ""
@@ -94,6 +101,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unanswered: list[RequestResponseCycle] = []
         self._is_plaintext = transport.get_extra_info("sslcontext") is None
         self._names = certificate_names(transport.get_extra_info("peercert"))
         self._address = self.client[0] if self.client else ""
@@ -109,6 +117,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._stop_send_timer()
+        self._tell_answers()
         by_address = self.open_connections.by_address
         by_address[self._address] -= 1
         if not by_address[self._address]:
@@ -120,6 +130,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_ending or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
+        if not self._unanswered:
+            self._expect_head()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:
@@ -143,13 +155,38 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             raise self._refusal
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
         self.cycle.transport = cast("asyncio.Transport", _AnswerTransport(self, self.cycle))
 
     def on_response_complete(self) -> None:
         cycle = self.cycle
+        self._unanswered = [one for one in self._unanswered if not one.response_complete]
         if cycle.more_body and cycle.response_complete:
             self.end_gently()
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_send_timer()
+        if self.transport.is_closing():
+            self._expect_reading()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._expect_reading()
+
+    def close(self) -> None:
+        """Ends the connection as soon as the client has read what it was sent."""
+        self.transport.close()
+        self._expect_reading()
 
     def end_gently(self) -> None:
         """Ends the connection when the client has had a moment to read; what it still sends is
@@ -237,6 +274,31 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._end_wait()
 
+    def _expect_reading(self) -> None:
+        """Bounds the time for which nothing of what lies here is read."""
+        if self._send_timer is not None:
+            return
+        self._num_unread = self.transport.get_write_buffer_size()
+        if self._num_unread:
+            timeout_s = self.limits.send_timeout_s + _WRITER_FIRST_S
+            self._send_timer = self.loop.call_later(timeout_s, self._on_send_timeout)
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _on_send_timeout(self) -> None:
+        """Cuts off a client that has read nothing, unless this process was held up meanwhile, and
+        could not send."""
+        assert self._send_timer is not None
+        was_held_up = self.loop.time() - self._send_timer.when() > _HELD_UP_S
+        self._send_timer = None
+        if was_held_up or self.transport.get_write_buffer_size() < self._num_unread:
+            self._expect_reading()
+        else:
+            self.transport.abort()
+
     def _end_wait(self) -> None:
         """Ends a connection that takes too long. A client that has sent nothing at all gets no
         answer either."""
@@ -250,7 +312,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if self._cut_open_answer():
             self._is_ending = True
-            self.transport.close()
+            self.close()
             return
         body = ErrorForm.of_path(self._path).body(error)
         given = headers_of(self.headers or ())
@@ -269,13 +331,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _cut_open_answer(self) -> bool:
         """Tells whoever answers on this connection that its client has gone, so that it writes
-        no more. Returns whether the client has got a part of that answer."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete:
-            return False
-        cycle.disconnected = True
-        cycle.message_event.set()
-        return cycle.response_started
+        no more. Returns whether the client has got a part of an answer."""
+        is_begun = any(cycle.response_started for cycle in self._unanswered)
+        self._tell_answers()
+        return is_begun
+
+    def _tell_answers(self) -> None:
+        """Tells all who have yet to end an answer: of requests that came one behind the other, not
+        only the last is under way."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
 
 class _AnswerTransport:
@@ -292,7 +358,7 @@ class _AnswerTransport:
         if self._cycle.more_body and self._cycle.response_complete:
             self._protocol.end_gently()
         else:
-            self._protocol.transport.close()
+            self._protocol.close()
 
 
 def guarded_protocol(

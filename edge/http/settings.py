@@ -76,10 +76,13 @@ class HttpEdgeSettings(BaseModel):
         """Returns limits for a body and `more_bytes` besides."""
         return BodyLimits(self.max_body_bytes + more_bytes, self.body_timeout_s)
 
-    def connection_limits(self, max_per_address: int = 0) -> ConnectionLimits:
+    def connection_limits(
+        self, send_timeout_s: float, max_per_address: int = 0
+    ) -> ConnectionLimits:
         return ConnectionLimits(
             header_timeout_s=self.header_timeout_s,
             max_header_bytes=self.max_header_bytes,
             max_per_address=max_per_address,
             max_without_key=self.max_connections_without_key,
+            send_timeout_s=send_timeout_s,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from engine.node.http_server import HttpServer, listen
 
 TIMEOUT_S = 30.0
 KEY = b"authorization: Bearer key\r\n"
+LONG_ANSWER = b"ok" * (4 << 20)
 
 
 class OneKey:
@@ -60,7 +62,7 @@ class Service:
 
 @asynccontextmanager
 async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterator[Service]:
-    """Reads bodies of POST requests only, for 0.2 s at most."""
+    """Reads bodies of POST requests only, for 0.2 s at most. `/big` has a long answer."""
     protocol = guarded_protocol.guarded_protocol(ConnectionLimits(**limits), OneKey(), front)
     listener = listen("127.0.0.1", 0)
     running = Service(listener.getsockname()[1], protocol)
@@ -74,9 +76,10 @@ async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterato
         except HttpError as error:
             await send_error(send, error)
             return
-        headers = [(b"content-length", b"2")]
+        body = LONG_ANSWER if scope["path"] == "/big" else b"ok"
+        headers = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"ok"})
+        await send({"type": "http.response.body", "body": body})
 
     config = uvicorn.Config(
         OuterEdge(app, lambda: False, front),
@@ -196,6 +199,42 @@ async def test_many_may_come_at_once_before_they_have_shown_their_keys(
             writer.write(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
             assert b"200" in await reader.readuntil(b"ok")
             writer.close()
+
+
+@pytest.mark.parametrize("head", [b"", b"connection: close\r\n"], ids=["kept", "closed"])
+async def test_who_reads_nothing_of_a_whole_answer_is_cut(
+    monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    monkeypatch.setattr(guarded_protocol, "_WRITER_FIRST_S", 0.0)
+    async with service(send_timeout_s=0.3) as running:
+        with socket.create_connection(("127.0.0.1", running.port)) as client:
+            client.sendall(b"GET /big HTTP/1.1\r\n" + KEY + head + b"\r\n")
+            await running.until_open(1)
+            await running.until_open(0)
+
+
+async def test_who_reads_slowly_gets_all_of_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_protocol, "_WRITER_FIRST_S", 0.0)
+    limit_s = 0.5
+    async with service(send_timeout_s=limit_s) as running:
+        reader, writer = await running.connect(b"GET /big HTTP/1.1\r\n" + KEY + b"\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        loop = asyncio.get_running_loop()
+        began_at, num_read = loop.time(), 0
+        while num_read < len(LONG_ANSWER):
+            num_read += len(await reader.readexactly(len(LONG_ANSWER) // 32))
+            await asyncio.sleep(limit_s / 8)
+        assert loop.time() - began_at > 3 * limit_s
+        writer.close()
+
+
+async def test_an_empty_line_begins_a_request_that_has_to_follow_in_time() -> None:
+    async with service(header_timeout_s=0.3) as running:
+        reader, writer = await running.connect(b"GET /x HTTP/1.1\r\n" + KEY + b"\r\n")
+        await reader.readuntil(b"ok")
+        writer.write(b"\r\n")
+        assert b" 408 " in await read_end(reader)
+        writer.close()
 
 
 async def test_time_in_which_the_service_was_held_up_is_not_the_client_s(

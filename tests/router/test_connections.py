@@ -10,10 +10,16 @@ import socket
 import pytest
 
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
-from tests.router.fakes import stream_forever
+from tests.router.fakes import answer_json, stream_forever
 from tests.router.token_server import TokenHandler, expected, texts
 
 BODY = {"model": "demo", "prompt": "hello", "seed": 7, "max_tokens": 3, "stream": True}
+
+
+def post(path: str) -> bytes:
+    body = json.dumps(BODY).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    return b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
 
 
 async def connect(router: RunningRouter) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -85,6 +91,22 @@ async def test_garbage_behind_a_request_cuts_its_answer_and_puts_nothing_into_it
     assert answer.count(b"HTTP/1.1 ") == 1
     await eventually(lambda: node.num_open == 0)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    writer.close()
+
+
+async def test_garbage_behind_two_requests_puts_nothing_into_the_first_answer(
+    cluster: Cluster,
+) -> None:
+    node = await cluster.decode(handler=stream_forever())
+    router = await cluster.router(node)
+    reader, writer = await connect(router)
+    writer.write(post("/v1/completions") * 2)
+    async with asyncio.timeout(TIMEOUT_S):
+        answer = await reader.readuntil(b"data: ")
+        writer.write(b"\x00\x01\x02\x03\r\n\r\n")
+        answer += await reader.read()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    await eventually(lambda: node.num_open == 0)
     writer.close()
 
 
@@ -187,7 +209,36 @@ async def test_a_client_that_does_not_read_is_cut_and_frees_the_node(cluster: Cl
     await eventually(lambda: node.num_open + other.num_open == 1)
     await eventually(lambda: node.num_open + other.num_open == 0)
     assert router.metric("tandem_router_node_failures_total", reason="lost") == 0
+    await eventually(lambda: not router.server.server_state.connections)
     writer.close()
+
+
+async def test_who_asks_again_without_reading_the_answer_before_is_cut(cluster: Cluster) -> None:
+    node = await cluster.decode(handler=answer_json(200, "x" * 900_000))
+    router = await cluster.router(node, send_timeout_s=0.5)
+    host, port = router.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(post("/tokenize"))
+        await eventually(lambda: len(node.requests) == 1 and router.num_open == 0)
+        client.sendall(post("/v1/completions"))
+        await eventually(lambda: len(node.requests) == 2)
+        await eventually(lambda: router.num_open == 0)
+        await eventually(lambda: not router.server.server_state.connections)
+
+
+async def test_who_hangs_up_with_another_request_behind_frees_the_node(cluster: Cluster) -> None:
+    node = await cluster.decode(handler=stream_forever())
+    router = await cluster.router(node)
+    reader, writer = await connect(router)
+    writer.write(post("/v1/completions") * 2)
+    async with asyncio.timeout(TIMEOUT_S):
+        await reader.readuntil(b"data: ")
+    assert node.num_open == 1
+    writer.transport.abort()
+    await eventually(lambda: node.num_open == 0)
+    assert len(node.requests) == 1, "nobody is there to hear of the second one"
 
 
 async def test_while_draining_clients_are_asked_to_connect_anew(cluster: Cluster) -> None:
