@@ -165,6 +165,7 @@ class HttpxResponse:
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
         self._chunks = response.aiter_raw()
+        self.is_cut = False
         self.status = response.status_code
         self.headers: Sequence[tuple[bytes, bytes]] = response.headers.raw
 

@@ -35,6 +35,10 @@ class UpstreamResponse(Protocol):
         """Returns what has arrived of the body; b"" at its end. Raises `NodeLost` if it breaks
         off."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Returns whether the connection has ended before the answer."""
+
     def close(self) -> None: ...
 
 
@@ -66,6 +70,20 @@ class HttpResponse:
             return await self._response.content.readany()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise NodeLost(_describe(error)) from error
+        except RuntimeError as error:
+            if not self.is_cut:
+                raise
+            raise NodeLost("its answer is no HTTP any more") from error
+
+    @property
+    def is_cut(self) -> bool:
+        """Returns whether the connection has ended before the answer. aiohttp ends it when what
+        comes is no HTTP, and tells nobody who reads."""
+        connection = self._response.connection
+        if connection is None:
+            return False
+        transport = connection.transport
+        return transport is None or transport.is_closing()
 
     def close(self) -> None:
         self._response.close()

@@ -103,6 +103,11 @@ class Exchange:
             self._head_deadline.reschedule(asyncio.get_running_loop().time())
 
     @property
+    def is_cut(self) -> bool:
+        """Returns whether the connection to the node has ended before the answer."""
+        return self._response is not None and self._response.is_cut
+
+    @property
     def is_event_stream(self) -> bool:
         return self._header(b"content-type").startswith(b"text/event-stream")
 
