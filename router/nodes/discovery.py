@@ -122,17 +122,24 @@ class Discovery:
             hosts = ()
         if not hosts:
             self._on_failure()
+            self._see_present(entry)
             return
         self._present[entry] = {entry.address(host) for host in hosts}
         self._drop_missing(entry)
 
     def _drop_missing(self, entry: NodeEntry) -> None:
-        now = self._clock()
-        seen = self._last_seen[entry]
-        seen.update(dict.fromkeys(self._present.get(entry, ()), now))
+        now = self._see_present(entry)
         self._last_seen[entry] = {
-            address: last for address, last in seen.items() if self._stays(address, now - last)
+            address: last
+            for address, last in self._last_seen[entry].items()
+            if self._stays(address, now - last)
         }
+
+    def _see_present(self, entry: NodeEntry) -> float:
+        """Takes what the last answer has for seen until now. Returns the time."""
+        now = self._clock()
+        self._last_seen[entry].update(dict.fromkeys(self._present.get(entry, ()), now))
+        return now
 
     def _stays(self, address: NodeAddress, missing_s: float) -> bool:
         return missing_s == 0 or (missing_s < self._linger_s and self._is_alive(address))

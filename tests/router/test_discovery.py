@@ -158,6 +158,19 @@ async def test_a_node_that_still_reports_outlives_its_name_for_a_while() -> None
     assert await watched.after(1) == {"10.0.0.2:5"}
 
 
+async def test_time_without_answers_is_no_time_without_a_name() -> None:
+    names = Names("10.0.0.1", "10.0.0.2")
+    watched = Watched("dns://p:5", names)
+    before = await watched.after(0)
+    watched.alive = {"10.0.0.1:5"}
+    names.hosts = None
+    for _ in range(12):
+        assert await watched.after(5) == before
+    names.hosts = ["10.0.0.2"]
+    assert await watched.after(5) == before
+    assert await watched.after(30) == {"10.0.0.2:5"}
+
+
 async def test_localhost_resolves() -> None:
     assert "127.0.0.1" in await resolve_host("localhost")
 

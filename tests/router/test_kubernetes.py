@@ -201,6 +201,21 @@ async def test_a_service_without_slices_changes_nothing(api: FakeApi, credential
         assert not followed.seen
 
 
+async def test_slices_of_before_do_not_outlive_a_service_that_was_made_anew(
+    api: FakeApi, credentials: Path
+) -> None:
+    api.items = [a_slice("a", endpoint("10.0.0.1"))]
+    async with following(api, credentials) as followed:
+        await eventually(lambda: bool(api.watches))
+        api.items = []
+        await api.send("ERROR", {"kind": "Status", "code": 410, "message": "too old"})
+        await eventually(lambda: followed.num_failures == 1 and bool(api.watches))
+        assert followed.seen == [endpoints("10.0.0.1")], "an empty answer changes nothing"
+        await api.send("ADDED", a_slice("b", endpoint("10.0.0.2")))
+        await eventually(lambda: len(followed.seen) == 2)
+        assert followed.seen[-1] == endpoints("10.0.0.2")
+
+
 async def test_an_authority_that_cannot_be_read_is_named(credentials: Path) -> None:
     (credentials / "ca.crt").write_text("no certificate")
     access = KubernetesAccess(url="https://127.0.0.1:1", credentials=credentials)
