@@ -41,8 +41,6 @@ _Key = TypeVar("_Key")
 class NodePool:
     registry: NodeRegistry
     refresh_s: float = 0.1
-    generation: int = 0
-    """Grows with every refresh that changed a group."""
     _decodes: dict[str, NodeGroup] = field(default_factory=dict)
     _prefills: dict[Weights, NodeGroup] = field(default_factory=dict)
     _adapted: dict[tuple[NodeGroup, str], NodeGroup] = field(default_factory=dict)
@@ -93,10 +91,8 @@ class NodePool:
             for model, nodes in self._usable(by_model(registry.nodes(NodeRole.DECODE))).items()
         }
         self._adapted.clear()
-        before = (self._prefills, self._decodes)
         self._prefills = _regroup(self._prefills, prefills)
         self._decodes = _regroup(self._decodes, decodes)
-        self.generation += before != (self._prefills, self._decodes)
 
     def _usable(self, groups: dict[_Key, list[Node]]) -> dict[_Key, list[Node]]:
         usable = {name: self.registry.usable_of(nodes) for name, nodes in groups.items()}

@@ -80,7 +80,7 @@ class TandemPolicy(BasePolicy):
         self._parameters = parameters or TandemParameters()
         self._knowledge = PerModel(self._learn_model)
         self._local = LocalPrefillRule(self._parameters.short_prompt_tokens)
-        self._indexed_generation = 0
+        self._indexed_version = -1
         registry.on_prefixes = self._note_prefixes
 
     def knowledge(self, node: Node) -> ModelKnowledge:
@@ -183,6 +183,8 @@ class TandemPolicy(BasePolicy):
             self.knowledge(decode).answers.note(decode, request.prefix_blocks[-1:])
 
     def _note_prefixes(self, node: Node, ends: tuple[int, ...]) -> None:
+        # Nodes may come and go for long while nobody asks this router for anything.
+        self._forget_lost_nodes()
         known = self.knowledge(node)
         is_prefill = node.address.role is NodeRole.PREFILL
         (known.index if is_prefill else known.answers).note(node, ends)
@@ -211,8 +213,8 @@ class TandemPolicy(BasePolicy):
             known.answers.retain(())
 
     def _forget_lost_nodes(self) -> None:
-        if self._indexed_generation != self.pool.generation:
-            self._indexed_generation = self.pool.generation
+        if self._indexed_version != self.registry.version:
+            self._indexed_version = self.registry.version
             prefills = set(self.registry.nodes(NodeRole.PREFILL))
             decodes = set(self.registry.nodes(NodeRole.DECODE))
             self._knowledge.retain({node.model for node in prefills})

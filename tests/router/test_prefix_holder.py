@@ -88,3 +88,16 @@ def test_a_restarted_node_has_nothing() -> None:
     says(fleet, fleet.node("d"), 2)
     fleet.registry.apply_report(fleet.node("d").address, report(DECODE, epoch=9, **SHARING))
     assert policy.place(turn(1, 2, 3)).prefix_holder is None
+
+
+def test_nodes_that_are_gone_are_forgotten_without_a_request() -> None:
+    """A router that is asked nothing, or has no prefill nodes, hears reports all the same."""
+    fleet = fleet_of(1)
+    policy = TandemPolicy(fleet.registry, random.Random(1))
+    for name in ("d", "p0"):
+        for epoch in range(1, 4):
+            says(fleet, fleet.node(name), 7, epoch=epoch)
+        node = fleet.node(name)
+        known = policy.knowledge(node)
+        index = known.answers if node.address.role is DECODE else known.index
+        assert list(index.match([7]).holders(1)) == [(node, 1)]
