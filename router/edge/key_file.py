@@ -62,7 +62,7 @@ def read_keys(text: str) -> list[Key]:
     key."""
     try:
         file = msgspec.toml.decode(text, type=_File)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"the API key file cannot be read: {error}") from None
     keys = [key for entry in file.tenants for key in _keys_of(entry)]
     names = [entry.name for entry in file.tenants]

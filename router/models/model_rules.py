@@ -63,7 +63,7 @@ def read_rules(text: str) -> ModelRules:
     """Returns the rules in `text`, TOML. Raises `ConfigurationError` naming what is wrong."""
     try:
         file = msgspec.toml.decode(text, type=_File)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"the model rules cannot be read: {error} (names with dots need quotes)"
         ) from None

@@ -95,7 +95,7 @@ def test_keys_change_with_the_file_and_stay_when_it_breaks(tmp_path: Path) -> No
     replace(path, tenant("acme", "new"))
     assert keys.reload()
     assert admitted("old", "new") == [False, True]
-    for broken in ("broken", ""):
+    for broken in ("broken", "", "a = " + "[" * 10_000):
         replace(path, broken)
         assert not keys.reload()
         assert admitted("old", "new", "fixed") == [False, True, True]

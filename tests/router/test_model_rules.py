@@ -56,6 +56,7 @@ def test_the_file_gives_aliases_and_splits() -> None:
     ("text", "named"),
     [
         ("[aliases", "cannot be read"),
+        ("a = " + "[" * 10_000, "cannot be read"),
         ("[alias]\na = 'b'", "alias"),
         ("[aliases]\ngpt-3.5 = 'b'", "quotes"),
         ("[aliases]\na = 3", "aliases"),
