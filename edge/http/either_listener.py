@@ -3,6 +3,7 @@
 1. accepted   nobody reads yet. The first byte has `handshake_timeout_s` to come, and TLS as long
               to be agreed on
 2. served     by a protocol, as any other connection
+-  no descriptor is left: nobody is accepted for a moment
 -  too many wait for their first byte or in a handshake: the oldest is closed
 3. `close`    no new ones; those that wait are closed
 """
@@ -10,10 +11,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 from edge.security.server_tls import ServerTls, begins_with_tls
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNDECIDED = 1024
 _AT_ONCE = 64
+_PAUSE_S = 1.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class EitherListener:
@@ -43,10 +46,16 @@ class EitherListener:
         self._loop = asyncio.get_running_loop()
         self._undecided: dict[asyncio.Task[None], None] = {}
         """Begins with the oldest."""
+        self._pause: asyncio.TimerHandle | None = None
         listener.setblocking(False)
-        self._loop.add_reader(listener.fileno(), self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
         self._loop.remove_reader(self._listener.fileno())
         for task in self._undecided:
             task.cancel()
@@ -55,8 +64,7 @@ class EitherListener:
         await asyncio.gather(*self._undecided, return_exceptions=True)
 
     def _accept(self) -> None:
-        # A client that has gone again is no reason to stop.
-        with suppress(OSError):
+        try:
             for _ in range(_AT_ONCE):
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
@@ -66,6 +74,13 @@ class EitherListener:
                 task.add_done_callback(lambda done: self._undecided.pop(done, None))
                 if len(self._undecided) > _MAX_UNDECIDED:
                     next(iter(self._undecided)).cancel()
+        except OSError as error:
+            # A client that has gone again is no reason to stop. One that cannot be accepted would
+            # call us again at once, and at once again.
+            if error.errno in _EXHAUSTED:
+                logger.error("nobody can be accepted for %g s: %s", _PAUSE_S, error)
+                self._loop.remove_reader(self._listener.fileno())
+                self._pause = self._loop.call_later(_PAUSE_S, self._listen)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
