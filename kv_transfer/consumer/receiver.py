@@ -127,7 +127,8 @@ class KVReceiver:
             return
         if transfer is not None and transfer.task is not None:
             transfer.abort_requested = True
-            transfer.task.cancel()
+            if not transfer.is_over:  # Else it says so once its copies are done.
+                transfer.task.cancel()
             if not transfer.has_begun:
                 # A task that is cancelled before its first step never takes it.
                 self._end(transfer, KVTransferState.ABORTED)
@@ -192,8 +193,11 @@ class KVReceiver:
         """Returns how it ended, why, and whether another attempt may succeed."""
         meta = transfer.meta
         try:
-            self._transfers.activate(meta.transfer_id, meta.attempt)
-            await self._pull(transfer)
+            try:
+                self._transfers.activate(meta.transfer_id, meta.attempt)
+                await self._pull(transfer)
+            finally:
+                transfer.is_over = True
         except asyncio.CancelledError:
             if transfer.abort_requested:
                 return KVTransferState.ABORTED, "", True

@@ -31,6 +31,8 @@ class RecvTransfer:
         self.task: asyncio.Task[None] | None = None
         self.has_begun = False
         self.abort_requested = False
+        self.is_over = False
+        """No stream is left, and how it ended is certain; copies may be on their way."""
 
     @property
     def num_open_streams(self) -> int:

@@ -139,6 +139,31 @@ async def test_an_abort_is_answered_when_no_copy_is_left_that_writes(
         await decode.until_empty()
 
 
+@pytest.mark.parametrize("data", ["stream", "cuda_ipc,stream"])
+async def test_an_abort_of_what_has_failed_leaves_its_end_to_the_copies(data: str) -> None:
+    """All processes lose their peer in the same moment: the first one's word calls off the others,
+    which have failed too and only wait for their copies."""
+    device = LateDevice()
+    async with Loopback(SHAPE, SHAPE, data=data, devices=(None, device)) as (prefill, decode):
+        transfer_id = new_transfer_id()
+        source = prefill.blocks.take(SHAPE, 100)
+        prefill.compute_all(1, 100, source)
+        decode.pull(prefill.peer, transfer_id, 100)
+        prefill.export(transfer_id, 100)
+        prefill.send(transfer_id, -1, range(40), source, 100)
+        await until(lambda: device.stream.num_waiting > 0)
+        prefill.abort(transfer_id)
+        await prefill.until_all(ABORTED, transfer_id)
+        await breathe()
+        decode.abort(transfer_id)
+        await breathe()
+        ends = decode.count(FAILED, transfer_id) + decode.count(ABORTED, transfer_id)
+        device.go()
+        assert ends == 0, "copies were under way"
+        await decode.until_all(FAILED, transfer_id)
+        await decode.until_empty()
+
+
 async def test_blocks_that_changed_while_they_were_copied_are_not_believed() -> None:
     """The holder let go when the puller had heard of all blocks but copied none."""
     device = LateDevice()
