@@ -10,7 +10,8 @@ Part = Coroutine[None, None, None]
 
 
 async def all_or_none(parts: list[Part], guard: Part | None = None) -> None:
-    """Runs all. The first error cancels the rest; returns or raises when all have ended.
+    """Runs all. The first error cancels the rest; returns or raises when all have ended, however
+    often it is cancelled meanwhile.
 
     `guard` runs beside them. It never returns, but may raise.
     """
@@ -25,4 +26,16 @@ async def all_or_none(parts: list[Part], guard: Part | None = None) -> None:
     finally:
         for task in (*tasks, *guards):
             task.cancel()
-        await asyncio.gather(all_of_them, *tasks, *guards, return_exceptions=True)
+        await _until_ended(asyncio.gather(all_of_them, *tasks, *guards, return_exceptions=True))
+
+
+async def _until_ended(ended: asyncio.Future[list[Any]]) -> None:
+    """Does not hand on what cancels it: a part that stops may be waiting for a thread."""
+    is_cancelled = False
+    while not ended.done():
+        try:
+            await asyncio.wait([ended])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError

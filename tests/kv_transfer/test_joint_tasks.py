@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -64,3 +65,38 @@ async def test_cancelled_it_ends_all_and_says_nothing(caplog: pytest.LogCaptureF
     del task
     await breathe()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+async def test_cancelled_once_more_it_still_waits_for_all(fails_first: bool) -> None:
+    """A part stops when a thread is done with its memory, whoever cancels it how often."""
+    may_stop = asyncio.Event()
+    other, has_stopped = Part(), False
+
+    async def stops_late() -> None:
+        nonlocal has_stopped
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            while not may_stop.is_set():
+                with suppress(asyncio.CancelledError):
+                    await may_stop.wait()
+            has_stopped = True
+
+    task = asyncio.create_task(all_or_none([other.run(), all_or_none([stops_late()])]))
+    await breathe()
+    if fails_first:
+        other.end.set_exception(ValueError("no more"))
+    else:
+        task.cancel()
+    await breathe()
+    try:
+        for _ in range(2):
+            task.cancel()
+            await breathe()
+            assert not task.done()
+    finally:
+        may_stop.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert has_stopped
