@@ -49,6 +49,14 @@ class DiskIndex:
             self.num_evicted += len(gone)
             self._remove(gone)
 
+    def written(self, whole: Sequence[bytes], tried: Sequence[bytes]) -> None:
+        """Records the blocks that everybody has written, of those that were tried. Of the others
+        some may have their shares, which are removed: nobody would count them."""
+        self.add(whole)
+        partial = [name for name in tried if name not in whole]
+        if partial:
+            self._remove(partial)
+
     def use(self, name: bytes) -> None:
         self._names.move_to_end(name)
 
@@ -59,11 +67,13 @@ class DiskIndex:
             self._remove(known)
 
     def keep_common(self, told: Sequence[Iterable[bytes]]) -> None:
-        """Keeps what everybody holds of whom there is word; what only some hold is removed."""
+        """Keeps what everybody holds of whom there is word; what only some hold is removed, with
+        the shares of those who were not asked."""
         shares = [set(names) for names in told]
-        for name in [name for name in self._names if not all(name in one for one in shares)]:
+        lost = [name for name in self._names if not all(name in one for one in shares)]
+        for name in lost:
             del self._names[name]
-        orphans = [name for name in set().union(*shares) if name not in self._names]
+        orphans = [name for name in set().union(lost, *shares) if name not in self._names]
         if orphans:
             self._remove(orphans)
 

@@ -403,7 +403,7 @@ class HostTier:
         self._unpin(job, job.command.slots)
         if self.has_disk:
             self._totals["spilled"] += len(whole)
-            self.disk.add(whole)
+            self.disk.written(whole, job.names)
         self._reconcile()
         if is_right:
             self._spill_ahead()

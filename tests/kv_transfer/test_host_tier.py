@@ -44,6 +44,8 @@ from kv_transfer.metadata import (
     LoadTicket,
     SpillMeta,
     StoreMeta,
+    TierCommand,
+    TierContents,
     TierEvent,
     TierJob,
 )
@@ -516,6 +518,53 @@ def test_folders_that_cannot_be_had_turn_tiers_off(tmp_path: Path) -> None:
     ):
         config = PoolConfig(num_slots=2, share=(0, 1), process=0, **paths)
         assert tier in HostPool(view, config, lambda event: None).contents().off
+
+
+def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:
+    """Nobody counts them, so the disk would hold more than it may, until the node ends."""
+    sent: list[tuple[int, TierCommand]] = []
+
+    def send(process: int, command: TierCommand) -> bool:
+        sent.append((process, command))
+        return True
+
+    def all_answer(job: TierJob) -> None:
+        for process in range(2):
+            tier.apply(HostTierEvent(job.job, process))
+
+    def forgotten() -> list[tuple[int, list[bytes] | None]]:
+        found = [(process, one.names) for process, one in sent if isinstance(one, ForgetMeta)]
+        sent.clear()
+        return found
+
+    tier = HostTier(2, 2, send, num_files=10)
+    for process in range(2):
+        tier.apply(TierContents(process, 0))
+    assert tier.store([(b"a", 0), (b"b", 1)]) is not None
+    stored = sent[0][1]
+    assert isinstance(stored, StoreMeta)
+    all_answer(stored)
+    spill = sent[-1][1]
+    assert isinstance(spill, SpillMeta)
+    tier.apply(HostTierEvent(spill.job, 0))
+    sent.clear()
+    tier.process_is_gone(1)
+    assert forgotten() == [(0, [b"a"]), (1, [b"a"])], "each may have written its share"
+
+    tier.apply(TierContents(1, 1, dict(zip(stored.slots, stored.names, strict=True))))
+    assert tier.store([(b"c", 0)]) is not None
+    stored = sent[-1][1]
+    assert isinstance(stored, StoreMeta)
+    all_answer(stored)
+    spill = sent[-1][1]
+    assert isinstance(spill, SpillMeta)
+    sent.clear()
+    all_answer(spill)
+    (known,) = [name for name in (b"a", b"b", b"c") if name in tier.disk]
+    assert not forgotten()
+    tier.process_is_gone(1)
+    tier.apply(TierContents(1, 2))
+    assert (0, [known]) in forgotten(), "the other's share went with its folder"
 
 
 # Real processes -------------------------------------------------------------------------------
