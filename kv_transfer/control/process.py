@@ -70,6 +70,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _REPORT_INTERVAL_S = 0.1
 _REPORT_DELAY_S = 0.02
 """A report waits so long: a transfer begins with a change, and what that asks for goes first."""
+_CONTENTS_S = 1.0
+"""So long peers wait for what the disk tier holds: then nothing is computed that is known soon."""
 
 T = TypeVar("T")
 
@@ -172,7 +174,7 @@ class TransferProcess:
         num_slots = config.transfer.num_host_slots(config.layout.block_bytes)
         if num_slots:
             self._host_pool = HostPool(self._cache, pool_config(config, num_slots), self._emit)
-            self._emit(self._host_pool.contents())
+            await self._host_pool.tell_contents(_CONTENTS_S)
         if config.transfer.sends:
             self._sender = KVSender(
                 config.transfer,

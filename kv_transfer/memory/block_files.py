@@ -10,7 +10,7 @@ A file is written under another name and renamed when it is complete; it is neve
 crash leaves is therefore whole, or has a name that nobody reads, or fails its checksums: then it is
 removed, and counted. Files of other models lie in other directories, which are left alone.
 
-Everything here blocks; call it from one thread.
+Everything here blocks; call it from one thread, but for `stop_scan`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class BlockFiles:
         self._data_at = -(-self._kind.itemsize // _PAGE) * _PAGE
         self.num_damaged = 0
         """Files that were not what they should be, since the start."""
+        self._is_scan_wanted = True
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -77,6 +78,8 @@ class BlockFiles:
         that a crash left unfinished and damaged ones are removed."""
         found: list[tuple[float, bytes]] = []
         for path in self._folder.glob("??/*"):
+            if not self._is_scan_wanted:
+                break
             try:
                 name = self._name_in(path)
                 if name is None:
@@ -87,6 +90,10 @@ class BlockFiles:
             except OSError:
                 self.num_damaged += 1
         return [name for _, name in sorted(found)]
+
+    def stop_scan(self) -> None:
+        """Ends a scan early, from any thread: nobody wants to hear of it any more."""
+        self._is_scan_wanted = False
 
     def write(self, slot: int) -> bool:
         """Writes the block that a slot holds; False: it was forgotten meanwhile. Raises OSError, as

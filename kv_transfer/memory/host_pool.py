@@ -1,7 +1,7 @@
 """The tiers behind the KV cache, as one transfer process has them: its share of each block.
 
     1. `HostPool`   takes memory, pinned where a GPU copies, and the folder of the disk tier
-    2. `contents`   what outlived a former life of this process
+    2. `tell_contents`   what outlived a former life of this process
     3. `store`      blocks are copied to slots; then their checksums are computed, in a thread
        `spill`      slots are written to files
        `fetch`      files are read to slots, whose checksums are compared
@@ -122,6 +122,8 @@ class HostPool:
     async def close(self) -> None:
         """Ends without a word; no job begins any more."""
         await self._copies.settled()
+        if self._files is not None:
+            self._files.stop_scan()
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
@@ -132,6 +134,17 @@ class HostPool:
         self._memory.close()
         if self._files is not None:
             self._files.close()
+
+    async def tell_contents(self, patience_s: float) -> None:
+        """Tells what is here at the start. That takes a look at each file of the disk tier, and
+        this returns after `patience_s` at the latest: peers shall not wait for a large disk."""
+        telling = asyncio.create_task(self._tell_contents())
+        self._jobs.add(telling)
+        telling.add_done_callback(self._ended)
+        await asyncio.wait([telling], timeout=patience_s)
+
+    async def _tell_contents(self) -> None:
+        self._emit(await self._in_thread("files", self.contents))
 
     def contents(self) -> TierContents:
         """Returns what is here at the start. Looks at each file of the disk tier."""

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tier_stress import TierStress
 from kv_transfer.host_tier import HostTier
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory import slot_memory
+from kv_transfer.memory.block_files import BlockFiles
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import DeviceError
 from kv_transfer.memory.host_device import HostDevice
@@ -518,6 +520,50 @@ def test_folders_that_cannot_be_had_turn_tiers_off(tmp_path: Path) -> None:
     ):
         config = PoolConfig(num_slots=2, share=(0, 1), process=0, **paths)
         assert tier in HostPool(view, config, lambda event: None).contents().off
+
+
+async def test_a_process_does_not_wait_for_a_large_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV comes and goes while it looks at its files, and its end does not wait either."""
+    first = Pools(disk_path=tmp_path)
+    await spilled(first)
+    first.crash()
+    pools = Pools(disk_path=tmp_path)
+    at_first, may_go_on = threading.Event(), threading.Event()
+    look = BlockFiles._name_in
+
+    def slow(self: BlockFiles, path: Path) -> bytes | None:
+        at_first.set()
+        assert may_go_on.wait(30.0)
+        return look(self, path)
+
+    monkeypatch.setattr(BlockFiles, "_name_in", slow)
+    for pool in pools.pools:
+        await pool.tell_contents(0.01)
+    assert at_first.is_set() and not pools.others
+    may_go_on.set()
+    while len(pools.others) < 2:
+        await asyncio.sleep(0)
+    for contents in pools.others:
+        assert isinstance(contents, TierContents)
+        assert set(contents.files) == {name_of(0), name_of(1), name_of(2)}
+    await pools.close()
+    ending = Pools(disk_path=tmp_path)
+    may_go_on.clear()
+    for pool in ending.pools:
+        await pool.tell_contents(0.01)
+    num_looks = 0
+
+    def count(self: BlockFiles, path: Path) -> bytes | None:
+        nonlocal num_looks
+        num_looks += 1
+        return look(self, path)
+
+    monkeypatch.setattr(BlockFiles, "_name_in", count)
+    asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+    await ending.close()
+    assert num_looks == 0 and not ending.others
 
 
 def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:
