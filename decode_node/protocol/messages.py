@@ -50,6 +50,7 @@ class ChatOfMessages(ChatOfAnother):
         "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format",
         "response_format.json_schema": "output_config.format",
+        "reasoning_effort": "output_config.effort",
     }
 
 
@@ -91,7 +92,9 @@ class CountTokensRequest(StrictBody):
             if getattr(self, name):
                 raise _refused(name, "this server answers from the request alone")
         edits = (self.context_management or {}).get("edits") or []
-        kinds = [edit.get("type") if isinstance(edit, dict) else edit for edit in edits]
+        kinds: list[Any] = [None]
+        if isinstance(edits, list):
+            kinds = [edit.get("type") if isinstance(edit, dict) else edit for edit in edits]
         if not all(isinstance(kind, str) and kind.startswith(_CLEAR_THINKING) for kind in kinds):
             raise _refused("context_management", "nothing is cleared from the turns but thinking")
 
@@ -103,6 +106,9 @@ class CountTokensRequest(StrictBody):
     def _chat_fields(self) -> dict[str, Any]:
         messages, is_open = chat_messages(self.system, self.messages)
         form = (self.output_config or {}).get("format")
+        if form is not None and not isinstance(form, dict):
+            place = "output_config.format"
+            raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
         fields: dict[str, Any] = {
             "messages": messages,
             "continue_final_message": is_open or None,

@@ -43,8 +43,11 @@ def chat_tools(tools: list[Json]) -> list[Json]:
                 param=f"tools.{i}.type",
             )
         function: Json = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
-        if tool.get("input_schema") is not None:
-            function["parameters"] = tool["input_schema"]
+        if (schema := tool.get("input_schema")) is not None:
+            if not isinstance(schema, dict):
+                place = f"tools.{i}.input_schema"
+                raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
+            function["parameters"] = schema
         found.append({"type": "function", "function": function})
     return found
 

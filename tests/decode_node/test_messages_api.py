@@ -233,6 +233,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
+    ({"tools": [{"name": "f", "input_schema": "x"}]}, "tools.0.input_schema"),
     ({"tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
@@ -240,6 +241,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         "context_management",
     ),
+    ({"context_management": {"edits": 3}}, "context_management"),
+    ({"output_config": {"format": "json"}}, "output_config.format must be an object"),
+    ({"output_config": {"effort": 3}}, "output_config.effort must be a string"),
     ({"temperature": 200.0}, "temperature"),
 ]
 
