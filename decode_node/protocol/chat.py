@@ -97,7 +97,7 @@ class ChatCompletionRequest(GenerationBody):
 
     def check_supported(self) -> None:
         super().check_supported()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.functions:
             raise BadRequest("functions were replaced by tools; send those", param="functions")

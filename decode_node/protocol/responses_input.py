@@ -53,7 +53,7 @@ class _Messages:
         self._is_open = False
 
     def take(self, item: Json, place: str) -> None:
-        kind = item.get("type", "message")
+        kind = "message" if item.get("type") is None else item["type"]
         take = self._takes.get(kind) if isinstance(kind, str) else None
         if take is None:
             raise BadRequest(

@@ -85,7 +85,7 @@ def _read_list(tools: Any) -> tuple[Tool, ...]:
 def _read_tool(tool: Any, place: str) -> Tool:
     if not isinstance(tool, dict):
         raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
-    if tool.get("type", "function") != "function":
+    if tool.get("type") not in (None, "function"):
         raise BadRequest(
             f"{place}: only tools of type function are supported", param=f"{place}.type"
         )

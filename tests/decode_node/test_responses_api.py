@@ -153,6 +153,11 @@ def test_items_of_one_turn_become_one_message() -> None:
     ]  # fmt: skip
 
 
+def test_an_item_whose_type_is_null_is_a_message() -> None:
+    item = {"role": "user", "content": "a"}
+    assert chat_of({"input": [{**item, "type": None}]}) == chat_of({"input": [item]})
+
+
 def test_tools_and_forms_are_those_of_chats() -> None:
     body = {
         "input": "a",

@@ -97,5 +97,19 @@ async def test_whole_numbers_are_integers() -> None:
         assert type(spec.sampling.max_tokens) is int
 
 
+def test_a_tool_whose_type_is_null_is_a_function() -> None:
+    tool = {"type": None, "function": {"name": "f"}}
+    body = parse_body(_json({"messages": [USER], "tools": [tool]}), ChatCompletionRequest)
+    assert [found.name for found in body.tool_use().tools] == ["f"]
+
+
+@pytest.mark.parametrize("logprobs", [None, False])
+def test_no_top_logprobs_ask_for_nothing(logprobs: bool | None) -> None:
+    fields = {"messages": [USER], "top_logprobs": 0, "logprobs": logprobs}
+    body = parse_body(_json(fields), ChatCompletionRequest)
+    body.check_supported()
+    assert body.wanted_logprobs is None
+
+
 def _json(body: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
