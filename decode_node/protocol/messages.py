@@ -105,20 +105,13 @@ class CountTokensRequest(StrictBody):
 
     def _chat_fields(self) -> dict[str, Any]:
         messages, is_open = chat_messages(self.system, self.messages)
-        form = (self.output_config or {}).get("format")
-        if form is not None and not isinstance(form, dict):
-            place = "output_config.format"
-            raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
         fields: dict[str, Any] = {
             "messages": messages,
             "continue_final_message": is_open or None,
             "tools": None if self.tools is None else chat_tools(self.tools),
             "reasoning_effort": (self.output_config or {}).get("effort"),
-            "response_format": form and {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": form.get("schema"), "strict": True},
-            },
-        }  # fmt: skip
+            "response_format": self._response_format(),
+        }
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_on = self.thinking.type == "enabled"
             fields["chat_template_kwargs"] = _THINKING_ON if is_on else _THINKING_OFF
@@ -127,6 +120,17 @@ class CountTokensRequest(StrictBody):
             fields["tool_choice"] = _chat_choice(choice)
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
         return fields
+
+    def _response_format(self) -> dict[str, Any] | None:
+        form, place = (self.output_config or {}).get("format"), "output_config.format"
+        if form is None:
+            return None
+        if not isinstance(form, dict):
+            raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
+        if form.get("type") not in (None, "json_schema"):
+            raise BadRequest(f"{place}.type must be json_schema", param=f"{place}.type")
+        schema = {"name": "answer", "schema": form.get("schema"), "strict": True}
+        return {"type": "json_schema", "json_schema": schema}
 
 
 class MessagesRequest(CountTokensRequest):

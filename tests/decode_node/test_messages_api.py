@@ -243,6 +243,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"context_management": {"edits": 3}}, "context_management"),
     ({"output_config": {"format": "json"}}, "output_config.format must be an object"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
     ({"output_config": {"effort": 3}}, "output_config.effort must be a string"),
     ({"temperature": 200.0}, "temperature"),
 ]
