@@ -11,7 +11,8 @@ Life of an image's embeddings:
                                             the one unused for longest goes first
 
 Embeddings are known by the image's digest. A step that drops some and one that has read them run in
-the order in which they were scheduled, so nothing has to wait for a result.
+the order in which they were scheduled, so nothing has to wait for a result. A step drops before it
+computes, so what it reads itself stays until the next.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class ImageEncoding:
         self._left = self._budget
         self._dropped: list[bytes] = []
         self._encoded: list[ImagePixels] = []
+        self._read: set[bytes] = set()
+        """Digests of what the step that is put together encodes or reads."""
 
     def limit(self, request: Request, first: int, count: int) -> int:
         """Returns how many of the request's tokens `[first, first + count)` the step can compute:
@@ -67,6 +70,7 @@ class ImageEncoding:
     def take_work(self) -> EncoderWork | None:
         """Returns what the step that goes out does with images, and begins the next."""
         self._left = self._budget
+        self._read.clear()
         if not self._dropped and not self._encoded:
             return None
         work = EncoderWork(tuple(self._dropped), tuple(self._encoded))
@@ -91,6 +95,7 @@ class ImageEncoding:
         digest, name = image.digest, request.request_id
         if digest in self._sizes:
             self._sizes[digest] = self._sizes.pop(digest)
+            self._read.add(digest)
             if name in self._users[digest]:
                 return True
             self._num_hits += 1
@@ -109,18 +114,20 @@ class ImageEncoding:
         self._left -= size
         self._held_tokens += size
         self._sizes[image.digest] = size
+        self._read.add(image.digest)
         self._users[image.digest] = set()
         self._num_encoded_tokens += size
         return True
 
     def _make_room(self, size: int) -> bool:
-        """Drops embeddings that nobody refers to until `size` tokens fit, if they then do."""
+        """Drops embeddings that nobody refers to, nor reads in this step, until `size` tokens fit,
+        if they then do."""
         needed = self._held_tokens + size - self._capacity
         dropped: list[bytes] = []
         for digest, held in self._sizes.items():
             if needed <= 0:
                 break
-            if not self._users[digest]:
+            if not self._users[digest] and digest not in self._read:
                 dropped.append(digest)
                 needed -= held
         if needed > 0:
@@ -128,15 +135,8 @@ class ImageEncoding:
         for digest in dropped:
             self._held_tokens -= self._sizes.pop(digest)
             del self._users[digest]
-            self._drop(digest)
+        self._dropped += dropped
         return True
-
-    def _drop(self, digest: bytes) -> None:
-        """An image that the same step was to encode, for a request that left again, is not."""
-        staying = [image for image in self._encoded if image.digest != digest]
-        if len(staying) == len(self._encoded):
-            self._dropped.append(digest)
-        self._encoded = staying
 
     def _give_up(self, request_id: str, digest: bytes) -> None:
         self._users[digest].discard(request_id)

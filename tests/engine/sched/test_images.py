@@ -129,6 +129,51 @@ def test_the_one_unused_for_longest_makes_room_and_none_in_use() -> None:
     assert encoding.take_work() is None
 
 
+def test_no_step_drops_what_it_reads_itself() -> None:
+    """Workers drop first, then encode, then read."""
+    encoding = encoding_of(cache=24)
+    for name, image in (("r", A), ("s", B), ("t", A)):
+        request = request_of(name, image)
+        assert encoding.limit(request, 0, 20) == 20
+        encoding.passed(request, 20)
+        if name == "r":
+            encoding.take_work()
+    late = request_of("u", pixels_of("d", 3, 4))
+    assert encoding.limit(late, 0, 20) == 4, "one is read in this step, one is encoded for it"
+    work = encoding.take_work()
+    assert work is not None and work.dropped == ()
+    assert [image.patches for image in work.encoded] == [b"b"]
+    assert encoding.limit(late, 4, 16) == 16
+    work = encoding.take_work()
+    assert work is not None and work.dropped == (B.digest,)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_workers_have_every_image_that_a_step_reads(seed: int) -> None:
+    """Embeddings of one step's images fill the cache, and requests share images."""
+    chance = random.Random(seed)
+    machine = StepMachine(config_of(cache=24), num_blocks=300)
+    images = [pixels_of(str(index), 3, chance.randint(1, 4)) for index in range(6)]
+    for index in range(30):
+        machine.add(request_of(f"r{index}", *chance.sample(images, chance.randint(0, 3))))
+    held: set[bytes] = set()
+    of_row: dict[int, tuple[ImageSpan, ...]] = {}
+    computed: dict[int, int] = {}
+    while (step := machine.step()) is not None:
+        for new in step.new_reqs:
+            of_row[new.row], computed[new.row] = new.images, new.num_computed_tokens
+        if isinstance(step, EncodingOutput):
+            assert held >= {*step.images.dropped}
+            held -= {*step.images.dropped}
+            held |= {image.digest for image in step.images.encoded}
+        for row, count in step.prefill_chunks:
+            first, computed[row] = computed[row], computed[row] + count
+            read = [i for i in of_row[row] if i.offset < first + count and i.end > first]
+            assert held >= {image.digest for image in read}
+    machine.finish()
+    assert machine.scheduler.check_empty() == []
+
+
 def test_steps_encode_within_the_budget_and_everybody_ends() -> None:
     machine = StepMachine(config_of(cache=24), num_blocks=200, depth=2)
     images = [pixels_of(str(i), 3, 4) for i in range(5)] + [C]
