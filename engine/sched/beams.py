@@ -176,7 +176,7 @@ class Beams:
     ) -> tuple[list[BeamSeat], list[BlockCopy]] | None:
         """Takes all beams of a search out of their forks, with blocks. Returns their seats, and the
         copies to make before they compute. None, and nothing changed: `headroom` blocks would not
-        stay free."""
+        stay free, or running rows have just needed theirs."""
         copies = self._forks.take_together(group.beams, headroom)
         if copies is None:
             return None

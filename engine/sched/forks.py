@@ -177,7 +177,10 @@ class Forks:
         return beam.request_id in self._forks
 
     def take_together(self, beams: Sequence[Request], headroom: int) -> list[BlockCopy] | None:
-        """Does for all of `beams`, which are in `ready`, what `take_ready` does for one."""
+        """Does for all of `beams` what `take_ready` does for one. None also if blocks of some were
+        needed since they branched off: these compute them anew."""
+        if any(beam.request_id not in self._of_choice for beam in beams):
+            return None
         pairs = [(self._of_choice[beam.request_id].prompt, beam) for beam in beams]
         if not self._kv_cache.can_fork(pairs, headroom):
             return None

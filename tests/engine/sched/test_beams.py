@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -83,3 +84,24 @@ def test_a_choice_that_is_not_the_schedulers_ends_its_search_alone(at: int) -> N
     assert len(failed) == 3 and len(ended) == 6
     assert all("other beams" in one.error for one in failed)
     assert scheduler.check_empty() == []
+
+
+@pytest.mark.parametrize("num_blocks", range(12, 24))
+def test_blocks_of_beams_that_have_just_branched_may_be_needed_for_rows(num_blocks: int) -> None:
+    """A row takes them before the beams could sit down: they compute what they have."""
+    config = make_config(8, 4)
+    config = replace(config, scheduler=replace(config.scheduler, long_prefill_token_threshold=1))
+    for num_prompt_tokens in range(20, 60, 7):
+        scheduler = Scheduler(config, num_blocks, NoConnectorScheduler())
+        scheduler.add_request(Request(asked("choices", 0, 1, list(range(1, 9)))))
+        workers, count, answers = Guesses(random.Random(0)), 0, list[EngineCoreOutput]()
+        while scheduler.has_unfinished_requests():
+            if count == 15:
+                prompt = list(range(1, num_prompt_tokens))
+                scheduler.add_request(Request(asked("beams", 1, 2, prompt)))
+            count += 1
+            if (step := scheduler.schedule()) is not None:
+                outputs = scheduler.update_from_output(step, workers.execute(step)).outputs
+                answers += [one for one in outputs if one.finish_reason]
+        assert scheduler.check_empty() == []
+        assert not any(one.error for one in answers)
