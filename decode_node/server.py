@@ -181,13 +181,12 @@ class DecodeNode:
 def _create_http_server(
     settings: DecodeNodeSettings, app: ASGIApp, tls: ServerTls | None, callers: CallerCheck
 ) -> HttpServer:
-    limits = settings.connection_limits(settings.send_timeout_s)
     return HttpServer(
         TlsConfig(
             app,
             tls,
             handshake_timeout_s=settings.header_timeout_s,
-            http=guarded_protocol(limits, callers, settings.http_front()),
+            http=guarded_protocol(settings.connection_limits(), callers, settings.http_front()),
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -81,9 +81,7 @@ class RouterServer(TlsServer):
         admin_listener: socket.socket | None = None,
     ) -> None:
         app = create_app(settings, world)
-        limits = settings.connection_limits(
-            settings.send_timeout_s, settings.max_connections_per_address
-        )
+        limits = settings.connection_limits(settings.max_connections_per_address)
         super().__init__(
             TlsConfig(
                 app,

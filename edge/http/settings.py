@@ -50,6 +50,9 @@ class HttpEdgeSettings(BaseModel):
         ge=1024,
         description="Largest request line and headers together; more is answered with 431.",
     )
+    send_timeout_s: float
+    """Seconds after which a client that reads nothing is disconnected. Each service has its own
+    default: a router gives up before the nodes behind it."""
     max_connections_without_key: int = Field(
         default=256,
         ge=0,
@@ -76,13 +79,11 @@ class HttpEdgeSettings(BaseModel):
         """Returns limits for a body and `more_bytes` besides."""
         return BodyLimits(self.max_body_bytes + more_bytes, self.body_timeout_s)
 
-    def connection_limits(
-        self, send_timeout_s: float, max_per_address: int = 0
-    ) -> ConnectionLimits:
+    def connection_limits(self, max_per_address: int = 0) -> ConnectionLimits:
         return ConnectionLimits(
             header_timeout_s=self.header_timeout_s,
             max_header_bytes=self.max_header_bytes,
             max_per_address=max_per_address,
             max_without_key=self.max_connections_without_key,
-            send_timeout_s=send_timeout_s,
+            send_timeout_s=self.send_timeout_s,
         )

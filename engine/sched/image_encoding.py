@@ -93,15 +93,15 @@ class ImageEncoding:
     def _take(self, request: Request, image: ImageSpan) -> bool:
         """Returns whether the request has the image's embeddings in this step."""
         digest, name = image.digest, request.request_id
-        if digest in self._sizes:
-            self._sizes[digest] = self._sizes.pop(digest)
-            self._read.add(digest)
-            if name in self._users[digest]:
-                return True
-            self._num_hits += 1
-        elif not self._encode(request, image):
+        is_here = digest in self._sizes
+        if not is_here and not self._encode(request, image):
             return False
+        self._sizes[digest] = self._sizes.pop(digest)
+        self._read.add(digest)
+        if name in self._users[digest]:
+            return True
         self._num_queries += 1
+        self._num_hits += is_here
         self._users[digest].add(name)
         self._of_request.setdefault(name, set()).add(digest)
         return True
@@ -114,7 +114,6 @@ class ImageEncoding:
         self._left -= size
         self._held_tokens += size
         self._sizes[image.digest] = size
-        self._read.add(image.digest)
         self._users[image.digest] = set()
         self._num_encoded_tokens += size
         return True

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from kv_transfer.late_cancel import outlast_cancels
+
 Part = Coroutine[None, None, None]
 
 
@@ -26,16 +28,6 @@ async def all_or_none(parts: list[Part], guard: Part | None = None) -> None:
     finally:
         for task in (*tasks, *guards):
             task.cancel()
-        await _until_ended(asyncio.gather(all_of_them, *tasks, *guards, return_exceptions=True))
-
-
-async def _until_ended(ended: asyncio.Future[list[Any]]) -> None:
-    """Does not hand on what cancels it: a part that stops may be waiting for a thread."""
-    is_cancelled = False
-    while not ended.done():
-        try:
-            await asyncio.wait([ended])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        raise asyncio.CancelledError
+        # A part that stops may be waiting for a thread.
+        ended = asyncio.gather(all_of_them, *tasks, *guards, return_exceptions=True)
+        await outlast_cancels(ended.done, lambda: asyncio.wait([ended]))

@@ -168,9 +168,7 @@ async def live(node: HttpNode) -> AsyncIterator[str]:
     """Serves the node's application behind a real uvicorn on loopback; yields its URL."""
     listener = listen("127.0.0.1", 0)
     protocol = guarded_protocol(
-        node.settings.connection_limits(node.settings.send_timeout_s),
-        node.callers,
-        node.settings.http_front(),
+        node.settings.connection_limits(), node.callers, node.settings.http_front()
     )
     config = uvicorn.Config(
         node.app,

@@ -31,6 +31,7 @@ import grpc
 
 from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
+from kv_transfer.late_cancel import outlast_cancels
 from kv_transfer.transports.stream.h2 import frames as h2
 from kv_transfer.transports.stream.h2.dial import dial
 from kv_transfer.transports.stream.h2.messages import ArrivingMessages
@@ -142,7 +143,8 @@ class H2Connection:
             self.close()
             raise
         finally:
-            await self._until_unread()
+            # A thread that reads never waits for a peer.
+            await outlast_cancels(lambda: self._reading is None, self._is_unread.wait)
             self._done = None
             self._messages.sink = None
             self.used_at = time.monotonic()
@@ -255,18 +257,6 @@ class H2Connection:
         elif self._is_listening and not is_wanted:
             self._loop.remove_reader(self._socket.fileno())
         self._is_listening = is_wanted
-
-    async def _until_unread(self) -> None:
-        """Waits for a thread that reads, however often the task is cancelled: a thread never waits
-        for a peer."""
-        is_cancelled = False
-        while self._reading is not None:
-            try:
-                await self._is_unread.wait()
-            except asyncio.CancelledError:
-                is_cancelled = True
-        if is_cancelled:
-            raise asyncio.CancelledError
 
     def _parse(self) -> None:
         """Parses everything in `_scratch` that is complete."""
