@@ -125,6 +125,7 @@ KV_TRANSFER_ORDER = [
         "group_connector",
         "group_sizes",
         "host_tier",
+        "late_cancel",
         "layer_times",
         "layout",
         "load_times",
