@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -529,41 +530,46 @@ async def test_a_process_does_not_wait_for_a_large_disk(
     first = Pools(disk_path=tmp_path)
     await spilled(first)
     first.crash()
-    pools = Pools(disk_path=tmp_path)
-    at_first, may_go_on = threading.Event(), threading.Event()
-    look = BlockFiles._name_in
+    at_first = threading.Event()
+    may_go_on: defaultdict[BlockFiles, threading.Event] = defaultdict(threading.Event)
+    num_looks = 0
+    look, stop_scan = BlockFiles._name_in, BlockFiles.stop_scan
 
     def slow(self: BlockFiles, path: Path) -> bytes | None:
+        nonlocal num_looks
+        num_looks += 1
         at_first.set()
-        assert may_go_on.wait(30.0)
+        assert may_go_on[self].wait(30.0)
         return look(self, path)
 
+    pools = Pools(disk_path=tmp_path)
     monkeypatch.setattr(BlockFiles, "_name_in", slow)
     for pool in pools.pools:
         await pool.tell_contents(0.01)
     assert at_first.is_set() and not pools.others
-    may_go_on.set()
+    for pool in pools.pools:
+        assert pool._files is not None
+        may_go_on[pool._files].set()
     while len(pools.others) < 2:
         await asyncio.sleep(0)
     for contents in pools.others:
         assert isinstance(contents, TierContents)
         assert set(contents.files) == {name_of(0), name_of(1), name_of(2)}
     await pools.close()
-    ending = Pools(disk_path=tmp_path)
-    may_go_on.clear()
+
+    def stop_and_go_on(self: BlockFiles) -> None:
+        stop_scan(self)
+        may_go_on[self].set()
+
+    monkeypatch.setattr(BlockFiles, "stop_scan", stop_and_go_on)
+    monkeypatch.setattr(BlockFiles, "_name_in", look)
+    ending, num_looks = Pools(disk_path=tmp_path), 0
+    monkeypatch.setattr(BlockFiles, "_name_in", slow)
     for pool in ending.pools:
         await pool.tell_contents(0.01)
-    num_looks = 0
-
-    def count(self: BlockFiles, path: Path) -> bytes | None:
-        nonlocal num_looks
-        num_looks += 1
-        return look(self, path)
-
-    monkeypatch.setattr(BlockFiles, "_name_in", count)
-    asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+    assert num_looks == 2, "each has begun, and has further files to look at"
     await ending.close()
-    assert num_looks == 0 and not ending.others
+    assert num_looks == 2 and not ending.others
 
 
 def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:
