@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.eplb_config import EplbConfig
-from engine.fast_paths import FastPath, NewFastPath
+from engine.fast_paths import FastPath
 from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
 from engine.inspection_config import InspectionConfig
@@ -208,7 +208,6 @@ class DeviceConfig:
             is faster; `flash-attn`: FlashAttention 3 for everything, which must be installed.
         deterministic: What a request gets does not depend on what else runs. Slower.
         disabled_fast_paths: What to do without, on a GPU; see `FastPath`.
-        enabled_fast_paths: What to do beyond; see `NewFastPath`.
     """
 
     device: Device = "cpu"
@@ -219,13 +218,9 @@ class DeviceConfig:
     attention_backend: AttentionBackendName = "auto"
     deterministic: bool = False
     disabled_fast_paths: tuple[FastPath, ...] = ()
-    enabled_fast_paths: tuple[NewFastPath, ...] = ()
 
     def allows(self, path: FastPath) -> bool:
         return path not in self.disabled_fast_paths
-
-    def enables(self, path: NewFastPath) -> bool:
-        return path in self.enabled_fast_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Names of fast paths on a GPU, which settings turn off and on."""
+"""Names of fast paths on a GPU, which a setting turns off."""
 
 from __future__ import annotations
 
@@ -34,11 +34,4 @@ sampled-rows    behind its attention, the last layer computes no tokens of promp
                 which the next one is chosen
 side-stream     shared experts beside the others, adapters of few rows beside their layer
 small-m-gemm    GEMMs of few rows by our own kernels
-"""
-NewFastPath = Literal["sharded-sampling"]
-"""Names fast paths that are not taken unless asked for, since no GPU has timed them in whole steps,
-or one has and found too little (docs/experiments.md):
-
-sharded-sampling      ranks that share a vocabulary gather no logits for log probabilities, beams,
-                      penalties, biases and grammars
 """

@@ -63,7 +63,6 @@ def measure(layout: str, arguments: argparse.Namespace) -> list[Figure]:
         block_size=128 if arguments.device == "cuda" else 16,
         capture_sizes=tuple(sorted(sizes)),
         quantization=arguments.quantization,
-        enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
     )
     cache = config.cache
     if arguments.device == "cpu":
@@ -110,7 +109,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=9216)
     parser.add_argument("--all-reduce", default="auto", help="see the setting")
     parser.add_argument("--quantization", default="", help="of the weights, such as fp8-block")
-    parser.add_argument("--enabled-fast-paths", default="", help="by comma; see the setting")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--name", default="", help="of the result file; default: by shape")
     return parser.parse_args()

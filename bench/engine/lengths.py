@@ -92,7 +92,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=int, default=100, help="tokens between them")
     parser.add_argument("--turns", type=int, default=7, help="times that each is measured")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
-    parser.add_argument("--enabled-fast-paths", default="", help="comma separated; see the setting")
     parser.add_argument(
         "--disabled-fast-paths", default="", help="comma separated; see the setting"
     )
@@ -114,7 +113,6 @@ def main() -> None:
         device=arguments.device,
         max_model_len=max(arguments.last + 64, 9216),
         tensor_parallel_size=arguments.tp,
-        enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
     )
     costs = length_costs(config, lengths)
@@ -131,7 +129,6 @@ def main() -> None:
         if "median_ms" in entry:
             print({key: entry.get(key) for key in ("length", "median_ms", "against_peer")})
     result = {"shape": arguments.shape, "tp": arguments.tp, "lengths": entries}
-    result["enabled_fast_paths"] = config.device.enabled_fast_paths
     print(write_result(name, result))
 
 

@@ -1,14 +1,13 @@
-"""Sampling of ranks that have a part of the vocabulary each: behind a gather of all logits, and by
-an exchange of what each finds in its part.
+"""Times draws of ranks that have a part of the vocabulary each: behind a gather of all logits, and
+by an exchange of the best token of each part.
 
     python -m bench.engine.sharded_sampling --ranks 2                 # one GPU a rank
     python -m bench.engine.sharded_sampling --ranks 2 --device cpu    # processes, over gloo
-    python -m bench.engine.sharded_sampling --ranks 2 --vocabulary 151936 --top 8,20
+    python -m bench.engine.sharded_sampling --ranks 2 --vocabulary 151936
 
-Milliseconds, the mean over ranks of medians, from the logits that a rank's GEMM leaves to what
-the host reads of: a draw; a draw with the log probabilities of the top n tokens; what a prompt of
-as many tokens takes for them. A GPU's launches are counted in, as in steps whose sampling no graph
-holds. The ratio says how many times as long the gather takes. Results: bench/results/NAME.json.
+Milliseconds, the mean over ranks of medians, from the logits that a rank's GEMM leaves to the
+tokens. A GPU's launches are counted in, as in steps whose sampling no graph holds. The ratio says
+how many times as long the gather takes. Results: bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -48,39 +47,23 @@ def part_of(
 
 
 class Ways:
-    """Does with the logits of a step what sampling does, by both ways."""
+    """Draws from the logits of a step, by both ways."""
 
-    def __init__(self, part: VocabPart, top: int) -> None:
+    def __init__(self, part: VocabPart) -> None:
         num_rows, device = part.padded.shape[0], part.padded.device
-        self._part, self._top = part, top
+        self._part = part
         self._temperature = torch.ones(num_rows, device=device)
         self._zeros = torch.zeros(num_rows, device=device)
         self._seeds = torch.arange(num_rows, device=device)
-        self._asked = self._seeds * 97 % part.cut.vocab_size
 
-    def draw_gathered(self) -> Tensor:
-        return self._drawn(self._part.whole())
-
-    def draw(self) -> Tensor:
-        return self._part.best(self._temperature, self._seeds, self._seeds)
-
-    def candidates_gathered(self) -> tuple[Tensor, Tensor, Tensor]:
-        whole = self._part.whole()
-        return ops.topk_logprobs(whole, self._drawn(whole), self._top)
-
-    def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._part.topk_logprobs(self.draw(), self._top)
-
-    def prompt_gathered(self) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.topk_logprobs(self._part.whole(), self._asked, self._top)
-
-    def prompt(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._part.topk_logprobs(self._asked, self._top)
-
-    def _drawn(self, logits: Tensor) -> Tensor:
+    def gathered(self) -> Tensor:
         none, ones = self._zeros.int(), self._temperature
         keys = self._seeds, self._seeds
+        logits = self._part.whole()
         return ops.sample(logits, ones, none, ones, self._zeros, *keys, has_filters=False)
+
+    def in_parts(self) -> Tensor:
+        return self._part.best(self._temperature, self._seeds, self._seeds)
 
 
 def milliseconds(group: ParallelGroup, call: Callable[[], object], device: torch.device) -> float:
@@ -103,18 +86,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def exchanged_bytes(part: VocabPart, top: int) -> dict[str, int]:
-    """Returns what a rank gives to each other one in a step."""
-    num_rows, width = part.padded.shape
-    of_draw, of_candidates = 2 * 4 * num_rows, (1 + 2 * top + 2) * 4 * num_rows
-    return {
-        "gathered": 4 * num_rows * width,
-        "draw": of_draw,
-        "candidates": of_draw + of_candidates,
-        "prompt": of_candidates,
-    }
-
-
 def measure(
     group: ParallelGroup, arguments: argparse.Namespace, device: torch.device
 ) -> list[dict[str, object]]:
@@ -122,30 +93,26 @@ def measure(
     found: list[dict[str, object]] = []
     for num_rows in arguments.rows:
         part = part_of(group, arguments.vocabulary, num_rows, device)
-        for top in arguments.top:
-            ways = Ways(part, top)
-            sizes = exchanged_bytes(part, top)
-            for what in ("draw", "candidates", "prompt"):
-                gathered = milliseconds(group, getattr(ways, f"{what}_gathered"), device)
-                sharded = milliseconds(group, getattr(ways, what), device)
-                row = {
-                    "rows": num_rows,
-                    "top": top,
-                    "what": what,
-                    "gathered_ms": round(gathered, 4),
-                    "sharded_ms": round(sharded, 4),
-                    "ratio": round(gathered / sharded, 2),
-                    "gathered_bytes": sizes["gathered"],
-                    "sharded_bytes": sizes[what],
-                }
-                found.append(row)
-                if group.rank == 0:
-                    print(
-                        f"{num_rows:4} rows, top {top:2}, {what:10} {gathered:9.3f} ms gathered, "
-                        f"{sharded:9.3f} in parts: {gathered / sharded:6.2f} x; "
-                        f"{sizes['gathered']:10} and {sizes[what]:7} bytes",
-                        flush=True,
-                    )
+        ways = Ways(part)
+        gathered = milliseconds(group, ways.gathered, device)
+        sharded = milliseconds(group, ways.in_parts, device)
+        row = {
+            "rows": num_rows,
+            "gathered_ms": round(gathered, 4),
+            "sharded_ms": round(sharded, 4),
+            "ratio": round(gathered / sharded, 2),
+            # What a rank gives to each other one: all its logits, or (noisy logit, token).
+            "gathered_bytes": 4 * part.padded.numel(),
+            "sharded_bytes": 2 * 4 * num_rows,
+        }
+        found.append(row)
+        if group.rank == 0:
+            print(
+                f"{num_rows:4} rows {gathered:9.3f} ms gathered, {sharded:9.3f} in parts: "
+                f"{gathered / sharded:6.2f} x; "
+                f"{row['gathered_bytes']:10} and {row['sharded_bytes']:7} bytes",
+                flush=True,
+            )
     return found
 
 
@@ -178,11 +145,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--rows", default="1,16,64,256", help="of a step, with commas between")
-    parser.add_argument("--top", default="8", help="candidates, with commas between")
     parser.add_argument("--name", default="sharded_sampling", help="of the result file")
     arguments = parser.parse_args()
     arguments.rows = [int(rows) for rows in arguments.rows.split(",")]
-    arguments.top = [int(top) for top in arguments.top.split(",")]
     if arguments.device == "cuda":
         require_gpus(arguments.ranks)
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"

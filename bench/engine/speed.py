@@ -201,7 +201,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--disabled-fast-paths", default="", help="comma separated; see the setting"
     )
-    parser.add_argument("--enabled-fast-paths", default="", help="comma separated; see the setting")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="see the setting")
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
@@ -218,7 +217,6 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
         attention_backend=arguments.attention_backend,
         deterministic=arguments.deterministic,
         disabled_fast_paths=tuple(filter(None, arguments.disabled_fast_paths.split(","))),
-        enabled_fast_paths=tuple(filter(None, arguments.enabled_fast_paths.split(","))),
         capture_sizes=tuple(int(size) for size in arguments.capture_sizes.split(",") if size),
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         tensor_parallel_size=arguments.tp,
@@ -261,7 +259,6 @@ def main() -> None:
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     results["uniform_routing"] = arguments.uniform_routing
-    results["enabled_fast_paths"] = config.device.enabled_fast_paths
     results["max_num_batched_tokens"] = arguments.max_num_batched_tokens
     with ExitStack() as stack:
         if arguments.uniform_routing:

@@ -36,7 +36,7 @@ from engine.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
-from engine.fast_paths import FastPath, NewFastPath
+from engine.fast_paths import FastPath
 from engine.models.checkpoint import (
     check_parallel,
     load_model_config,
@@ -212,12 +212,6 @@ class EngineSettings(
         "the next one is chosen. side-stream: "
         "shared experts run beside the others, adapters of few rows beside their layer. "
         "small-m-gemm: our own kernels for few rows.",
-    )
-    enabled_fast_paths: tuple[NewFastPath, ...] = Field(
-        default=(),
-        description="Fast paths on a GPU to turn on, which are off until they have been timed. "
-        "sharded-sampling: ranks that share a vocabulary gather no logits for log probabilities, "
-        "beams, penalties, biases and grammars.",
     )
     async_scheduling: bool | None = Field(
         default=None,

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import Int32Array
-from engine.layers.vocab_part import VocabPart
 from engine.outputs import TokenLogprobs
 from engine.sample.states import NO_LOGPROBS
 from tandem_kernels import ops
@@ -75,34 +74,20 @@ class LogprobsTensors:
         }
 
 
-def topk_logprobs(
-    logits: torch.Tensor | VocabPart, token_ids: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Does what `ops.topk_logprobs` does, with a part of the logits as well."""
-    if isinstance(logits, VocabPart):
-        return logits.topk_logprobs(token_ids, k)
-    return ops.topk_logprobs(logits, token_ids, k)
-
-
-def _rows(logits: torch.Tensor | VocabPart, index: torch.Tensor) -> torch.Tensor | VocabPart:
-    """Returns a copy of some rows."""
-    return logits.rows(index) if isinstance(logits, VocabPart) else logits.index_select(0, index)
-
-
 class LogprobsRequest:
     """The part of a batch that wants log probabilities; at least one request does."""
 
     def __init__(
         self,
-        logits: torch.Tensor | VocabPart,
+        logits: torch.Tensor,
         wanted: Int32Array,
         cells: Int32Array,
         keep: bool,
         named: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Keeps raw logits. `wanted` [L] is `NO_LOGPROBS` or how many. `keep`: `logits` [L, V], or
-        this rank's part of them, will be changed. `named`: places that want certain tokens instead
-        of the likeliest, `wanted` of them."""
+        """Keeps raw logits. `wanted` [L] is `NO_LOGPROBS` or how many. `keep`: `logits` [L, V] will
+        be changed. `named`: places that want certain tokens instead of the likeliest, `wanted` of
+        them."""
         chosen = np.flatnonzero(wanted != NO_LOGPROBS)
         self._chosen = chosen
         self._cells: list[int] = cells[chosen].tolist()
@@ -111,10 +96,10 @@ class LogprobsRequest:
         self._named = {i: named[at] for i, at in enumerate(places) if named and at in named}
         plain = (num for i, num in enumerate(self._num_top) if i not in self._named)
         self._num_plain = max(plain, default=0)
-        self._device = (logits.padded if isinstance(logits, VocabPart) else logits).device
+        self._device = logits.device
         self._index = to_device(chosen, self._device)
         whole_batch = len(chosen) == len(wanted) and not keep
-        self._logits = logits if whole_batch else _rows(logits, self._index)
+        self._logits = logits if whole_batch else logits.index_select(0, self._index)
 
     def compute(self, token_ids: torch.Tensor) -> LogprobsTensors:
         """Returns log probabilities of the chosen `token_ids` [L] and of others."""
@@ -132,20 +117,20 @@ class LogprobsRequest:
         asked = np.flatnonzero(self._chosen[np.minimum(kept, len(self._chosen) - 1)] == places)
         if not len(asked):
             return []
-        logits = _rows(self._logits, to_device(kept[asked], self._device))
+        logits = self._logits.index_select(0, to_device(kept[asked], self._device))
         chosen = token_ids.index_select(0, to_device(asked, self._device))
         cells = (first_cell + asked).tolist()
         return [self._look_up(logits, chosen, kept[asked].tolist(), cells)]
 
     def _look_up(
         self,
-        logits: torch.Tensor | VocabPart,
+        logits: torch.Tensor,
         token_ids: torch.Tensor,
         kept: list[int],
         cells: list[int],
     ) -> LogprobsTensors:
         """Returns log probabilities in `logits` [N, V], which are those of `kept` places [N]."""
-        ids, logprobs, ranks = topk_logprobs(logits, token_ids, self._num_plain)
+        ids, logprobs, ranks = ops.topk_logprobs(logits, token_ids, self._num_plain)
         if self._named:
             missing = max(self._num_top) - self._num_plain
             ids, logprobs = (F.pad(part, (0, missing)) for part in (ids, logprobs))
@@ -155,7 +140,7 @@ class LogprobsRequest:
 
     def _look_up_named(
         self,
-        logits: torch.Tensor | VocabPart,
+        logits: torch.Tensor,
         kept: list[int],
         ids: torch.Tensor,
         logprobs: torch.Tensor,
@@ -169,10 +154,7 @@ class LogprobsRequest:
             named = self._named[kept[row]]
             line[: len(named)] = named
         at, tokens = to_device(np.array(rows), ids.device), to_device(wanted, ids.device)
-        of_rows = _rows(logits, at)
-        if isinstance(of_rows, VocabPart):
-            found = of_rows.logprobs_of(tokens)
-        else:
-            found = of_rows.gather(1, tokens) - of_rows.logsumexp(1, keepdim=True)
+        of_rows = logits.index_select(0, at)
+        found = of_rows.gather(1, tokens) - of_rows.logsumexp(1, keepdim=True)
         ids[:, 1:].index_copy_(0, at, tokens)
         logprobs[:, 1:].index_copy_(0, at, found)

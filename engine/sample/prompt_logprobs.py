@@ -22,11 +22,10 @@ import torch
 
 from engine.batch.input_batch import BatchOrder
 from engine.batch.row_states import RowStates
-from engine.layers.vocab_part import VocabPart
 from engine.outputs import PromptLogprobs, RowPromptLogprobs
-from engine.sample.logprobs import topk_logprobs
 from engine.sample.states import NO_LOGPROBS
 from engine.sched.output import NewRequestData
+from tandem_kernels import ops
 
 _FEWEST_ROWS, _MOST_ROWS = 16, 256
 """Rows of logits at a time: enough to keep a GPU busy, and no more than sampling takes anyway."""
@@ -96,7 +95,7 @@ class PromptLogprobsStates:
         order: BatchOrder,
         hidden: torch.Tensor,
         states: RowStates,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor | VocabPart],
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[PromptLogprobsTensors]:
         """Looks up prompt tokens of a step. `hidden` is [T, H] of the step, whose tokens `states`
         does not count as computed yet."""
@@ -125,13 +124,13 @@ class PromptLogprobsStates:
         hidden: torch.Tensor,
         token_ids: torch.Tensor,
         num_top: int,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor | VocabPart],
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (ids, log probabilities, ranks) of `token_ids` [N] and the likeliest ones behind
         `hidden` [N, H]."""
         rows = self._rows_at_once
         parts = [
-            topk_logprobs(compute_logits(some), wanted, num_top)
+            ops.topk_logprobs(compute_logits(some), wanted, num_top)
             for some, wanted in zip(
                 torch.split(hidden, rows), torch.split(token_ids, rows), strict=True
             )

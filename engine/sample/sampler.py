@@ -76,15 +76,12 @@ class Sampler:
         token_ids: torch.Tensor,
         grammars: GrammarStates,
         splits_vocabulary: bool = False,
-        changes_parts: bool = False,
     ) -> None:
         """Builds the sampler over `token_ids` [rows, L]: all tokens of each row, which grow by what
         is sampled here. `splits_vocabulary`: logits come as `VocabPart` to `draw` and to steps.
-        `changes_parts`: more than draws is done with parts; see `needs_whole`.
         """
         self._deterministic = deterministic
         self._splits_vocabulary = splits_vocabulary
-        self._changes_parts = changes_parts
         self._params = SamplingStates(max_num_reqs, device)
         self.penalties = PenaltyStates(max_num_reqs, vocab_size, device)
         self._logit_bias = LogitBiasStates(max_num_reqs, device)
@@ -130,6 +127,7 @@ class Sampler:
         wanted = self._params.logprobs_wanted(rows)
         logprobs = None
         if (wanted != NO_LOGPROBS).any():
+            assert not isinstance(logits, VocabPart)
             named = self._params.logprob_token_ids(rows)
             logprobs = LogprobsRequest(logits, wanted, places.cells(), keep=changes, named=named)
         failures = self._change_logits(logits, places) if changes else {}
@@ -150,13 +148,15 @@ class Sampler:
     def needs_whole(self, rows: Int32Array) -> bool:
         """Returns whether a step of `rows` needs all logits of each place on every rank: for
         filters, whose sums over candidates depend on their order; for bad words, which ask whether
-        anything else is left; for further answers, which are drawn a few at a time. Unless parts
-        may be changed, for all but draws."""
-        if self._params.has_filters(rows) or self._siblings.needed_by(rows):
-            return True
-        if self._changes_parts:
-            return self._bad_words.needed_by(rows)
-        return self._changes_logits(rows) or self._wants_logprobs(rows)
+        anything else is left; for further answers, which are drawn a few at a time; for log
+        probabilities, since to gather is quicker than the exchanges that would find them in parts
+        (docs/experiments.md)."""
+        return (
+            self._params.has_filters(rows)
+            or self._bad_words.needed_by(rows)
+            or self._siblings.needed_by(rows)
+            or self._wants_logprobs(rows)
+        )
 
     def only_draws(self, rows: Int32Array) -> bool:
         """Returns whether `draw` is all that `rows` need; of a split vocabulary, without filters,

@@ -1,7 +1,7 @@
 """Logits of steps that do more than draw: computed in a CUDA graph, and sampled behind it.
 
-Without `sharded-sampling` graphs gather them; with it, ranks that share a vocabulary keep a part
-each, and the sampler gathers those of the steps that need the whole.
+Ranks that share a vocabulary keep a part each; the sampler gathers those of the steps that need the
+whole.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ class KeptLogits:
 
     def __init__(self, config: EngineConfig, model: CausalLM) -> None:
         self._model = model
-        self._cut = model.vocab_cut if config.device.enables("sharded-sampling") else None
+        self._cut = model.vocab_cut
         self._num_columns = self._cut.width if self._cut is not None else config.model.vocab_size
-
-    def compute(self, hidden: torch.Tensor) -> torch.Tensor | VocabPart:
-        """Computes the logits of [S, H]."""
-        model = self._model
-        return model.compute_logits(hidden) if self._cut is None else model.compute_choices(hidden)
 
     def allocate(self, num_places: int, device: torch.device) -> None:
         """Makes room for a step with so many places."""
@@ -36,7 +31,7 @@ class KeptLogits:
 
     def write(self, hidden: torch.Tensor) -> None:
         """Computes the logits of [S, H] and keeps them. A graph may hold this."""
-        found = self.compute(hidden)
+        found = self._model.compute_choices(hidden)
         written = found.padded if isinstance(found, VocabPart) else found
         self._buffer[: len(hidden)].copy_(written)
 

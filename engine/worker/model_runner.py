@@ -327,7 +327,9 @@ class ModelRunner:
         batch = self._input_buffers.prepare(order, self._row_tables)
         wanted = None if self._prompt_logprobs.needed_by(order) else batch.sampled_rows
         hidden = self._forward(batch, on_layer, wanted)
-        of_prompts = self._prompt_logprobs.compute(order, hidden, self.states, self._logits.compute)
+        of_prompts = self._prompt_logprobs.compute(
+            order, hidden, self.states, self._model.compute_logits
+        )
         if wanted is None:
             hidden = hidden.index_select(0, batch.sampled_rows)
         sampled = self._sample(hidden, batch)

@@ -28,7 +28,6 @@ def create_sampler(
         token_ids=states.token_ids.tensor,
         grammars=create_grammars(config, device),
         splits_vocabulary=splits_vocabulary,
-        changes_parts=config.device.enables("sharded-sampling"),
     )
 
 

@@ -67,7 +67,7 @@ BAD_JOBS = {
     "run = 'bench.engine.no_such_bench'": "no_such_bench",
     "run = 'bench.engine.schedules --steps 3'": "unrecognized arguments: --steps 3",
     "run = 'bench.engine.schedules --requests few'": "invalid int value: 'few'",
-    "run = 'bench.engine.lengths --enabled-fast-paths pdl'": "no such fast paths: pdl",
+    "run = 'bench.engine.lengths --disabled-fast-paths pld'": "no such fast paths: pld",
     "pytest = 'tests/bench/no_such_test.py'": "no_such_test.py",
     "pytest = 'tests/bench/test_schedules.py -k no_such_test'": "deselected",
 }

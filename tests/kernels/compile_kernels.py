@@ -984,8 +984,6 @@ def sampling_cases(capability: int) -> Iterator[Case]:
             {"BLOCK": 4096, "IDS": 8},
             {"num_warps": 8},
         )
-    weighed = {**types, **named("*fp32", "thresholds", "found")}
-    yield Case(logprobs.weigh_part_kernel, "", weighed, {"BLOCK": 4096}, {"num_warps": 8})
 
 
 def lora_cases(capability: int) -> Iterator[Case]:

@@ -509,16 +509,6 @@ def topk_logprobs(op: Op, logits: Tensor, k: int) -> None:
     assert torch.equal(ranks, 1 + (logits > own).sum(-1))
 
 
-def weigh_part(op: Op, logits: Tensor) -> None:
-    """Thresholds are logits of the rows, and no number and infinities."""
-    thresholds = logits[:, 3].clone()
-    thresholds[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf], device=logits.device)
-    log_sums, larger = op(logits, thresholds).double().unbind(1)
-    exact = logits.double().logsumexp(-1)
-    torch.testing.assert_close(log_sums, exact, rtol=1e-6, atol=2e-5)
-    assert torch.equal(larger.long(), (logits > thresholds[:, None]).sum(-1))
-
-
 def apply_penalties(
     op: Op, rows: int, vocab_size: int, num_drafts: int, device: str = "cpu"
 ) -> None:

@@ -213,12 +213,6 @@ def test_topk_logprobs(k: int, dtype: torch.dtype) -> None:
     check.topk_logprobs(ops.topk_logprobs, (torch.randn(3, 100) * 4).to(dtype), k)
 
 
-def test_weigh_part() -> None:
-    torch.manual_seed(5)
-    check.weigh_part(ops.weigh_part, torch.randn(7, 100) * 4)
-    check.weigh_part(ops.weigh_part, torch.full((4, 100), -torch.inf))
-
-
 PARTS = ops.sample_part, ops.best_of_parts
 
 

@@ -16,7 +16,7 @@ from engine.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.fast_paths import FastPath, NewFastPath
+from engine.fast_paths import FastPath
 from engine.models.checkpoint import load_model_config
 from engine.models.kv_scale_files import choose_kv_scales
 
@@ -223,7 +223,6 @@ def shape_config(
     enforce_eager: bool = False,
     attention_backend: AttentionBackendName = "auto",
     disabled_fast_paths: tuple[FastPath, ...] = (),
-    enabled_fast_paths: tuple[NewFastPath, ...] = (),
     deterministic: bool = False,
     tensor_parallel_size: int = 1,
     all_reduce: str = "auto",
@@ -265,7 +264,6 @@ def shape_config(
             cudagraph_capture_sizes=capture_sizes,
             attention_backend=attention_backend,
             disabled_fast_paths=disabled_fast_paths,
-            enabled_fast_paths=enabled_fast_paths,
             deterministic=deterministic,
         ),
     )

@@ -219,18 +219,3 @@ def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Te
     values = wide.gather(1, ids)
     ranks = (wide > values[:, :1]).sum(dim=-1) + 1
     return ids, values - wide.logsumexp(dim=-1, keepdim=True), ranks
-
-
-def weigh_part(logits: Tensor, thresholds: Tensor) -> Tensor:
-    """Returns what log probabilities need of a part of the vocabulary.
-
-    Args:
-        logits: [S, v] float32, before any processing.
-        thresholds: [S] float32.
-
-    Returns:
-        [S, 2] float32: the logarithm of the sum of exponentials, and how many logits are above the
-        row's threshold, which must be at most 2^24.
-    """
-    larger = (logits > thresholds.unsqueeze(1)).sum(dim=-1)
-    return torch.stack((logits.logsumexp(dim=-1), larger.float()), dim=1)

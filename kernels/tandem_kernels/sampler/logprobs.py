@@ -55,23 +55,6 @@ def logprobs_kernel(
     tl.store(ranks + row, likelier.to(tl.int64) + 1)
 
 
-@triton.jit
-def weigh_part_kernel(
-    logits: tl.tensor,
-    thresholds: tl.tensor,
-    found: tl.tensor,
-    logits_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Weighs one row in each program; `found` is [S, 2]."""
-    row = tl.program_id(0).to(tl.int64)
-    threshold = tl.load(thresholds + row)
-    log_sum, larger = _weigh(logits + row * logits_stride, vocab_size, threshold, BLOCK)
-    tl.store(found + 2 * row, log_sum)
-    tl.store(found + 2 * row + 1, larger.to(tl.float32))
-
-
 def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.sampling.topk_logprobs`."""
     num_rows, vocab_size = logits.shape
@@ -94,20 +77,3 @@ def topk_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Te
             num_warps=8,
         )
     return ids, logprobs, ranks
-
-
-def weigh_part(logits: Tensor, thresholds: Tensor) -> Tensor:
-    """See `reference.sampling.weigh_part`."""
-    num_rows, vocab_size = logits.shape
-    found = torch.empty((num_rows, 2), dtype=torch.float32, device=logits.device)
-    if num_rows > 0:
-        weigh_part_kernel[(num_rows,)](
-            logits,
-            thresholds,
-            found,
-            logits.stride(0),
-            vocab_size,
-            BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
-            num_warps=8,
-        )
-    return found

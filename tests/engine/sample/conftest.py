@@ -34,7 +34,6 @@ class SamplerBench:
         device: torch.device,
         *,
         splits_vocabulary: bool = False,
-        changes_parts: bool = False,
         vocab_size: int = VOCAB,
     ) -> None:
         self._device = device
@@ -50,7 +49,6 @@ class SamplerBench:
             token_ids=self.states.token_ids.tensor,
             grammars=GrammarStates(ROWS, vocab_size, device, compiler, num_threads=1),
             splits_vocabulary=splits_vocabulary,
-            changes_parts=changes_parts,
         )
         self.last: SamplerOutput | None = None
         self.rows: list[int] = []
