@@ -193,8 +193,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input.0.content"),
     (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": [IMAGE]}]},
-        "input.0.output.content.0",
+        "input.0.output.0",
     ),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input.0.output"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.0.output"),
+    ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input.0.summary.0"),
+    ({"input": [{"type": "reasoning", "content": [IMAGE]}]}, "input.0.content"),
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"content": "a"}]}, "input.0.role"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
