@@ -228,6 +228,20 @@ async def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], 
         assert not node.engine.requests
 
 
+async def test_what_is_told_back_is_what_was_sampled_by() -> None:
+    advice = '{"temperature": 0.6, "top_p": 0.95}'
+    async with one_node(override_generation_config=advice) as node:
+        for body, expected in (
+            ({}, (0.6, 0.95)),
+            ({"temperature": 0, "top_p": None}, (0.0, 0.95)),
+            ({"top_p": 1.0}, (0.6, 1.0)),
+        ):
+            told = (await node.client.post(RESPONSES, json={"input": "a", **body})).json()
+            sampling = list(node.engine.requests.values())[-1].request.spec.sampling
+            assert (sampling.temperature, sampling.top_p) == expected
+            assert (told["temperature"], told["top_p"]) == expected
+
+
 def test_errors_of_the_chat_have_the_names_of_this_api() -> None:
     with pytest.raises(BadRequest) as caught:
         chat_of({"input": "a", "text": {"format": {"type": "x"}}})
