@@ -69,7 +69,8 @@ class TenantLimits:
 
 
 def token_cost(request: RequestInfo) -> int:
-    """Returns the tokens of the prompt and of the longest answer that it may get."""
+    """Returns the tokens of the prompts and of the longest answers that it may get."""
     if not request.generates:
         return 0
-    return request.num_prompt_tokens + (request.max_tokens or _DEFAULT_ANSWER)
+    answer = request.max_tokens or _DEFAULT_ANSWER
+    return request.num_prompt_tokens + request.num_answers * answer
