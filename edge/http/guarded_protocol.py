@@ -35,6 +35,7 @@ from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 from edge.http.front import HttpFront
 from edge.http.headers import REQUEST_ID
 from edge.http.offered_protocol import has_body, parser_of_body
+from edge.http.old_client import send_without_chunks
 from edge.http.request_head import RequestHead
 from edge.security.tls_files import certificate_names
 
@@ -168,6 +169,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         self.cycle.transport = cast("asyncio.Transport", _AnswerTransport(self, self.cycle))
+        if self.parser.get_http_version() == "1.0":
+            send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         """Ends a request, unless it has offered another protocol and its body is to come."""

@@ -63,7 +63,8 @@ class Service:
 
 @asynccontextmanager
 async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterator[Service]:
-    """Reads bodies of POST requests only, for 0.2 s at most. `/big` has a long answer."""
+    """Reads bodies of POST requests only, for 0.2 s at most. `/big` has a long answer, `/stream`
+    one that does not say how long it is."""
     protocol = guarded_protocol.guarded_protocol(ConnectionLimits(**limits), OneKey(), front)
     listener = listen("127.0.0.1", 0)
     running = Service(listener.getsockname()[1], protocol)
@@ -77,6 +78,12 @@ async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterato
                 running.bodies.append(body)
         except HttpError as error:
             await send_error(send, error)
+            return
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for piece in (b"one ", b"", b"two"):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         body = LONG_ANSWER if scope["path"] == "/big" else b"ok"
         headers = [(b"content-length", str(len(body)).encode())]
@@ -318,3 +325,17 @@ async def test_requests_behind_an_offer_are_answered_in_turn() -> None:
         await reader.readuntil(b"ok")
         assert running.bodies[2:] == [b""]
         writer.close()
+
+
+@pytest.mark.parametrize("head", [b"", b"connection: keep-alive\r\n"], ids=["plain", "keep-alive"])
+async def test_http_1_0_gets_answers_without_chunks(head: bytes) -> None:
+    async with service() as running:
+        for path, body in ((b"/stream", b"one two"), (b"/x", b"ok"), (b"/big", LONG_ANSWER)):
+            reader, writer = await running.connect(
+                b"GET " + path + b" HTTP/1.0\r\n" + KEY + head + b"\r\n"
+            )
+            got, _, answer = (await read_end(reader)).partition(b"\r\n\r\n")
+            assert b" 200 OK\r\n" in got and b"connection: close" in got
+            assert b"transfer-encoding" not in got
+            assert answer == body
+            writer.close()
