@@ -6,6 +6,7 @@ import asyncio
 import sys
 import uuid
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import AfterValidator, Field
@@ -18,7 +19,11 @@ from edge.command_line import parse_settings
 
 
 def _without_v1(url: str) -> str:
-    """Returns the address of a server, which `tandem up` and clients of the API write with /v1."""
+    """Returns the address of a server, which `tandem up` and clients of the API write with /v1.
+    Raises `ValueError`."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{url!r} is no address of a server: write it as http://host:port")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -122,7 +127,7 @@ def main(args: list[str]) -> int:
         asyncio.run(_chat(settings, Console()))
     except KeyboardInterrupt:
         return 130
-    except (ApiError, aiohttp.ClientConnectionError) as error:
+    except (ApiError, aiohttp.ClientError) as error:
         print(f"{settings.url}: {error}", file=sys.stderr)
         return 1
     return 0

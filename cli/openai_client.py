@@ -12,7 +12,8 @@ from edge.http import headers as names
 
 
 class ApiError(Exception):
-    """The server refused: its status and its own words."""
+    """The server refused, with its status and its own words, or does not answer as the API has
+    it."""
 
 
 class ChatStream:
@@ -31,7 +32,7 @@ class ChatStream:
         async with self._session.post(self._url, json=request, headers=self._headers) as response:
             if response.status != 200:
                 raise ApiError(f"{response.status}: {_error_message(await response.text())}")
-            async for line in response.content:
+            async for line in _lines(response):
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                     event = json.loads(line[6:])
                     if "error" in event:
@@ -54,9 +55,21 @@ def _error_message(body: str) -> str:
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Name of the model that `url` serves."""
+    """Name of the model that `url` serves. Raises `ApiError`."""
     async with session.get(f"{url}/v1/models") as response:
+        text = await response.text()
         if response.status != 200:
-            raise ApiError(f"{response.status}: {_error_message(await response.text())}")
-        models = (await response.json())["data"]
-    return str(models[0]["id"])
+            raise ApiError(f"{response.status}: {_error_message(text)}")
+    try:
+        return str(json.loads(text)["data"][0]["id"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise ApiError("no list of models comes from there; name one with --model") from None
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields the lines of an answer. Raises `ApiError` when it breaks off."""
+    try:
+        async for line in response.content:
+            yield line
+    except aiohttp.ClientError as error:
+        raise ApiError(f"the answer broke off: {error}") from None

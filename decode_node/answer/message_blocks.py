@@ -1,7 +1,8 @@
 """Builds the content blocks of /v1/messages, and the events that tell of them.
 
 Blocks are a function of the deltas alone: one is open at a time, and a delta of another kind
-closes it and opens the next.
+closes it and opens the next. The input of a call is an object in this API, which clients read while
+it comes, so its strings are made valid where the model's are not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from decode_node.parsers.deltas import (
     Delta,
     ReasoningText,
 )
+from decode_node.protocol.valid_strings import ValidStrings
 
 Json = dict[str, Any]
 
@@ -31,6 +33,7 @@ class MessageBlocks:
         self._signature = signature
         self._open: Json | None = None
         self._arguments = ""
+        self._strings = ValidStrings()
         self._events: list[Json] = []
         self.blocks: list[Json] = []
         self.num_calls = 0
@@ -50,8 +53,7 @@ class MessageBlocks:
                         | {"input": {}}
                     )
                 case CallArguments(_, text):
-                    self._arguments += text
-                    self._tell_delta("input_json_delta", "partial_json", text)
+                    self._add_arguments(self._strings.push(text))
                 case CallEnd():
                     self.close()
         return self._taken()
@@ -81,9 +83,14 @@ class MessageBlocks:
         self._open[kind] += text
         self._tell_delta(f"{kind}_delta", kind, text)
 
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            self._arguments += text
+            self._tell_delta("input_json_delta", "partial_json", text)
+
     def _open_block(self, block: Json) -> None:
         self.close()
-        self._arguments = ""
+        self._arguments, self._strings = "", ValidStrings()
         self.blocks.append(block)
         self._open = block
         event = {"type": "content_block_start", "index": self._index, "content_block": dict(block)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from decode_node.grammar.grammar_text import (
     NOTHING,
@@ -33,6 +33,8 @@ from engine.frontend.pieces import Piece
 _ANY_TEXT = r"(.|\n)*"
 _ANY_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 _TEXT_KEYWORDS = ("enum", "const", "pattern", "minLength", "maxLength")
+_T = TypeVar("_T")
+_KINDS = {list: "a list", str: "a text", int: "a whole number"}
 _HIDDEN_KEYWORDS = ("format", "allOf", "not", "if", "contentEncoding", "contentMediaType")
 
 
@@ -126,25 +128,36 @@ def _or(this: Expression, other: Expression) -> Expression:
 
 
 def _pattern(tool: Tool, name: str, schema: Any) -> str:
-    """Returns the pattern of a text with constraints; "" for any text."""
+    """Returns the pattern of a text with constraints, of which null ones say nothing; "" for any
+    text."""
     if not isinstance(schema, Mapping):
         return ""
-    found = [key for key in _TEXT_KEYWORDS if key in schema]
+    said = {key: schema[key] for key in _TEXT_KEYWORDS if schema.get(key) is not None}
     hidden = [key for key in _HIDDEN_KEYWORDS if key in schema]
-    kinds = {"length" if key.endswith("Length") else key for key in found}
+    kinds = {"length" if key.endswith("Length") else key for key in said}
     if tool.strict and (hidden or len(kinds) > 1):
-        what = hidden[0] if hidden else " with ".join(found)
+        what = hidden[0] if hidden else " with ".join(said)
         raise _refused(tool, f"{name!r}: {what} is not supported for a text in this model's format")
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
+    if "enum" in said or "const" in said:
+        values = _typed(tool, name, "enum", said.get("enum", [said.get("const")]), list)
         texts = [value for value in values if isinstance(value, str)]
         return "|".join(map(re.escape, texts))
-    if isinstance(pattern := schema.get("pattern"), str):
-        return _whole(pattern)
-    if "minLength" in schema or "maxLength" in schema:
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        return f"(.|\\n){{{least},{most}}}"
+    if "pattern" in said:
+        return _whole(_typed(tool, name, "pattern", said["pattern"], str))
+    if said:
+        least, most = (
+            _typed(tool, name, key, said[key], int) if key in said else ""
+            for key in ("minLength", "maxLength")
+        )
+        return f"(.|\\n){{{least or 0},{most}}}"
     return ""
+
+
+def _typed(tool: Tool, name: str, key: str, value: Any, kind: type[_T]) -> _T:
+    """Returns the value of a keyword. Raises `BadRequest` for one of another type."""
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    raise _refused(tool, f"{name!r}: {key} must be {_KINDS[kind]}")
 
 
 def _whole(pattern: str) -> str:

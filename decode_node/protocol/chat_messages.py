@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from decode_node.protocol.body import Name
+from decode_node.protocol.valid_strings import with_valid_strings
 
 MAX_TOOL_CALLS = 256
 """Limit of calls in one message."""
@@ -89,7 +90,8 @@ class CalledFunction(_OpenBody):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the function with an object as its arguments, as templates expect; text that is
-        no JSON object stays as it is, because templates alone know whether they can write it."""
+        no JSON object stays as it is, because templates alone know whether they can write it.
+        Clients send back what a model wrote, whose strings are valid nearly always."""
         return {**self.model_dump(exclude_none=True), "arguments": _as_object(self.arguments)}
 
 
@@ -162,7 +164,7 @@ def _as_object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        found = json.loads(arguments or "{}")
+        found = json.loads(with_valid_strings(arguments) or "{}")
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

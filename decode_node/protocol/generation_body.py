@@ -226,18 +226,20 @@ class GenerationBody(StructuredFields):
         bad words. Raises `InvalidRequest`."""
         allowed = self.allowed_token_ids
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        top_k = _first(self.top_k, defaults.top_k, 0)
+        top_k = first_given(self.top_k, defaults.top_k, 0)
         named = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         if self.use_beam_search:
             defaults = NO_DEFAULTS
         return SamplingParams(
             min_tokens=self.min_tokens or 0,
-            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            temperature=first_given(self.temperature, defaults.temperature, 1.0),
             beam=beams_of(self),
             top_k=0 if top_k == -1 else top_k,
-            top_p=_first(self.top_p, defaults.top_p, 1.0),
-            min_p=_first(self.min_p, defaults.min_p, 0.0),
-            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            top_p=first_given(self.top_p, defaults.top_p, 1.0),
+            min_p=first_given(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=first_given(
+                self.repetition_penalty, defaults.repetition_penalty, 1.0
+            ),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=_token_keys(self.logit_bias or {}),
@@ -296,7 +298,8 @@ def too_long(context: int, num_tokens: int, param: str) -> BadRequest:
     )
 
 
-def _first(own: N | None, default: N | None, otherwise: N) -> N:
+def first_given(own: N | None, default: N | None, otherwise: N) -> N:
+    """Returns a parameter of a request, which may leave it to the model or to the API."""
     return own if own is not None else default if default is not None else otherwise
 
 

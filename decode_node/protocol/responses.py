@@ -11,10 +11,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from decode_node.protocol.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.generation_body import first_given
 from decode_node.protocol.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
 from decode_node.protocol.responses_input import chat_messages
 from edge.http.errors import BadRequest
+from engine.models.sampling_defaults import SamplingDefaults
 
 _NEEDS_STATE = "nothing is kept between requests here; send all earlier items as input"
 _SAME_IN_CHATS = (
@@ -160,8 +162,9 @@ class ResponsesRequest(StrictBody):
         """Names fields of the chat in errors as this API does."""
         return named_fields(ChatOfResponses.other_names)
 
-    def told_back(self) -> dict[str, Any]:
-        """Returns the fields that an answer repeats, with the defaults of those not given."""
+    def told_back(self, defaults: SamplingDefaults) -> dict[str, Any]:
+        """Returns the fields that an answer repeats, with the values of those not given: the
+        model's `defaults`, or else the API's."""
         return {
             "background": False,
             "instructions": self.instructions,
@@ -172,12 +175,12 @@ class ResponsesRequest(StrictBody):
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": False,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": first_given(self.temperature, defaults.temperature, 1.0),
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
             "tool_choice": self.tool_choice or ("auto" if self.tools else "none"),
             "tools": self.tools or [],
             "top_logprobs": 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": first_given(self.top_p, defaults.top_p, 1.0),
             "truncation": "disabled",
         }
 

@@ -63,11 +63,12 @@ class _Messages:
         take(item, place)
 
     def _take_message(self, item: Json, place: str) -> None:
-        role, content = _text(item, "role", place), _content(item.get("content"), place)
+        role = _text(item, "role", place)
+        content = _content(item.get("content"), f"{place}.content")
         if role != "assistant":
             self.add(role, content)
             return
-        _check_text(content, place)
+        _check_text(content, f"{place}.content")
         turn = self._turn()
         if turn["content"] is not None or "tool_calls" in turn:
             turn = self._turn(is_new=True)
@@ -83,8 +84,9 @@ class _Messages:
         self.add("tool", output, tool_call_id=_text(item, "call_id", place))
 
     def _take_reasoning(self, item: Json, place: str) -> None:
-        thought = _content(item.get("content") or item.get("summary") or "", place)
-        _check_text(thought, place)
+        name = "content" if item.get("content") else "summary"
+        thought = _content(item.get(name) or "", f"{place}.{name}")
+        _check_text(thought, f"{place}.{name}")
         turn = self._turn(is_new=True)
         if thought:
             turn["reasoning_content"] = thought
@@ -105,17 +107,17 @@ def _text(item: Json, name: str, place: str) -> str:
 
 
 def _content(content: Any, place: str) -> Content:
-    """Returns the text of a content, its parts a line each, or the parts if there are images."""
+    """Returns the text of a content, its parts a line each, or the parts if there are images.
+    `place` is the field that holds it."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"{place}.content must be a string or a list", param=f"{place}.content")
-    return content_of([_part(part, f"{place}.content.{i}") for i, part in enumerate(content)])
+        raise BadRequest(f"{place} must be a string or a list", param=place)
+    return content_of([_part(part, f"{place}.{i}") for i, part in enumerate(content)])
 
 
 def _check_text(content: Content, place: str) -> None:
     if not isinstance(content, str):
-        place = f"{place}.content"
         raise BadRequest(f"{place}: what a model said has no images", param=place)
 
 

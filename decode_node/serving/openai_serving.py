@@ -143,7 +143,7 @@ class OpenAIServing:
     async def responses(self, body: ResponsesRequest, context: RequestContext) -> Response:
         """Answers a request of the Responses API. Raises `HttpError`."""
         with body.named_fields():
-            make = partial(ResponsesFormat, told_back=body.told_back())
+            make = partial(ResponsesFormat, told_back=body.told_back(self._defaults))
             return await self._chat(body.to_chat(), context, make)
 
     async def messages(self, body: MessagesRequest, context: RequestContext) -> Response:

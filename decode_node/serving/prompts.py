@@ -14,6 +14,8 @@ from decode_node.serving.chat_prompt import ChatPrompt
 from edge.http import long_work
 from edge.http.errors import BadRequest
 from engine.config import ModelConfig
+from engine.errors import InvalidRequest
+from engine.frontend.input_processor import check_token_ids
 from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 
 
@@ -25,6 +27,7 @@ class Prompts:
         self, model: ModelConfig, tokenizer: Tokenizer, *, trusts_templates: bool = False
     ) -> None:
         self._max_tokens = model.max_model_len
+        self._vocab_size = model.vocab_size
         self._tokenizer = tokenizer
         self._chat_prompt = ChatPrompt(tokenizer, trusts_templates=trusts_templates)
 
@@ -34,7 +37,7 @@ class Prompts:
         """Returns the tokens of each prompt, and each as text, empty unless the answer repeats it.
         Raises `BadRequest`."""
         keep = body.kept_part(self._max_tokens)
-        prompts = await long_work.run(is_long, partial(body.prompts, self._max_tokens, keep))
+        prompts = await long_work.run(is_long, partial(self._given, body, keep))
         with_special = body.add_special_tokens is not False
         tokens: list[list[int]] = []
         echoes: list[str] = []
@@ -96,6 +99,17 @@ class Prompts:
             raise too_long(self._max_tokens, error.num_tokens, param) from None
         except TypeError:
             raise BadRequest("the text holds half a surrogate pair", param=param) from None
+
+    def _given(self, body: CompletionRequest, keep: KeptPart | None) -> list[str | list[int]]:
+        """Returns the prompts as the client wrote them. Raises `BadRequest`."""
+        prompts = body.prompts(self._max_tokens, keep)
+        try:
+            for prompt in prompts:
+                if isinstance(prompt, list):
+                    check_token_ids(prompt, self._vocab_size)
+        except InvalidRequest as error:
+            raise BadRequest(error.message, param=error.param, code=error.code) from None
+        return prompts
 
     def _echo(self, prompt: str | list[int], token_ids: list[int], *, is_cut: bool) -> str:
         """Returns the text of a prompt. Token ids show their special tokens, because the client

@@ -1,6 +1,7 @@
 """Errors that every HTTP service of tandem may answer, and their form.
 
     HttpError
+    ├── PathMoved               307  the same path without a slash at its end
     ├── BadRequest              400  the request is wrong; param says where
     │   └── BadHead             400  the request line or headers cannot be trusted
     ├── Unauthorized            401  no key, or an unknown one
@@ -114,6 +115,22 @@ class OriginRefused(HttpError):
     status = HTTPStatus.FORBIDDEN
     type = "permission_error"
     default_code = "origin_refused"
+
+
+class PathMoved(HttpError):
+    """Is somewhere else. `location` is relative: what is in front of us, scheme, host and path, is
+    the client's to know."""
+
+    status = HTTPStatus.TEMPORARY_REDIRECT
+    type = "invalid_request_error"
+    default_code = "path_moved"
+
+    def __init__(self, message: str, *, location: str) -> None:
+        super().__init__(message)
+        self._location = location
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "location": self._location}
 
 
 class NotFound(HttpError):

@@ -34,6 +34,8 @@ from edge.http.error_forms import ErrorForm
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 from edge.http.front import HttpFront
 from edge.http.headers import REQUEST_ID
+from edge.http.offered_protocol import has_body, parser_of_body
+from edge.http.old_client import send_without_chunks
 from edge.http.request_head import RequestHead
 from edge.security.tls_files import certificate_names
 
@@ -133,16 +135,26 @@ class GuardedProtocol(HttpToolsProtocol):
         if not self._unanswered:
             self._expect_head()
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(self._refusal or BadHead("this is not a valid HTTP/1.1 request"))
             return
-        except httptools.HttpParserUpgrade:
-            """Nobody here speaks another protocol: the request is answered as it is."""
         if self._head_timer is not None and not self._is_ending:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self.limits.max_header_bytes:
                 self._refuse(self._too_large())
+
+    def _parse(self, data: bytes) -> None:
+        """Parses requests. One that offers another protocol, which nobody here speaks, is answered
+        as it is."""
+        while data and not self._is_ending:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                if has_body(self.headers):
+                    self.parser = parser_of_body(self, self.headers)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -157,6 +169,13 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         self.cycle.transport = cast("asyncio.Transport", _AnswerTransport(self, self.cycle))
+        if self.parser.get_http_version() == "1.0":
+            send_without_chunks(self.cycle)
+
+    def on_message_complete(self) -> None:
+        """Ends a request, unless it has offered another protocol and its body is to come."""
+        if not (self.parser.should_upgrade() and has_body(self.headers)):
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         cycle = self.cycle

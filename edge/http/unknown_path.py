@@ -1,4 +1,5 @@
-"""Answers requests for what is not served: names the path, what was meant, and what there is."""
+"""Answers requests for what is not served: names the path, what was meant, and what there is. A
+path with a slash at its end leads to the one without."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
-from edge.http.errors import HttpError, MethodNotAllowed, NotFound
+from edge.http.errors import HttpError, MethodNotAllowed, NotFound, PathMoved
 
 _MAX_SHOWN = 100
 _HIDDEN = {"HEAD", "OPTIONS"}
 
 
 def serve(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Adds routes to an application, and to what it says that it serves."""
+    """Adds routes to an application, and to what it says that it serves. The framework's own
+    redirects name a scheme and a host, which proxies in front of us have changed."""
+    app.router.redirect_slashes = False
     app.router.routes.extend(routes)
     app.state.served = [*getattr(app.state, "served", ()), *routes]
 
@@ -30,6 +33,10 @@ def unknown_path(request: Request) -> HttpError:
     if others:
         allowed = ", ".join(sorted(others))
         return MethodNotAllowed(f"{shown} takes {allowed}, not {method}", allowed=allowed)
+    raw = request.scope["raw_path"]
+    if raw.endswith(b"/") and any(route.path_regex.match(path[:-1]) for route in routes):
+        location = _without_slash(raw, request.scope["query_string"])
+        return PathMoved(f"{shown} has a slash too many at its end", location=location)
     served = {
         path: _methods(route for route in routes if route.path_format == path)
         for path in {route.path_format for route in routes}
@@ -38,6 +45,12 @@ def unknown_path(request: Request) -> HttpError:
     meant = _meant(shown, served)
     hint = f"did you mean {meant}? " if meant else ""
     return NotFound(f"there is no {method} {shown} here; {hint}served: {listed}")
+
+
+def _without_slash(path: bytes, query: bytes) -> str:
+    """Returns the way to a path without the slash at its end, as a relative reference."""
+    way = b"../" + path[:-1].rpartition(b"/")[2] + (b"?" + query if query else b"")
+    return way.decode("latin-1")
 
 
 def _methods(routes: Iterable[Route]) -> set[str]:

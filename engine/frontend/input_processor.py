@@ -128,15 +128,10 @@ class InputProcessor:
 
     def _check_prompt(self, spec: RequestSpec) -> None:
         """Refuses ids out of range, and a prompt that has to fit into one step and does not."""
-        token_ids, vocab_size = spec.prompt_token_ids, self._model.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            wrong = next(i for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
+        wrong = wrong_token(spec.prompt_token_ids, self._model.vocab_size)
+        if wrong is not None:
             _check_resumed(wrong < spec.num_own_prompt_tokens)
-            raise InvalidRequest(
-                f"token id {token_ids[wrong]} is out of range; this model's ids are 0 to "
-                f"{vocab_size - 1}",
-                "prompt",
-            )
+            check_token_ids(spec.own_prompt_token_ids, self._model.vocab_size)
         if spec.images:
             self._check_images(spec, self._model.vision)
         scheduler = self._config.scheduler
@@ -189,6 +184,25 @@ class InputProcessor:
                 "context_length_exceeded",
             )
         return max_tokens
+
+
+def wrong_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
+    """Returns the place of the first id that the vocabulary does not have; None for none."""
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return None
+    return next(i for i, id_ in enumerate(token_ids) if not 0 <= id_ < vocab_size)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `InvalidRequest` for a prompt with an id that the vocabulary does not have. Who
+    decodes a client's ids comes here first: a tokenizer takes no negative ones."""
+    wrong = wrong_token(token_ids, vocab_size)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"token id {token_ids[wrong]} is out of range; this model's ids are 0 to "
+            f"{vocab_size - 1}",
+            "prompt",
+        )
 
 
 def choose_seed(seed: int | None, choice: int = 0) -> int:

@@ -1,10 +1,13 @@
-{{/* A secret that is made at the first install and kept by upgrades: root, component, key.
+{{/* A secret that is made at the first install and kept by upgrades, under whatever key: root,
+  component, key.
   `helm template` cannot look it up and makes another each time: there, name one of your own. */}}
 {{- define "tandem.madeSecret" -}}
 {{- $name := include "tandem.name" . -}}
 {{- $old := lookup "v1" "Secret" .root.Release.Namespace $name -}}
 {{- $value := randAlphaNum 43 | b64enc -}}
-{{- if $old }}{{- $value = index $old.data .key -}}{{- end -}}
+{{- $kept := get $old "data" | default dict -}}
+{{- range $kept }}{{- $value = . -}}{{- end -}}
+{{- $value = get $kept .key | default $value -}}
 apiVersion: v1
 kind: Secret
 metadata: {{- include "tandem.metadata" . | nindent 2 }}

@@ -85,15 +85,23 @@ class AdmissionGate:
         )
 
     def offer(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
-        """Calls `admit`, now (and returns None) or when there is room.
+        """Calls `admit`, now (and returns None) or when there is room. Whoever hears later that
+        nobody will answer says so (`give_back`).
 
         Raises:
             RateLimited: the tenant has used up its rates.
             Overloaded: the line is full, or too long for the request's deadline or class.
         """
-        now = self.clock()
         self.check_rates(request)
         self.on_request(request)
+        try:
+            return self._let_in(request, admit)
+        except Overloaded:
+            self.give_back(request)
+            raise
+
+    def _let_in(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
+        now = self.clock()
         self._check_shedding(request)
         if self.num_started < self.num_slots() and not len(self.line):
             self._start(admit)
@@ -112,6 +120,10 @@ class AdmissionGate:
         except RateLimited:
             self.refusals[Refusal.RATE_LIMITED] += 1
             raise
+
+    def give_back(self, request: RequestInfo) -> None:
+        """Gives its tenant the tokens of a request that nobody answers."""
+        self._tenants.give_back(request)
 
     def free(self) -> None:
         """Takes back the slot of a request that has its first byte, or has ended without one."""

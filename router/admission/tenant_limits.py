@@ -1,7 +1,8 @@
 """Bounds what each tenant uses: requests and tokens a second.
 
-1. taken      a request takes 1, and its prompt and longest answer, from its tenant's buckets
+1. taken      a request takes 1, and its prompt and longest answers, from its tenant's buckets
 2. refused    one of them is empty: 429, with the time until it no longer is
+3. given back its tokens, if nobody answers it: it is refused here or by a node, before it has any
 
 Each router replica grants its share and a fifth more, because requests never spread evenly: a
 tenant can exceed its limits by at most that fifth.
@@ -50,6 +51,13 @@ class TenantLimits:
         if buckets.tokens is not None:
             buckets.tokens.take(token_cost(request))
 
+    def give_back(self, request: RequestInfo) -> None:
+        """Gives back the tokens that `request` took, of which none were computed. Buckets of limits
+        that hold no more are gone."""
+        buckets = self._buckets.get(request.tenant)
+        if buckets is not None and buckets.tokens is not None:
+            buckets.tokens.take(-token_cost(request))
+
     def _of(self, tenant: Tenant) -> _Buckets:
         """Returns the tenant's buckets. A tenant whose limits were changed is another tenant and
         begins with full buckets."""
@@ -69,7 +77,8 @@ class TenantLimits:
 
 
 def token_cost(request: RequestInfo) -> int:
-    """Returns the tokens of the prompt and of the longest answer that it may get."""
+    """Returns the tokens of the prompts and of the longest answers that it may get."""
     if not request.generates:
         return 0
-    return request.num_prompt_tokens + (request.max_tokens or _DEFAULT_ANSWER)
+    answer = request.max_tokens or _DEFAULT_ANSWER
+    return request.num_prompt_tokens + request.num_answers * answer

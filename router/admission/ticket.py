@@ -4,6 +4,8 @@ async with Ticket(gate, request) as ticket:     waits for its turn, or is refuse
     ticket.check(placement)                     too late after all?
     ticket.first_byte()                         the slot is free for another
                                                 (at the latest when the block ends)
+    ticket.refused()                            a node would not answer: the tenant gets the tokens
+                                                back, as when an `HttpError` ends the block
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from edge.http.errors import HttpError
 from router.admission.admission_gate import AdmissionGate
 from router.placement.policy import Placement
 from router.request.info import RequestInfo
@@ -39,6 +42,7 @@ class Ticket:
                 await turn.wait()
         except TimeoutError:
             if not self._has_slot:
+                self.refused()
                 raise gate.too_late(waiting) from None
         except BaseException:
             gate.withdraw(waiting)
@@ -53,6 +57,8 @@ class Ticket:
         traceback: TracebackType | None,
     ) -> None:
         self.first_byte()
+        if isinstance(exc, HttpError):
+            self.refused()
 
     def check(self, placement: Placement) -> None:
         """Raises `Overloaded` when the first token would come after the deadline."""
@@ -68,6 +74,9 @@ class Ticket:
         if self._has_slot:
             self._has_slot = False
             self._gate.free()
+
+    def refused(self) -> None:
+        self._gate.give_back(self._request)
 
     def _admit(self, turn: asyncio.Event) -> None:
         self._has_slot = True

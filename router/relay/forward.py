@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from starlette.types import Send
 
@@ -53,6 +54,8 @@ class Forwarder:
         """
         exchange = await self._begin(request, ticket.check, ticket.time_left_s())
         ticket.first_byte()
+        if exchange.status >= HTTPStatus.BAD_REQUEST:
+            ticket.refused()
         info = request.info
         self.metrics.first_byte.labels(info.model_name, info.model).observe(
             request.trace.answered_at - request.trace.admitted_at,

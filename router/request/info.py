@@ -6,6 +6,7 @@ field of a wrong type counts as absent here and is refused there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +29,8 @@ _PREFIX_BYTES = 4096
 """About 1024 tokens of raw text: past a short shared opening, still equal in every later turn."""
 _BYTES_PER_TOKEN = 4
 _LIST_START = b" \t\r\n["
+_SEVERAL = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
+"""Matches the beginning of a list of texts, or of lists: several prompts."""
 _MAX_COUNT = 1 << 31
 
 
@@ -44,7 +47,7 @@ _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[_Message]).decode
 _decode_text = msgspec.json.Decoder(str).decode
-_decode_count = msgspec.json.Decoder(int).decode
+_decode_count = msgspec.json.Decoder(int | float).decode
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -76,6 +79,7 @@ class RequestInfo:
         prefix_blocks: Hash chain of the prompt's text (`router.request.prompt_blocks`).
         tokens_per_block: About so many tokens are in each block.
         max_tokens: Longest answer that the client wants; 0 when it does not say.
+        num_answers: So many that it wants, to all prompts together.
         priority: Never better than the tenant's.
         ttft_deadline_s: The client's time to the first token, in seconds; 0 when it does not say.
     """
@@ -96,6 +100,7 @@ class RequestInfo:
     prefix_blocks: tuple[int, ...] = ()
     tokens_per_block: float = 0.0
     max_tokens: int = 0
+    num_answers: int = 1
     tenant: Tenant = ANYONE
     priority: Priority = Priority.STANDARD
     ttft_deadline_s: float = 0.0
@@ -146,7 +151,8 @@ def read_request_info(
         num_prompt_tokens=num_tokens,
         prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, version + led.adapter_digest)),
         tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
-        max_tokens=_count(next((fields[k] for k in form.max_tokens if k in fields), None)),
+        max_tokens=next(filter(None, (_count(fields.get(k)) for k in form.max_tokens)), 0),
+        num_answers=max((1, *(_count(fields.get(k)) for k in form.answers))) * _num_prompts(given),
         tenant=tenant,
         priority=_priority(headers, tenant),
         ttft_deadline_s=_milliseconds(headers.get(names.TTFT_DEADLINE, "")) / 1000,
@@ -220,12 +226,22 @@ def _text(raw: msgspec.Raw | None) -> str:
 
 
 def _count(raw: msgspec.Raw | None) -> int:
-    """Returns 0 for what is no sensible number."""
+    """Returns 0 for what is no sensible number. Nodes take `3.0` for 3."""
     try:
         count = _decode_count(raw) if raw is not None else 0
     except _UNREADABLE:
         return 0
-    return count if 0 < count < _MAX_COUNT else 0
+    return int(count) if 0 < count < _MAX_COUNT else 0
+
+
+def _num_prompts(raw: msgspec.Raw | None) -> int:
+    """Returns the number of prompts: of a list of texts, or of lists, each item is one."""
+    if raw is None or not _SEVERAL.match(bytes(raw)):
+        return 1
+    try:
+        return max(1, len(_decode_list(raw)))
+    except _UNREADABLE:
+        return 1
 
 
 def _milliseconds(text: str) -> int:

@@ -20,6 +20,7 @@ class ProxiedPath:
         prompt: Field of the prompt: turns of a conversation.
         takes_text: It may also be text or token ids.
         max_tokens: Fields of the longest answer; of several that are given the first counts.
+        answers: Fields of the number of answers to each prompt, of which the largest counts.
     """
 
     path: str
@@ -27,12 +28,18 @@ class ProxiedPath:
     preamble: str = ""
     prompt: str = ""
     takes_text: bool = False
-    max_tokens: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
+    max_tokens: tuple[str, ...] = ("max_tokens",)
+    answers: tuple[str, ...] = ()
 
 
 _ALL = (
-    ProxiedPath(path="/v1/completions", prompt="prompt", takes_text=True),
-    ProxiedPath(path="/v1/chat/completions", prompt="messages"),
+    ProxiedPath(path="/v1/completions", prompt="prompt", takes_text=True, answers=("n", "best_of")),
+    ProxiedPath(
+        path="/v1/chat/completions",
+        prompt="messages",
+        max_tokens=("max_completion_tokens", "max_tokens"),
+        answers=("n", "best_of"),
+    ),
     ProxiedPath(
         path="/v1/responses",
         preamble="instructions",

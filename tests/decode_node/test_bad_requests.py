@@ -65,6 +65,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [VOCAB_SIZE]}, "prompt"),
     ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": [-1], "echo": True}, "prompt"),
+    ({"prompt": [[1], [1, 2**32]], "echo": True}, "prompt"),
     ({"prompt": [1] * CONTEXT}, "prompt"),
     ({"prompt": [1], "max_tokens": CONTEXT}, "max_tokens"),
     ({"prompt": [1], "max_tokens": 0}, "max_tokens"),

@@ -124,6 +124,29 @@ async def test_the_official_client_runs_a_loop_of_calls() -> None:
         await client.close()
 
 
+NEARLY_VALID = (
+    '<tool_call>\n{"name": "get_weather", "arguments":\n{"city": '
+    '"a\nb\t\x01\\d+ \\ud83d \\ude00\\uD83D\\ude00", "p\\q": 123456789012345678901234567890}}'
+    "\n</tool_call>"
+)
+"""A call whose strings no JSON parser takes: line breaks, no escapes, halves of characters."""
+NEARLY = {"city": "a\nb\t\x01\\d+ \ufffd \ufffd😀", "p\\q": 123456789012345678901234567890}
+
+
+@pytest.mark.parametrize("tokens_per_output", [1, 2, 5, 1000])
+async def test_the_input_of_calls_is_valid_json(tokens_per_output: int) -> None:
+    async with one_node(NEARLY_VALID) as node, live(node) as url:
+        node.engine.tokens_per_output = tokens_per_output
+        client = client_of(url)
+        whole = await client.messages.create(**ASK)
+        async with client.messages.stream(**ASK) as stream:
+            streamed = await stream.get_final_message()
+        await client.close()
+    for message in (whole, streamed):
+        assert [block.type for block in message.content] == ["tool_use"]
+        assert message.content[0].input == NEARLY
+
+
 @pytest.mark.parametrize(
     ("script", "fields", "stop"),
     [

@@ -115,3 +115,14 @@ def test_a_check_of_settings_knows_the_names(
         assert decode_node_main() == code
         said = capsys.readouterr().err
         assert said.count("\n") == (code != 0) and ("mistral," in said) == (code != 0)
+
+
+@pytest.mark.parametrize("ids", [[-1], [1, 2**40]])
+async def test_tokens_that_no_vocabulary_has_are_refused_by_a_model_that_thinks(
+    ids: list[int],
+) -> None:
+    """The end of its prompt is read, which may be amid thinking."""
+    async with http_node(tokenizer=thinking_tokenizer()) as node:
+        answer = await node.client.post("/v1/completions", json={"prompt": ids, "max_tokens": 1})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "prompt"

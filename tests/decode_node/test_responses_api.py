@@ -193,8 +193,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "assistant", "content": [IMAGE]}]}, "input.0.content"),
     (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": [IMAGE]}]},
-        "input.0.output.content.0",
+        "input.0.output.0",
     ),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input.0.output"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.0.output"),
+    ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input.0.summary.0"),
+    ({"input": [{"type": "reasoning", "content": [IMAGE]}]}, "input.0.content"),
     ({"input": [{"role": "user"}]}, "input.0.content"),
     ({"input": [{"content": "a"}]}, "input.0.role"),
     ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
@@ -222,6 +226,20 @@ async def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], 
             assert response.status_code == 400, response.text
             assert response.json()["error"]["param"] == param, response.text
         assert not node.engine.requests
+
+
+async def test_what_is_told_back_is_what_was_sampled_by() -> None:
+    advice = '{"temperature": 0.6, "top_p": 0.95}'
+    async with one_node(override_generation_config=advice) as node:
+        for body, expected in (
+            ({}, (0.6, 0.95)),
+            ({"temperature": 0, "top_p": None}, (0.0, 0.95)),
+            ({"top_p": 1.0}, (0.6, 1.0)),
+        ):
+            told = (await node.client.post(RESPONSES, json={"input": "a", **body})).json()
+            sampling = list(node.engine.requests.values())[-1].request.spec.sampling
+            assert (sampling.temperature, sampling.top_p) == expected
+            assert (told["temperature"], told["top_p"]) == expected
 
 
 def test_errors_of_the_chat_have_the_names_of_this_api() -> None:

@@ -107,6 +107,21 @@ async def test_a_call_that_is_cut_off_ends_with_length() -> None:
     assert arguments and '{"city": "Köln", "days": 2}'.startswith(arguments)
 
 
+async def test_a_call_goes_back_into_the_prompt_whatever_its_strings_are() -> None:
+    """Half a character, a line break and a backslash: no JSON, or no text, by the letter."""
+    arguments = '{"city": "a\\ud83d\nb\\d"}'
+    script = WEATHER.replace('{"city": "Köln", "days": 2}', arguments)
+    async with one_node(script) as node:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        message = (await node.client.post(CHAT, json=body)).json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+        result = {"role": "tool", "tool_call_id": "c", "content": "rain"}
+        answer = await node.client.post(CHAT, json={"messages": [*MESSAGES, message, result]})
+        assert answer.status_code == 200, answer.text
+        last = list(node.engine.requests.values())[-1].request.spec.prompt_token_ids
+    assert '{"city": "a\ufffd\\nb\\\\d"}' in node.tokenizer.decode(last)
+
+
 async def test_a_function_that_was_not_offered_is_content() -> None:
     script = WEATHER.replace("get_weather", "launch")
     stream, whole, message, _ = await both(script, {})

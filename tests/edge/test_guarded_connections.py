@@ -44,6 +44,7 @@ class Service:
     port: int
     protocol: type[GuardedProtocol]
     asked: list[tuple[str, Any]] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
 
     async def connect(self, head: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -62,7 +63,8 @@ class Service:
 
 @asynccontextmanager
 async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterator[Service]:
-    """Reads bodies of POST requests only, for 0.2 s at most. `/big` has a long answer."""
+    """Reads bodies of POST requests only, for 0.2 s at most. `/big` has a long answer, `/stream`
+    one that does not say how long it is."""
     protocol = guarded_protocol.guarded_protocol(ConnectionLimits(**limits), OneKey(), front)
     listener = listen("127.0.0.1", 0)
     running = Service(listener.getsockname()[1], protocol)
@@ -72,9 +74,16 @@ async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterato
         try:
             if scope["method"] == "POST":
                 headers = request_headers(scope)
-                await read_json_body(headers, receive, BodyLimits(1000, 0.2))
+                body = await read_json_body(headers, receive, BodyLimits(1000, 0.2))
+                running.bodies.append(body)
         except HttpError as error:
             await send_error(send, error)
+            return
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for piece in (b"one ", b"", b"two"):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
         body = LONG_ANSWER if scope["path"] == "/big" else b"ok"
         headers = [(b"content-length", str(len(body)).encode())]
@@ -265,3 +274,68 @@ async def test_a_path_that_is_written_otherwise_is_not_open() -> None:
             assert (await read_end(reader)).startswith(b"HTTP/1.1 401")
             writer.close()
         assert not running.asked
+
+
+OFFER = KEY + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+"""Java's client offers so to speak HTTP/2."""
+JSON_POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'content-length: 11\r\n\r\n{"a": [12]}',
+        b'transfer-encoding: chunked\r\n\r\n4;x=y\r\n{"a"\r\n7\r\n: [12]}\r\n0\r\n\r\n',
+    ],
+    ids=["length", "chunked"],
+)
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_a_request_that_offers_another_protocol_is_answered_with_its_body(
+    sent: bytes, size: int
+) -> None:
+    async with service() as running:
+        reader, writer = await running.connect()
+        head, body, rest = (JSON_POST + OFFER + sent).partition(b"\r\n\r\n")
+        for _ in range(2):
+            writer.write(head + body)
+            for at in range(0, len(rest), size):
+                writer.write(rest[at : at + size])
+                await writer.drain()
+                await asyncio.sleep(0)
+            assert b"200 OK" in await reader.readuntil(b"ok")
+        writer.write(b"GET /y HTTP/1.1\r\n" + KEY + b"\r\n")
+        await reader.readuntil(b"ok")
+        assert running.bodies == [b'{"a": [12]}'] * 2
+        assert [path for path, _ in running.asked] == ["/x", "/x", "/y"]
+        writer.close()
+
+
+async def test_requests_behind_an_offer_are_answered_in_turn() -> None:
+    """No part of a body becomes a request of its own."""
+    inner = b"GET /inner HTTP/1.1\r\n" + KEY + b"\r\n"
+    post = JSON_POST + OFFER + b"content-length: %d\r\n\r\n" % len(inner) + inner
+    get = b"GET /y HTTP/1.1\r\n" + OFFER + b"content-length: 0\r\n\r\n"
+    async with service() as running:
+        reader, writer = await running.connect(get + post + get + post)
+        for _ in range(4):
+            await reader.readuntil(b"ok")
+        assert [path for path, _ in running.asked] == ["/y", "/x", "/y", "/x"]
+        assert running.bodies == [inner] * 2
+        writer.write(JSON_POST + OFFER + b"content-length: 00\r\n\r\n")
+        await reader.readuntil(b"ok")
+        assert running.bodies[2:] == [b""]
+        writer.close()
+
+
+@pytest.mark.parametrize("head", [b"", b"connection: keep-alive\r\n"], ids=["plain", "keep-alive"])
+async def test_http_1_0_gets_answers_without_chunks(head: bytes) -> None:
+    async with service() as running:
+        for path, body in ((b"/stream", b"one two"), (b"/x", b"ok"), (b"/big", LONG_ANSWER)):
+            reader, writer = await running.connect(
+                b"GET " + path + b" HTTP/1.0\r\n" + KEY + head + b"\r\n"
+            )
+            got, _, answer = (await read_end(reader)).partition(b"\r\n\r\n")
+            assert b" 200 OK\r\n" in got and b"connection: close" in got
+            assert b"transfer-encoding" not in got
+            assert answer == body
+            writer.close()

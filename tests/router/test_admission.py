@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from router.admission.admission_gate import (
 from router.admission.retry_after import RetryAfter
 from router.admission.ticket import Ticket
 from router.admission.token_bucket import TokenBucket
-from router.errors import Overloaded, RateLimited
+from router.errors import NoNodeAvailable, Overloaded, RateLimited
 from router.nodes.node import Node
 from router.placement.policy import Placement
 from router.request.info import RequestInfo
@@ -124,6 +125,49 @@ def test_tokens_count_prompt_and_longest_answer() -> None:
     with pytest.raises(RateLimited, match="tokens") as refused:
         gate.offer(tenant=small)
     assert 8 <= (refused.value.retry_after_s or 0) <= 12, "1000 tokens of debt at 100 a second"
+
+
+def test_every_answer_counts() -> None:
+    gate = Gate(slots=1000)
+    small = tenant("small", tokens_per_s=100)
+    gate.offer(tenant=small, num_prompt_tokens=1, max_tokens=100, num_answers=20)
+    with pytest.raises(RateLimited, match="tokens") as refused:
+        gate.offer(tenant=small)
+    assert 8 <= (refused.value.retry_after_s or 0) <= 12, "2000 tokens, and a burst of 1000"
+
+
+async def test_what_nobody_answers_costs_no_tokens() -> None:
+    gate = Gate(slots=1, max_waiting=1).gate
+    small = tenant("small", tokens_per_s=1)
+    huge = request(tenant=small, num_prompt_tokens=9, max_tokens=1 << 30)
+    with pytest.raises(NoNodeAvailable):
+        async with Ticket(gate, huge):
+            raise NoNodeAvailable("nobody")
+    async with Ticket(gate, huge) as ticket:
+        ticket.refused()
+    async with Ticket(gate, request()):
+        gate.offer(request(request_id="waits"), lambda: None)
+        with pytest.raises(Overloaded):
+            await Ticket(gate, huge).__aenter__()
+        late = replace(huge, ttft_deadline_s=1e-3)
+        gate.withdraw(next(iter(gate.line)))
+        with pytest.raises(Overloaded):
+            await Ticket(gate, late).__aenter__()
+    async with Ticket(gate, huge):
+        pass
+    with pytest.raises(RateLimited):
+        gate.check_rates(huge)
+
+
+def test_what_comes_back_late_changes_nothing_of_new_limits() -> None:
+    gate = Gate(slots=1000)
+    old, new = tenant("t", tokens_per_s=1), tenant("t", tokens_per_s=2)
+    huge = {"num_prompt_tokens": 1000, "max_tokens": 1000}
+    gate.offer(tenant=old, **huge)
+    gate.offer(tenant=new, **huge)
+    gate.gate.give_back(request(tenant=old, **huge))
+    with pytest.raises(RateLimited):
+        gate.offer(tenant=new)
 
 
 def test_replicas_grant_their_share_and_a_fifth() -> None:

@@ -11,6 +11,7 @@ from base64 import b64encode
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from router.request import info
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
@@ -255,6 +256,7 @@ async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> Non
     router = await cluster.router(await cluster.decode())
     for method, path, status, words in (
         ("POST", "/chat/completions", 404, ["POST /chat/completions", "/v1/chat/completions?"]),
+        ("GET", "/v1/completions//", 404, ["POST /v1/completions"]),
         ("GET", "/v1/model", 404, ["did you mean /v1/models?", "POST /v1/completions"]),
         ("GET", "/nothing/at/all", 404, ["GET /nothing/at/all", "served: ", "GET /health"]),
         ("GET", "/v1/completions", 405, ["/v1/completions takes POST, not GET"]),
@@ -267,6 +269,25 @@ async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> Non
             assert answer.headers["x-request-id"]
     async with router.client.get(router.url + "/v1/completions") as answer:
         assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+async def test_a_slash_at_the_end_leads_to_the_path_without(cluster: Cluster, prefix: str) -> None:
+    """Proxies in front have changed scheme, host and path: an answer that named them led astray."""
+    router = await cluster.router(await cluster.decode(), root_path=prefix)
+    for method, path, location in (
+        ("POST", "/v1/completions/?a=%2F", "../completions?a=%2F"),
+        ("GET", "/status/", "../status"),
+        ("GET", "/version/", "../version"),
+    ):
+        url = URL(router.url + prefix + path, encoded=True)
+        async with router.client.request(method, url, json=BODY, allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["location"]) == (307, location)
+        async with router.client.request(method, url, json=BODY) as answer:
+            assert answer.status == 200
+    url = URL(router.url + "/v1/completions%2F", encoded=True)
+    async with router.client.post(url, json=BODY, allow_redirects=False) as answer:
+        assert answer.status == 404
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/status", "/ready", "/x"])

@@ -111,6 +111,28 @@ async def test_what_generates_nothing_counts_as_a_request_of_its_tenant(
     assert statuses == [200, 200, 429, 429], "the second one goes into debt"
 
 
+async def test_what_a_node_refuses_costs_its_tenant_no_tokens(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Clients that ask for the longest answer there is would be out for hours otherwise."""
+    file = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"key").hexdigest()
+    file.write_text(f'[[tenants]]\nname = "one"\nkeys = ["sha256:{digest}"]\ntokens_per_s = 0.01\n')
+    decode = await cluster.decode(handler=answer_json(400, {"error": {"message": "too long"}}))
+    router = await cluster.router(decode, api_key_file=file)
+    key = {"authorization": "Bearer key"}
+    for _ in range(3):
+        async with router.post({**BODY, "max_tokens": 2**31 - 1}, **key) as got:
+            assert got.status == 400
+    decode.handler = stream_tokens(3)
+    statuses = []
+    for _ in range(2):
+        async with router.post(BODY, **key) as got:
+            statuses.append(got.status)
+            await got.read()
+    assert statuses == [200, 429], "an answer goes into debt"
+
+
 async def test_only_chosen_headers_reach_a_node(cluster: Cluster) -> None:
     decode = await cluster.decode()
     router = await cluster.router(decode, node_api_key="inner")

@@ -173,6 +173,31 @@ def test_prompt_lengths_are_guessed(prompt: Any, tokens: int) -> None:
     assert estimate_tokens(json.dumps(prompt).encode()) == tokens
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/completions", {"max_tokens": 5}, (5, 1)),
+        ("/v1/completions", {"max_tokens": 5, "max_completion_tokens": 1}, (5, 1)),
+        ("/v1/completions", {"max_tokens": 5.0, "n": 3.0}, (5, 3)),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "best_of": 4}, (0, 8)),
+        ("/v1/completions", {"prompt": [[1, 2], [3], [4]]}, (0, 3)),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, (0, 1)),
+        ("/v1/completions", {"prompt": [], "n": None}, (0, 1)),
+        ("/v1/chat/completions", {"max_completion_tokens": 7, "max_tokens": 5}, (7, 1)),
+        ("/v1/chat/completions", {"max_completion_tokens": None, "max_tokens": 5}, (5, 1)),
+        ("/v1/chat/completions", {"messages": [HELLO, HELLO], "n": 2}, (0, 2)),
+        ("/v1/messages", {"max_tokens": 5, "max_completion_tokens": 1, "n": 9}, (5, 1)),
+        ("/v1/responses", {"max_output_tokens": 5, "max_tokens": 1, "input": ["a"]}, (5, 1)),
+        ("/v1/completions", {"max_tokens": True, "n": "x"}, (0, 1)),
+    ],
+)
+def test_longest_answers_are_those_that_a_node_gives(
+    path: str, body: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    info = _read(body, path)
+    assert (info.max_tokens, info.num_answers) == expected
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_body_is_read_or_refused(body: bytes) -> None:

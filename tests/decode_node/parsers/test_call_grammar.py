@@ -281,6 +281,36 @@ def test_keywords_that_are_not_supported_are_refused_for_strict_tools_alone() ->
 
 
 @pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({"enum": 5}, "enum must be a list"),
+        ({"enum": {"a": 1}}, "enum must be a list"),
+        ({"pattern": ["a"]}, "pattern must be a text"),
+        ({"minLength": "2"}, "minLength must be a whole number"),
+        ({"maxLength": True}, "maxLength must be a whole number"),
+    ],
+)
+def test_constraints_of_texts_that_are_none_are_refused_by_name(
+    constraint: dict[str, Any], message: str
+) -> None:
+    schema = {"type": "object", "properties": {"p": {"type": "string", **constraint}}}
+    for strict in (True, False):
+        use = ToolUse((Tool("f", schema, strict=strict, raw={}),), "required")
+        with pytest.raises(BadRequest, match=f"'f': 'p': {message}"):
+            model("glm45").grammar(use)
+
+
+def test_null_constraints_of_texts_say_nothing() -> None:
+    """Clients whose languages have no absent fields write them."""
+    nulls = dict.fromkeys(("enum", "const", "pattern", "minLength", "maxLength"))
+    parameters = {"type": "object", "properties": {"p": {"type": "string", **nulls}}}
+    tool = Tool("f", {**parameters, "required": ["p"]}, strict=True, raw={})
+    grammar = model("glm45").grammar(ToolUse((tool,), "required"))
+    text = "<tool_call>f\n<arg_key>p</arg_key>\n<arg_value>any</arg_value>\n</tool_call>"
+    assert model("glm45").accepts(grammar, text)
+
+
+@pytest.mark.parametrize(
     ("constraint", "good", "bad"),
     [
         ({"enum": ["a", "b"]}, "a", "c"),

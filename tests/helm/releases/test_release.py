@@ -90,6 +90,20 @@ async def test_an_upgrade_that_changes_no_pod_restarts_none(
     assert renewed.items() < made.items()
 
 
+async def test_a_made_secret_keeps_its_value_under_another_key(
+    cluster: Cluster, release: Release
+) -> None:
+    def asked(key: str) -> dict[str, Any]:
+        return changed(auth={"clusterToken": {"enabled": True, "secretKey": key}})
+
+    await release.install(asked("one"))
+    (token,) = secrets(cluster)["tandem-cluster-token"].values()
+    await release.upgrade(asked("another"))
+    assert secrets(cluster)["tandem-cluster-token"] == {"another": token}
+    args = cluster.get("Deployment", "tandem-decode")["spec"]["template"]["spec"]["containers"][0]
+    assert "--cluster-token-file=/etc/tandem/cluster-token/another" in args["args"]
+
+
 async def test_a_change_of_one_tier_rolls_it_alone_and_rolls_back(
     cluster: Cluster, release: Release
 ) -> None:
