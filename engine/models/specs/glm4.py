@@ -12,6 +12,7 @@ class Glm4Spec(DenseSpec, frozen=True, kw_only=True):
     """Norms on both sides of each block; the first half of a head rotates, in interleaved pairs.
     Queries, keys and values have biases, if config.json does not deny it."""
 
+    default_eps: ClassVar[float] = 1.5625e-7
     default_attention_bias: ClassVar[bool] = True
     fused_gate_up: ClassVar[bool] = True
     default_head_dim: ClassVar[int | None] = 128

@@ -35,7 +35,7 @@ from engine.models.specs.dense import DenseSpec
 from engine.rope import LongRope, RopeScaling
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import make_paged_model
-from tests.engine.models.reference_models import reference, reference_logits
+from tests.engine.models.reference_models import FAMILIES, reference, reference_logits
 from tests.engine.tiny_model import place_alone
 
 SHARDED = "llama3_rope_tied_sharded"
@@ -109,6 +109,28 @@ def test_families(checkpoints: Path) -> None:
     assert (llama.head_dim, llama.served_model_name, llama.max_model_len) == (16, "tiny", 50)
     several = load_model_config(checkpoints / "llama", served_model_name="a, b,a,")
     assert several.served_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "family", [name for name, family in FAMILIES.items() if family.vision is None]
+)
+def test_what_config_json_leaves_out_is_as_transformers_completes_it(
+    family: str, copy: Callable[[str], Path]
+) -> None:
+    folder, default = copy(family), FAMILIES[family].config().to_dict()
+    asked = json.loads((folder / "config.json").read_text())
+    rope = default["rope_parameters"]
+    has_plain_rope = (
+        rope.get("rope_type") == "default"
+        and rope.keys() == asked.get("rope_parameters", {}).keys()
+    )
+    for name in ("rms_norm_eps", "routed_scaling_factor", *["rope_parameters"] * has_plain_rope):
+        if name in default:
+            edit_config(folder, **{name: default[name]})
+            whole = spec(folder)
+            edit_config(folder, **{name: "absent"})
+            assert spec(folder) == whole, name
+            edit_config(folder, **{name: asked[name]})
 
 
 def test_eos_of_generation_config_comes_first(copy: Callable[[str], Path]) -> None:
