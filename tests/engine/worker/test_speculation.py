@@ -241,6 +241,30 @@ def test_no_output_ends_too_early_however_many_are_drafted(
         check_empty(engine)
 
 
+def test_rows_run_on_behind_the_end_of_a_context(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is out already when a row's context ends computes it once more, maybe without
+    drafts. Bad words are looked for in the tokens before each place."""
+    lengths = cycle((8, 1))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, num_rows: next(lengths))
+    config = with_ngrams(make_config(), 8)
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, adaptive=True))
+    most = config.model.max_model_len
+    requests = []
+    for count in range(1, 9):
+        # Drafts are always right, also those behind the end.
+        sampling = SamplingParams(
+            max_tokens=most - count, allowed_token_ids=(8,), bad_words=((5, 6),)
+        )
+        spec = RequestSpec([8] * count, sampling)
+        requests.append(EngineCoreRequest(request_id=str(count), spec=spec))
+    engine = run(config, 2, requests)
+    assert all(engine.tokens[str(count)] == [8] * (most - count) for count in range(1, 9))
+    check_empty(engine)
+
+
 def test_off_nobody_counts_drafts(make_config: Any) -> None:
     requests = plain_requests(0)
     engine = run(make_config(), 2, requests)
