@@ -46,10 +46,12 @@ class BatchOrder:
     """batch position -> row."""
     query_lens: Int32Array
     seq_lens: Int32Array
-    """Context with this step's tokens; with drafts an upper bound."""
+    """Context with this step's tokens."""
     num_decodes: int
     num_sampled: int
     decode_query_len: int = 1
+    has_exact_lens: bool = True
+    """Whether `seq_lens` are exact; upper bounds, if rows may have had drafts in earlier steps."""
 
     @property
     def num_decode_tokens(self) -> int:
@@ -94,6 +96,7 @@ def order_batch(
         num_decodes=num_decodes,
         num_sampled=num_decodes + len(ending),
         decode_query_len=decode_query_len,
+        has_exact_lens=not states.has_drafts,
     )
 
 
@@ -194,7 +197,8 @@ class InputBatch:
             of_decodes = idx_mapping[:num_decodes, None].expand(-1, width).flatten()
             idx_mapping = torch.cat([of_decodes, idx_mapping[num_decodes:]])
             seq_lens = self.positions[self.logits_indices].int() + 1
-        return Places(num_decodes, width, rows, max_seq_lens, idx_mapping, seq_lens, self.input_ids)
+        rest = idx_mapping, seq_lens, self.input_ids, order.has_exact_lens and width == 1
+        return Places(num_decodes, width, rows, max_seq_lens, *rest)
 
 
 class InputBuffers:

@@ -37,14 +37,16 @@ class Places:
     rows: Int32Array
     """[L], row of each place."""
     max_seq_lens: Int32Array
-    """[L], tokens before each place: exact for places without drafts before them in a step without
-    drafts, else an upper bound."""
+    """[L], tokens before each place, or more: see `has_exact_lens`."""
     idx_mapping: torch.Tensor
     """[L] int32, the same as `rows`."""
     seq_lens: torch.Tensor
     """[L] int32, tokens before each place, drafts among them: the new token's index."""
     input_ids: torch.Tensor
     """[T] int32, of the step; the decodes' come first."""
+    has_exact_lens: bool
+    """Whether `max_seq_lens` are exact: neither this step nor any before it has drafts. Else only
+    the device knows the lengths."""
 
     @property
     def has_drafts(self) -> bool:

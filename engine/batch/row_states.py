@@ -36,8 +36,17 @@ class RowError(RuntimeError):
 class RowStates:
     """All arrays are indexed by row. Tensors named without a suffix live on the device."""
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        device: torch.device,
+        *,
+        has_drafts: bool = False,
+    ) -> None:
         rows = max_num_reqs
+        self.has_drafts = has_drafts
+        """Rows may compute drafts, if not in every step."""
         self.max_num_reqs = max_num_reqs
         # Owned by the device: post_update appends tokens and advances counts.
         self.token_ids = StagedWriteTensor((rows, max_model_len), np.int32, device)
@@ -50,8 +59,8 @@ class RowStates:
         self.epoch_np = np.zeros(rows, np.int64)
         self.is_live_np = np.zeros(rows, np.bool_)
         self.num_computed_np = np.zeros(rows, np.int32)
-        """Once all given steps have run. Exact while a decoding row computes one token a step;
-        with drafts an upper bound. Sizes things, decides nothing on a token."""
+        """Once all given steps have run. Exact where no row ever has drafts; with them an upper
+        bound of rows that decode. Sizes things, decides nothing on a token."""
 
     def add_request(self, new: NewRequestData) -> None:
         """Raises `RowError` when the row is not free."""

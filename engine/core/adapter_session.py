@@ -33,6 +33,13 @@ class AdapterSession:
         self._removing: defaultdict[str, list[int]] = defaultdict(list)
         self._answers: list[AdapterAnswer] = []
 
+    def take_over(self, other: AdapterSession) -> None:
+        """Goes on where `other` was, over the same ranks: with what they have, and with calls that
+        have no answer yet. No request uses either."""
+        self._adapters.take_over(other._adapters)
+        self._heard, self._answers = other._heard, other._answers
+        self._adding, self._removing = other._adding, other._removing
+
     def add(self, call_id: int, digest: str, path: str) -> None:
         """Makes an adapter known; the answer comes when all ranks have read it. If host memory is
         full of adapters in use, it is read when it is wanted."""

@@ -226,10 +226,10 @@ class EngineCore:
         """Becomes the engine of `config`, of which workers have everything already: their weights,
         KV cache and graphs stay. What is left of requests and transfers is given up. Needs that no
         step is in flight. Raises `EngineDeadError`, `KVTransferError`: then nothing goes on."""
-        known = self.scheduler.adapters
+        before = self.adapters
         self.connector.shutdown()
         self._begin(config, self._executor.switch_role(config))
-        self.scheduler.adapters.take_over(known)
+        self.adapters.take_over(before)
 
     def shutdown(self) -> None:
         """Ends all transfers. Idempotent."""

@@ -43,6 +43,7 @@ _DTYPES: dict[str, Dtype] = {
     "bfloat16": "bfloat16",
 }
 _STORED_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def resolve_model(
@@ -190,16 +191,29 @@ def _read_config(
     """Reads what a decoder is, out of the whole model that it is the text part of, if it is one.
     Returns that and what is said of the whole model."""
     if not wrapper:
-        return read_json(path, ConfigFile), {}
-    whole = read_json(path, dict[str, Any])
-    try:
-        file = msgspec.convert(text_config(wrapper, whole), ConfigFile)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(path, f"{error} in text_config", "correct the field") from error
-    if file.tie_word_embeddings is None and weights is not None:
-        # Releases leave it to the class of the whole model, and these differ from their text part.
-        file.tie_word_embeddings = "lm_head.weight" not in weights.tensors
+        whole, file = {}, read_json(path, ConfigFile)
+    else:
+        whole = read_json(path, dict[str, Any])
+        try:
+            file = msgspec.convert(text_config(wrapper, whole), ConfigFile)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(path, f"{error} in text_config", "correct the field") from error
+    if weights is not None:
+        file.tie_word_embeddings = _is_tied(
+            file.tie_word_embeddings, weights, is_part=bool(wrapper)
+        )
     return file, whole
+
+
+def _is_tied(said: bool | None, weights: WeightFiles, *, is_part: bool) -> bool | None:
+    """Returns whether the head is the embedding, where config.json has `said` so; None: as the
+    family has it."""
+    if said is None and is_part:
+        # Releases leave it to the class of the whole model, and these differ from their text part.
+        return _HEAD not in weights.tensors
+    # A head that was trained apart is often stored beside a config.json that still ties it. As in
+    # transformers the head counts.
+    return False if said is not False and weights.differ(_HEAD, _EMBEDDING) else said
 
 
 def _names(text: str) -> list[str]:

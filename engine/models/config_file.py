@@ -75,7 +75,8 @@ class ConfigFile(msgspec.Struct):
     """Checkpoints whose every layer has experts may leave it out."""
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | None = None
+    """Families differ in the default."""
     rope_theta: float | None = None
     rope_local_base_freq: float | None = None
     rope_scaling: RopeFields | None = None
@@ -129,7 +130,7 @@ class ConfigFile(msgspec.Struct):
     shared_expert_intermediate_size: int | None = None
     n_routed_experts: int | None = None
     n_shared_experts: int | None = None
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: float | None = None
     n_group: int | None = None
     topk_group: int | None = None
     first_k_dense_replace: int | None = None

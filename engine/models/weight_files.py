@@ -21,6 +21,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
 _HASH_WHOLE_BYTES = 64 << 20
 """Checkpoints up to this size are hashed completely."""
+_COMPARED_BYTES = 4 << 20
+"""Two tensors are compared in pieces of this size."""
 _PAGE_BYTES = 4096
 _PAGES_PER_TENSOR = 16
 _DOWNLOAD_AGAIN = "copy or download the checkpoint again"
@@ -124,6 +126,22 @@ class WeightFiles:
         if not path.is_file():
             raise CheckpointError(path, f"is missing, but {INDEX_FILE} names it", _DOWNLOAD_AGAIN)
         return path
+
+    def differ(self, first: str, second: str) -> bool:
+        """Returns whether both tensors are there, and are not the same numbers."""
+        one, other = self.tensors.get(first), self.tensors.get(second)
+        if one is None or other is None:
+            return False
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return True
+        with one.file.open("rb") as file, other.file.open("rb") as beside:
+            for place in range(0, one.num_bytes, _COMPARED_BYTES):
+                count = min(_COMPARED_BYTES, one.num_bytes - place)
+                file.seek(one.start + place)
+                beside.seek(other.start + place)
+                if file.read(count) != beside.read(count):
+                    return True
+        return False
 
     def fingerprint(self, *, with_tower: bool = False) -> bytes:
         """Returns 16 bytes that differ when names, shapes, stored dtypes or contents differ, of the

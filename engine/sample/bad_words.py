@@ -141,12 +141,14 @@ def completes_word(
 ) -> torch.Tensor:
     """Returns [E] bool: whether the output before a word's place ends with its beginning.
 
-    `token_ids` is [rows, L], of which the first `seq_lens[place]` tokens count.
+    `token_ids` is [rows, L], of which the first `seq_lens[place]` tokens count. A row that runs on
+    behind the end of a context may have a place beyond all L: what is chosen there is nobody's.
     """
     width = words.beginnings.shape[1]
     ends = seq_lens.index_select(0, words.places).unsqueeze(1)
     index = ends + torch.arange(-width, 0, device=token_ids.device)
-    tokens = token_ids[words.rows.long().unsqueeze(1), index.clamp(min=0)]
+    last = token_ids.shape[1] - 1
+    tokens = token_ids[words.rows.long().unsqueeze(1), index.clamp(min=0, max=last)]
     is_output = index >= words.prompt_lens.unsqueeze(1)
     same = (tokens == words.beginnings) & is_output
     return (same | (words.beginnings == _ANY)).all(dim=1)

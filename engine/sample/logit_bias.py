@@ -70,9 +70,9 @@ class LogitBiasStates:
         return bool(self._has_bias[rows].any())
 
     def apply(self, logits: torch.Tensor, places: Places, first_token: int = 0) -> None:
-        """Changes `logits` [L, v] of all places, which are of tokens `first_token` and on. With
-        drafts only the device knows how many tokens are before a place, so it decides which ending
-        tokens come too early."""
+        """Changes `logits` [L, v] of all places, which are of tokens `first_token` and on. Where
+        only the device knows how many tokens are before a place, it decides which ending tokens
+        come too early."""
         index: list[npt.NDArray[np.int32]] = []
         token_ids: list[npt.NDArray[np.int32]] = []
         amounts: list[npt.NDArray[np.float32]] = []
@@ -91,12 +91,12 @@ class LogitBiasStates:
         for place in np.flatnonzero(self._has_bias[places.rows]).tolist():
             bias = self._biases[int(places.rows[place])]
             add(place, bias.token_ids, bias.amounts, _ALWAYS)
-            if places.has_drafts or places.max_seq_lens[place] < bias.min_len:
+            if not places.has_exact_lens or places.max_seq_lens[place] < bias.min_len:
                 add(place, bias.ending_ids, -np.inf, bias.min_len)
         if not index:
             return
         entries = [np.concatenate(parts) for parts in (index, token_ids, amounts, min_lens)]
         at, ids, values, until = to_device_together(entries, self._device)
-        if places.has_drafts:
+        if not places.has_exact_lens:
             values = torch.where(places.seq_lens.index_select(0, at) < until, values, 0.0)
         ops.add_sparse(logits, at, ids, values)

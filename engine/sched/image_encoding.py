@@ -6,7 +6,9 @@ Life of an image's embeddings:
         held already                        the request takes a reference
         budget and room for it              encoded in this step, before its tokens are computed
         else                                the chunk ends before the image, and waits
-    the last of its tokens is scheduled     the reference is given up
+    the last of its tokens is scheduled     the reference is given up, though the image may come
+                                            again in the prompt: nobody who waits for room keeps
+                                            what others, or itself, wait for
     nobody refers to them                   kept while there is room, for the next who sends it;
                                             the one unused for longest goes first
 
@@ -54,11 +56,12 @@ class ImageEncoding:
         return count
 
     def passed(self, request: Request, end: int) -> None:
-        """Gives up references to images all of whose tokens before `end` are scheduled."""
+        """Gives up references to all images but one that the chunk before `end` has cut."""
         held = self._of_request.get(request.request_id)
         if held is None:
             return
-        needed = {image.digest for image in request.spec.images if image.end > end}
+        images = request.spec.images
+        needed = {image.digest for image in images if image.offset < end < image.end}
         for digest in held - needed:
             self._give_up(request.request_id, digest)
 

@@ -95,8 +95,9 @@ class ModelRunner:
         rows = limits.max_num_seqs
         self._config, self._model = config, model
         self._connector, self._device = connector, device
-        self.states = RowStates(rows, max_model_len, device)
         self._decode_query_len = self._query_len = config.decode_query_len
+        has_drafts = config.decode_query_len > 1
+        self.states = RowStates(rows, max_model_len, device, has_drafts=has_drafts)
         self._groups = config.kv_layout.groups
         self._block_tables = [
             BlockTables(rows, max_model_len, group.block_size, device, config.decode_query_len - 1)

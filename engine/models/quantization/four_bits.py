@@ -52,12 +52,13 @@ def read_gptq(fields: Fields) -> Quantization:
     named = [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
     rules: tuple[SchemeRule, ...] = (SchemeRule(tuple(named) or ("Linear",), scheme),)
     for pattern, changes in fields.get("dynamic", dict[str, dict[str, object]], {}).items():
-        kind, _, expression = pattern.rpartition(":")
+        is_exception = pattern.startswith("-:")
+        expression = pattern[2:] if pattern.startswith(("-:", "+:")) else pattern
         try:
             re.compile(expression)
         except re.error as error:
             raise fields.refused("dynamic", f"{pattern!r} ({error})") from error
-        if kind == "-":
+        if is_exception:
             ignored = (*ignored, f"re:{expression}")
             continue
         own = Fields(f"{fields.place}.dynamic.{pattern}", changes)

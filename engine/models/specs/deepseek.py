@@ -80,7 +80,7 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
             renormalise=False,
             dense_layers=first_layers(file, default=0),
             shared_size=width * (file.n_shared_experts or 0),
-            scaling=file.routed_scaling_factor,
+            scaling=1.0 if file.routed_scaling_factor is None else file.routed_scaling_factor,
             num_groups=(file.n_group or 1) if is_grouped else 1,
             top_groups=(file.topk_group or 1) if is_grouped else 1,
             names=SHARED_EXPERTS,
@@ -100,14 +100,18 @@ class DeepseekV3Spec(DeepseekV2Spec, frozen=True, kw_only=True):
 
     scoring: ClassVar[str] = "sigmoid"
     num_dense: ClassVar[int] = 3
-    """First layers without experts, where config.json does not say."""
+    default_scaling: ClassVar[float] = 2.5
+    """First layers without experts, and the scaling of routed experts, where config.json does not
+    say."""
 
     @classmethod
     def read_experts(cls, file: ConfigFile) -> ExpertSpec:
-        return sigmoid_experts(file, cls.num_dense)
+        return sigmoid_experts(file, cls.num_dense, cls.default_scaling)
 
 
 class Glm4MoeLiteSpec(DeepseekV3Spec, frozen=True, kw_only=True):
     """A V3 with other sizes."""
 
+    default_eps: ClassVar[float] = 1e-5
     num_dense: ClassVar[int] = 1
+    default_scaling: ClassVar[float] = 1.8

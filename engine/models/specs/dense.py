@@ -54,6 +54,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         norms: Where norms stand.
         norm_offset: Added to the weights of norms: 1 where checkpoints hold their distance from 1.
         activation: Of the gate.
+        default_eps: Of norms, where config.json does not say.
         default_tied: Where config.json does not say whether embedding and head share weights.
         default_rotary_part: The part of a head that rotates where config.json does not say; None:
             always all of it.
@@ -95,6 +96,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     norms: ClassVar[NormNames] = NormNames()
     norm_offset: ClassVar[float] = 0.0
     activation: ClassVar[Activation] = "silu"
+    default_eps: ClassVar[float] = 1e-6
     default_tied: ClassVar[bool] = False
     default_rotary_part: ClassVar[float | None] = None
     default_theta: ClassVar[float] = DEFAULT_ROPE_THETA
@@ -136,7 +138,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         common: dict[str, Any] = {
             "hidden_size": file.hidden_size,
             "intermediate_size": file.intermediate_size,
-            "rms_norm_eps": file.rms_norm_eps,
+            "rms_norm_eps": cls.eps_of(file),
             "rotary": cls.read_rotary(file, max_model_len),
             "tie_word_embeddings": cls.default_tied if tied is None else tied,
             "attention_bias": cls.default_attention_bias,
@@ -150,6 +152,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     def head_dim_of(cls, file: ConfigFile) -> int:
         computed = file.hidden_size // file.num_attention_heads
         return file.head_dim or cls.default_head_dim or computed
+
+    @classmethod
+    def eps_of(cls, file: ConfigFile) -> float:
+        return cls.default_eps if file.rms_norm_eps is None else file.rms_norm_eps
 
     @classmethod
     def read_rotary(cls, file: ConfigFile, max_model_len: int) -> Rotary:

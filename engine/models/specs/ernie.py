@@ -12,6 +12,7 @@ from engine.models.specs.dense import DenseSpec
 class Ernie45Spec(DenseSpec, frozen=True, kw_only=True):
     """Llama whose heads rotate in interleaved pairs."""
 
+    default_eps: ClassVar[float] = 1e-5
     default_tied: ClassVar[bool] = True
     default_head_dim: ClassVar[int | None] = 128
     default_theta: ClassVar[float] = 500_000.0

@@ -95,17 +95,18 @@ def num_experts_of(file: ConfigFile) -> int:
     return count
 
 
-def sigmoid_experts(file: ConfigFile, num_dense: int) -> ExpertSpec:
+def sigmoid_experts(file: ConfigFile, num_dense: int, scaling: float = 1.0) -> ExpertSpec:
     """Returns the experts of DeepSeek V3 and of what follows it: chosen by sigmoid scores and a
     bias, out of the best groups, beside shared ones and behind a few dense layers.
 
     Args:
         num_dense: The number of those where config.json does not say.
+        scaling: Of the routed experts' weights, where config.json does not say.
 
     Raises:
         UnsupportedField: A number is missing.
     """
-    width = number_of(file, "moe_intermediate_size")
+    width, said = number_of(file, "moe_intermediate_size"), file.routed_scaling_factor
     return ExpertSpec(
         count=num_experts_of(file),
         top_k=number_of(file, "num_experts_per_tok"),
@@ -115,7 +116,7 @@ def sigmoid_experts(file: ConfigFile, num_dense: int) -> ExpertSpec:
         shared_size=width * (file.n_shared_experts or 0),
         sigmoid=True,
         choice_bias=True,
-        scaling=file.routed_scaling_factor,
+        scaling=scaling if said is None else said,
         num_groups=file.n_group or 1,
         top_groups=file.topk_group or 1,
         names=SHARED_EXPERTS,

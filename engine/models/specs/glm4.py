@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from engine.models.config_file import ConfigFile
 from engine.models.specs.dense import DenseSpec, NormNames
 
 
 class Glm4Spec(DenseSpec, frozen=True, kw_only=True):
-    """Norms on both sides of each block; the first half of a head rotates, in interleaved pairs."""
+    """Norms on both sides of each block; the first half of a head rotates, in interleaved pairs.
+    Queries, keys and values have biases, if config.json does not deny it."""
 
+    default_eps: ClassVar[float] = 1.5625e-7
     default_attention_bias: ClassVar[bool] = True
     fused_gate_up: ClassVar[bool] = True
     default_head_dim: ClassVar[int | None] = 128
@@ -21,3 +24,7 @@ class Glm4Spec(DenseSpec, frozen=True, kw_only=True):
         before_mlp="post_attention_layernorm",
         after_mlp="post_mlp_layernorm",
     )
+
+    @classmethod
+    def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
+        return {"attention_bias": file.attention_bias is not False}

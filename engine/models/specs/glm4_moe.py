@@ -12,6 +12,7 @@ from engine.models.specs.experts import sigmoid_experts
 class Glm4MoeSpec(DenseSpec, frozen=True, kw_only=True):
     """GLM-4.5 and 4.6: experts chosen by sigmoid scores and a bias, behind a few dense layers."""
 
+    default_eps: ClassVar[float] = 1e-5
     default_attention_bias: ClassVar[bool] = True
     default_rotary_part: ClassVar[float | None] = 0.5
 

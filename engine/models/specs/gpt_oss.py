@@ -22,6 +22,7 @@ class GptOssSpec(WindowedSpec, frozen=True, kw_only=True):
     """Attention sinks, windows on every other layer, biases everywhere, and experts whose gate is
     clamped and whose tensors are those of all experts of a layer."""
 
+    default_eps: ClassVar[float] = 1e-5
     default_attention_bias: ClassVar[bool] = True
     default_head_dim: ClassVar[int | None] = 64
     default_theta: ClassVar[float] = 150_000.0

@@ -19,7 +19,7 @@ class GraniteSpec(DenseSpec, frozen=True, kw_only=True):
             raise UnsupportedField("residual_multiplier", "a multiplier that is not above 0")
         return {
             # (x / r) / rms(x / r) is x / rms(x), if what keeps the root from 0 is divided, too.
-            "rms_norm_eps": file.rms_norm_eps / added**2,
+            "rms_norm_eps": cls.eps_of(file) / added**2,
             "stream_scale": file.embedding_multiplier / added,
             "attention_scale": file.attention_multiplier or 1.0,
             "logit_scale": 1.0 / file.logits_scaling,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ class MistralSpec(DenseSpec, frozen=True, kw_only=True):
 class Ministral3Spec(MistralSpec, frozen=True, kw_only=True):
     """Mistral whose scores grow with the position, behind the context that it was first made for;
     no sequence gets there here."""
+
+    default_eps: ClassVar[float] = 1e-5
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:

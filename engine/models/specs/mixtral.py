@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,6 +15,9 @@ MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="
 
 class MixtralSpec(DenseSpec, frozen=True, kw_only=True):
     """Llama with eight experts a layer, in place of the feed-forward block."""
+
+    default_eps: ClassVar[float] = 1e-5
+    default_theta: ClassVar[float] = 1_000_000.0
 
     @classmethod
     def read_window(cls, file: ConfigFile) -> int | None:

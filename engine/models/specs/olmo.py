@@ -23,14 +23,15 @@ _OLMO_THETA = 500_000.0
 class Olmo2Spec(DenseSpec, frozen=True, kw_only=True):
     """Norms stand behind attention and feed-forward block, and over queries and keys as a whole."""
 
+    default_eps: ClassVar[float] = 1e-5
     default_head_norm: ClassVar[HeadNorm] = "all"
     norms: ClassVar[NormNames] = _OLMO_NORMS
-    default_theta: ClassVar[float] = _OLMO_THETA
 
 
 class Olmo3Spec(WindowedSpec, frozen=True, kw_only=True):
     """OLMo 2 with a window on three layers of four, which rotate without the others' scaling."""
 
+    default_eps: ClassVar[float] = 1e-5
     full_layer_every: ClassVar[int] = 4
     default_head_norm: ClassVar[HeadNorm] = "all"
     norms: ClassVar[NormNames] = _OLMO_NORMS

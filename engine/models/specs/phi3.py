@@ -13,6 +13,7 @@ from engine.models.specs.dense import DenseSpec
 class Phi3Spec(DenseSpec, frozen=True, kw_only=True):
     """Fused tensors in the checkpoint, a part of each head rotates, and a sliding window."""
 
+    default_eps: ClassVar[float] = 1e-5
     fused_qkv: ClassVar[bool] = True
     fused_gate_up: ClassVar[bool] = True
     default_rotary_part: ClassVar[float | None] = 1.0

@@ -23,4 +23,5 @@ def places_of(decodes: list[tuple[int, list[int]]], others: list[int], known: in
         idx_mapping=torch.from_numpy(rows),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         input_ids=torch.tensor(input_ids, dtype=torch.int32),
+        has_exact_lens=width == 1,
     )

@@ -171,3 +171,23 @@ def test_an_adapter_on_its_way_is_in_the_way_of_a_change_of_roles(
     assert [one.split()[0] for one in core.core.in_the_way()] == ["adapter"]
     core.until(lambda: 1 in core.answers)
     assert core.core.in_the_way() == []
+
+
+def test_calls_that_wait_are_answered_behind_a_change_of_roles(core: Core, models: Adapted) -> None:
+    """It comes when its time is up, whatever is open: a removed adapter that is still in use, and
+    one that is being read."""
+    assert core.load(models, 0) == ""
+    core.add(models.with_adapter(request("running", seed=2, max_tokens=60), 0))
+    core.until(lambda: len(core.tokens["running"]) > 2)
+    core.core.adapters.remove(90, models.refs[0].digest)
+    core.core.adapters.add(91, models.refs[1].digest, str(models.path(1)))
+    core.until(core.core.hold_steps)
+    assert "running" not in core.errors and 90 not in core.answers
+    core.core.switch_role(replace(core.core.config, engine_id="adapted-again", epoch=2))
+    core.until(lambda: {90, 91} <= core.answers.keys())
+    assert core.answers[91].error == ""
+    core.add(models.with_adapter(request("late", seed=2), 0))
+    core.add(other := models.with_adapter(request("other", seed=3), 1))
+    core.until(lambda: {"late", "other"} <= core.errors.keys())
+    assert UNKNOWN in core.errors["late"]
+    assert core.tokens["other"] == models.expected(other, 1)

@@ -7,6 +7,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GraniteConfig,
@@ -84,6 +86,9 @@ MORE_FAMILIES = {
     ),
     "ernie4_5": Family(
         Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 24, "tie_word_embeddings": False}
+    ),
+    "glm4_without_biases": Family(
+        Glm4ForCausalLM, Glm4Config, {**_NO_TOKENS, "head_dim": 24, "attention_bias": False}
     ),
     "seed_oss": Family(SeedOssForCausalLM, SeedOssConfig, {**_NO_TOKENS, "head_dim": 24}),
     "ministral3": Family(

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
+from engine.distributed import ParallelGroup
 from engine.layers.rotary import cos_sin_cache
 from engine.models import hub
 from engine.models.checkpoint import (
@@ -32,6 +33,9 @@ from engine.models.loader import load_weights
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.rope import LongRope, RopeScaling
+from tests.engine.models.parity_cases import prompts
+from tests.engine.models.rank_process import make_paged_model
+from tests.engine.models.reference_models import FAMILIES, reference, reference_logits
 from tests.engine.tiny_model import place_alone
 
 SHARDED = "llama3_rope_tied_sharded"
@@ -105,6 +109,28 @@ def test_families(checkpoints: Path) -> None:
     assert (llama.head_dim, llama.served_model_name, llama.max_model_len) == (16, "tiny", 50)
     several = load_model_config(checkpoints / "llama", served_model_name="a, b,a,")
     assert several.served_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "family", [name for name, family in FAMILIES.items() if family.vision is None]
+)
+def test_what_config_json_leaves_out_is_as_transformers_completes_it(
+    family: str, copy: Callable[[str], Path]
+) -> None:
+    folder, default = copy(family), FAMILIES[family].config().to_dict()
+    asked = json.loads((folder / "config.json").read_text())
+    rope = default["rope_parameters"]
+    has_plain_rope = (
+        rope.get("rope_type") == "default"
+        and rope.keys() == asked.get("rope_parameters", {}).keys()
+    )
+    for name in ("rms_norm_eps", "routed_scaling_factor", *["rope_parameters"] * has_plain_rope):
+        if name in default:
+            edit_config(folder, **{name: default[name]})
+            whole = spec(folder)
+            edit_config(folder, **{name: "absent"})
+            assert spec(folder) == whole, name
+            edit_config(folder, **{name: asked[name]})
 
 
 def test_eos_of_generation_config_comes_first(copy: Callable[[str], Path]) -> None:
@@ -524,12 +550,30 @@ def test_extra_tensors_that_are_harmless(copy: Callable[[str], Path]) -> None:
     anyway.
     """
     folder = copy("qwen3_tied")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "lm_head.weight": torch.ones(101, 64),
+        "lm_head.weight": embedding.clone(),
     }
     change_weights(folder, lambda weights: weights.update(extra))
     assert load(folder)[-1] == 1.0
+    assert spec(folder).tie_word_embeddings
+
+
+@pytest.mark.parametrize("said", [True, "absent"])
+def test_a_head_that_was_trained_apart_counts(
+    said: bool | str, copy: Callable[[str], Path]
+) -> None:
+    """Whatever config.json says, and as transformers has it."""
+    folder = copy("smollm3")
+    head = torch.randn(load_model_config(folder).vocab_size, 64)
+    change_weights(folder, lambda weights: weights.update({"lm_head.weight": head}))
+    edit_config(folder, tie_word_embeddings=said)
+    assert not spec(folder).tie_word_embeddings
+    prompt = prompts()[1]
+    [found] = make_paged_model(folder, ParallelGroup(0, 1)).prefill([prompt], len(prompt))
+    expected = reference_logits(reference(folder), prompt)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_tensor_of_another_shape(copy: Callable[[str], Path]) -> None:

@@ -245,7 +245,7 @@ def test_parts_of_a_layer_must_order_their_inputs_alike(make_pair: MakePair) -> 
 
 def test_layers_that_are_not_converted_stay_plain(checkpoints: Path, tmp_path: Path) -> None:
     quantised, plain = tmp_path / "quantised", tmp_path / "plain"
-    config = gptq(16, dynamic={r"-:.*\.layers\.1\.mlp": {}}) | {
+    config = gptq(16, dynamic={r"-:.*\.layers\.(?:1|7)\.mlp": {}}) | {
         "modules_in_block_to_quantize": [
             ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
             ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],

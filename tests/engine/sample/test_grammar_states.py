@@ -113,7 +113,7 @@ class Rows:
         index = np.repeat(np.array(rows, np.int32), width)
         mapping = torch.from_numpy(index)
         input_ids = torch.tensor(batch, dtype=torch.int32).flatten()
-        places = Places(len(rows), width, index, index, mapping, mapping, input_ids)
+        places = Places(len(rows), width, index, index, mapping, mapping, input_ids, width == 1)
         if not self.states.needed_by(index):
             assert not any(self.owners[row].grammar for row in rows)
             return

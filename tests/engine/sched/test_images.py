@@ -129,6 +129,16 @@ def test_the_one_unused_for_longest_makes_room_and_none_in_use() -> None:
     assert encoding.take_work() is None
 
 
+def test_nobody_keeps_an_image_for_when_it_comes_again() -> None:
+    """Two prompts that did would wait for each other, and one for itself."""
+    config = config_of(cache=24)
+    machine = StepMachine(config, 60, depth=2)
+    for name, image in (("r", A), ("s", B)):
+        machine.add(request_of(name, image, C, image))
+    machine.finish()
+    machine.check_all_done()
+
+
 def test_no_step_drops_what_it_reads_itself() -> None:
     """Workers drop first, then encode, then read."""
     encoding = encoding_of(cache=24)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.sched.draft_length import DraftLength
 from engine.worker.worker import Worker
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.worker import grammar_requests
+from tests.engine.worker.drafters import RandomDrafter
 from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
 from tests.engine.worker.test_choices import forked
 
@@ -211,6 +213,56 @@ def test_no_bit_depends_on_how_many_are_drafted(
     assert set(chosen) == {1, 2, 4, 8}
     assert several.scheduler.stats().num_preemptions > 0
     check_same(one, several)
+
+
+def test_no_output_ends_too_early_however_many_are_drafted(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step without drafts, too, hosts know no lengths: drafts of earlier steps were wrong."""
+    lengths = cycle((8, 1, 1))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, num_rows: next(lengths))
+    config = with_ngrams(make_config(), 8)
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, adaptive=True))
+    engines = [OneEngine(with_ngrams(make_config(), 1), 1), OneEngine(config, 2)]
+    engines[1].worker.runner.drafts.drafter = RandomDrafter(211)
+    sampling = SamplingParams(
+        temperature=1.0, max_tokens=60, min_tokens=50, stop_token_ids=tuple(range(10, 200))
+    )
+    for engine in engines:
+        for seed in range(4):
+            spec = RequestSpec([5, 6, 7, seed], sampling).with_sampling(seed=seed)
+            engine.add(EngineCoreRequest(request_id=str(seed), spec=spec))
+        engine.finish()
+    one, several = engines
+    assert several.tokens == one.tokens
+    assert all(len(tokens) >= 50 for tokens in one.tokens.values())
+    for engine in engines:
+        check_empty(engine)
+
+
+def test_rows_run_on_behind_the_end_of_a_context(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is out already when a row's context ends computes it once more, maybe without
+    drafts. Bad words are looked for in the tokens before each place."""
+    lengths = cycle((8, 1))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, num_rows: next(lengths))
+    config = with_ngrams(make_config(), 8)
+    assert config.speculative is not None
+    config = replace(config, speculative=replace(config.speculative, adaptive=True))
+    most = config.model.max_model_len
+    requests = []
+    for count in range(1, 9):
+        # Drafts are always right, also those behind the end.
+        sampling = SamplingParams(
+            max_tokens=most - count, allowed_token_ids=(8,), bad_words=((5, 6),)
+        )
+        spec = RequestSpec([8] * count, sampling)
+        requests.append(EngineCoreRequest(request_id=str(count), spec=spec))
+    engine = run(config, 2, requests)
+    assert all(engine.tokens[str(count)] == [8] * (most - count) for count in range(1, 9))
+    check_empty(engine)
 
 
 def test_off_nobody_counts_drafts(make_config: Any) -> None:
