@@ -42,3 +42,25 @@ def check(condition: bool, param: str, message: str) -> None:
     """Raises `InvalidRequest` with "`param` `message`" unless `condition` holds."""
     if not condition:
         raise InvalidRequest(f"{param} {message}", param)
+
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code of both refusals below. Clients know them by this and by their words, which are those of
+OpenAI's and of Anthropic's: they shorten a conversation, or ask for a shorter answer."""
+
+
+def prompt_too_long(context: int, size: str) -> str:
+    """Returns why a prompt of this `size`, such as "9 tokens", leaves no room for an answer."""
+    return (
+        f"this model's maximum context length is {context} tokens, and the prompt is too long: "
+        f"{size} > {context - 1} maximum; shorten it"
+    )
+
+
+def answer_too_long(context: int, num_prompt_tokens: int, max_tokens: int) -> str:
+    """Returns why an answer of up to `max_tokens` does not fit behind the prompt."""
+    return (
+        f"this model's maximum context length is {context} tokens, but input length and "
+        f"`max_tokens` exceed context limit: {num_prompt_tokens} + {max_tokens} > {context}, "
+        f"which makes {num_prompt_tokens + max_tokens}; shorten either"
+    )

@@ -80,7 +80,7 @@ class CompletionRequest(GenerationBody):
             parts = [keep.of(part) if isinstance(part, list) else part for part in parts]
         for part in parts:
             if isinstance(part, list) and len(part) > max_tokens:
-                raise too_long(max_tokens, len(part), "prompt")
+                raise too_long(max_tokens, f"{len(part)} tokens", "prompt")
         if all(part and isinstance(part, str) for part in parts):
             return list(parts)
         if all(_is_token_ids(part) for part in parts):

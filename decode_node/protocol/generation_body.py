@@ -12,6 +12,7 @@ from decode_node.protocol.body import Ignored, Int, Int32, Name, StrictBody
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.structured_output import StructuredFields
 from edge.http.errors import BadRequest
+from engine.errors import CONTEXT_EXCEEDED, prompt_too_long
 from engine.frontend.text_options import TextOptions
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.sampling_params import BeamParams, SamplingParams
@@ -290,12 +291,9 @@ def beams_of(body: GenerationBody) -> BeamParams | None:
     )
 
 
-def too_long(context: int, num_tokens: int, param: str) -> BadRequest:
-    return BadRequest(
-        f"this model's context is {context} tokens and the prompt has {num_tokens}; shorten it",
-        param=param,
-        code="context_length_exceeded",
-    )
+def too_long(context: int, size: str, param: str) -> BadRequest:
+    """Returns the refusal of a prompt of this `size`, such as "9 tokens"."""
+    return BadRequest(prompt_too_long(context, size), param=param, code=CONTEXT_EXCEEDED)
 
 
 def first_given(own: N | None, default: N | None, otherwise: N) -> N:

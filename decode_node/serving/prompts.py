@@ -96,7 +96,7 @@ class Prompts:
             # Takes seconds and lets other threads go on, so that each has its own.
             return await asyncio.to_thread(encode)
         except TooManyTokens as error:
-            raise too_long(self._max_tokens, error.num_tokens, param) from None
+            raise too_long(self._max_tokens, f"{error.num_tokens} tokens", param) from None
         except TypeError:
             raise BadRequest("the text holds half a surrogate pair", param=param) from None
 
@@ -122,9 +122,4 @@ class Prompts:
         """Refuses a text that cannot fit for its length, before seconds are spent on it."""
         context = self._max_tokens
         if len(text) > context * self._tokenizer.max_token_length:
-            raise BadRequest(
-                f"this model's context is {context} tokens and the prompt has "
-                f"{len(text)} characters, which is far more; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise too_long(context, f"{len(text)} characters", param)

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest, check
+from engine.errors import (
+    CONTEXT_EXCEEDED,
+    InvalidRequest,
+    answer_too_long,
+    check,
+    prompt_too_long,
+)
 from engine.frontend.text_options import TextOptions
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import VisionSpec
@@ -166,23 +172,14 @@ class InputProcessor:
         context = self._model.max_model_len
         left = context - num_prompt_tokens
         if left < 1:
-            raise InvalidRequest(
-                f"this model's context is {context} tokens and the prompt has "
-                f"{num_prompt_tokens}, which leaves no room for an answer; shorten the prompt",
-                "prompt",
-                "context_length_exceeded",
-            )
+            message = prompt_too_long(context, f"{num_prompt_tokens} tokens")
+            raise InvalidRequest(message, "prompt", CONTEXT_EXCEEDED)
         if max_tokens is None:
             return left
         check(max_tokens >= 1, "max_tokens", f"must be at least 1, not {max_tokens}")
         if max_tokens > left:
-            raise InvalidRequest(
-                f"this model's context is {context} tokens, but {num_prompt_tokens} in the "
-                f"prompt and {max_tokens} for the answer (max_tokens) make "
-                f"{num_prompt_tokens + max_tokens}; shorten either",
-                "max_tokens",
-                "context_length_exceeded",
-            )
+            message = answer_too_long(context, num_prompt_tokens, max_tokens)
+            raise InvalidRequest(message, "max_tokens", CONTEXT_EXCEEDED)
         return max_tokens
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
+from engine.errors import prompt_too_long
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.request import Request, RequestStatus
 from engine.sched.image_limits import ImageLimits
@@ -57,10 +58,7 @@ class RequestLimits:
         if prompt < 1:
             return "the prompt is empty; send at least one token"
         if prompt >= self._max_model_len:
-            return (
-                f"the prompt has {prompt} tokens and the model's context is "
-                f"{self._max_model_len}, which leaves no room for an answer; shorten the prompt"
-            )
+            return prompt_too_long(self._max_model_len, f"{prompt} tokens")
         if prompt > self._num_slots:
             return (
                 f"the prompt has {prompt} tokens but the KV cache holds only {self._num_slots}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -308,3 +309,26 @@ async def test_errors_reach_the_official_client_as_its_own() -> None:
             async for _ in stream:
                 node.engine.die()
         await client.close()
+
+
+async def test_what_exceeds_the_context_is_told_in_words_that_agents_look_for() -> None:
+    """They ask for a shorter answer, or compact the conversation, by these."""
+    async with one_node() as node:
+        body = {**ASK, "max_tokens": 1200}
+        refused = await node.client.post(MESSAGES, json=body)
+        message = refused.json()["error"]["message"]
+        asked = re.search(
+            r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)", message
+        )
+        assert refused.status_code == 400 and asked is not None, message
+        num_prompt, num_answer, context = map(int, asked.groups())
+        assert (num_answer, context) == (1200, 1200) and num_prompt > 0
+        left = {**ASK, "max_tokens": context - num_prompt}
+        assert (await node.client.post(MESSAGES, json=left)).status_code == 200
+        long = {**ASK, "messages": [{"role": "user", "content": "hello " * 1300}]}
+        refused = await node.client.post(MESSAGES, json=long)
+        message = refused.json()["error"]["message"]
+        found = re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", message)
+        assert refused.status_code == 400 and found is not None, message
+        assert int(found[1]) > int(found[2]) == 1199
+        assert "maximum context length is 1200 tokens" in message
