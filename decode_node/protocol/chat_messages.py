@@ -34,6 +34,21 @@ class TextPart(BaseModel):
     """The text."""
 
 
+class RefusalPart(BaseModel):
+    """What an assistant said in place of an answer. Templates have no form of their own for it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+    type: Literal["refusal"]
+    """The API's name of it."""
+    refusal: str
+    """The text."""
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class ImageUrl(BaseModel):
     """Holds an image. `detail` is not needed here: the model sees each as large as it can."""
 
@@ -66,12 +81,16 @@ def _kind_of_part(part: Any) -> str | None:
             return "part-text"
         case "image_url" | "input_image":
             return "part-image"
+        case "refusal":
+            return "part-refusal"
         case _:
             return None
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("part-text")] | Annotated[ImagePart, Tag("part-image")],
+    Annotated[TextPart, Tag("part-text")]
+    | Annotated[RefusalPart, Tag("part-refusal")]
+    | Annotated[ImagePart, Tag("part-image")],
     Discriminator(
         _kind_of_part,
         custom_error_type="part_type",
@@ -146,13 +165,13 @@ class ChatMessage(_OpenBody):
     def _content(self) -> str | list[dict[str, str]] | None:
         """Returns text, or with images parts, which templates of models that see images take."""
         if isinstance(self.content, list):
-            texts = [part.text for part in self.content if isinstance(part, TextPart)]
+            texts = [part.text for part in self.content if not isinstance(part, ImagePart)]
             if len(texts) == len(self.content):
                 return "\n".join(texts)
             return [
-                {"type": "text", "text": part.text}
-                if isinstance(part, TextPart)
-                else {"type": "image"}
+                {"type": "image"}
+                if isinstance(part, ImagePart)
+                else {"type": "text", "text": part.text}
                 for part in self.content
             ]
         if self.content is None:
