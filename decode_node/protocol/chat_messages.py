@@ -35,7 +35,7 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """What an assistant said in place of an answer. Templates have no form of their own for it."""
+    """Holds what an assistant said in place of an answer. Templates have no form of their own for it."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 

@@ -284,7 +284,7 @@ async def test_fields_that_change_nothing_are_taken() -> None:
 
 
 async def test_text_parts_become_one_text() -> None:
-    """What an assistant refused is text as well, as the API's types have it."""
+    """A refusal in an assistant's turn is text as well, as the API's types have it."""
     parts = [{"type": "text", "text": "the"}, {"type": "refusal", "refusal": "dog"}]
     async with http_node() as node:
         body = {**CHAT, "messages": [{"role": "user", "content": parts}]}
