@@ -35,7 +35,7 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """Holds what an assistant said in place of an answer. Templates have no form of their own for it."""
+    """Holds what an assistant said in place of an answer. To templates it is text."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
