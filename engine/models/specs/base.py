@@ -30,6 +30,15 @@ class UnsupportedField(ValueError):
         self.cure = cure
 
 
+def of_each_layer(file: ConfigFile, name: str) -> list[Any] | None:
+    """Returns what a field says of each layer; None: nothing. Raises `UnsupportedField` where it
+    speaks of fewer layers than there are, or of more."""
+    said: list[Any] | None = getattr(file, name)
+    if said and len(said) != file.num_hidden_layers:
+        raise UnsupportedField(name, f"{len(said)} kinds for {file.num_hidden_layers} layers")
+    return said or None
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what only the architecture itself reads of a checkpoint's config.json."""
 

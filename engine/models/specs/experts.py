@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, of_each_layer
 
 
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
@@ -126,7 +126,7 @@ def sigmoid_experts(file: ConfigFile, num_dense: int, scaling: float = 1.0) -> E
 def first_layers(file: ConfigFile, default: int) -> tuple[int, ...]:
     """Returns the layers without experts: those that config.json names, or the first ones, of which
     there are `default` where it does not say."""
-    if file.mlp_layer_types is not None:
-        return tuple(i for i, kind in enumerate(file.mlp_layer_types) if kind == "dense")
+    if (kinds := of_each_layer(file, "mlp_layer_types")) is not None:
+        return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
     said = file.first_k_dense_replace
     return tuple(range(min(default if said is None else said, file.num_hidden_layers)))

@@ -6,7 +6,7 @@ import msgspec
 
 from engine.config import Dtype, KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, of_each_layer
 from kv_transfer.layout import DTYPE_BYTES, Plane, attention_group
 
 _STATE_DTYPE = "float32"
@@ -65,7 +65,7 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
 def read_linear(file: ConfigFile, *, is_split: bool) -> LinearSpec:
     """Returns the layers with a state. Raises `UnsupportedField`."""
     every = file.full_attention_interval or _FULL_LAYER_EVERY
-    kinds = file.layer_types or [
+    kinds = of_each_layer(file, "layer_types") or [
         "linear_attention" if (i + 1) % every else "full_attention"
         for i in range(file.num_hidden_layers)
     ]

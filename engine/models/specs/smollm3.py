@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from engine.models.config_file import ConfigFile
+from engine.models.specs.base import of_each_layer
 from engine.models.specs.dense import DenseSpec
 
 
@@ -17,5 +18,6 @@ class SmolLM3Spec(DenseSpec, frozen=True, kw_only=True):
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
         layers = range(file.num_hidden_layers)
-        rotates = file.no_rope_layers or [(i + 1) % file.no_rope_layer_interval for i in layers]
+        every = file.no_rope_layer_interval
+        rotates = of_each_layer(file, "no_rope_layers") or [(i + 1) % every for i in layers]
         return {"unrotated_layers": tuple(i for i in layers if not rotates[i])}

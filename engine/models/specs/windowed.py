@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
+from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.rope import read_rotary
 from engine.rope import Rotary
@@ -40,13 +40,13 @@ class WindowedSpec(DenseSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
+        if unknown := set(file.layer_types or ()) - {"full_attention", "sliding_attention"}:
+            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
         every = file.sliding_window_pattern or cls.full_layer_every
-        kinds = file.layer_types or [
+        kinds = of_each_layer(file, "layer_types") or [
             "full_attention" if (i + 1) % every == 0 else "sliding_attention"
             for i in range(file.num_hidden_layers)
         ]
-        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
         return {
             "window_layers": tuple(
                 i for i, kind in enumerate(kinds) if kind == "sliding_attention"

@@ -545,6 +545,29 @@ def test_layers_that_predict_ahead_are_skipped(copy: Callable[[str], Path]) -> N
     check_error(caught.value, folder, "does not use: model.layers")
 
 
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("gemma3", "layer_types"),
+        ("qwen3_next", "layer_types"),
+        ("smollm3", "no_rope_layers"),
+        ("glm4_moe_lite", "mlp_layer_types"),
+    ],
+)
+def test_what_is_said_of_each_layer_is_said_of_all(
+    family: str, field: str, copy: Callable[[str], Path]
+) -> None:
+    """Layers that somebody has cut out, or put in, must not take the kinds of others."""
+    folder = copy(family)
+    whole = json.loads((folder / "config.json").read_text())[field]
+    for said in (whole[:-1], [*whole, whole[0]]):
+        edit_config(folder, **{field: said})
+        with pytest.raises(CheckpointError) as caught:
+            load_model_config(folder)
+        words = field, f"{len(said)} kinds for {len(whole)} layers"
+        check_error(caught.value, folder / "config.json", *words)
+
+
 def test_extra_tensors_that_are_harmless(copy: Callable[[str], Path]) -> None:
     """Checkpoints may hold rotary frequencies of older checkpoints, and a head that is tied
     anyway.
