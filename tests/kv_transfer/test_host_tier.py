@@ -619,6 +619,25 @@ def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:
     assert (0, [known]) in forgotten(), "the other's share went with its folder"
 
 
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_files_count_only_where_every_process_has_its_disk(lacking: int) -> None:
+    """Loads of blocks of which a share cannot be read would fail, and remove the other shares."""
+    sent: list[TierCommand] = []
+
+    def send(process: int, command: TierCommand) -> bool:
+        sent.append(command)
+        return True
+
+    tier = HostTier(4, 2, send, num_files=4)
+    off = {Tier.DISK: "the folder is another node's"}
+    for process in range(2):
+        found = TierContents(process, 0, files=[b"a", b"b"])
+        tier.apply(TierContents(process, 0, off=off) if process == lacking else found)
+    assert tier.is_ready and not tier.has_disk
+    assert tier.num_found([b"a", b"b"], 0) == 0 and tier.tier_of(b"a") is None
+    assert tier.counters["disk_tier_blocks"] == 0 and not sent
+
+
 # Real processes -------------------------------------------------------------------------------
 
 
