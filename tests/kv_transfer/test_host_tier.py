@@ -523,6 +523,32 @@ def test_folders_that_cannot_be_had_turn_tiers_off(tmp_path: Path) -> None:
         assert tier in HostPool(view, config, lambda event: None).contents().off
 
 
+async def test_a_disk_that_cannot_be_listed_turns_the_tier_off_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process would end, be started again, and end again."""
+    first = Pools(disk_path=tmp_path)
+    await spilled(first)
+    first.crash()
+    scandir = os.scandir
+
+    def fails(path: Path) -> Any:
+        if len(path.name) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fails)
+        pools = Pools(disk_path=tmp_path)
+    for contents in pools.contents:
+        assert not contents.files and "Input/output error" in contents.off[Tier.DISK]
+    before = pools.fill(1)
+    assert await pools.do(store(1, [0], [0])) == [[]]
+    assert await pools.do(LoadMeta(2, [3], [0])) == [[]]
+    np.testing.assert_array_equal(pools.cache.words[:, 3], before[:, 0])
+    await pools.close()
+
+
 async def test_a_process_does_not_wait_for_a_large_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
