@@ -274,9 +274,10 @@ class KVReceiver:
         except NotServed:
             if not opened.others:
                 raise
-            transfer.replace([opened.stream])
             planned = opened.planned.only(opened.stream.job)
             again = self._open(transfer, planned, opened.others)
+            # Not before: what it should have brought is missing as long as nobody else brings it.
+            transfer.replace([opened.stream])
             await all_or_none([self._complete(transfer, one) for one in again])
 
     def _stream(

@@ -23,6 +23,7 @@ from kv_transfer.metadata import KVPeer, TransferEventKind
 from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
+from kv_transfer.transports.stream.producer import StreamProducer
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
@@ -122,6 +123,21 @@ async def test_what_has_left_its_blocks_comes_over_the_network() -> None:
         assert prefill.count(STAGED, transfer_id) == 1
         await prefill.until_empty()
         await decode.until_empty()
+
+
+async def test_of_what_no_transport_brings_nothing_counts_as_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that says nothing of the stream, and whose blocks serve others already."""
+    monkeypatch.setattr(StreamProducer, "advertise", lambda self, puller_host: None)
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
+        transfer_id = prefill.export_computed(6, 100)
+        await prefill.until_all(STAGED, transfer_id)
+        decode.pull(prefill.peer, transfer_id, 100, first_token=16)
+        (event,) = await decode.until_all(FAILED, transfer_id)
+        assert event.num_tokens_kept == 16
+        decode.release(prefill.peer, transfer_id, complete=False)
+        await prefill.until_all(ABORTED, transfer_id)
 
 
 async def test_only_missing_tokens_are_copied() -> None:
