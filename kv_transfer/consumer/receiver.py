@@ -163,6 +163,8 @@ class KVReceiver:
             await asyncio.sleep(_IDLE_S / 10)
             await self._peers.close_idle(_IDLE_S)
             await self._client.close_idle(_IDLE_S)
+            for transport in self._transports:
+                transport.close_idle(_IDLE_S)
 
     async def close(self) -> None:
         """Ends all transfers without a word: the node is going."""

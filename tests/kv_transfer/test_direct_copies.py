@@ -17,9 +17,11 @@ from late_device import LateDevice
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.consumer import receiver
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
+from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer
 from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
@@ -261,6 +263,29 @@ async def test_the_memory_of_a_dead_process_is_let_go(in_use: bool) -> None:
     finally:
         holder.kill()
         holder.communicate()
+
+
+async def test_a_cache_that_nobody_reads_for_long_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its node may live on under another name, as after a change of its role. It can come back."""
+    monkeypatch.setattr(receiver, "_IDLE_S", 0.01)
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
+        (caches,) = [
+            transport.peer_caches
+            for transport in decode.receivers[0]._transports
+            if isinstance(transport, CudaIpcConsumer)
+        ]
+        for seed in range(2):
+            transfer_id, target = await pulled_then_exported(prefill, decode, seed, 60)
+            await decode.until_all(RECEIVED, transfer_id)
+            decode.check(seed, range(60), target)
+            decode.release(prefill.peer, transfer_id)
+            await prefill.until_all(RELEASED, transfer_id)
+            assert len(caches) == 1
+            house = asyncio.create_task(decode.receivers[0].run())
+            await until(lambda: len(caches) == 0)
+            house.cancel()
 
 
 async def test_closing_lets_everything_go() -> None:
