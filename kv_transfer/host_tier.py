@@ -287,7 +287,7 @@ class HostTier:
         if self._is_first:
             self._is_first = False
             self._slots.fill(told[0].slots)
-            self.disk.add(told[0].files)
+            self.disk.add(told[0].files if self.has_disk else ())
         for name, slot in list(self._slots.stored.items()):
             if any(contents.slots.get(slot) != name for contents in told):
                 self._slots.forget(name)

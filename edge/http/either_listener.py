@@ -3,7 +3,6 @@
 1. accepted   nobody reads yet. The first byte has `handshake_timeout_s` to come, and TLS as long
               to be agreed on
 2. served     by a protocol, as any other connection
--  no descriptor is left: nobody is accepted for a moment
 -  too many wait for their first byte or in a handshake: the oldest is closed
 3. `close`    no new ones; those that wait are closed
 """
@@ -11,19 +10,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 from collections.abc import Callable
 
+from edge.acceptor import Acceptor
 from edge.security.server_tls import ServerTls, begins_with_tls
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNDECIDED = 1024
-_AT_ONCE = 64
-_PAUSE_S = 1.0
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class EitherListener:
@@ -38,7 +34,6 @@ class EitherListener:
         handshake_timeout_s: float,
     ) -> None:
         assert tls.count_plaintext is not None
-        self._listener = listener
         self._tls = tls.context
         self._count_plaintext = tls.count_plaintext
         self._new_protocol = new_protocol
@@ -46,41 +41,22 @@ class EitherListener:
         self._loop = asyncio.get_running_loop()
         self._undecided: dict[asyncio.Task[None], None] = {}
         """Begins with the oldest."""
-        self._pause: asyncio.TimerHandle | None = None
-        listener.setblocking(False)
-        self._listen()
-
-    def _listen(self) -> None:
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._acceptor = Acceptor(listener, self._take)
 
     def close(self) -> None:
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self._listener.fileno())
+        self._acceptor.close()
         for task in self._undecided:
             task.cancel()
 
     async def wait_closed(self) -> None:
         await asyncio.gather(*self._undecided, return_exceptions=True)
 
-    def _accept(self) -> None:
-        try:
-            for _ in range(_AT_ONCE):
-                sock, _ = self._listener.accept()
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                task = self._loop.create_task(self._serve(sock))
-                self._undecided[task] = None
-                task.add_done_callback(lambda done: self._undecided.pop(done, None))
-                if len(self._undecided) > _MAX_UNDECIDED:
-                    next(iter(self._undecided)).cancel()
-        except OSError as error:
-            # A client that has gone again is no reason to stop. One that cannot be accepted would
-            # call us again at once, and at once again.
-            if error.errno in _EXHAUSTED:
-                logger.error("nobody can be accepted for %g s: %s", _PAUSE_S, error)
-                self._loop.remove_reader(self._listener.fileno())
-                self._pause = self._loop.call_later(_PAUSE_S, self._listen)
+    def _take(self, sock: socket.socket, peer: str) -> None:
+        task = self._loop.create_task(self._serve(sock))
+        self._undecided[task] = None
+        task.add_done_callback(lambda done: self._undecided.pop(done, None))
+        if len(self._undecided) > _MAX_UNDECIDED:
+            next(iter(self._undecided)).cancel()
 
     async def _serve(self, sock: socket.socket) -> None:
         try:

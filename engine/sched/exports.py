@@ -27,7 +27,7 @@ def is_exported(request: Request) -> bool:
 
 class Exports:
     """Keeps exports by transfer id, until the peer has released it. A new attempt replaces an older
-    one."""
+    one, whose blocks are held as long as its own: nobody hears when readers of the older stop."""
 
     def __init__(self, connector: KVConnectorScheduler, fence: StepFence, held: HeldBlocks) -> None:
         self._connector = connector
@@ -50,8 +50,12 @@ class Exports:
     ) -> None:
         """Takes the request's blocks: free now, or when nobody reads them."""
         transfer_id = _params(request).transfer_id
-        if is_abort:
-            keeps = self._exports.get(transfer_id) is request and self._abort(transfer_id)
+        newest = self._exports.get(transfer_id)
+        if newest is not None and newest is not request:
+            # Who reads for an older attempt was told to stop before it heard of the newest one.
+            keeps = True
+        elif is_abort:
+            keeps = newest is request and self._abort(transfer_id)
         else:
             keeps = self._connector.request_finished(request)
         if keeps:

@@ -163,6 +163,8 @@ class KVReceiver:
             await asyncio.sleep(_IDLE_S / 10)
             await self._peers.close_idle(_IDLE_S)
             await self._client.close_idle(_IDLE_S)
+            for transport in self._transports:
+                transport.close_idle(_IDLE_S)
 
     async def close(self) -> None:
         """Ends all transfers without a word: the node is going."""
@@ -274,9 +276,10 @@ class KVReceiver:
         except NotServed:
             if not opened.others:
                 raise
-            transfer.replace([opened.stream])
             planned = opened.planned.only(opened.stream.job)
             again = self._open(transfer, planned, opened.others)
+            # Not before: what it should have brought is missing as long as nobody else brings it.
+            transfer.replace([opened.stream])
             await all_or_none([self._complete(transfer, one) for one in again])
 
     def _stream(

@@ -75,7 +75,8 @@ class BlockFiles:
 
     def scan(self) -> list[bytes]:
         """Returns the names of all blocks, those used longest ago first, by reading headers. Files
-        that a crash left unfinished and damaged ones are removed."""
+        that a crash left unfinished and damaged ones are removed. Raises OSError for folders that
+        cannot be listed."""
         found: list[tuple[float, bytes]] = []
         for path in self._folder.glob("??/*"):
             if not self._is_scan_wanted:

@@ -148,15 +148,23 @@ class HostPool:
 
     def contents(self) -> TierContents:
         """Returns what is here at the start. Looks at each file of the disk tier."""
-        files = self._files
+        files = self._scan(self._files) if self._files is not None else []
         return TierContents(
             self._config.process,
             self._config.generation,
             self._memory.contents() if Tier.HOST not in self._off else {},
-            files.scan() if files is not None else [],
-            files.num_damaged if files is not None else 0,
+            files,
+            self._files.num_damaged if self._files is not None else 0,
             dict(self._off),
         )
+
+    def _scan(self, files: BlockFiles) -> list[bytes]:
+        """Returns the blocks that `files` has; of a disk that cannot be listed none is used."""
+        try:
+            return files.scan()
+        except OSError as error:
+            self._off[Tier.DISK] = f"its files cannot be listed: {error}"
+            return []
 
     def obey(self, command: TierCommand) -> None:
         match command:

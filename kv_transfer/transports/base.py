@@ -193,6 +193,10 @@ class ConsumerTransport(ABC):
         """Waits until nothing that it issued beside the copies of our cache is on its way."""
         return
 
+    def close_idle(self, idle_s: float) -> None:
+        """Lets go of peers whose KV nobody has fetched for so long: most of them are gone."""
+        return
+
     def close(self) -> None:
         """No transfer is left, and no copy is on its way."""
         return

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from edge.http import either_listener
+from edge import acceptor
 from edge.http.either_listener import EitherListener
 from edge.security.server_tls import ServerTls
 
@@ -43,7 +43,7 @@ class Greeter(asyncio.Protocol):
 async def test_whoever_cannot_be_accepted_is_left_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(either_listener, "_PAUSE_S", 0.2)
+    monkeypatch.setattr(acceptor, "_PAUSE_S", 0.2)
     with FullListener() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

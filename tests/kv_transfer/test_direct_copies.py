@@ -17,12 +17,15 @@ from late_device import LateDevice
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.consumer import receiver
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, TransferEventKind
+from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer
 from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
+from kv_transfer.transports.stream.producer import StreamProducer
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()
@@ -122,6 +125,21 @@ async def test_what_has_left_its_blocks_comes_over_the_network() -> None:
         assert prefill.count(STAGED, transfer_id) == 1
         await prefill.until_empty()
         await decode.until_empty()
+
+
+async def test_of_what_no_transport_brings_nothing_counts_as_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that says nothing of the stream, and whose blocks serve others already."""
+    monkeypatch.setattr(StreamProducer, "advertise", lambda self, puller_host: None)
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
+        transfer_id = prefill.export_computed(6, 100)
+        await prefill.until_all(STAGED, transfer_id)
+        decode.pull(prefill.peer, transfer_id, 100, first_token=16)
+        (event,) = await decode.until_all(FAILED, transfer_id)
+        assert event.num_tokens_kept == 16
+        decode.release(prefill.peer, transfer_id, complete=False)
+        await prefill.until_all(ABORTED, transfer_id)
 
 
 async def test_only_missing_tokens_are_copied() -> None:
@@ -245,6 +263,29 @@ async def test_the_memory_of_a_dead_process_is_let_go(in_use: bool) -> None:
     finally:
         holder.kill()
         holder.communicate()
+
+
+async def test_a_cache_that_nobody_reads_for_long_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its node may live on under another name, as after a change of its role. It can come back."""
+    monkeypatch.setattr(receiver, "_IDLE_S", 0.01)
+    async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
+        (caches,) = [
+            transport.peer_caches
+            for transport in decode.receivers[0]._transports
+            if isinstance(transport, CudaIpcConsumer)
+        ]
+        for seed in range(2):
+            transfer_id, target = await pulled_then_exported(prefill, decode, seed, 60)
+            await decode.until_all(RECEIVED, transfer_id)
+            decode.check(seed, range(60), target)
+            decode.release(prefill.peer, transfer_id)
+            await prefill.until_all(RELEASED, transfer_id)
+            assert len(caches) == 1
+            house = asyncio.create_task(decode.receivers[0].run())
+            await until(lambda: len(caches) == 0)
+            house.cancel()
 
 
 async def test_closing_lets_everything_go() -> None:

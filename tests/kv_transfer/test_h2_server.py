@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -272,6 +274,36 @@ def test_noise_hurts_nobody(noise: bytes, before: bytes) -> None:
             assert frames(said)[DATA] == b"\0\0\0\0\1x"
 
     asyncio.run(run())
+
+
+class FullListener(socket.socket):
+    """Has no descriptor for anybody while it `is_full`."""
+
+    is_full = True
+    num_refused = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.is_full:
+            self.num_refused += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+async def test_whoever_cannot_be_accepted_takes_no_time_from_others() -> None:
+    listener = FullListener()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    server = H2Server(Service().methods())
+    server.serve(listener)
+    async with channel(f"127.0.0.1:{listener.getsockname()[1]}") as client:
+        echo: Any = client.unary_unary("/t/Echo")(b"still here", wait_for_ready=True)
+        await until(lambda: listener.num_refused > 0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert listener.num_refused == 1
+        listener.is_full = False
+        assert await echo == b"still here"
+    await server.close()
 
 
 async def test_it_listens_where_it_was_told_and_nowhere_else() -> None:

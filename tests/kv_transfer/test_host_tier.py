@@ -523,6 +523,32 @@ def test_folders_that_cannot_be_had_turn_tiers_off(tmp_path: Path) -> None:
         assert tier in HostPool(view, config, lambda event: None).contents().off
 
 
+async def test_a_disk_that_cannot_be_listed_turns_the_tier_off_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process would end, be started again, and end again."""
+    first = Pools(disk_path=tmp_path)
+    await spilled(first)
+    first.crash()
+    scandir = os.scandir
+
+    def fails(path: Path) -> Any:
+        if len(path.name) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fails)
+        pools = Pools(disk_path=tmp_path)
+    for contents in pools.contents:
+        assert not contents.files and "Input/output error" in contents.off[Tier.DISK]
+    before = pools.fill(1)
+    assert await pools.do(store(1, [0], [0])) == [[]]
+    assert await pools.do(LoadMeta(2, [3], [0])) == [[]]
+    np.testing.assert_array_equal(pools.cache.words[:, 3], before[:, 0])
+    await pools.close()
+
+
 async def test_a_process_does_not_wait_for_a_large_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -617,6 +643,25 @@ def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:
     tier.process_is_gone(1)
     tier.apply(TierContents(1, 2))
     assert (0, [known]) in forgotten(), "the other's share went with its folder"
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_files_count_only_where_every_process_has_its_disk(lacking: int) -> None:
+    """Loads of blocks of which a share cannot be read would fail, and remove the other shares."""
+    sent: list[TierCommand] = []
+
+    def send(process: int, command: TierCommand) -> bool:
+        sent.append(command)
+        return True
+
+    tier = HostTier(4, 2, send, num_files=4)
+    off = {Tier.DISK: "the folder is another node's"}
+    for process in range(2):
+        found = TierContents(process, 0, files=[b"a", b"b"])
+        tier.apply(TierContents(process, 0, off=off) if process == lacking else found)
+    assert tier.is_ready and not tier.has_disk
+    assert tier.num_found([b"a", b"b"], 0) == 0 and tier.tier_of(b"a") is None
+    assert tier.counters["disk_tier_blocks"] == 0 and not sent
 
 
 # Real processes -------------------------------------------------------------------------------

@@ -171,6 +171,19 @@ async def test_reads_may_take_as_long_as_their_process_is_held_up(
         decode.check(4, range(NUM_TOKENS), target)
 
 
+async def test_who_is_not_read_for_long_is_forgotten_and_met_anew() -> None:
+    """Nodes that are started again have other names: connections to the old ones would stay."""
+    async with loopback() as (prefill, decode):
+        (reader,) = consumers(decode)
+        for _ in range(2):
+            await connected(prefill, decode)
+            assert await pull(prefill, decode, 2) < KV_BYTES // 4
+            reader.close_idle(60.0)
+            assert len(reader._peers) == 1
+            reader.close_idle(0.0)
+            assert not reader._peers
+
+
 async def test_a_peer_that_does_not_answer_is_read_over_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

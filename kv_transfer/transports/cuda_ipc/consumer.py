@@ -64,6 +64,9 @@ class CudaIpcConsumer(ConsumerTransport):
         peer = MappedBlocks(mapped, self.peer_caches, advert.leases, self._cache)
         return NamesAssembler(job, self._cache, self.id, peer)
 
+    def close_idle(self, idle_s: float) -> None:
+        self.peer_caches.close_idle(idle_s)
+
     def close(self) -> None:
         self.peer_caches.close()
         for caller in self._callers.values():

@@ -4,6 +4,7 @@
 2. `release`   when a transfer has ended and none of its copies is on its way
 3. the process that owns the cache ends: nobody gets the mapping any more, and with its last user
    it goes; until then the memory would not be free, though its owner is dead
+4. `close_idle`   nobody has used it for long: its node may have another role, and name now
 
 A cache that cannot be mapped is no failure: its KV comes over the network.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from dataclasses import dataclass
 
 from kv_transfer.base import KVCacheHandle
@@ -32,6 +34,7 @@ class _Mapped:
     owner: int
     """pidfd of the process that has the memory."""
     num_users: int = 0
+    used_at: float = 0.0
 
 
 class PeerCaches:
@@ -41,7 +44,7 @@ class PeerCaches:
         self._device = device
         self._mapped: dict[_Name, _Mapped] = {}
         self._orphans: dict[int, _Mapped] = {}
-        """Owner dead, but still in use, by identity of the cache."""
+        """Given up, but still in use, by identity of the cache."""
         self._hopeless: set[_Name] = set()
 
     def __len__(self) -> int:
@@ -63,19 +66,27 @@ class PeerCaches:
         if mapped is None:
             return None
         mapped.num_users += 1
+        mapped.used_at = time.monotonic()
         return mapped.cache
 
     def release(self, cache: CacheMap) -> None:
         for mapped in [*self._mapped.values(), *self._orphans.values()]:
             if mapped.cache is cache:
                 mapped.num_users -= 1
+                mapped.used_at = time.monotonic()
                 self._close_orphan(mapped)
                 return
+
+    def close_idle(self, idle_s: float) -> None:
+        horizon = time.monotonic() - idle_s
+        for name, mapped in list(self._mapped.items()):
+            if mapped.num_users == 0 and mapped.used_at < horizon:
+                self._give_up(name)
 
     def close(self) -> None:
         """No copy may be on its way."""
         for name in list(self._mapped):
-            self._owner_ended(name)
+            self._give_up(name)
         for mapped in list(self._orphans.values()):
             mapped.num_users = 0
             self._close_orphan(mapped)
@@ -90,9 +101,10 @@ class PeerCaches:
             os.close(owner)
             raise
         self._mapped[name] = _Mapped(cache, owner)
-        asyncio.get_running_loop().add_reader(owner, self._owner_ended, name)
+        asyncio.get_running_loop().add_reader(owner, self._give_up, name)
 
-    def _owner_ended(self, name: _Name) -> None:
+    def _give_up(self, name: _Name) -> None:
+        """Gives the mapping to nobody any more."""
         mapped = self._mapped.pop(name)
         asyncio.get_running_loop().remove_reader(mapped.owner)
         os.close(mapped.owner)

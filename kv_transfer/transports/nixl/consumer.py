@@ -52,6 +52,7 @@ class _Peer:
     first_word: ReadBatch
     asked_at: float
     num_users: int = 0
+    used_at: float = 0.0
     is_lost: bool = False
     is_told: bool = False
     """Whether the log says that it is read."""
@@ -83,6 +84,7 @@ class NixlConsumer(ConsumerTransport):
             return None
         name = (engine, job.meta.peer.epoch, advert.rank, advert.agent)
         peer = self._peer(self._queue, name, advert)
+        peer.used_at = time.monotonic()
         if not self._is_ready(self._queue, peer, engine):
             return None
         layout = job.meta.peer.layout.of_rank(advert.rank)
@@ -97,6 +99,18 @@ class NixlConsumer(ConsumerTransport):
         except TransferTimeout as error:
             self._cache.copies.on_error(error)
             raise
+
+    def close_idle(self, idle_s: float) -> None:
+        horizon = time.monotonic() - idle_s
+        for name, peer in list(self._peers.items()):
+            is_idle = peer.num_users == 0 and peer.used_at < horizon
+            if (
+                self._queue is not None
+                and is_idle
+                and not self._queue.reads_from(peer.reads.memory)
+            ):
+                del self._peers[name]
+                _disconnect(self._queue.agent, peer.reads.memory)
 
     def close(self) -> None:
         if self._queue is not None:
@@ -115,19 +129,8 @@ class NixlConsumer(ConsumerTransport):
 
     def _peer(self, queue: ReadQueue, name: _Name, advert: NixlAdvert) -> _Peer:
         if name not in self._peers:
-            self._forget_earlier(queue, name)
             self._peers[name] = _connected(queue, self._cache.device.number, advert)
         return self._peers[name]
-
-    def _forget_earlier(self, queue: ReadQueue, name: _Name) -> None:
-        """A rank that was started again is another peer; the one that it was will not come back."""
-        engine, _, rank, _ = name
-        for other, peer in list(self._peers.items()):
-            is_earlier = (other[0], other[2]) == (engine, rank) and other[1] != name[1]
-            memory = peer.reads.memory
-            if is_earlier and peer.num_users == 0 and not queue.reads_from(memory):
-                del self._peers[other]
-                _disconnect(queue.agent, memory)
 
     def _is_ready(self, queue: ReadQueue, peer: _Peer, engine: str) -> bool:
         if peer.is_lost:
@@ -170,6 +173,7 @@ class RemoteBlocks(PeerBlocks):
 
     def release(self) -> None:
         self._peer.num_users -= 1
+        self._peer.used_at = time.monotonic()
 
 
 def _connected(queue: ReadQueue, device: int | None, advert: NixlAdvert) -> _Peer:
@@ -189,7 +193,7 @@ def _disconnect(agent: NixlAgent, memory: PeerMemory) -> None:
     try:
         agent.forget(memory.name)
     except NixlError as error:
-        logger.info("of a peer that was started again: %s", error)
+        logger.info("of a peer that nobody reads any more: %s", error)
 
 
 @lru_cache(maxsize=64)

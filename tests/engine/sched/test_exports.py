@@ -128,3 +128,20 @@ def test_a_newer_attempt_replaces_an_export() -> None:
     assert "t-a" in machine.connector.exports
     finish(machine)
     assert [r.ok for r in machine.clients["a2"].kv_results] == [True]
+
+
+def test_blocks_of_a_replaced_export_are_kept_until_the_newer_one_is_read() -> None:
+    """Transfer processes stop reading for the older attempt when they are told, unheard."""
+    machine = StepMachine(make_config(max_num_batched_tokens=4), num_blocks=12)
+    machine.add(exported("a"))
+    machine.step()
+    del machine.connector.exports["t-a"]
+    again = make_request("a2", prompt(10, ord("a")), kv=remote_decode("t-a"), max_tokens=1)
+    machine.add(again)
+    held = set(machine.scheduler._kv_cache.get_block_ids("a")[0])
+    machine.abort("a")
+    machine.settle()
+    free = machine.scheduler._kv_cache.block_pool.free_queue.block_ids()
+    assert not held & set(free)
+    finish(machine)
+    assert [r.ok for r in machine.clients["a2"].kv_results] == [True]

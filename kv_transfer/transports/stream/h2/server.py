@@ -13,9 +13,9 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 
+from edge.acceptor import Acceptor
 from edge.security.server_tls import ServerTls, begins_with_tls
 from edge.standstill import sleep_and_see
 from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads
@@ -57,6 +57,7 @@ class H2Server:
         self._patience_s = (ping_after_s, give_up_after_s)
         self._threads = SendThreads(min(max_send_threads, os.cpu_count() or 1))
         self._listener: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._connections: set[H2ServerConnection] = set()
         self._num_of_peer: Counter[str] = Counter()
         """Connections by address, those in a handshake included."""
@@ -73,14 +74,14 @@ class H2Server:
 
     def serve(self, listener: socket.socket) -> None:
         """Accepts connections from a socket that listens already, which is ours from now on."""
-        listener.setblocking(False)
         self._listener = listener
-        self._loop.add_reader(listener.fileno(), self._accept)
+        self._acceptor = Acceptor(listener, self._take)
         self._check = self._loop.create_task(self._check_forever())
 
     async def close(self) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._listener is not None:
-            self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
         if self._check is not None:
             self._check.cancel()
@@ -91,23 +92,17 @@ class H2Server:
             connection.close()
         self._threads.close()
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        # A peer that has gone again is no reason to stop.
-        with suppress(OSError):
-            sock, peer = self._listener.accept()
-            if not self._has_room_for(peer[0]):
-                sock.close()
-                return
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._num_of_peer[peer[0]] += 1
-            if self._tls is None:
-                self._serve(sock, peer[0])
-            else:
-                task = self._loop.create_task(self._shake_hands(sock, peer[0], self._tls))
-                self._arriving.add(task)
-                task.add_done_callback(self._arriving.discard)
+    def _take(self, sock: socket.socket, peer: str) -> None:
+        if not self._has_room_for(peer):
+            sock.close()
+            return
+        self._num_of_peer[peer] += 1
+        if self._tls is None:
+            self._serve(sock, peer)
+        else:
+            task = self._loop.create_task(self._shake_hands(sock, peer, self._tls))
+            self._arriving.add(task)
+            task.add_done_callback(self._arriving.discard)
 
     def _has_room_for(self, peer: str) -> bool:
         num_all = len(self._connections) + len(self._arriving)
