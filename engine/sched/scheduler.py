@@ -256,7 +256,8 @@ class Scheduler:
         has_blocks = running.grow_decodes(step_id)
         budget = self._max_num_batched_tokens - running.calendar.num_tokens
         budget = running.continue_prefills(budget, self._limits.max_chunk)
-        if has_blocks:
+        if has_blocks or running.table.num_live == 0:
+            # Who was preempted last may come back: no result of a step would call us again.
             self.admission.admit(budget)
         if not running.has_work:
             return None

@@ -135,6 +135,22 @@ def test_a_search_that_is_aborted_leaves_nothing(folder: Path) -> None:
         assert engine.scheduler.check_empty() == []
 
 
+def test_a_search_that_gives_up_all_rows_goes_on_at_once(folder: Path) -> None:
+    """It is alone, and its beams outgrow the cache: nobody's result wakes the engine then."""
+    prompt = [7 + i * 5 % 80 for i in range(52)]
+    more = {"max_tokens": 26, "ignore_eos": True}
+    few, many = (make_engine(folder, num_blocks=count, depth=1) for count in (11, 64))
+    for engine in (few, many):
+        engine.add(asked("a", prompt, BeamParams(4), **more))
+        for _ in range(600):
+            if engine.ended:
+                break
+            assert engine.step(), "the engine sleeps"
+    assert few.scheduler.stats().num_preemptions > many.scheduler.stats().num_preemptions == 0
+    assert few.tokens == many.tokens and few.ended == {"a": "length"}
+    assert few.scheduler.check_empty() == []
+
+
 def test_layers_with_states_and_windows_fork_too(tmp_path: Path) -> None:
     """A beam copies the states of the one that it continues."""
     for name in ("qwen3_next", "gpt_oss"):
