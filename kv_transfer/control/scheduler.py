@@ -202,7 +202,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
                 self._process_is_gone(transfer, process, how)
 
     def shutdown(self) -> None:
-        self._load_marks.let_all_go()
+        self._load_marks.close()
         self._processes.shutdown()
 
     # Producer ---------------------------------------------------------------------------------
