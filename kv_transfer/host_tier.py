@@ -115,11 +115,6 @@ class HostTier:
         }
 
     @property
-    def num_fetched_blocks(self) -> int:
-        """Returns the blocks that were read from disk."""
-        return self._totals["fetched"]
-
-    @property
     def is_ready(self) -> bool:
         return not self._unheard and not self._contents and Tier.HOST not in self._off
 

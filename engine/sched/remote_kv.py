@@ -36,12 +36,8 @@ _CALLED_OFF = "the peer called the transfer off"
 
 class PrefixSource(Protocol):
     """Brings the KV of a prompt's beginning, if not from the cache. A request that waits
-    for it has all its blocks, and comes back in `RemoteKV.ready`.
-
-    `is_certain`: what it starts for comes, as far as is known.
-    """
-
-    is_certain: bool
+    for it has all its blocks, and comes back in `RemoteKV.ready`. What comes is added to the
+    request's `num_cached_tokens`."""
 
     def num_loadable(self, request: Request, num_cached_tokens: int) -> int: ...
     def start(self, request: Request, num_cached_tokens: int, num_tokens: int) -> None: ...
