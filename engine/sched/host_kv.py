@@ -14,6 +14,7 @@ meanwhile leaves its blocks behind until nobody writes them any more.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -32,6 +33,10 @@ from kv_transfer.tier import Tier
 
 _SHARE_HELD = 8
 """At most one block in so many is held to be stored: requests come first."""
+_READ_LIMIT_S = 30.0
+"""Nobody waits longer for a disk."""
+_LONGEST_LOOK_S = 1.0
+"""Looks at what waits follow each other sooner, unless this process stands still."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +48,7 @@ class _Load:
     """Tokens among them."""
     is_first: bool
     """The request was not preempted before."""
+    waited_s: float = 0.0
     has_begun: bool = False
     is_early: bool = False
 
@@ -68,6 +74,7 @@ class HostKV:
         self._prefill_rate = prefill_rate
         self._short_tail = short_tail
         self._disk_rate = SourceRate()
+        self._looked_at = time.monotonic()
         self._early = early
         self._kv_cache = kv_cache
         self._fence = fence
@@ -178,6 +185,18 @@ class HostKV:
         job = self._tier.load(names, blocks)
         load = _Load(request, job, num_tokens, num_from_disk, is_first)
         self._loads[request.request_id] = self._of_job[load.job] = load
+
+    def check_reads(self) -> None:
+        """Gives up on blocks that a disk does not bring in time, before each step: their prompts
+        are computed. Time in which nobody looked counts little: the disk may have answered."""
+        now = time.monotonic()
+        waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        for load in [load for load in self._loads.values() if load.num_from_disk]:
+            load.waited_s += waited_s
+            if self._tier and load.waited_s > _READ_LIMIT_S and self._tier.give_up(load.job):
+                self._disk_rate.took(load.num_from_disk, load.waited_s)
+                load.request.reads_disk = False
+                self._load_done(self._of_job.pop(load.job), is_right=False)
 
     def loads_begun(self, jobs: list[int]) -> None:
         """Records that the first layers of these loads are there."""

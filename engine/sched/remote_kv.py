@@ -136,6 +136,7 @@ class RemoteKV:
     def begin_step(self) -> None:
         """Looks after what goes on beside steps."""
         self.pulls.check_stopping()
+        self.host.check_reads()
         self.host.store_offered()
         self.peers.check_asked()
 
