@@ -370,9 +370,10 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     prompt_tokens_cached: int = 0
     prompt_tokens_transferred: int = 0
     prompt_tokens_loaded: int = 0
-    prompt_tokens_from_disk: int = 0
-    num_evicted_blocks: int = 0
     """Counts tokens from host memory, which are among the cached ones too."""
+    prompt_tokens_from_disk: int = 0
+    """Counts those of the loaded ones that had been on disk."""
+    num_evicted_blocks: int = 0
     prompt_tokens_pulled: int = 0
     """Counts tokens of prefixes that peers held, on a prefill node."""
     generation_tokens: int = 0

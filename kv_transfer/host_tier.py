@@ -21,7 +21,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from kv_transfer.disk_index import DiskIndex
 from kv_transfer.metadata import (
@@ -113,11 +112,6 @@ class HostTier:
             "disk_tier_residency_seconds": self.disk.residency_s,
             "disk_tier_damaged_files": float(self._totals["damaged_files"]),
         }
-
-    @property
-    def num_fetched_blocks(self) -> int:
-        """Returns the blocks that were read from disk."""
-        return self._totals["fetched"]
 
     @property
     def is_ready(self) -> bool:
@@ -214,6 +208,15 @@ class HostTier:
             self._places.append(ticket.place)
             if self._let_go is not None:
                 self._let_go(ticket)
+
+    def give_up(self, job: int) -> bool:
+        """Gives up a load of which nothing is copied yet, as its blocks are still read from disk.
+        Returns False if there is none. Slots stay in use until they are read."""
+        task = self._jobs.get(job)
+        is_reading = task is not None and isinstance(task.command, FetchMeta)
+        if task is not None and is_reading:
+            task.is_given_up = True
+        return is_reading
 
     def take_finished(self) -> dict[int, bool]:
         """Returns jobs of which nothing is on its way any more, and whether all went well."""
@@ -340,7 +343,7 @@ class HostTier:
                 self._totals["damaged_files"] += len(job.damaged)
                 self._filled(job, names, slots, "fetched")
                 self.disk.drop(n for n, s in zip(names, slots, strict=True) if s in job.damaged)
-                if is_right and job.load is not None:
+                if is_right and job.load is not None and not job.is_given_up:
                     self.disk.took(len(names), time.monotonic() - job.begun_at)
                     self._begin_load(job.load, job.names)
                     return
@@ -378,18 +381,11 @@ class HostTier:
     def _spill_ahead(self) -> None:
         """Begins to write blocks to disk that would be displaced soon."""
         ahead = max(1, self._num_slots // _SHARE_AHEAD)
-        if (
-            not self.has_disk
-            or self._spilling
-            or self._slots.num_free >= ahead
-            or not self.is_ready
-        ):
+        is_due = self.has_disk and self.is_ready and self._slots.num_free < ahead
+        if not is_due or self._spilling:
             return
-        due = [
-            (name, slot)
-            for name, slot in islice(self._slots.stored.items(), ahead)
-            if name not in self.disk and slot not in self._slots.pins
-        ][:_MOST_SPILLED]
+        going = self._slots.next_to_go(ahead)
+        due = [(name, slot) for name, slot in going if name not in self.disk][:_MOST_SPILLED]
         if due:
             names, slots = [name for name, _ in due], [slot for _, slot in due]
             self._spilling.update(names)

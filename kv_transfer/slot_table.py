@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 
 class SlotTable:
@@ -55,6 +56,11 @@ class SlotTable:
                 del self.stored[name]
                 return slot
         return None
+
+    def next_to_go(self, count: int) -> list[tuple[bytes, int]]:
+        """Returns those of the first `count` blocks that `take` would displace."""
+        first = islice(self.stored.items(), count)
+        return [(name, slot) for name, slot in first if slot not in self.pins]
 
     def put(self, name: bytes, slot: int) -> None:
         """Records that a slot which was taken holds this block now."""

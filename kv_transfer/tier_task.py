@@ -22,6 +22,8 @@ class TierTask:
     """A process has gone with its share."""
     load: LoadMeta | None = None
     """Follows a fetch."""
+    is_given_up: bool = False
+    """Nobody wants that load any more."""
     unbegun: set[int] = field(default_factory=set)
     """Processes that have no layer of a load yet."""
     begun_at: float = field(default_factory=time.monotonic)

@@ -239,7 +239,7 @@ class Admission:
             return False
         self._waiting.pop()
         self._kv_cache.allocate_slots(request, need, cached)
-        self._note_first_scheduling(request, num_cached + num_loadable * source.is_certain)
+        self._note_first_scheduling(request, num_cached)
         source.start(request, num_cached, num_loadable)
         return True
 

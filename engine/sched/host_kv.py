@@ -14,6 +14,7 @@ meanwhile leaves its blocks behind until nobody writes them any more.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -32,6 +33,10 @@ from kv_transfer.tier import Tier
 
 _SHARE_HELD = 8
 """At most one block in so many is held to be stored: requests come first."""
+_READ_LIMIT_S = 30.0
+"""Nobody waits longer for a disk."""
+_LONGEST_LOOK_S = 1.0
+"""Looks at what waits follow each other sooner, unless this process stands still."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +44,17 @@ class _Load:
     request: Request
     job: int
     num_tokens: int
+    num_from_disk: int
+    """Tokens among them."""
+    is_first: bool
+    """The request was not preempted before."""
+    waited_s: float = 0.0
     has_begun: bool = False
     is_early: bool = False
 
 
 class HostKV:
     """Without a `tier` it never has anything to do."""
-
-    is_certain = True
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class HostKV:
         self._prefill_rate = prefill_rate
         self._short_tail = short_tail
         self._disk_rate = SourceRate()
+        self._looked_at = time.monotonic()
         self._early = early
         self._kv_cache = kv_cache
         self._fence = fence
@@ -73,6 +82,10 @@ class HostKV:
         self.ready = RequestQueue(policy)
         """Requests that have blocks and KV, and lack only a row."""
         self.num_loaded_tokens = 0
+        self.num_tokens_from_disk = 0
+        """Counts those of `num_loaded_tokens` that were on disk."""
+        self.num_tokens_loaded_again = 0
+        """Counts those of them whose requests had been preempted, and looked up before."""
         self.num_cheaper_to_compute = 0
         """Prompts that computed what lies on disk."""
         self._offered: deque[tuple[KVCacheBlock, BlockHash]] = deque(maxlen=kv_cache.num_blocks)
@@ -96,12 +109,6 @@ class HostKV:
     @property
     def num_loading(self) -> int:
         return len(self._loads)
-
-    @property
-    def num_tokens_from_disk(self) -> int:
-        """Returns the part of `num_loaded_tokens` that was on disk, and what was read in vain."""
-        num_blocks = self._tier.num_fetched_blocks if self._tier is not None else 0
-        return num_blocks * self._kv_cache.least_block_size
 
     # Blocks go there --------------------------------------------------------------------------
 
@@ -171,8 +178,25 @@ class HostKV:
         blocks = self._kv_cache.get_block_ids(request.request_id)[0][first:stop]
         request.num_computed_tokens = num_cached_tokens + num_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        load = _Load(request, self._tier.load(names, blocks), num_tokens)
+        num_from_disk = sum(self._tier.tier_of(name) is Tier.DISK for name in names) * block_size
+        is_first = request.num_preemptions == 0
+        if is_first and request.num_cached_tokens is not None:
+            request.num_cached_tokens += num_tokens
+        job = self._tier.load(names, blocks)
+        load = _Load(request, job, num_tokens, num_from_disk, is_first)
         self._loads[request.request_id] = self._of_job[load.job] = load
+
+    def check_reads(self) -> None:
+        """Gives up on blocks that a disk does not bring in time, before each step: their prompts
+        are computed. Time in which nobody looked counts little: the disk may have answered."""
+        now = time.monotonic()
+        waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        for load in [load for load in self._loads.values() if load.num_from_disk]:
+            load.waited_s += waited_s
+            if self._tier and load.waited_s > _READ_LIMIT_S and self._tier.give_up(load.job):
+                self._disk_rate.took(load.num_from_disk, load.waited_s)
+                load.request.reads_disk = False
+                self._load_done(self._of_job.pop(load.job), is_right=False)
 
     def loads_begun(self, jobs: list[int]) -> None:
         """Records that the first layers of these loads are there."""
@@ -234,16 +258,23 @@ class HostKV:
         self.store_offered()
 
     def _load_done(self, load: _Load, is_right: bool) -> None:
+        self._count(load, is_right)
         if load.is_early:
-            self.num_loaded_tokens += load.num_tokens if is_right else 0
             self._early.load_done(load.request, load.job, is_right=is_right)
             return
         del self._loads[load.request.request_id]
         if is_right:
-            self.num_loaded_tokens += load.num_tokens
             self.ready.add(load.request)
         else:
             self._requeue(load.request)
+
+    def _count(self, load: _Load, is_right: bool) -> None:
+        if is_right:
+            self.num_loaded_tokens += load.num_tokens
+            self.num_tokens_from_disk += load.num_from_disk
+            self.num_tokens_loaded_again += 0 if load.is_first else load.num_tokens
+        elif load.is_first and load.request.num_cached_tokens is not None:
+            load.request.num_cached_tokens -= load.num_tokens
 
     def _requeue(self, request: Request) -> None:
         self._fence.release(self._kv_cache.take_blocks(request.request_id))

@@ -72,9 +72,6 @@ class PeerKVCounters:
 class PeerKV:
     """Puts requests into `ready`, which it shares with KV from host memory."""
 
-    is_certain = False
-    """Tokens that it goes for may not come."""
-
     def __init__(
         self,
         connector: KVConnectorScheduler,

@@ -36,12 +36,8 @@ _CALLED_OFF = "the peer called the transfer off"
 
 class PrefixSource(Protocol):
     """Brings the KV of a prompt's beginning, if not from the cache. A request that waits
-    for it has all its blocks, and comes back in `RemoteKV.ready`.
-
-    `is_certain`: what it starts for comes, as far as is known.
-    """
-
-    is_certain: bool
+    for it has all its blocks, and comes back in `RemoteKV.ready`. What comes is added to the
+    request's `num_cached_tokens`."""
 
     def num_loadable(self, request: Request, num_cached_tokens: int) -> int: ...
     def start(self, request: Request, num_cached_tokens: int, num_tokens: int) -> None: ...
@@ -140,6 +136,7 @@ class RemoteKV:
     def begin_step(self) -> None:
         """Looks after what goes on beside steps."""
         self.pulls.check_stopping()
+        self.host.check_reads()
         self.host.store_offered()
         self.peers.check_asked()
 

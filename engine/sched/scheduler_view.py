@@ -57,6 +57,9 @@ class SchedulerView:
     def stats(self) -> SchedulerStats:
         """Returns the statistics, all but what only the executor knows."""
         counters, remote, table = self._counters, self._remote, self._running.table
+        totals = counters.by_name()
+        totals["prefix_cache_queries"] += remote.host.num_tokens_loaded_again
+        totals["prefix_cache_hits"] += remote.host.num_loaded_tokens
         return SchedulerStats(
             num_running=table.num_live,
             num_waiting=len(self._waiting) + len(self._forks.ready),
@@ -68,7 +71,7 @@ class SchedulerView:
             num_total_blocks=self._kv_cache.num_blocks,
             num_free_rows=table.num_free,
             num_delayed_frees=len(remote.held),
-            prompt_tokens_cached=counters.prefix_cache_hits,
+            prompt_tokens_cached=totals["prefix_cache_hits"],
             prompt_tokens_loaded=remote.host.num_loaded_tokens,
             prompt_tokens_from_disk=remote.host.num_tokens_from_disk,
             num_evicted_blocks=self._kv_cache.block_pool.num_evicted,
@@ -80,7 +83,7 @@ class SchedulerView:
             images=self._running.images.stats() if self._running.images.is_on else None,
             residency=self._kv_cache.residency(),
             work=self._steps.meter.stats() if self._steps.meter is not None else None,
-            **counters.by_name(),
+            **totals,
         )
 
     def offer(self, request: Request) -> GroupOffer:

@@ -102,6 +102,14 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     # Both roles -------------------------------------------------------------------------------
 
+    def refusal(self, request: RequestLike) -> str:
+        params = request.kv_transfer_params
+        if params is None or not params.do_remote_decode:
+            return ""
+        if not self._transfers.is_late(params.transfer_id, params.attempt):
+            return ""
+        return f"attempt {params.attempt} of this transfer has ended, or a newer one has begun"
+
     def get_num_new_matched_tokens(self, request: RequestLike, num_computed_tokens: int) -> int:
         params = request.kv_transfer_params
         if params is None or not params.do_remote_prefill:
@@ -202,7 +210,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
                 self._process_is_gone(transfer, process, how)
 
     def shutdown(self) -> None:
-        self._load_marks.let_all_go()
+        self._load_marks.close()
         self._processes.shutdown()
 
     # Producer ---------------------------------------------------------------------------------

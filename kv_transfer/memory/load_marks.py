@@ -91,10 +91,13 @@ class LoadMarksOfRanks:
         for marks in self._marks:
             marks.let_go(ticket)
 
-    def let_all_go(self) -> None:
-        """Lets every step go on, because the engine ends."""
+    def close(self) -> None:
+        """Lets every step go on, because the engine ends or has another role. Idempotent."""
         for place in range(self.num_places):
             self.let_go(LoadTicket(place, _LAST_NUMBER))
+        for marks in self._marks:
+            marks.close()
+        self._marks.clear()
 
 
 class LoadGate:

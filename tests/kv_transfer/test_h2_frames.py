@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge.security.cluster_token import TOKEN_HEADER
 from kv_transfer.transports.stream.h2 import frames as h2
 
 names = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=20)
@@ -21,6 +24,17 @@ def read(block: bytes, flags: int = h2.END_HEADERS) -> dict[str, str]:
     found = h2.HeaderReader().begin(1, flags, block)
     assert found is not None
     return found[0]
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_no_log_tells_what_headers_say(caplog: pytest.LogCaptureFixture, is_indexed: bool) -> None:
+    """Callers show the cluster's token in them."""
+    fields = {TOKEN_HEADER: "secret"}
+    with caplog.at_level(logging.DEBUG):
+        block = Encoder().encode(fields) if is_indexed else block_of(h2.headers(1, fields.items()))
+        caplog.clear()
+        assert read(block) == fields
+    assert not caplog.records
 
 
 @given(st.dictionaries(names, values, max_size=6))

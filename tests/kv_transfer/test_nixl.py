@@ -199,6 +199,23 @@ async def test_a_peer_that_does_not_answer_is_read_over_the_stream(
         assert peer.is_lost and "no answer" in peer.first_word.error
 
 
+async def test_a_peer_may_answer_as_late_as_this_process_is_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(consumer, "CONNECT_S", 1.0)
+    async with loopback() as (prefill, decode):
+        (reader,) = consumers(decode)
+        with monkeypatch.context() as patch:
+            patch.setattr(Transfer, "is_done", lambda _: False)
+            await pull(prefill, decode, 1)
+            await all_tasks_are_held_up(1.1)
+            await pull(prefill, decode, 2)
+            (peer,) = reader._peers.values()
+            assert not peer.is_lost
+        await connected(prefill, decode)
+        assert await pull(prefill, decode, 3) < KV_BYTES // 4
+
+
 async def test_without_nixl_kv_comes_over_the_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -480,6 +480,22 @@ def test_an_attempt_that_has_ended_cannot_be_exported_again(share_node: MakeNode
     until_empty(node)
 
 
+def test_an_attempt_older_than_one_that_lives_is_refused(share_node: MakeNode) -> None:
+    """Its failure would be told under the name of both, and free blocks of the newer one."""
+    node = share_node("prefill", layout())
+    older = node.export(20)
+    assert older.kv_transfer_params is not None
+    newer = FakeRequest("p", 20, with_fields(older.kv_transfer_params, attempt=1))
+    assert not node.connector.refusal(newer)
+    node.connector.update_state_after_alloc(newer, (), 0)
+    assert "a newer one has begun" in node.connector.refusal(older)
+    assert not node.connector.refusal(newer)
+    assert node.connector.abort(newer)
+    poll_until(lambda: node.done.aborted == [older.transfer_id], node)
+    assert not node.done.failed
+    until_empty(node)
+
+
 def test_nothing_outlives_the_connector(make_node: MakeNode) -> None:
     node = make_node("prefill", layout(), num_processes=2)
     pids = node.connector.process_pids

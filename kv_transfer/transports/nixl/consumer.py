@@ -50,7 +50,6 @@ _Name = tuple[str, int, int, bytes]
 class _Peer:
     reads: PeerReads
     first_word: ReadBatch
-    asked_at: float
     num_users: int = 0
     used_at: float = 0.0
     is_lost: bool = False
@@ -136,7 +135,7 @@ class NixlConsumer(ConsumerTransport):
         if peer.is_lost:
             return False
         first = peer.first_word
-        if not first.has_ended and time.monotonic() - peer.asked_at > CONNECT_S:
+        if not first.has_ended and first.waited_s > CONNECT_S:
             queue.abandon(first, f"no answer within {CONNECT_S:g} s")
         if first.error:
             logger.warning("%s cannot be read through NIXL: %s", engine, first.error)
@@ -186,7 +185,7 @@ def _connected(queue: ReadQueue, device: int | None, advert: NixlAdvert) -> _Pee
     memory = PeerMemory(name, advert.leases, (device, advert.device))
     reads = PeerReads(queue, memory)
     first = ReadBatch(memory, 0, error=error) if error else reads.post((0, 0))
-    return _Peer(reads, first, time.monotonic())
+    return _Peer(reads, first)
 
 
 def _disconnect(agent: NixlAgent, memory: PeerMemory) -> None:

@@ -53,6 +53,8 @@ class ReadBatch:
     place: int | None = None
     word: int | None = None
     error: str = ""
+    waited_s: float = 0.0
+    """Seconds for which it was looked at, without those in which we were held up ourselves."""
 
     @property
     def has_ended(self) -> bool:
@@ -71,7 +73,7 @@ class ReadQueue:
         self._free = list(range(_NUM_WORDS))
         self._under_way: list[ReadBatch] = []
         self._poller: asyncio.Task[None] | None = None
-        self._ended_at = time.monotonic()
+        self._ended_at = self._looked_at = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -85,7 +87,7 @@ class ReadQueue:
             batch.error = str(error)
             return
         if not self._under_way:
-            self._ended_at = time.monotonic()
+            self._ended_at = self._looked_at = time.monotonic()
         self._under_way.append(batch)
         if self._poller is None or self._poller.done():
             self._poller = asyncio.get_running_loop().create_task(self._poll())
@@ -126,7 +128,10 @@ class ReadQueue:
 
     def _look(self) -> bool:
         """Returns whether any batch has ended."""
+        now = time.monotonic()
+        waited_s, self._looked_at = min(now - self._looked_at, _HELD_UP_S), now
         for batch in self._under_way:
+            batch.waited_s += waited_s
             try:
                 self._advance(batch)
             except NixlError as error:

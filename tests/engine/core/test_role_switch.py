@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -111,6 +112,21 @@ async def test_a_second_switch_is_refused_and_changes_nothing(pair: Pair, oracle
     assert await reading == oracle.tokens(61)
     await first
     assert llm.config == config
+
+
+async def test_no_memory_of_a_former_role_stays_mapped() -> None:
+    llm = await start_engine("prefill", host_tier_bytes=1 << 20)
+
+    def num_mapped() -> int:
+        return Path(f"/proc/{llm.core_pid}/maps").read_text().count("memfd:")
+
+    try:
+        before = num_mapped()
+        for _ in range(2):
+            await llm.switch_role(other_role(llm.config), None, LONG_S)
+        assert num_mapped() == before
+    finally:
+        await llm.shutdown()
 
 
 class FakeCore:

@@ -10,6 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.request import RequestStatus
+from engine.sched import host_kv
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import HostTierEvent, KVTransferParams, TierCommand, TierContents
@@ -374,6 +375,39 @@ def test_a_prompt_that_waits_is_weighed_once() -> None:
     request = make_request("again", PROMPT)
     assert [host.num_loadable(request, 0) for _ in range(100)] == [0] * 100
     assert host._disk_rate.num_refusals == host.num_cheaper_to_compute == 1
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks lie in host memory when they come after all."""
+    machine = machine_with_disk()
+    client = begin_to_load(machine, "again")
+    assert machine.host is not None
+    machine.schedule()
+    assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    monkeypatch.setattr(host_kv, "_READ_LIMIT_S", 0.0)
+    while not client.finish_reason:
+        machine.step()
+    assert client.tokens == client.expected and client.num_cached_tokens == 0
+    stats = machine.scheduler.stats()
+    assert (stats.prompt_tokens_loaded, stats.prompt_tokens_from_disk) == (0, 0)
+    assert machine.scheduler.remote.host._disk_rate.num_takes == 1
+    machine.finish()
+    machine.check_all_done()
+    machine.host.finish()
+    machine.poll_connector()
+    assert not machine.host.tier.num_jobs and not machine.host.tier._slots.pins
+    assert {machine.host.tier.tier_of(name) for name in names_of(machine)} == {Tier.HOST}
+
+
+def test_a_disk_may_answer_as_late_as_the_engine_core_is_held_up() -> None:
+    machine = machine_with_disk()
+    client = begin_to_load(machine, "again")
+    machine.scheduler.remote.host._looked_at -= 1000.0
+    machine.schedule()
+    assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    machine.finish()
+    assert client.num_cached_tokens == NUM_LOADABLE
+    machine.check_all_done()
 
 
 # The tier itself ------------------------------------------------------------------------------

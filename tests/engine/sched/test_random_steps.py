@@ -286,6 +286,38 @@ def test_the_tiers_are_used_in_every_way() -> None:
     assert totals["disk_tier_evicted_blocks"] > 0, totals
 
 
+def test_no_count_of_tokens_that_a_tier_gave_ever_falls() -> None:
+    """Whoever reads counters takes a fall for a restart, and adds all that is there."""
+    config = make_config(
+        max_num_seqs=3, max_num_batched_tokens=16, max_model_len=64, kv_transfer=SHARING
+    )
+    from_disk = 0
+    for seed in range(8):
+        machine = StepMachine(config, 16, depth=2, seed=seed, num_host_slots=6, num_files=20)
+        _watch_tiers(machine)
+        Traffic(machine, seed, ["local", "export"]).run()
+        stats = machine.scheduler.stats()
+        from_disk += stats.prompt_tokens_from_disk
+        assert stats.prefix_cache_hits <= stats.prefix_cache_queries
+    assert from_disk > 0
+
+
+def _watch_tiers(machine: StepMachine) -> None:
+    """Looks, whenever loads may have ended, at what came from cache, host memory and disk."""
+    poll, before = machine.poll_connector, [0, 0, 0]
+
+    def watched() -> None:
+        poll()
+        stats = machine.scheduler.stats()
+        cached, loaded = stats.prompt_tokens_cached, stats.prompt_tokens_loaded
+        from_disk = stats.prompt_tokens_from_disk
+        now = [cached - loaded, loaded - from_disk, from_disk]
+        assert all(new >= old for new, old in zip(now, before, strict=True)), (before, now)
+        before[:] = now
+
+    machine.poll_connector = watched  # type: ignore[method-assign]
+
+
 def test_peers_are_offered_what_lies_in_host_memory() -> None:
     """Some loads for them fail, and some are given up meanwhile."""
     config = make_config(

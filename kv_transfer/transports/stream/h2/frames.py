@@ -6,12 +6,16 @@ every peer reads, and read with the hpack library (RFC 7541).
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Iterable
 from enum import IntEnum
 from urllib.parse import quote
 
 from hpack import Decoder, HPACKError
+
+logging.getLogger("hpack").setLevel(logging.INFO)
+"""Below that it writes what every header says, and some say the cluster's token."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_HEADER_BYTES = 9
