@@ -2,7 +2,9 @@
 
     tokenizer.json           the vocabulary and the rules of splitting and joining
     tokenizer_config.json    names of special tokens, and often the chat template
+    special_tokens_map.json  names of special tokens that the former leaves out
     chat_template.jinja      the chat template, where it has a file of its own
+    chat_template.json       the same, as older releases of models with images have it
 
 Only the `tokenizers` library is needed, neither torch nor transformers. A model with random
 weights may have no tokenizer; then each token is a word, t0, t1, and so on.
@@ -87,7 +89,11 @@ class Tokenizer:
                 f"{file} cannot be read: {error}; copy the checkpoint's files again"
             ) from error
         config = _read_json(folder / "tokenizer_config.json")
-        sources, special_tokens = _chat_template_sources(folder, config), _special_tokens(config)
+        sources = _chat_template_sources(folder, config)
+        special_tokens = {
+            **_special_tokens(_read_json(folder / "special_tokens_map.json")),
+            **_special_tokens(config),
+        }
         try:
             named = {name: ChatTemplate(text, special_tokens) for name, text in sources.items()}
         except ChatTemplateError as error:
@@ -285,6 +291,8 @@ def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str,
     named ones."""
     found: dict[str, str] = {}
     source = config.get("chat_template")
+    if source is None:
+        source = _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(source, str):
         found[_DEFAULT] = source
     elif isinstance(source, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -142,6 +143,22 @@ def test_a_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
     save(tmp_path, byte_level_backend(), "from configuration")
     (tmp_path / "chat_template.jinja").write_text("from file {{ eos_token }}", encoding="utf-8")
     assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "from file </s>"
+
+
+def test_a_template_may_be_in_the_file_of_a_processor(tmp_path: Path) -> None:
+    """Mistral Small 3.1 has its template there alone."""
+    save(tmp_path, byte_level_backend(), None)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "of the processor"
+    save(tmp_path, byte_level_backend(), "of the tokenizer")
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "of the tokenizer"
+
+
+def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend(), "{{ bos_token }}{{ eos_token }}", bos_token=None)
+    others = {"bos_token": {"content": "<b>", "lstrip": False}, "eos_token": "<other>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(others))
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "<b></s>"
 
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
