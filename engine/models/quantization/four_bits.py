@@ -9,11 +9,28 @@ import msgspec
 from engine.models.quantization.fields import Fields
 from engine.quantization import Int4Scheme, Mxfp4Scheme, Quantization, SchemeRule
 
+_AUTO_ROUND = (
+    "amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning",
+    "enable_quanted_input", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr",
+    "minmax_lr", "nsamples", "provider", "quant_block_list", "scale_dtype", "seqlen",
+    "to_quant_block_names", "train_bs",
+)  # fmt: skip
+"""How AutoRound has found the weights, which it publishes in the forms of others."""
+
 
 def read_awq(fields: Fields) -> Quantization:
+    """Reads AutoAWQ's form, as GPTQModel and AutoRound write it, too."""
     fields.expect("bits", 4)
-    fields.expect("version", "gemm", "GEMM")
+    for name in ("version", "checkpoint_format", "format"):
+        fields.expect(name, "gemm", "GEMM")
     fields.expect("zero_point", True)
+    fields.expect("method", "awq")
+    fields.expect("pack_dtype", "int32")
+    fields.expect("data_type", "int")
+    for name in ("lm_head", "desc_act"):
+        fields.expect(name, False)
+    # Zero points are stored in either case.
+    fields.ignore("sym", "meta", *_AUTO_ROUND)
     fields.ignore("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
     scheme = Int4Scheme(layout="awq", group_size=_group_size(fields), symmetric=False)
     ignored = fields.names("modules_to_not_convert")
@@ -30,6 +47,7 @@ def read_gptq(fields: Fields) -> Quantization:
     fields.expect("pack_dtype", "int32")
     fields.expect("lm_head", False)
     fields.expect("is_marlin_format", False)
+    fields.expect("data_type", "int")
     # How the weights were found.
     fields.ignore(
         "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",
@@ -38,7 +56,7 @@ def read_gptq(fields: Fields) -> Quantization:
         "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "mse",
         "offload_to_disk", "offload_to_disk_path", "pad_token_id", "parallel_packing", "quantizer",
         "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2",
-        "v2_alpha",
+        "v2_alpha", *_AUTO_ROUND,
     )  # fmt: skip
     scheme = Int4Scheme(
         layout="gptq",

@@ -318,6 +318,18 @@ _PUBLISHED = [
     # GPTQModel
     gptq(128, dynamic=None, pack_dtype="int32", static_groups=False, damp_auto_increment=0.0025,
          meta={"quantizer": ["gptqmodel:1.4.4"], "uri": "", "static_groups": False}),
+    # AutoRound in GPTQ's form, and in AWQ's
+    gptq(128, amp=True, autoround_version="0.4.1", batch_size=8, data_type="int",
+         enable_minmax_tuning=True, enable_norm_bias_tuning=False, enable_quanted_input=True,
+         gradient_accumulate_steps=1, iters=512, low_gpu_mem_usage=False, lr=0.001953125,
+         minmax_lr=0.001953125, nsamples=512, provider="auto-round", seqlen=2048,
+         scale_dtype="torch.float16", to_quant_block_names=None),
+    awq(128) | {"autoround_version": "0.4.5", "data_type": "int", "iters": 200, "nsamples": 128,
+                "provider": "auto-round", "seqlen": 2048, "sym": False, "train_bs": 8},
+    # GPTQModel in AWQ's form
+    awq(128) | {"checkpoint_format": "gemm", "desc_act": False, "format": "gemm",
+                "lm_head": False, "meta": {"quantizer": ["gptqmodel:5.0.0"]}, "method": "awq",
+                "pack_dtype": "int32", "sym": True},
     # llm-compressor
     ct_int4(128, actorder="weight") | {
         "sparsity_config": {"format": "dense", "global_sparsity": 0.14, "ignore": [],
@@ -325,7 +337,13 @@ _PUBLISHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", _PUBLISHED, ids=["awq", "gptq", "gptqmodel", "llm-compressor"])
+_PUBLISHERS = [
+    "awq", "gptq", "gptqmodel", "auto-round gptq", "auto-round awq", "gptqmodel awq",
+    "llm-compressor",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", _PUBLISHED, ids=_PUBLISHERS)
 def test_what_publishers_write_is_read(config: dict[str, Any]) -> None:
     quantization = read_quantization(Path(), config)
     assert quantization is not None
@@ -344,6 +362,8 @@ _FP8_GROUP = compressed_tensors({"strategy": "channel"})["config_groups"]["group
         (awq(128) | {"bits": 8}, ("quantization_config.bits", "8")),
         (awq(128) | {"version": "gemv"}, ("'gemv'", "quantization_config.version")),
         (awq(128) | {"zero_point": False}, ("zero_point",)),
+        (awq(128) | {"format": "marlin"}, ("'marlin'", "quantization_config.format")),
+        (gptq(128, data_type="nv_fp"), ("'nv_fp'", "quantization_config.data_type")),
         (awq(0), ("quantization_config.group_size",)),
         (gptq(128) | {"bits": 3}, ("quantization_config.bits", "3")),
         (gptq(128, checkpoint_format="marlin"), ("'marlin'", "checkpoint_format")),
