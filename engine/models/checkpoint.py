@@ -25,7 +25,7 @@ from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.vision import read_vision
-from engine.models.weight_files import WeightFiles
+from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
 from engine.models.wrappers import text_config
 
 __all__ = [
@@ -43,7 +43,6 @@ _DTYPES: dict[str, Dtype] = {
     "bfloat16": "bfloat16",
 }
 _STORED_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def resolve_model(
@@ -210,10 +209,10 @@ def _is_tied(said: bool | None, weights: WeightFiles, *, is_part: bool) -> bool 
     family has it."""
     if said is None and is_part:
         # Releases leave it to the class of the whole model, and these differ from their text part.
-        return _HEAD not in weights.tensors
+        return not {HEAD, EMBEDDING} <= weights.tensors.keys()
     # A head that was trained apart is often stored beside a config.json that still ties it. As in
     # transformers the head counts.
-    return False if said is not False and weights.differ(_HEAD, _EMBEDDING) else said
+    return False if said is not False and weights.differ(HEAD, EMBEDDING) else said
 
 
 def _names(text: str) -> list[str]:

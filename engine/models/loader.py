@@ -23,7 +23,7 @@ from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import STORED_TYPES, fill_jobs
 from engine.models.kv_scale_files import is_kv_scale
 from engine.models.stacked_experts import unstacked
-from engine.models.weight_files import StoredTensor, WeightFiles
+from engine.models.weight_files import EMBEDDING, HEAD, StoredTensor, WeightFiles
 from engine.models.weight_reader import WeightReader
 
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
@@ -92,11 +92,20 @@ def load_weights(
                 files.take_tower()
             if model.may_have_stacked_experts:
                 files.tensors = unstacked(files.tensors)
+            _take_tied_head(files, wanted)
             _leave_to_others(files, wanted, tuple(model.elsewhere))
             skipped = _check(files, wanted, model.unused_weights)
             _load(files, wanted, report, on_total)
     report(1.0)
     return skipped
+
+
+def _take_tied_head(files: WeightFiles, wanted: list[CheckpointWeight]) -> None:
+    """Takes the head as the embedding where that is not stored and both are one: safetensors'
+    `save_model` stores what is shared under one of its names."""
+    names = {part.name for weight in wanted for part in weight.slices}
+    if EMBEDDING in names - files.tensors.keys() and HEAD not in names and HEAD in files.tensors:
+        files.tensors[EMBEDDING] = files.tensors.pop(HEAD)
 
 
 def _leave_to_others(

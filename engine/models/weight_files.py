@@ -18,6 +18,7 @@ from engine.models.wrappers import text_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_HEADER_BYTES = 100 << 20
 _HASH_WHOLE_BYTES = 64 << 20
 """Checkpoints up to this size are hashed completely."""

@@ -599,6 +599,21 @@ def test_a_head_that_was_trained_apart_counts(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
+def test_a_tied_pair_may_be_stored_as_the_head(copy: Callable[[str], Path]) -> None:
+    """Transformers takes what safetensors' `save_model` writes."""
+    folder = copy("qwen3_tied")
+    prompt = prompts()[1]
+    expected = reference_logits(reference(folder), prompt)
+    name = "model.embed_tokens.weight"
+    change_weights(folder, lambda all_: all_.update({"lm_head.weight": all_.pop(name)}))
+    torch.testing.assert_close(reference_logits(reference(folder), prompt), expected)
+    [found] = make_paged_model(folder, ParallelGroup(0, 1)).prefill([prompt], len(prompt))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    edit_config(folder, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        load(folder)
+
+
 def test_tensor_of_another_shape(copy: Callable[[str], Path]) -> None:
     folder = copy("llama")
     name = "model.layers.0.mlp.up_proj.weight"
