@@ -217,7 +217,8 @@ def _module(
                 f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, not a matrix of floats",
                 "save the adapter anew",
             )
-    rank = _of_module(folder, name, config.rank_pattern, config.r)
+    own_name = _module_of(a)
+    rank = _of_module(folder, own_name, config.rank_pattern, config.r)
     if a.shape[0] != rank or b.shape[1] != rank:
         raise AdapterError(
             folder,
@@ -225,8 +226,15 @@ def _module(
             f"{CONFIG_FILE}",
             "save the adapter anew",
         )
-    alpha = _of_module(folder, name, config.alpha_pattern, config.lora_alpha)
+    alpha = _of_module(folder, own_name, config.alpha_pattern, config.lora_alpha)
     return ModuleMatrices(a, b, alpha / (rank**0.5 if config.use_rslora else rank))
+
+
+def _module_of(matrix: StoredTensor) -> str:
+    """Returns what the adapter itself calls the module of a matrix, as its patterns do."""
+    match = _MATRIX.fullmatch(matrix.name)
+    assert match is not None
+    return match[1]
 
 
 def _of_module(folder: Path, name: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:

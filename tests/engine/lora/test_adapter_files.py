@@ -103,6 +103,24 @@ def test_a_rank_beyond_the_slots_is_refused_with_its_flag(
         read_adapter(tmp_path, 16)
 
 
+def test_patterns_name_modules_as_the_adapter_does(adapter: Path) -> None:
+    """Adapters of whole models have modules behind a prefix that the decoder alone has not."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    inner = "base_model.model.model."
+    save_file(
+        {name.replace(inner, inner + "language_model."): t for name, t in tensors.items()},
+        adapter / "adapter_model.safetensors",
+    )
+    name = "model.layers.0.self_attn.q_proj"
+    before = read_adapter(adapter, MAX_RANK).modules[name]
+    for prefix in ("model.language_model.", "language_model.", "^model.language_model."):
+        pattern = prefix + name.removeprefix("model.")
+        change_config(adapter, alpha_pattern={pattern: 7 * before.scale * before.rank})
+        modules = read_adapter(adapter, MAX_RANK).modules
+        assert modules[name].scale == pytest.approx(7 * before.scale)
+        assert sum(module.scale != before.scale for module in modules.values()) == 1
+
+
 def test_the_digest_tells_weights_and_configuration_apart(adapter: Path) -> None:
     digests = [read_adapter(adapter, MAX_RANK).digest]
     change_config(adapter, lora_alpha=17)
