@@ -73,6 +73,7 @@ class WeightFiles:
     def __init__(self, folder: Path, wrapper: str = "") -> None:
         self.folder = folder
         self.tensors = self._read_index() if self._is_sharded() else _read_header(self._single())
+        self.tensors = {_own_name(tensor): tensor for tensor in self.tensors.values()}
         self.others: tuple[StoredTensor, ...] = ()
         if wrapper:
             named = [(text_name(name), tensor) for name, tensor in self.tensors.items()]
@@ -162,6 +163,17 @@ class WeightFiles:
             digest.update(f"{name}|{tensor.dtype}|{tensor.shape}\n".encode())
             _hash_contents(digest, tensor, pages)
         return digest.digest()
+
+
+def _own_name(tensor: StoredTensor) -> str:
+    """Returns a tensor's name, with scales of whole tensors in FP8 called as most publishers call
+    them: transformers has other names (Ministral 3)."""
+    name = tensor.name
+    if name.endswith(".activation_scale"):
+        return name.removesuffix("activation_scale") + "input_scale"
+    if name.endswith(".weight_scale_inv") and not tensor.shape:
+        return name.removesuffix("_inv")
+    return name
 
 
 def _hash_contents(digest: xxhash.xxh3_128, tensor: StoredTensor, pages: int | None) -> None:

@@ -105,6 +105,14 @@ def write_fp8_tensors(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
     }, numbers.float() * scale
 
 
+def write_fp8_as_transformers(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """Writes the same by the names of transformers, as Ministral 3 is published."""
+    stored, meaning = write_fp8_tensors(layer, weight)
+    others = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    endings = [(name.rpartition(".")[2], tensor) for name, tensor in stored.items()]
+    return {f"{layer}.{others.get(end, end)}": tensor for end, tensor in endings}, meaning
+
+
 FP8_BLOCKS = {
     "quant_method": "fp8",
     "fmt": "e4m3",

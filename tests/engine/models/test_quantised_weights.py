@@ -28,6 +28,7 @@ from tests.engine.models.quantised_checkpoints import (
     Writer,
     compressed_tensors,
     quantise_checkpoint,
+    write_fp8_as_transformers,
     write_fp8_blocks,
     write_fp8_channels,
     write_fp8_tensors,
@@ -45,6 +46,16 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "channels": (write_fp8_channels, _CHANNELS),
     "tensors": (write_fp8_tensors, FP8_TENSORS),
     "modelopt": (write_fp8_tensors, MODELOPT),
+    "transformers": (
+        write_fp8_as_transformers,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["model.vision_tower", "lm_head"],
+            "dequantize": False,
+        },
+    ),
 }
 FAMILIES = ["llama", "phi3", "mixtral", "deepseek_v3_yarn"]
 
