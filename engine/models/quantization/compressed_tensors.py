@@ -30,7 +30,7 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
         method="compressed-tensors",
         rules=rules,
         ignored=fields.names("ignore"),
-        kv_cache=_kv_cache(fields.part("kv_cache_scheme")),
+        kv_cache=read_kv_cache(fields.part("kv_cache_scheme")),
     )
 
 
@@ -108,7 +108,9 @@ def _activations(fields: Fields | None) -> Activations:
     return "dynamic" if dynamic else "static"
 
 
-def _kv_cache(fields: Fields | None) -> Literal["fp8"] | None:
+def read_kv_cache(fields: Fields | None) -> Literal["fp8"] | None:
+    """Returns what a scheme recommends for the KV cache. Raises `UnsupportedField` unless that is
+    FP8."""
     if fields is None:
         return None
     bits, kind = fields.get("num_bits", int, 8), fields.get("type", str, "int")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.models.quantization.compressed_tensors import read_kv_cache
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.fp8 import LM_HEAD
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
@@ -18,7 +19,7 @@ def read_modelopt(fields: Fields) -> Quantization:
     if algorithm not in _ALGORITHMS:
         raise fields.refused("quant_algo", repr(algorithm))
     kv_cache = fields.get("kv_cache_quant_algo", str, "")
-    scheme = fields.part("kv_cache_scheme")
+    scheme = read_kv_cache(fields.part("kv_cache_scheme"))
     if kv_cache not in ("", "FP8"):
         raise fields.refused("kv_cache_quant_algo", repr(kv_cache))
     excluded = fields.names("exclude_modules") + fields.names("ignore")
@@ -28,5 +29,5 @@ def read_modelopt(fields: Fields) -> Quantization:
         method="modelopt",
         rules=(SchemeRule(("Linear",), _ALGORITHMS[algorithm]),),
         ignored=(*excluded, LM_HEAD),
-        kv_cache="fp8" if kv_cache or scheme is not None else None,
+        kv_cache="fp8" if kv_cache else scheme,
     )

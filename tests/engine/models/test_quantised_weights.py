@@ -188,6 +188,10 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
         (FP8_BLOCKS | {"modules_to_not_convert": ["re:("]}, ("modules_to_not_convert",)),
         (FP8_BLOCKS | {"modules_to_not_convert": "lm_head"}, ("modules_to_not_convert",)),
         (MODELOPT | {"quant_algo": "NVFP4"}, ("'NVFP4'", "quant_algo")),
+        (
+            MODELOPT | {"kv_cache_scheme": {"num_bits": 4, "type": "float", "dynamic": False}},
+            ("4 bits", "kv_cache_scheme.num_bits"),
+        ),
         (compressed_tensors({"strategy": "channel", "num_bits": 6}), ("6 bits", "num_bits")),
         (compressed_tensors({"strategy": "attn_head"}), ("attn_head", "weights.strategy")),
         (compressed_tensors({"strategy": "channel"}, format="marlin-24"), ("format",)),
