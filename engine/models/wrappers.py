@@ -86,16 +86,16 @@ def text_config(name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     above = {key: whole[key] for key in _OF_ALL if whole.get(key) is not None}
     config = {**WRAPPERS[name].defaults, **text, **above}
     if (quantisation := config.get("quantization_config")) is not None:
-        config["quantization_config"] = _with_own_names(quantisation)
+        config["quantization_config"] = with_own_names(quantisation)
     return config
 
 
-def _with_own_names(value: Any) -> Any:
+def with_own_names(value: Any) -> Any:
     """Returns a part of config.json with modules named as a decoder of its own names them."""
     if isinstance(value, dict):
-        return {key: _with_own_names(part) for key, part in value.items()}
+        return {key: with_own_names(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_with_own_names(part) for part in value]
+        return [with_own_names(part) for part in value]
     if isinstance(value, str):
         return (text_name(value + ".") or value).removesuffix(".")
     return value

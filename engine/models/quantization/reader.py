@@ -16,6 +16,7 @@ from engine.models.quantization.four_bits import read_awq, read_gptq, read_mxfp4
 from engine.models.quantization.fp8 import ONLINE, read_fp8
 from engine.models.quantization.modelopt import read_modelopt
 from engine.models.specs.base import UnsupportedField
+from engine.models.wrappers import with_own_names
 from engine.quantization import Quantization
 
 READERS: dict[str, Callable[[Fields], Quantization]] = {
@@ -67,6 +68,7 @@ def _published(folder: Path, values: dict[str, object] | None) -> Quantization |
     if values is None:
         path = folder / _MODELOPT_FILE
         values = read_json(path, _ModelOptFile).quantization if path.is_file() else {}
+        values = with_own_names(values)
         if not values:
             return None
         place, values = f"{_MODELOPT_FILE}: quantization", {"quant_method": "modelopt"} | values

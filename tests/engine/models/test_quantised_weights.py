@@ -18,6 +18,7 @@ from engine.distributed import ParallelGroup
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
+from engine.models.quantization.reader import read_quantization
 from engine.parallel import ParallelPlace
 from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.parity_cases import prompts
@@ -155,6 +156,16 @@ def test_modelopts_own_file(make_pair: MakePair) -> None:
     assert before is not None and after is not None
     assert after.rules == before.rules
     assert (before.kv_cache, after.kv_cache) == (None, "fp8")
+
+
+def test_modelopts_own_file_names_modules_of_the_whole_model(tmp_path: Path) -> None:
+    excluded = ["model.language_model.layers.0*", "language_model.model.layers.1.mlp", "visual*"]
+    own = {"quant_algo": "FP8", "exclude_modules": excluded}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    quantization = read_quantization(tmp_path, None)
+    assert quantization is not None
+    found = [quantization.scheme_of(f"model.layers.{i}.mlp.up_proj") for i in range(3)]
+    assert [scheme is not None for scheme in found] == [False, False, True]
 
 
 def test_a_static_kv_cache_is_a_recommendation(make_pair: MakePair) -> None:
