@@ -8,6 +8,7 @@ from engine.models.quantization.fields import Fields
 from engine.quantization import Activations, Fp8Scheme, Int4Scheme, Quantization, Scheme, SchemeRule
 
 _STATES = ("compressed", "frozen")
+_SCALE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32")
 
 
 def read_compressed_tensors(fields: Fields) -> Quantization:
@@ -23,7 +24,9 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
     groups = fields.get("config_groups", dict[str, dict[str, object]], {})
     place = f"{fields.place}.config_groups"
     form = fields.get("format", str, "")
-    rules = tuple(_rule(Fields(f"{place}.{name}", group), form) for name, group in groups.items())
+    rules = _by_name_first(
+        [_rule(Fields(f"{place}.{name}", group), form) for name, group in groups.items()]
+    )
     if not rules:
         raise fields.refused("config_groups", "no group of layers")
     return Quantization(
@@ -32,6 +35,17 @@ def read_compressed_tensors(fields: Fields) -> Quantization:
         ignored=fields.names("ignore"),
         kv_cache=read_kv_cache(fields.part("kv_cache_scheme")),
     )
+
+
+def _by_name_first(rules: list[SchemeRule]) -> tuple[SchemeRule, ...]:
+    """Returns the rules in the order of compressed-tensors: what a layer's name says goes before
+    what its class says, whatever group comes first."""
+    named = [
+        SchemeRule(names, rule.scheme)
+        for rule in rules
+        if (names := tuple(name for name in rule.targets if name != "Linear"))
+    ]
+    return (*named, *(SchemeRule(("Linear",), r.scheme) for r in rules if "Linear" in r.targets))
 
 
 def _rule(group: Fields, form: str) -> SchemeRule:
@@ -60,8 +74,9 @@ def _scheme(weights: Fields, activations: Activations) -> Scheme:
     block = weights.get("block_structure", list[int], [])
     is_reordered = weights.choice("actorder", False, "weight", "static", "group", True)
     weights.expect("dynamic", False)
-    weights.expect("zp_dtype", "torch.int8")
-    weights.expect("scale_dtype")
+    # Without zero points their type says nothing.
+    weights.expect("zp_dtype", "torch.int8", *(("torch.float8_e4m3fn",) if symmetric else ()))
+    weights.expect("scale_dtype", *_SCALE_TYPES)
     weights.ignore("observer", "observer_kwargs")
     if (bits, kind) == (8, "float"):
         if not symmetric:
@@ -97,10 +112,10 @@ def _activations(fields: Fields | None) -> Activations:
         raise fields.refused("num_bits", f"activations of {bits} bits, type {kind!r}")
     fields.expect("symmetric", True)
     dynamic = fields.get("dynamic", bool, False)
-    fields.expect("strategy", *(("token", "group") if dynamic else ("tensor",)))
+    fields.expect("strategy", "tensor", *(("token", "group") if dynamic else ()))
     fields.expect("group_size", 128)
-    fields.expect("scale_dtype")
-    fields.expect("zp_dtype")
+    fields.expect("scale_dtype", *_SCALE_TYPES)
+    fields.expect("zp_dtype", "torch.float8_e4m3fn")
     fields.expect("block_structure")
     fields.expect("actorder")
     fields.ignore("observer", "observer_kwargs")

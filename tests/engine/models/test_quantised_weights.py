@@ -20,6 +20,7 @@ from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.models.quantization.reader import read_quantization
 from engine.parallel import ParallelPlace
+from engine.quantization import Fp8Scheme
 from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import (
@@ -141,6 +142,29 @@ def test_groups_of_layers_have_schemes_of_their_own(checkpoints: Path, tmp_path:
     quantise_checkpoint(checkpoints / "llama", quantised, plain, write, config)
     ours, expected = (parameters(folder, 1, 2) for folder in (quantised, plain))
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("named", [r"re:.*\.down_proj$", "model.layers.0.mlp.down_proj"])
+def test_a_layers_name_counts_more_than_its_class(named: str) -> None:
+    """As compressed-tensors has it, in whatever order groups are."""
+    blocks = compressed_tensors({"strategy": "block", "block_structure": [16, 16]})
+    groups = {
+        "a": _CHANNELS["config_groups"]["group_0"],
+        "b": blocks["config_groups"]["group_0"] | {"targets": [named]},
+    }
+    quantization = read_quantization(Path(), _CHANNELS | {"config_groups": groups})
+    assert quantization is not None
+    for layer, scales in (("down_proj", "block"), ("up_proj", "channel")):
+        scheme = quantization.scheme_of(f"model.layers.0.mlp.{layer}")
+        assert isinstance(scheme, Fp8Scheme) and scheme.scales == scales
+
+
+def test_types_of_scales_and_of_absent_zero_points_say_nothing() -> None:
+    types = {"scale_dtype": "torch.bfloat16", "zp_dtype": "torch.float8_e4m3fn"}
+    config = compressed_tensors({"strategy": "channel", **types})
+    config["config_groups"]["group_0"]["input_activations"] |= {**types, "strategy": "tensor"}
+    found = read_quantization(Path(), config)
+    assert found == read_quantization(Path(), _CHANNELS)
 
 
 def test_modelopts_own_file(make_pair: MakePair) -> None:
