@@ -43,6 +43,11 @@ class RopeFields(msgspec.Struct):
     def kind(self) -> str:
         return self.rope_type or self.type or "default"
 
+    @property
+    def scales(self) -> bool:
+        """Returns whether positions count otherwise than one by one."""
+        return self.kind not in ("default", "mrope")
+
 
 class ConfigHead(msgspec.Struct):
     """Holds what says whose `config.json` this is: the rest of it differs between kinds of models.

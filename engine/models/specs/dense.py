@@ -317,6 +317,14 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         ):
             if is_set:
                 yield UnsupportedField(name, "biases beyond those of its family")
+        older, newer = file.rope_scaling, file.rope_parameters
+        is_flat = newer is not None and newer.full_attention is None
+        if older and newer and is_flat and older.scales and older.kind != newer.kind:
+            yield UnsupportedField(
+                "rope_scaling",
+                f"rope_type {older.kind!r} beside {newer.kind!r} in rope_parameters",
+                "write the scaling into rope_parameters, with its rope_theta",
+            )
         if file.dual_chunk_attention_config is not None:
             yield UnsupportedField("dual_chunk_attention_config", "attention within chunks")
         part = file.partial_rotary_factor or file.rope.partial_rotary_factor or 1.0

@@ -352,6 +352,14 @@ def test_config_that_is_refused(
             {"rope_parameters": {"partial_rotary_factor": 1.5}},
             ("partial_rotary_factor", "1.5 of a head"),
         ),
+        (
+            "mistral",
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            ("rope_scaling", "'yarn' beside 'default'"),
+        ),
         ("gemma3", {"layer_types": ["chunked_attention"]}, ("chunked_attention", "layer_types")),
         ("gemma2", {"use_bidirectional_attention": True}, ("later tokens",)),
         ("gemma2", {"hidden_activation": "silu"}, ("'silu'",)),
