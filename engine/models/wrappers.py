@@ -11,6 +11,7 @@ Such a model answers text; a request with an image is refused where requests are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+_EXPRESSIONS = ("re:", "-:", "+:")
+"""What regular expressions begin with, those of GPTQModel's `dynamic` by the latter two."""
+_BEFORE_HEAD = re.compile(r"language_model\\?\.(?=lm_head)")
+_LANGUAGE_MODEL = re.compile(r"(?:model\\?\.)?language_model(?:\\?\.model(?=\W))?")
 _OF_ALL = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 """Fields of the whole model that its text part has, too."""
 
@@ -93,12 +98,19 @@ def text_config(name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
 def with_own_names(value: Any) -> Any:
     """Returns a part of config.json with modules named as a decoder of its own names them."""
     if isinstance(value, dict):
-        return {key: with_own_names(part) for key, part in value.items()}
+        return {_own_expression(key): with_own_names(part) for key, part in value.items()}
     if isinstance(value, list):
         return [with_own_names(part) for part in value]
-    if isinstance(value, str):
+    if isinstance(value, str) and not value.startswith(_EXPRESSIONS):
         return (text_name(value + ".") or value).removesuffix(".")
-    return value
+    return _own_expression(value) if isinstance(value, str) else value
+
+
+def _own_expression(pattern: str) -> str:
+    """Returns a regular expression for names of the whole model as one for the decoder's own."""
+    if not pattern.startswith(_EXPRESSIONS):
+        return pattern
+    return _LANGUAGE_MODEL.sub("model", _BEFORE_HEAD.sub("", pattern))
 
 
 def text_name(stored: str) -> str | None:

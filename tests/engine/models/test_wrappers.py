@@ -17,7 +17,8 @@ from engine.distributed import ParallelGroup
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.registry import MODELS, spec_of
 from engine.models.specs.dense import DenseSpec
-from engine.models.wrappers import WRAPPERS, text_config
+from engine.models.wrappers import WRAPPERS, text_config, with_own_names
+from engine.quantization import matches
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import make_paged_model
 
@@ -100,6 +101,30 @@ def test_modules_of_a_quantisation_are_renamed() -> None:
         "config_groups": {"group_0": {"targets": ["model.layers.0.mlp.up_proj"]}},
         "quant_method": "fp8",
     }
+
+
+@pytest.mark.parametrize(
+    ("published", "layers"),
+    [
+        (r"re:model\.language_model\.layers\.0\..*", {0}),
+        ("re:^language_model.model.layers.0.mlp", {0}),
+        (r"re:.*language_model\.layers\.(0|1)\.", {0, 1}),
+        ("re:.*language_model.*mlp.*", {0, 1, 2}),
+        ("re:.*mlp", {0, 1, 2}),
+        ("re:.*visual.*", set()),
+        ("re:language_model.lm_head", {"lm_head"}),
+    ],
+)
+def test_expressions_for_modules_are_of_the_whole_model(
+    published: str, layers: set[int | str]
+) -> None:
+    """Layers that they name are not quantised, by compressed-tensors and by GPTQModel."""
+    names: dict[int | str, str] = {i: f"model.layers.{i}.mlp.up_proj" for i in range(3)}
+    names["lm_head"] = "lm_head"
+    [pattern] = with_own_names([published])
+    assert {key for key, name in names.items() if matches(pattern, name)} == layers
+    [dynamic] = with_own_names({published.replace("re:", "-:"): {}})
+    assert dynamic.replace("-:", "re:") == pattern
 
 
 def wrap(plain: Path, folder: Path, name: str, prefixes: tuple[str, str], **whole: Any) -> Path:
