@@ -16,6 +16,16 @@ _AUTO_ROUND = (
     "to_quant_block_names", "train_bs",
 )  # fmt: skip
 """How AutoRound has found the weights, which it publishes in the forms of others."""
+_SEARCH = (
+    "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama",
+    "exllama_config", "gptaq", "hyb_act", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "mse",
+    "offload_to_disk", "offload_to_disk_path", "pad_token_id", "parallel_packing", "quantizer",
+    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2",
+    "v2_alpha", *_AUTO_ROUND,
+)  # fmt: skip
+"""How GPTQ's weights were found; transformers writes the same of AWQ's."""
 
 
 def read_awq(fields: Fields) -> Quantization:
@@ -30,8 +40,8 @@ def read_awq(fields: Fields) -> Quantization:
     for name in ("lm_head", "desc_act"):
         fields.expect(name, False)
     # Zero points are stored in either case.
-    fields.ignore("sym", "meta", *_AUTO_ROUND)
-    fields.ignore("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
+    fields.ignore("sym", *_SEARCH)
+    fields.ignore("do_fuse", "fuse_max_seq_len", "modules_to_fuse")
     scheme = Int4Scheme(layout="awq", group_size=_group_size(fields), symmetric=False)
     ignored = fields.names("modules_to_not_convert")
     return Quantization(
@@ -48,16 +58,7 @@ def read_gptq(fields: Fields) -> Quantization:
     fields.expect("lm_head", False)
     fields.expect("is_marlin_format", False)
     fields.expect("data_type", "int")
-    # How the weights were found.
-    fields.ignore(
-        "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",
-        "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama",
-        "exllama_config", "gptaq", "hyb_act", "max_input_length", "meta", "model_file_base_name",
-        "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "mse",
-        "offload_to_disk", "offload_to_disk_path", "pad_token_id", "parallel_packing", "quantizer",
-        "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2",
-        "v2_alpha", *_AUTO_ROUND,
-    )  # fmt: skip
+    fields.ignore(*_SEARCH)
     scheme = Int4Scheme(
         layout="gptq",
         group_size=_group_size(fields),

@@ -19,6 +19,7 @@ ONLINE = Quantization(
 def read_fp8(fields: Fields) -> Quantization:
     fields.expect("fmt", "e4m3")
     fields.expect("is_checkpoint_fp8_serialized", True)
+    fields.expect("expert_dtype", "fp8")
     choices: tuple[Activations, Activations] = ("dynamic", "static")
     activations = fields.choice("activation_scheme", *choices)
     # What the scales of activations are rounded to when a model is trained.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 from engine.config import EngineConfig, ModelConfig
 from engine.distributed import ParallelGroup
@@ -159,6 +160,14 @@ def test_a_layers_name_counts_more_than_its_class(named: str) -> None:
         assert isinstance(scheme, Fp8Scheme) and scheme.scales == scales
 
 
+@pytest.mark.parametrize("kind", [FineGrainedFP8Config, AwqConfig, GPTQConfig, Mxfp4Config])
+def test_what_transformers_writes_is_read(kind: Callable[..., Any]) -> None:
+    written = (kind(bits=4) if kind is GPTQConfig else kind()).to_dict()
+    quantization = read_quantization(Path(), json.loads(json.dumps(written)))
+    assert quantization is not None
+    assert quantization.method == written["quant_method"].value
+
+
 def test_types_of_scales_and_of_absent_zero_points_say_nothing() -> None:
     types = {"scale_dtype": "torch.bfloat16", "zp_dtype": "torch.float8_e4m3fn"}
     config = compressed_tensors({"strategy": "channel", **types})
@@ -222,6 +231,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
         (FP8_BLOCKS | {"rotation": "hadamard"}, ("'hadamard'", "quantization_config.rotation")),
         (FP8_BLOCKS | {"modules_to_not_convert": ["re:("]}, ("modules_to_not_convert",)),
         (FP8_BLOCKS | {"modules_to_not_convert": "lm_head"}, ("modules_to_not_convert",)),
+        (FP8_BLOCKS | {"expert_dtype": "fp4"}, ("'fp4'", "quantization_config.expert_dtype")),
         (MODELOPT | {"quant_algo": "NVFP4"}, ("'NVFP4'", "quant_algo")),
         (
             MODELOPT | {"kv_cache_scheme": {"num_bits": 4, "type": "float", "dynamic": False}},
