@@ -24,7 +24,7 @@ _PREFIXES = {
     "model.language_model.": "model.",
 }
 _EXPRESSIONS = ("re:", "-:", "+:")
-"""What regular expressions begin with, those of GPTQModel's `dynamic` by the latter two."""
+"""Regular expressions begin with one of these; the latter two are of GPTQModel's `dynamic`."""
 _BEFORE_HEAD = re.compile(r"language_model\\?\.(?=lm_head)")
 _LANGUAGE_MODEL = re.compile(r"(?:model\\?\.)?language_model(?:\\?\.model(?=\W))?")
 _OF_ALL = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")

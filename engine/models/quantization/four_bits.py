@@ -15,7 +15,7 @@ _AUTO_ROUND = (
     "minmax_lr", "nsamples", "provider", "quant_block_list", "scale_dtype", "seqlen",
     "to_quant_block_names", "train_bs",
 )  # fmt: skip
-"""How AutoRound has found the weights, which it publishes in the forms of others."""
+"""These say how AutoRound has found the weights, which it publishes in the forms of others."""
 _SEARCH = (
     "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",
     "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama",
@@ -25,7 +25,7 @@ _SEARCH = (
     "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2",
     "v2_alpha", *_AUTO_ROUND,
 )  # fmt: skip
-"""How GPTQ's weights were found; transformers writes the same of AWQ's."""
+"""These say how GPTQ's weights were found; transformers writes the same of AWQ's."""
 
 
 def read_awq(fields: Fields) -> Quantization:
