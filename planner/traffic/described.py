@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from planner.errors import TrafficError
-from planner.traffic.traffic import Arrival, Traffic
+from planner.traffic.traffic import MAX_SPAN_S, Arrival, Traffic
 
 _BLOCK_TOKENS = 64
 _LENGTHS = re.compile(r"([0-9.]+)(?:~([0-9.]+))?|([0-9.]+)-([0-9.]+)")
@@ -104,6 +104,11 @@ class Description:
             raise TrafficError(
                 f"--burstiness {self.burstiness:g}: it is a coefficient of variation, 1 for "
                 "Poisson arrivals, and at most 50"
+            )
+        if self.count / self.rate > MAX_SPAN_S:
+            raise TrafficError(
+                f"--rate {self.rate:g}: {self.count} requests would take "
+                f"{self.count / self.rate / 86_400:.0f} days to come, and 400 are the most"
             )
         if self.count < 100:
             raise TrafficError(f"--requests {self.count}: a 99th percentile needs 100 at least")

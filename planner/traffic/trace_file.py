@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import TraceError
-from planner.traffic.traffic import Arrival, Traffic, in_order
+from planner.traffic.traffic import MAX_SPAN_S, Arrival, Traffic, in_order
 
 _MOONCAKE_BLOCK = 512
 _MAX_TOKENS = 10_000_000
-_MAX_SPAN_S = 400 * 86_400.0
 
 
 def read_trace(path: Path, *, block_tokens: int = 512, load: str = "") -> Traffic:
@@ -105,7 +104,7 @@ def _tandem(row: _Row) -> Arrival:
     if not isinstance(session, str | int):
         raise row.wrong(f"session is {_shown(session)}; it is a name")
     return Arrival(
-        at_s=row.number("arrival_s", "seconds", _MAX_SPAN_S * 10_000),
+        at_s=row.number("arrival_s", "seconds", MAX_SPAN_S * 10_000),
         num_prompt=row.tokens("input_tokens"),
         num_output=row.tokens("output_tokens"),
         session=str(session),
@@ -116,7 +115,7 @@ def _tandem(row: _Row) -> Arrival:
 def _mooncake(row: _Row) -> Arrival:
     num_prompt = row.tokens("input_length")
     return Arrival(
-        at_s=row.number("timestamp", "milliseconds", 1e3 * _MAX_SPAN_S * 10_000) / 1e3,
+        at_s=row.number("timestamp", "milliseconds", 1e3 * MAX_SPAN_S * 10_000) / 1e3,
         num_prompt=num_prompt,
         num_output=max(1, round(row.number("output_length", "a number of tokens", _MAX_TOKENS))),
         blocks=row.hashes("hash_ids")[: num_prompt // _MOONCAKE_BLOCK],
@@ -143,7 +142,7 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
             continue
         row = _Row(path, number, fields)
         found.append(
-            Arrival(row.number("sent", "seconds", _MAX_SPAN_S), row.tokens("prompt_tokens"),
+            Arrival(row.number("sent", "seconds", MAX_SPAN_S), row.tokens("prompt_tokens"),
                     row.tokens("tokens"))
         )  # fmt: skip
     if not found:
@@ -154,7 +153,7 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
 def _checked(path: Path, traffic: Traffic) -> Traffic:
     if len(traffic.arrivals) < 2 or traffic.span_s == 0:
         raise TraceError(f"{path}: at least two requests at different times are needed")
-    if traffic.span_s > _MAX_SPAN_S:
+    if traffic.span_s > MAX_SPAN_S:
         raise TraceError(
             f"{path}: the trace spans {traffic.span_s / 86_400:.0f} days; are its times in another "
             "unit? arrival_s is in seconds, Mooncake's timestamp in milliseconds"

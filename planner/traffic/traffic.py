@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from planner.simulation.requests import SimRequest
 from router.request.info import RequestInfo, SessionSource
 
+MAX_SPAN_S = 400 * 86_400.0
+"""Is the longest time that traffic may cover."""
 _ROUTER_BLOCK_TOKENS = 1024
 """The router hashes pieces of a prompt's text of about this length."""
 

@@ -239,6 +239,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([], "say what the traffic is: --trace FILE, or --rate"),
         (["--rate", "0"], "--rate 0: it is requests in a second, more than 0"),
         (["--rate", "nan"], "--rate nan"),
+        (["--rate", "1e-9"], "3000 requests would take 34722222 days to come, and 400 are the mo"),
         (["--rate", "1", "--hit-share", "30"], "it is a part of 1, such as 0.3 for 30 %"),
         (["--rate", "1", "--input", "2k"], "'2k' is no length"),
         (["--rate", "1", "--slo-ttft-ms", "0"], "--slo-ttft-ms 0: it is in milliseconds"),
