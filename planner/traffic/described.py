@@ -11,6 +11,9 @@ from planner.errors import TrafficError
 from planner.traffic.traffic import MAX_SPAN_S, Arrival, Traffic
 
 _BLOCK_TOKENS = 64
+_MAX_REQUESTS = 1_000_000
+_REGULAR = 1e-3
+"""Times between requests that vary by less are all alike; squared, a tiny number would be 0."""
 _LENGTHS = re.compile(r"([0-9.]+)(?:~([0-9.]+))?|([0-9.]+)-([0-9.]+)")
 
 
@@ -88,7 +91,7 @@ class Description:
         return Traffic(f"{name}{self.output.mean:g} out", tuple(arrivals), _BLOCK_TOKENS)
 
     def _pause(self, rng: random.Random) -> float:
-        if self.burstiness == 0:
+        if self.burstiness < _REGULAR:
             return 1 / self.rate
         shape = 1 / self.burstiness**2
         return rng.gammavariate(shape, 1 / (shape * self.rate))
@@ -112,3 +115,5 @@ class Description:
             )
         if self.count < 100:
             raise TrafficError(f"--requests {self.count}: a 99th percentile needs 100 at least")
+        if self.count > _MAX_REQUESTS:
+            raise TrafficError(f"--requests {self.count}: at most {_MAX_REQUESTS} are simulated")

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,8 @@ class _Row:
             known = ", ".join(sorted(self.fields)[:8]) or "nothing"
             raise self.wrong(f"{name} ({unit}) is missing; the line has {known}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not 0 <= value <= most:
+        # No comparison turns a whole number into a float, which a very large one does not fit into.
+        if not is_number or not 0 <= value <= most:
             raise self.wrong(f"{name} is {_shown(value)}; it is {unit}, from 0 to {most:g}")
         return float(value)
 
@@ -92,7 +92,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}:{line}: this is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise TraceError(f"{path}:{line}: this is {_shown(row)}, and no JSON object")
@@ -126,7 +126,7 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
     try:
         loads = json.loads(text)["figures"]["loads"]
         by_name = {str(item["load"]): item["requests"] for item in loads if "requests" in item}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise TraceError(
             f"{path}: this is neither JSONL nor a result of `python -m bench.serving.load`"
         ) from None
@@ -137,7 +137,10 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
         listed = ", ".join(map(repr, by_name))
         raise TraceError(f"{path}: choose a load of it with --load: {listed}")
     found = []
-    for number, fields in enumerate(by_name[name], 1):
+    rows = by_name[name]
+    if not isinstance(rows, list) or not all(isinstance(fields, dict) for fields in rows):
+        raise TraceError(f"{path}: requests of load {name!r} are {_shown(rows)}, no JSON objects")
+    for number, fields in enumerate(rows, 1):
         if fields.get("sent") is None or fields.get("error"):
             continue
         row = _Row(path, number, fields)
