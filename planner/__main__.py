@@ -32,6 +32,7 @@ from planner.traffic.trace_file import read_trace
 from planner.traffic.traffic import Traffic
 
 _DEFAULT_PROFILE = "h200-llama-3.1-8b"
+_MAX_BLOCK_TOKENS = 65536
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,6 +100,11 @@ def _traffic(arguments: argparse.Namespace) -> Traffic:
             raise PlanError("give either --trace or --rate")
         if arguments.requests < 100:
             raise PlanError("--requests: a 99th percentile needs 100 at least")
+        if not 1 <= arguments.block_tokens <= _MAX_BLOCK_TOKENS:
+            raise PlanError(
+                f"--block-tokens {arguments.block_tokens}: it is the tokens that one hash "
+                f"stands for, 1 to {_MAX_BLOCK_TOKENS}"
+            )
         return read_trace(arguments.trace, block_tokens=arguments.block_tokens, load=arguments.load)
     if arguments.rate is None:
         raise PlanError("say what the traffic is: --trace FILE, or --rate, --input and --output")

@@ -8,6 +8,7 @@ plan from it is careful; `tandem bench` measures the curves.
 
 from __future__ import annotations
 
+import http.client
 import re
 import urllib.request
 from collections import defaultdict
@@ -84,7 +85,7 @@ def _fetch(url: str) -> str:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise MetricsError(f"--metrics {url}: {reason}") from None
 

@@ -3,6 +3,7 @@ hub's library takes a tenth of a second, which every process of a node would pay
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,11 @@ from huggingface_hub.errors import (
 
 from engine.config import LoadFormat
 from engine.models.errors import CheckpointError
+
+for _client in ("httpx", "httpcore", "httpx2", "httpcore2"):
+    # What the hub's library asks with tells the addresses that it is sent on to, and who has one of
+    # those may read the files of a private model for a while.
+    logging.getLogger(_client).setLevel(logging.WARNING)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]

@@ -17,6 +17,7 @@ import itertools
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,11 +96,14 @@ class SimCluster:
         self.routers = [self._make_router(make_policy) for _ in range(shape.num_routers)]
         self.measured = Measured()
         self._left = 0
+        self._coming: deque[float] = deque()
+        """Times of the requests that have not come yet."""
         self._warm_at = 0.0
 
     def run(self, requests: Sequence[SimRequest], warm_part: float = 0.15) -> Measured:
         """Runs all `requests`: to their first token, or to their last if decode nodes step."""
         self._left = len(requests)
+        self._coming.extend(request.at_s for request in requests)
         self._warm_at = requests[int(warm_part * len(requests))].at_s
         for request in requests:
             self.timeline.at(request.at_s, partial(self._arrive, request))
@@ -169,7 +173,17 @@ class SimCluster:
             self._tell(node.address, node.report())
         for decode in self.decodes:
             self._tell(decode.address, decode.report())
-        self.timeline.at(self.timeline.now + self.shape.report_s, self._report_all)
+        self.timeline.at(self._next_report_at(), self._report_all)
+
+    def _next_report_at(self) -> float:
+        """Returns when all nodes report again. While there is nothing to do every report says the
+        same, so only the last one before the next request is told: rare requests would be
+        simulated for ever."""
+        now, every_s = self.timeline.now, self.shape.report_s
+        # Without steps, answers go on after their request has been counted.
+        is_idle = self.shape.batched and self._left == len(self._coming) > 0
+        idle_s = self._coming[0] - now if is_idle else 0.0
+        return now + every_s * max(1, math.ceil(idle_s / every_s) - 1)
 
     def _changed(self, node: SimPrefillNode) -> None:
         if self.shape.reports_on_change:
@@ -185,6 +199,7 @@ class SimCluster:
     # A request ---------------------------------------------------------------------------------
 
     def _arrive(self, request: SimRequest) -> None:
+        self._coming.popleft()
         router = self._rng.choice(self.routers)
         if self.shape.deadline_s:
             info = replace(request.info, ttft_deadline_s=self.shape.deadline_s)

@@ -8,9 +8,12 @@ import re
 from dataclasses import dataclass
 
 from planner.errors import TrafficError
-from planner.traffic.traffic import Arrival, Traffic
+from planner.traffic.traffic import MAX_SPAN_S, Arrival, Traffic
 
 _BLOCK_TOKENS = 64
+_MAX_REQUESTS = 1_000_000
+_REGULAR = 1e-3
+"""Times between requests that vary by less are all alike; squared, a tiny number would be 0."""
 _LENGTHS = re.compile(r"([0-9.]+)(?:~([0-9.]+))?|([0-9.]+)-([0-9.]+)")
 
 
@@ -88,7 +91,7 @@ class Description:
         return Traffic(f"{name}{self.output.mean:g} out", tuple(arrivals), _BLOCK_TOKENS)
 
     def _pause(self, rng: random.Random) -> float:
-        if self.burstiness == 0:
+        if self.burstiness < _REGULAR:
             return 1 / self.rate
         shape = 1 / self.burstiness**2
         return rng.gammavariate(shape, 1 / (shape * self.rate))
@@ -105,5 +108,12 @@ class Description:
                 f"--burstiness {self.burstiness:g}: it is a coefficient of variation, 1 for "
                 "Poisson arrivals, and at most 50"
             )
+        if self.count / self.rate > MAX_SPAN_S:
+            raise TrafficError(
+                f"--rate {self.rate:g}: {self.count} requests would take "
+                f"{self.count / self.rate / 86_400:.0f} days to come, and 400 are the most"
+            )
         if self.count < 100:
             raise TrafficError(f"--requests {self.count}: a 99th percentile needs 100 at least")
+        if self.count > _MAX_REQUESTS:
+            raise TrafficError(f"--requests {self.count}: at most {_MAX_REQUESTS} are simulated")

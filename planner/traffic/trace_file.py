@@ -12,17 +12,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from planner.errors import TraceError
-from planner.traffic.traffic import Arrival, Traffic, in_order
+from planner.traffic.traffic import MAX_SPAN_S, Arrival, Traffic, in_order
 
 _MOONCAKE_BLOCK = 512
 _MAX_TOKENS = 10_000_000
-_MAX_SPAN_S = 400 * 86_400.0
 
 
 def read_trace(path: Path, *, block_tokens: int = 512, load: str = "") -> Traffic:
@@ -65,7 +63,8 @@ class _Row:
             known = ", ".join(sorted(self.fields)[:8]) or "nothing"
             raise self.wrong(f"{name} ({unit}) is missing; the line has {known}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not 0 <= value <= most:
+        # No comparison turns a whole number into a float, which a very large one does not fit into.
+        if not is_number or not 0 <= value <= most:
             raise self.wrong(f"{name} is {_shown(value)}; it is {unit}, from 0 to {most:g}")
         return float(value)
 
@@ -93,7 +92,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}:{line}: this is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise TraceError(f"{path}:{line}: this is {_shown(row)}, and no JSON object")
@@ -105,7 +104,7 @@ def _tandem(row: _Row) -> Arrival:
     if not isinstance(session, str | int):
         raise row.wrong(f"session is {_shown(session)}; it is a name")
     return Arrival(
-        at_s=row.number("arrival_s", "seconds", _MAX_SPAN_S * 10_000),
+        at_s=row.number("arrival_s", "seconds", MAX_SPAN_S * 10_000),
         num_prompt=row.tokens("input_tokens"),
         num_output=row.tokens("output_tokens"),
         session=str(session),
@@ -116,7 +115,7 @@ def _tandem(row: _Row) -> Arrival:
 def _mooncake(row: _Row) -> Arrival:
     num_prompt = row.tokens("input_length")
     return Arrival(
-        at_s=row.number("timestamp", "milliseconds", 1e3 * _MAX_SPAN_S * 10_000) / 1e3,
+        at_s=row.number("timestamp", "milliseconds", 1e3 * MAX_SPAN_S * 10_000) / 1e3,
         num_prompt=num_prompt,
         num_output=max(1, round(row.number("output_length", "a number of tokens", _MAX_TOKENS))),
         blocks=row.hashes("hash_ids")[: num_prompt // _MOONCAKE_BLOCK],
@@ -127,7 +126,7 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
     try:
         loads = json.loads(text)["figures"]["loads"]
         by_name = {str(item["load"]): item["requests"] for item in loads if "requests" in item}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise TraceError(
             f"{path}: this is neither JSONL nor a result of `python -m bench.serving.load`"
         ) from None
@@ -138,12 +137,15 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
         listed = ", ".join(map(repr, by_name))
         raise TraceError(f"{path}: choose a load of it with --load: {listed}")
     found = []
-    for number, fields in enumerate(by_name[name], 1):
+    rows = by_name[name]
+    if not isinstance(rows, list) or not all(isinstance(fields, dict) for fields in rows):
+        raise TraceError(f"{path}: requests of load {name!r} are {_shown(rows)}, no JSON objects")
+    for number, fields in enumerate(rows, 1):
         if fields.get("sent") is None or fields.get("error"):
             continue
         row = _Row(path, number, fields)
         found.append(
-            Arrival(row.number("sent", "seconds", _MAX_SPAN_S), row.tokens("prompt_tokens"),
+            Arrival(row.number("sent", "seconds", MAX_SPAN_S), row.tokens("prompt_tokens"),
                     row.tokens("tokens"))
         )  # fmt: skip
     if not found:
@@ -154,7 +156,7 @@ def _read_result(path: Path, text: str, load: str) -> Traffic:
 def _checked(path: Path, traffic: Traffic) -> Traffic:
     if len(traffic.arrivals) < 2 or traffic.span_s == 0:
         raise TraceError(f"{path}: at least two requests at different times are needed")
-    if traffic.span_s > _MAX_SPAN_S:
+    if traffic.span_s > MAX_SPAN_S:
         raise TraceError(
             f"{path}: the trace spans {traffic.span_s / 86_400:.0f} days; are its times in another "
             "unit? arrival_s is in seconds, Mooncake's timestamp in milliseconds"

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from planner.simulation.requests import SimRequest
 from router.request.info import RequestInfo, SessionSource
 
+MAX_SPAN_S = 400 * 86_400.0
+"""Is the longest time that traffic may cover."""
+_MIN_SPAN_S = 1e-9
 _ROUTER_BLOCK_TOKENS = 1024
 """The router hashes pieces of a prompt's text of about this length."""
 
@@ -40,7 +43,8 @@ class Traffic:
     @property
     def rate(self) -> float:
         """Returns requests in a second."""
-        return (len(self.arrivals) - 1) / self.span_s if self.span_s else 0.0
+        # Times of a trace may be so close that the number would be infinite.
+        return (len(self.arrivals) - 1) / max(_MIN_SPAN_S, self.span_s) if self.span_s else 0.0
 
     @property
     def mean_prompt(self) -> float:

@@ -223,9 +223,23 @@ class RouterMetrics:
         }
 
     def begin_known(self) -> None:
-        """Begins the series of models that are known by now; to be called before a scrape."""
-        for version in self._versions():
+        """Begins the series of models that are known by now, and ends those of models that are
+        gone; to be called before a scrape."""
+        known = set(self._versions())
+        for version in known:
             self.first_byte.labels(*version)
+        # While no node has said what it serves, requests are counted under what clients say.
+        for gone in _label_values(self.first_byte) - known if known else ():
+            self.first_byte.remove(*gone)
+
+
+def _label_values(histogram: Histogram) -> set[tuple[str, ...]]:
+    """Returns the labels of all children, in their order."""
+    return {
+        tuple(value for name, value in sample.labels.items() if name != "le")
+        for metric in histogram.collect()
+        for sample in metric.samples
+    }
 
 
 def _sum(counter: Counter, **labels: str) -> float:

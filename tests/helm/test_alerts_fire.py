@@ -24,6 +24,8 @@ from router.app import OuterWorld, make_services
 from router.config import RouterSettings
 from router.observe.metrics import RouterMetrics
 from tests.engine.core.tiny_engine import tiny_config
+from tests.helm.helm_engine import HelmSdk
+from tests.helm.scenarios import overlay, values_of
 from tests.helm.test_metric_names import rules
 
 BURST_AT, END = 20, 60
@@ -157,6 +159,43 @@ def test_a_first_burst_is_told_and_quiet_is_not(
                         "alertname": burst.alert,
                         "exp_alerts": [{"exp_labels": labels}] if happens else [],
                     }
+                ],
+            }
+        ],
+    }
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(case))
+    _promtool("test", "rules", str(path))
+
+
+@needs_promtool
+@pytest.mark.parametrize(("tier", "fires"), [("prefill", False), ("decode", True)])
+def test_a_tier_that_was_scaled_to_nothing_is_not_missed(
+    tier: str, fires: bool, tmp_path: Path
+) -> None:
+    """Prefill may go to zero (`minReplicas` 0) and stays there while nobody asks."""
+    watched = {"monitoring": {"prometheusRule": {"enabled": True}}}
+    found = HelmSdk.shared().render(overlay(values_of("slo"), watched)).one("PrometheusRule")
+    (rule,) = (
+        dict(rule)
+        for group in found["spec"]["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == "TandemNoReadyNodes"
+    )
+    del rule["annotations"]
+    given = 'namespace="default",release="tandem",component="router",pod="p",state="ready"'
+    told = [{"exp_labels": {**rule["labels"], "tier": tier}}] if fires else []
+    case = {
+        "rule_files": [_rule_file(tmp_path, [rule])],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": f'tandem_router_nodes{{{given},tier="{tier}"}}', "values": "0x30"}
+                ],
+                "alert_rule_test": [
+                    {"eval_time": "20m", "alertname": rule["alert"], "exp_alerts": told}
                 ],
             }
         ],

@@ -78,6 +78,27 @@ def test_a_model_that_comes_changes_nothing_of_the_plain_one_but_its_router() ->
     }
 
 
+@pytest.mark.parametrize("plain", [{}, PLAIN])
+def test_dashboards_show_the_tiers_of_every_model(plain: dict[str, Any]) -> None:
+    """A tier's component has the model's name before it."""
+    shown = {"monitoring": {"dashboards": {"enabled": True}, "podMonitor": {"enabled": True}}}
+    found = render(plain, TWO, shown)
+    scraped = [
+        monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]
+        for monitor in found.all("PodMonitor")
+    ]
+    boards = "".join(found.one("ConfigMap", component="dashboards")["data"].values())
+    asked = set(re.findall(r'component(=~?)\\"([^"\\]+)\\"', boards))
+    chosen: dict[str, list[str]] = {}
+    for operator, name in asked:
+        pattern = name if operator == "=~" else re.escape(name)
+        chosen[name] = [one for one in scraped if re.fullmatch(pattern, one)]
+    for tier in ("router", "prefill", "decode"):
+        of_all = [one for one in scraped if one == tier or one.endswith(f"-{tier}")]
+        assert len(of_all) >= 1 and of_all in chosen.values(), tier
+    assert len(chosen) == 3
+
+
 def test_the_router_finds_the_nodes_of_every_model_and_reads_its_rules() -> None:
     found = rendered("models")
     args = found.one("Deployment", component="router")["spec"]["template"]["spec"]["containers"][0][

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -149,6 +150,8 @@ GOOD = '{"arrival_s": 1, "input_tokens": 70, "output_tokens": 3}'
     [
         ("{", ":2: this is not JSON"),
         ("[1]", ":2: this is [1], and no JSON object"),
+        ("[" * 100_000, ":2: this is not JSON"),
+        (GOOD.replace("1,", "9" * 400 + ","), ":2: arrival_s is 999"),
         ('{"arrival_s": 1}', ":2: input_tokens (a number of tokens) is missing"),
         (GOOD.replace("70", "-3"), ":2: input_tokens is -3; it is a number of tokens"),
         (GOOD.replace("70", "0"), ":2: input_tokens is 0; it is a whole number of tokens, 1 or"),
@@ -167,6 +170,24 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, text: str) -> None:
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     assert f"{path}{text}" in str(caught.value) or text in str(caught.value)
+
+
+@pytest.mark.parametrize("requests", ["5", "[1, 2]"])
+def test_a_result_whose_requests_are_none(tmp_path: Path, requests: str) -> None:
+    line = f'{{"figures": {{"loads": [{{"load": "a", "requests": {requests}}}]}}}}'
+    with pytest.raises(TraceError, match="requests of load 'a' are .*, no JSON objects"):
+        read_trace(write(tmp_path, line))
+
+
+def test_requests_at_almost_the_same_time_have_a_rate() -> None:
+    close = Traffic("t", (Arrival(0.0, 10, 5), Arrival(1e-320, 10, 5)))
+    assert math.isfinite(close.rate)
+
+
+def test_times_that_hardly_vary_are_regular() -> None:
+    length = read_lengths("10")
+    made = Description(rate=2.0, prompt=length, output=length, burstiness=1e-200, count=100)
+    assert made.traffic().arrivals[2].at_s == 1.0
 
 
 def test_the_busiest_part_of_a_long_trace() -> None:
@@ -239,10 +260,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([], "say what the traffic is: --trace FILE, or --rate"),
         (["--rate", "0"], "--rate 0: it is requests in a second, more than 0"),
         (["--rate", "nan"], "--rate nan"),
+        (["--rate", "1e-9"], "3000 requests would take 34722222 days to come, and 400 are the mo"),
         (["--rate", "1", "--hit-share", "30"], "it is a part of 1, such as 0.3 for 30 %"),
         (["--rate", "1", "--input", "2k"], "'2k' is no length"),
         (["--rate", "1", "--slo-ttft-ms", "0"], "--slo-ttft-ms 0: it is in milliseconds"),
         (["--rate", "1", "--profile", "nothing"], "there is no such file, and the profiles that"),
+        (["--rate", "1000", "--requests", "100000000"], "at most 1000000 are simulated"),
+        (
+            ["--trace", "/nowhere.jsonl", "--block-tokens", "0"],
+            "--block-tokens 0: it is the tokens",
+        ),
+        (["--rate", "1", "--metrics", "http://a b/"], "--metrics http://a b/: "),
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
         (["--rate", "1", "--metrics", "ftp://x"], "it must begin with http"),
         (["--rate", "1", "--requests", "100", "--plot", "/nowhere/p.svg"], "--plot /nowhere/p.svg"),

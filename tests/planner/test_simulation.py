@@ -82,6 +82,15 @@ def test_a_full_decode_node_keeps_prompts_from_prefill() -> None:
     assert 0.001 + second[1] == pytest.approx(first_ends + 0.110)
 
 
+def test_an_idle_cluster_takes_no_time_to_simulate() -> None:
+    """Nodes report every second of a year in which nobody comes, and say nothing new."""
+    arrivals = [Arrival(0.0, 100, 5), Arrival(365 * 86_400.0, 100, 5)]
+    cluster = run(arrivals)
+    first, last = cluster.measured.answers
+    assert last[1:] == pytest.approx(first[1:], rel=1e-4)
+    assert cluster.prefills[0].sequence < 100
+
+
 def test_work_is_the_same_however_it_arrives() -> None:
     """Every gap is counted once and every answer has its tokens, under random load."""
     rng = random.Random(3)

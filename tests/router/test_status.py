@@ -424,6 +424,24 @@ async def test_metrics_of_a_node_go_with_it(cluster: Cluster) -> None:
     assert goes.target not in text
 
 
+def test_first_bytes_of_a_model_go_with_it() -> None:
+    """Each model has two dozen series; a router sees many come and go."""
+    versions = {("old", "old"), ("new", "new")}
+    metrics = RouterMetrics(NodeRegistry(), versions=lambda: versions)
+
+    def counted() -> set[str]:
+        metrics.begin_known()
+        pattern = r'time_to_first_byte_seconds_count{model="(\w+)"'
+        return set(re.findall(pattern, generate_latest(metrics.registry).decode()))
+
+    metrics.first_byte.labels("old", "old").observe(1)
+    assert counted() == {"old", "new"}
+    versions.remove(("old", "old"))
+    assert counted() == {"new"}
+    versions.clear()
+    assert counted() == {"new"}, "nobody says what is served: it may be this one"
+
+
 def test_metrics_of_a_tenant_go_with_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     entry = '[[tenants]]\nname = "{}"\nkeys = ["{}"]\n'

@@ -4,14 +4,18 @@ read as transformers means them."""
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub import get_session
 from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
@@ -234,6 +238,31 @@ def test_missing_weights(copy: Callable[[str], Path]) -> None:
         with pytest.raises(CheckpointError) as caught:
             refuse()
         check_error(caught.value, folder, "neither model.safetensors nor", "safetensors only")
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Sends on to a signed address, as the hub does for files."""
+
+    def do_GET(self) -> None:
+        is_signed = "secret" in self.path
+        self.send_response(200 if is_signed else 302)
+        self.send_header("location", "/file?Signature=secret")
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+def test_no_log_tells_signed_addresses_of_files(caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with caplog.at_level(logging.DEBUG):
+            url = f"http://127.0.0.1:{server.server_port}/"
+            answer = get_session().get(url, follow_redirects=True)
+        server.shutdown()
+    assert str(answer.url).endswith("secret")
+    assert "secret" not in caplog.text
 
 
 def test_hub_name_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
