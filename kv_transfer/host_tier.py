@@ -213,10 +213,10 @@ class HostTier:
         """Gives up a load of which nothing is copied yet, as its blocks are still read from disk.
         Returns False if there is none. Slots stay in use until they are read."""
         task = self._jobs.get(job)
-        is_reading = task is not None and isinstance(task.command, FetchMeta)
-        if task is not None and is_reading:
-            task.is_given_up = True
-        return is_reading
+        if task is None or not isinstance(task.command, FetchMeta):
+            return False
+        task.is_given_up = True
+        return True
 
     def take_finished(self) -> dict[int, bool]:
         """Returns jobs of which nothing is on its way any more, and whether all went well."""

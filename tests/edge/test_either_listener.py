@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 import ssl
-from typing import Any
 
 import pytest
 
 from edge import acceptor
 from edge.http.either_listener import EitherListener
 from edge.security.server_tls import ServerTls
+from tests.edge.full_listener import FullListener
 
 TIMEOUT_S = 30.0
-
-
-class FullListener(socket.socket):
-    """Has no descriptor for anybody while it `is_full`."""
-
-    is_full = True
-    num_refused = 0
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        if self.is_full:
-            self.num_refused += 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().accept()
 
 
 class Greeter(asyncio.Protocol):

@@ -46,6 +46,15 @@ async def pulled_then_exported(
     return transfer_id, target
 
 
+async def whole_transfer(prefill: LoopbackProducer, decode: LoopbackConsumer, seed: int) -> None:
+    """Moves 60 tokens, checks them, and releases what both sides held."""
+    transfer_id, target = await pulled_then_exported(prefill, decode, seed, 60)
+    await decode.until_all(RECEIVED, transfer_id)
+    decode.check(seed, range(60), target)
+    decode.release(prefill.peer, transfer_id)
+    await prefill.until_all(RELEASED, transfer_id)
+
+
 def num_local_connections(prefill: LoopbackProducer) -> int:
     """Returns the connections over which its pullers call without a network."""
     transports = [transport for sender in prefill.senders for transport in sender.transports]
@@ -176,11 +185,7 @@ async def test_a_cache_that_cannot_be_mapped_comes_over_the_network(
     async with Loopback(SHAPE, SHAPE, data="cuda_ipc,stream") as (prefill, decode):
         prefill.views[0].handle = KVCacheHandle(rank=0, pid=os.getpid(), fd=9999, num_blocks=64)
         for seed in range(2):
-            transfer_id, target = await pulled_then_exported(prefill, decode, seed, 60)
-            await decode.until_all(RECEIVED, transfer_id)
-            decode.check(seed, range(60), target)
-            decode.release(prefill.peer, transfer_id)
-            await prefill.until_all(RELEASED, transfer_id)
+            await whole_transfer(prefill, decode, seed)
         warnings = [record for record in caplog.records if "cannot be mapped" in record.message]
         assert len(warnings) == 1
 
@@ -277,11 +282,7 @@ async def test_a_cache_that_nobody_reads_for_long_is_let_go(
             if isinstance(transport, CudaIpcConsumer)
         ]
         for seed in range(2):
-            transfer_id, target = await pulled_then_exported(prefill, decode, seed, 60)
-            await decode.until_all(RECEIVED, transfer_id)
-            decode.check(seed, range(60), target)
-            decode.release(prefill.peer, transfer_id)
-            await prefill.until_all(RELEASED, transfer_id)
+            await whole_transfer(prefill, decode, seed)
             assert len(caches) == 1
             house = asyncio.create_task(decode.receivers[0].run())
             await until(lambda: len(caches) == 0)

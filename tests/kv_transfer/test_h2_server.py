@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import random
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +20,7 @@ from kv_transfer.transports.stream.h2 import frames as h2
 from kv_transfer.transports.stream.h2.server import H2Server
 from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
+from tests.edge.full_listener import FullListener
 
 HEADERS, DATA = h2.FrameKind.HEADERS, h2.FrameKind.DATA
 OPENING = h2.PREFACE + h2.settings_frame({})
@@ -274,19 +273,6 @@ def test_noise_hurts_nobody(noise: bytes, before: bytes) -> None:
             assert frames(said)[DATA] == b"\0\0\0\0\1x"
 
     asyncio.run(run())
-
-
-class FullListener(socket.socket):
-    """Has no descriptor for anybody while it `is_full`."""
-
-    is_full = True
-    num_refused = 0
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        if self.is_full:
-            self.num_refused += 1
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return super().accept()
 
 
 async def test_whoever_cannot_be_accepted_takes_no_time_from_others() -> None:

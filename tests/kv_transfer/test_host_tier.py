@@ -556,15 +556,12 @@ async def test_a_process_does_not_wait_for_a_large_disk(
     first = Pools(disk_path=tmp_path)
     await spilled(first)
     first.crash()
-    at_first = threading.Event()
     may_go_on: defaultdict[BlockFiles, threading.Event] = defaultdict(threading.Event)
-    num_looks = 0
+    looks: list[BlockFiles] = []
     look, stop_scan = BlockFiles._name_in, BlockFiles.stop_scan
 
     def slow(self: BlockFiles, path: Path) -> bytes | None:
-        nonlocal num_looks
-        num_looks += 1
-        at_first.set()
+        looks.append(self)
         assert may_go_on[self].wait(30.0)
         return look(self, path)
 
@@ -572,7 +569,9 @@ async def test_a_process_does_not_wait_for_a_large_disk(
     monkeypatch.setattr(BlockFiles, "_name_in", slow)
     for pool in pools.pools:
         await pool.tell_contents(0.01)
-    assert at_first.is_set() and not pools.others
+    while len(looks) < 2:
+        await asyncio.sleep(0)
+    assert not pools.others
     for pool in pools.pools:
         assert pool._files is not None
         may_go_on[pool._files].set()
@@ -589,13 +588,16 @@ async def test_a_process_does_not_wait_for_a_large_disk(
 
     monkeypatch.setattr(BlockFiles, "stop_scan", stop_and_go_on)
     monkeypatch.setattr(BlockFiles, "_name_in", look)
-    ending, num_looks = Pools(disk_path=tmp_path), 0
+    ending = Pools(disk_path=tmp_path)
+    looks.clear()
     monkeypatch.setattr(BlockFiles, "_name_in", slow)
     for pool in ending.pools:
         await pool.tell_contents(0.01)
-    assert num_looks == 2, "each has begun, and has further files to look at"
+    while len(looks) < 2:
+        await asyncio.sleep(0)
     await ending.close()
-    assert num_looks == 2 and not ending.others
+    assert len(looks) == 2, "each has further files, and looks at none of them"
+    assert not ending.others
 
 
 def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:

@@ -100,16 +100,14 @@ class NixlConsumer(ConsumerTransport):
             raise
 
     def close_idle(self, idle_s: float) -> None:
-        horizon = time.monotonic() - idle_s
+        queue, horizon = self._queue, time.monotonic() - idle_s
+        if queue is None:
+            return
         for name, peer in list(self._peers.items()):
             is_idle = peer.num_users == 0 and peer.used_at < horizon
-            if (
-                self._queue is not None
-                and is_idle
-                and not self._queue.reads_from(peer.reads.memory)
-            ):
+            if is_idle and not queue.reads_from(peer.reads.memory):
                 del self._peers[name]
-                _disconnect(self._queue.agent, peer.reads.memory)
+                _disconnect(queue.agent, peer.reads.memory)
 
     def close(self) -> None:
         if self._queue is not None:
