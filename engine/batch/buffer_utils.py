@@ -3,9 +3,10 @@
     HostBackedTensor     the host owns it: write `np`, all of which goes to the device
     StagedWriteTensor    the device owns it: the host stages ragged writes, which go there
 
-`carry_over` takes what has changed in any number of them to the device, in one transfer a step.
-Kernels change a `StagedWriteTensor` in between (a sampled token is appended, a count advances), so
-the host must never copy the whole of it. All device memory keeps its address.
+A `Carrier` takes what has changed in any number of them to the device, in one transfer and one
+launch a step: a prompt that comes alone waits for each launch. Kernels change a `StagedWriteTensor`
+in between (a sampled token is appended, a count advances), so the host must never copy the whole of
+it. All device memory keeps its address.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from tandem_kernels import ops
+from tandem_kernels.batch.batch_tables import WordTables
 
 _TORCH_DTYPES = {
     np.dtype(np.int32): torch.int32,
@@ -26,6 +28,7 @@ _TORCH_DTYPES = {
 }
 
 
+_WORD_BYTES = 4
 _ALIGNMENT = 16
 """Bytes. Kernels are compiled anew for addresses that are less aligned than others before."""
 
@@ -68,29 +71,48 @@ def with_rows(table: torch.Tensor, num_rows: int) -> torch.Tensor:
     return larger
 
 
+Words = npt.NDArray[np.int32]
+"""Numbers of 4 or 8 bytes, taken 4 bytes at a time."""
+
+
 class CarriedTensor(Protocol):
-    """The part of either kind that `carry_over` needs."""
+    """The part of either kind that a `Carrier` needs. `tensor` is contiguous."""
 
     @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
     def has_changes(self) -> bool: ...
-    def take_changes(self) -> list[npt.NDArray[Any]]:
-        """Returns the changes as flat arrays; they count as sent from now on."""
-        ...
-
-    def accept(self, changes: Sequence[torch.Tensor]) -> None:
-        """Applies the changes on the device."""
+    def take_changes(self) -> list[tuple[int, Words]]:
+        """Returns the changes, each with its first word in `tensor`; they count as sent from now
+        on."""
         ...
 
 
-def carry_over(tensors: Iterable[CarriedTensor], device: torch.device) -> None:
-    """Changes of all of them, in one transfer. No change costs nothing."""
-    changed = [tensor for tensor in tensors if tensor.has_changes]
-    if not changed:
-        return
-    parts = [tensor.take_changes() for tensor in changed]
-    on_device = iter(to_device_together([array for part in parts for array in part], device))
-    for tensor, part in zip(changed, parts, strict=True):
-        tensor.accept([next(on_device) for _ in part])
+class Carrier:
+    """Carries changes of `tensors` to the device."""
+
+    def __init__(self, tensors: Iterable[CarriedTensor], device: torch.device) -> None:
+        self._tensors = list(tensors)
+        self._device = device
+        self._tables = WordTables.of([carried.tensor for carried in self._tensors])
+
+    def carry_over(self) -> None:
+        """Carries all changes there are. No change costs nothing."""
+        places: list[tuple[int, int, int, int]] = []
+        pieces: list[Words] = []
+        start = 0
+        for table, carried in enumerate(self._tensors):
+            for first, words in carried.take_changes() if carried.has_changes else ():
+                places.append((table, first, start, len(words)))
+                pieces.append(words)
+                start += len(words)
+        if not pieces:
+            return
+        described = np.array(places, np.int64)
+        described[:, 2] += described.nbytes // _WORD_BYTES  # Pieces lie behind what describes them.
+        packed = np.concatenate([described.reshape(-1).view(np.int32), *pieces])
+        longest = int(described[:, 3].max())
+        ops.write_pieces(to_device(packed, self._device), len(pieces), longest, self._tables)
 
 
 class HostBackedTensor:
@@ -108,13 +130,9 @@ class HostBackedTensor:
         self.np[index] = value
         self.has_changes = True
 
-    def take_changes(self) -> list[npt.NDArray[Any]]:
+    def take_changes(self) -> list[tuple[int, Words]]:
         self.has_changes = False
-        return [self.np.reshape(-1)]
-
-    def accept(self, changes: Sequence[torch.Tensor]) -> None:
-        (whole,) = changes
-        self.tensor.copy_(whole.view(self.tensor.shape))
+        return [(0, self.np.reshape(-1).view(np.int32))]
 
 
 class StagedWriteTensor:
@@ -128,11 +146,8 @@ class StagedWriteTensor:
     ) -> None:
         self._dtype = np.dtype(dtype)
         self.tensor = torch.zeros(shape, dtype=_TORCH_DTYPES[self._dtype], device=device)
-        self._base = self.tensor if len(shape) == 2 else self.tensor.unsqueeze(1)
-        self._rows: list[int] = []  # [edits]
-        self._starts: list[int] = []  # [edits]
-        self._cu_lens: list[int] = [0]  # [edits + 1]
-        self._values: list[npt.NDArray[Any]] = []  # [edits], ragged
+        self._shape = shape if len(shape) == 2 else (*shape, 1)
+        self._changes: list[tuple[int, Words]] = []
 
     def stage_write(self, row: int, start: int, values: Sequence[int] | npt.NDArray[Any]) -> None:
         """Stages `tensor[row, start : start + len(values)] = values`.
@@ -140,7 +155,7 @@ class StagedWriteTensor:
         Raises:
             IndexError: The values do not lie inside the row.
         """
-        num_rows, num_columns = self._base.shape
+        num_rows, num_columns = self._shape
         if not 0 <= row < num_rows or start < 0 or start + len(values) > num_columns:
             raise IndexError(
                 f"columns {start} to {start + len(values)} of row {row} are outside "
@@ -148,10 +163,9 @@ class StagedWriteTensor:
             )
         if len(values) == 0:
             return
-        self._rows.append(row)
-        self._starts.append(start)
-        self._cu_lens.append(self._cu_lens[-1] + len(values))
-        self._values.append(np.asarray(values, self._dtype))
+        words = np.ascontiguousarray(values, self._dtype).view(np.int32)
+        first = (row * num_columns + start) * (self._dtype.itemsize // _WORD_BYTES)
+        self._changes.append((first, words))
 
     def stage_value(self, row: int, value: int) -> None:
         """Stages `tensor[row] = value`, for a tensor of one column."""
@@ -159,18 +173,8 @@ class StagedWriteTensor:
 
     @property
     def has_changes(self) -> bool:
-        return bool(self._rows)
+        return bool(self._changes)
 
-    def take_changes(self) -> list[npt.NDArray[Any]]:
-        edits = (self._rows, self._starts, self._cu_lens)
-        changes = [np.array(numbers, np.int32) for numbers in edits]
-        changes.append(np.concatenate(self._values))
-        self._rows.clear()
-        self._starts.clear()
-        self._values.clear()
-        self._cu_lens[:] = [0]
+    def take_changes(self) -> list[tuple[int, Words]]:
+        changes, self._changes = self._changes, []
         return changes
-
-    def accept(self, changes: Sequence[torch.Tensor]) -> None:
-        rows, starts, cu_lens, values = changes
-        ops.apply_staged_writes(self._base, rows, starts, cu_lens, values)

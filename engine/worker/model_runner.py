@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from engine.batch.block_table import BlockTables
-from engine.batch.buffer_utils import CarriedTensor, carry_over, to_device
+from engine.batch.buffer_utils import Carrier, to_device
 from engine.batch.decode_set import DecodeSet
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.places import NO_TOKEN
@@ -111,13 +111,8 @@ class ModelRunner:
         self.adapters: Adapters = adapters or NoAdapters()
         self._prompt_logprobs = PromptLogprobsStates(rows)
         self._row_tables = [self.states.row_tables(tables) for tables in self._block_tables]
-        self._carried: list[CarriedTensor] = [
-            *self.states.carried,
-            *(carried for tables in self._block_tables for carried in tables.carried),
-            *self.sampler.carried,
-            *self._images.carried,
-            *self.adapters.carried,
-        ]
+        parts = self.states, *self._block_tables, self.sampler, self._images, self.adapters
+        self._carrier = Carrier((each for part in parts for each in part.carried), device)
         self._input_buffers = InputBuffers(
             rows,
             limits.max_num_batched_tokens,
@@ -279,7 +274,7 @@ class ModelRunner:
             self._decode_set.remove_request(row)
         for row in step.decode_add:
             self._start_decoding(row)
-        carry_over(self._carried, self._device)
+        self._carrier.carry_over()
         if self._network is not None:
             for new in step.new_reqs:
                 self._network.take_pulled(new)

@@ -37,7 +37,7 @@ from tandem_kernels.attention import (
     rope_and_cache,
     window_attention,
 )
-from tandem_kernels.batch import batch_prep, block_copies, ngrams, staged_writes
+from tandem_kernels.batch import batch_prep, block_copies, ngrams, word_pieces
 from tandem_kernels.collectives import (
     peer_exchange,
     peer_memory,
@@ -909,13 +909,12 @@ def batch_cases(capability: int) -> Iterator[Case]:
         of_rows,
         {**parts, "NUM_DRAFTS": 3, "MAX_DRAFTS": ngrams.MAX_DRAFTS},
     )
-    for dtype in ("i32", "fp32", "i64") if capability >= 90 else ("i32",):
-        yield Case(
-            staged_writes.staged_writes_kernel,
-            dtype,
-            {**types, **named(f"*{dtype}", "base", "values")},
-            {"CHUNK": staged_writes.CHUNK},
-        )
+    yield Case(
+        word_pieces.write_pieces_kernel,
+        "",
+        {**named("*i64", "described", "addresses"), **named("*i32", "packed")},
+        {"CHUNK": word_pieces.CHUNK},
+    )
     yield Case(
         block_copies.block_copies_kernel,
         "i64",

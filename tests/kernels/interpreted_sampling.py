@@ -28,7 +28,7 @@ def test_batch_tables(seed: int) -> None:
     check.post_update(ops.post_update.kernel, [1, 9, 3, 1], seed, 1 + seed % 4)
     check.write_drafts(ops.write_drafts.kernel, 4, seed)
     pieces = [(0, 7), (3, 0), (100, 2500)]
-    check.apply_staged_writes(ops.apply_staged_writes.kernel, pieces, 2700, seed)
+    check.write_pieces(ops.write_pieces.kernel, pieces, 2700, seed)
     check.copy_blocks(ops.copy_blocks.kernel, [24, 4100, 34][seed], seed)
 
 

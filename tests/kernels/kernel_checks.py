@@ -17,7 +17,7 @@ from torch import Tensor
 from tandem_kernels import ops
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.attention.ragged_batch import RaggedBatch
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
 Op = Callable[..., Any]
@@ -378,26 +378,37 @@ def write_drafts(op: Op, num_reqs: int, seed: int, device: str = "cpu") -> None:
     assert rows.token_ids.tolist() == expected
 
 
-def apply_staged_writes(
+def write_pieces(
     op: Op, pieces: list[tuple[int, int]], width: int, seed: int, device: str = "cpu"
 ) -> None:
-    """Stages edits. `pieces` are (start, length) of one edit each, in different rows."""
-    torch.manual_seed(seed)
-    num_rows = len(pieces) + 2
-    base = torch.randint(0, 100, (num_rows, width), dtype=torch.int32)
-    expected = base.tolist()
-    row_ids = torch.randperm(num_rows)[: len(pieces)].int()
-    values: list[int] = []
-    for row, (start, length) in zip(row_ids.tolist(), pieces, strict=True):
-        written = torch.randint(1000, 2000, (length,)).tolist()
-        expected[row][start : start + length] = written
-        values += written
-    base = base.to(device)
-    starts = torch.tensor([start for start, _ in pieces], dtype=torch.int32, device=device)
-    cu_lens = oracle.cumulative([length for _, length in pieces]).to(device)
-    packed = torch.tensor(values, dtype=torch.int32, device=device)
-    op(base, row_ids.to(device), starts, cu_lens, packed)
-    assert base.tolist() == expected
+    """Writes pieces to tables of int32, int64 and float32 in turn. `pieces` are (start, length) of
+    one piece each, in numbers, in rows of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = torch.int32, torch.int64, torch.float32
+    tables = [
+        torch.randint(0, 100, (len(pieces) + 2, width), generator=generator).to(dtype)
+        for dtype in dtypes
+    ]
+    expected = [table.clone() for table in tables]
+    described: list[tuple[int, int, int, int]] = []
+    words: list[Tensor] = []
+    at = 8 * len(pieces)
+    rows = torch.randperm(len(pieces) + 2, generator=generator).tolist()
+    for i, (start, length) in enumerate(pieces):
+        table, row = i % len(dtypes), rows[i]
+        written = torch.randint(-(2**20), 2**20, (length,), generator=generator).to(dtypes[table])
+        expected[table][row, start : start + length] = written
+        words.append(written.view(torch.int32))
+        ratio = dtypes[table].itemsize // 4
+        described.append((table, (row * width + start) * ratio, at, length * ratio))
+        at += length * ratio
+    head = torch.tensor(described, dtype=torch.int64).view(-1).view(torch.int32)
+    packed = torch.cat([head, *words])
+    longest = max((count for *_, count in described), default=0)
+    on_device = [table.to(device) for table in tables]
+    op(packed.to(device), len(pieces), longest, WordTables.of(on_device))
+    for table, wanted in zip(on_device, expected, strict=True):
+        assert torch.equal(table.cpu(), wanted)
 
 
 def copy_blocks(op: Op, page_bytes: int, num_copies: int, device: str = "cpu") -> None:

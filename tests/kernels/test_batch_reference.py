@@ -52,8 +52,8 @@ def test_a_sampled_token_is_the_next_step_input() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(pieces=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6), seed=seeds)
-def test_apply_staged_writes(pieces: list[tuple[int, int]], seed: int) -> None:
-    check.apply_staged_writes(ops.apply_staged_writes, pieces, 24, seed)
+def test_write_pieces(pieces: list[tuple[int, int]], seed: int) -> None:
+    check.write_pieces(ops.write_pieces, pieces, 24, seed)
 
 
 @settings(max_examples=20, deadline=None)

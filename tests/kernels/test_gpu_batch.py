@@ -49,7 +49,7 @@ def test_batch_tables(seed: int) -> None:
     check.post_update(ops.post_update, [1, 9, 3, 1], seed, 1 + seed % 4, "cuda")
     check.write_drafts(ops.write_drafts, 4, seed, "cuda")
     pieces = [(0, 7), (3, 0), (100, 60000)]
-    check.apply_staged_writes(ops.apply_staged_writes, pieces, 70000, seed, "cuda")
+    check.write_pieces(ops.write_pieces, pieces, 70000, seed, "cuda")
 
 
 @pytest.mark.parametrize(("length", "num_tokens"), [(40, 2), (5000, 9), (100_000, 30)])
@@ -62,14 +62,3 @@ def test_lookup_ngrams(length: int, num_tokens: int, lengths: tuple[int, int]) -
 @pytest.mark.parametrize("num_copies", [0, 1, 7])
 def test_copy_blocks(page_bytes: int, num_copies: int) -> None:
     check.copy_blocks(ops.copy_blocks, page_bytes, num_copies, "cuda")
-
-
-def test_staged_writes_read_pinned_host_memory() -> None:
-    base = torch.zeros(3, 5000, dtype=torch.int32, device="cuda")
-    values = torch.arange(4000, dtype=torch.int32).pin_memory()
-    row_ids = torch.tensor([2], dtype=torch.int32).pin_memory()
-    starts = torch.tensor([17], dtype=torch.int32).pin_memory()
-    cu_lens = torch.tensor([0, 4000], dtype=torch.int32).pin_memory()
-    ops.apply_staged_writes(base, row_ids, starts, cu_lens, values)
-    assert torch.equal(base[2, 17:4017].cpu(), values)
-    assert int(base.count_nonzero()) == 3999

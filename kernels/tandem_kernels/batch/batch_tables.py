@@ -9,8 +9,10 @@ Life of a row:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -57,3 +59,23 @@ class StepInputs:
     slot_mapping: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WordTables:
+    """Tables of numbers of 4 or 8 bytes, to which pieces are written 4 bytes at a time.
+
+    Attributes:
+        words: All words of each table, flat int32.
+        addresses: [tables] int64, where each of them begins.
+    """
+
+    words: tuple[Tensor, ...]
+    addresses: Tensor
+
+    @classmethod
+    def of(cls, tables: Sequence[Tensor]) -> WordTables:
+        """Takes contiguous tables of one device, which must keep their addresses."""
+        words = tuple(table.view(-1).view(torch.int32) for table in tables)
+        addresses = torch.tensor([each.data_ptr() for each in words], dtype=torch.int64)
+        return cls(words, addresses.to(words[0].device) if words else addresses)

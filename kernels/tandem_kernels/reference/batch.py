@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
 
 
 def prepare_inputs(
@@ -108,22 +108,20 @@ def write_drafts(idx_mapping: Tensor, drafts: Tensor, vocab_size: int, rows: Row
         rows.token_ids[at] = token[inside].to(rows.token_ids.dtype)
 
 
-def apply_staged_writes(
-    base: Tensor, row_ids: Tensor, starts: Tensor, cu_lens: Tensor, values: Tensor
-) -> None:
-    """Write E ragged pieces: `base[row_ids[e], starts[e]:][:n] = values[cu_lens[e]:cu_lens[e+1]]`.
+def write_pieces(packed: Tensor, num_pieces: int, longest: int, tables: WordTables) -> None:
+    """Write P pieces of words, each to its place in one of the tables.
 
     Args:
-        base: [rows, C], written.
-        row_ids: [E] int32.
-        starts: [E] int32, first column of each piece.
-        cu_lens: [E + 1] int32, bounds of the pieces in `values`.
-        values: Same dtype as `base`. Pieces must not overlap in `base`.
+        packed: [N] int32 words. First what describes the pieces, [P, 4] int64: table, its first
+            word that is written, the piece's first word in `packed`, number of words. Then the
+            pieces.
+        longest: Words of the longest piece.
+        tables: Written. Pieces must not overlap there.
     """
-    lens = cu_lens.diff().long()
-    edit = torch.repeat_interleave(lens, output_size=values.shape[0])
-    column = torch.arange(values.shape[0], device=base.device) - cu_lens[edit] + starts[edit]
-    base[row_ids[edit].long(), column] = values
+    described = packed[: 8 * num_pieces].view(torch.int64).view(-1, 4)
+    for table, first, start, count in described.tolist():
+        assert count <= longest
+        tables.words[table][first : first + count] = packed[start : start + count]
 
 
 def copy_blocks(pages: Tensor, copies: Tensor) -> None:

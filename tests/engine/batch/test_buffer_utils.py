@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch.buffer_utils import HostBackedTensor, StagedWriteTensor, carry_over
+from engine.batch.buffer_utils import Carrier, HostBackedTensor, StagedWriteTensor
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 5, 9
@@ -39,7 +39,7 @@ def test_staged_writes_equal_assignments(rounds: list[list[tuple[int, int, list[
             staged.stage_write(row, start, values)
             model[row, start : start + len(values)] = values
         assert (staged.tensor.numpy() == before).all()
-        carry_over([staged], CPU)
+        Carrier([staged], CPU).carry_over()
         assert (staged.tensor.numpy() == model).all()
     assert staged.tensor.data_ptr() == address
 
@@ -48,10 +48,10 @@ def test_what_the_device_changed_survives() -> None:
     staged = StagedWriteTensor((ROWS,), np.int64, CPU)
     staged.stage_value(1, 10)
     staged.stage_value(3, 1 << 40)
-    carry_over([staged], CPU)
+    Carrier([staged], CPU).carry_over()
     staged.tensor[1] += 5
     staged.stage_value(4, 7)
-    carry_over([staged], CPU)
+    Carrier([staged], CPU).carry_over()
     assert staged.tensor.tolist() == [0, 15, 0, 1 << 40, 7]
 
 
@@ -63,7 +63,7 @@ def test_writes_outside_the_table_are_refused(row: int, start: int, values: list
     staged = StagedWriteTensor((ROWS, COLUMNS), np.int32, CPU)
     with pytest.raises(IndexError, match="outside a table of 5 rows and 9 columns"):
         staged.stage_write(row, start, values)
-    carry_over([staged], CPU)
+    Carrier([staged], CPU).carry_over()
     assert not staged.tensor.any()
 
 
@@ -72,7 +72,7 @@ def test_host_truth_is_seen_once_carried_over() -> None:
     address = table.tensor.data_ptr()
     table.write((slice(None), 1), (0.5, -2.0))
     assert not table.tensor.any()
-    carry_over([table], CPU)
+    Carrier([table], CPU).carry_over()
     assert table.tensor.tolist() == [[0.0, 0.5, 0.0], [0.0, -2.0, 0.0]]
     assert table.tensor.data_ptr() == address
 
@@ -87,7 +87,7 @@ def test_tensors_of_all_kinds_are_carried_over_together() -> None:
     tokens.stage_write(0, 1, [4, 5, 6])
     tokens.stage_write(4, 0, [7])
     floats.write((1, 2), 0.25)
-    carry_over([counts, tokens, untouched, floats], CPU)
+    Carrier([counts, tokens, untouched, floats], CPU).carry_over()
     assert counts.tensor.tolist() == [0, 0, 1 << 40, 0, 0]
     assert tokens.tensor[0].tolist() == [0, 4, 5, 6, 0, 0, 0, 0, 0]
     assert tokens.tensor[4].tolist() == [7] + [0] * 8

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch.block_table import BlockTables
-from engine.batch.buffer_utils import carry_over
+from engine.batch.buffer_utils import Carrier
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.row_states import RowError, RowStates
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
@@ -55,7 +55,7 @@ class Rows:
                 )
             )
             self.block_tables.add_request(entry.row, entry.blocks)
-        carry_over([*self.states.carried, *self.block_tables.carried], CPU)
+        Carrier([*self.states.carried, *self.block_tables.carried], CPU).carry_over()
 
     @property
     def tables(self) -> RowTables:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.batch.block_table import BlockTables
-from engine.batch.buffer_utils import carry_over
+from engine.batch.buffer_utils import Carrier
 from engine.batch.decode_set import DecodeSet
 from engine.batch.row_states import RowError, RowStates
 from engine.sampling_params import SamplingParams
@@ -116,7 +116,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @rule()
     def apply(self) -> None:
-        carry_over([*self.states.carried, *self.block_tables.carried], CPU)
+        Carrier([*self.states.carried, *self.block_tables.carried], CPU).carry_over()
 
     @invariant()
     def rows_equal_the_model(self) -> None:

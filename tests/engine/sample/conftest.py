@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.batch.block_table import BlockTables
-from engine.batch.buffer_utils import carry_over
+from engine.batch.buffer_utils import Carrier
 from engine.batch.input_batch import InputBuffers, order_batch
 from engine.batch.row_states import RowStates
 from engine.grammar.compiler import GrammarCompiler
@@ -85,7 +85,7 @@ class SamplerBench:
     def step(self, logits: dict[int, torch.Tensor]) -> dict[int, int]:
         """Maps row to logits [V]; returns row to token."""
         changed = [self.states, self.block_tables, self.sampler]
-        carry_over([tensor for part in changed for tensor in part.carried], self._device)
+        Carrier([tensor for part in changed for tensor in part.carried], self._device).carry_over()
         tables = self.states.row_tables(self.block_tables)
         order = order_batch(np.array(sorted(logits), np.int32), [], self.states, PagedBackend())
         batch = self.buffers.prepare(order, [tables])

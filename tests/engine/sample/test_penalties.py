@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch.buffer_utils import carry_over
+from engine.batch.buffer_utils import Carrier
 from engine.sample.penalties import PenaltyStates
 from engine.sampling_params import SamplingParams
 from tests.engine.batch.place_tables import places_of
@@ -61,7 +61,7 @@ def test_logits_equal_the_definition(requests: list[tuple]) -> None:  # type: ig
         )
         all_params.append(sampling)
         states.add_request(row, sampling, np.array(prompt, np.int32), np.array(known, np.int32))
-    carry_over(states.carried, CPU)
+    Carrier(states.carried, CPU).carry_over()
     for row, (_, _, sampled, *_) in enumerate(requests):
         for token in sampled:
             states.count(torch.tensor([[token, -1]]), torch.tensor([row], dtype=torch.int32))
@@ -90,7 +90,7 @@ def test_the_pool_grows_with_need_and_keeps_its_counts() -> None:
     for row in range(ROWS):
         output = np.full(row + 1, row, np.int32)
         states.add_request(row, sampling, np.array([], np.int32), output)
-    carry_over(states.carried, CPU)
+    Carrier(states.carried, CPU).carry_over()
     assert len(states._output_counts) == ROWS
     logits = torch.zeros(ROWS, VOCAB)
     states.apply(logits, places_of([], list(range(ROWS))))
@@ -103,7 +103,7 @@ def test_drafts_before_a_place_count() -> None:
     states = PenaltyStates(ROWS, VOCAB, CPU)
     nothing = np.array([], np.int32)
     states.add_request(2, SamplingParams(frequency_penalty=1.0), nothing, np.array([5], np.int32))
-    carry_over(states.carried, CPU)
+    Carrier(states.carried, CPU).carry_over()
     for _ in range(2):
         logits = torch.zeros(3, VOCAB)
         states.apply(logits, places_of([(2, [5, 7, 5])], []))
@@ -122,7 +122,7 @@ def test_an_entry_is_clean_for_its_next_owner() -> None:
         states.add_request(0, sampling, np.arange(30, dtype=np.int32), np.array([1], np.int32))
         states.remove_request(0)
     states.add_request(0, sampling, np.array([40], np.int32), np.array([], np.int32))
-    carry_over(states.carried, CPU)
+    Carrier(states.carried, CPU).carry_over()
     logits = torch.ones(1, VOCAB)
     states.apply(logits, places_of([], [0]))
     assert logits[0].tolist() == [1.0] * 40 + [0.5]
