@@ -325,7 +325,8 @@ def int4_cases(capability: int) -> Iterator[Case]:
             )
         if dtype == "fp16":
             continue
-        yield from int4_expert_cases((8, 8192, 65536) if many else (8,))
+        steps = (8, 8192, 65536) if many else (8,)
+        yield from int4_expert_cases(steps, overlaps=many)
         yield Case(
             int4_dequantise.int4_dequantise_kernel,
             dtype,
@@ -334,7 +335,7 @@ def int4_cases(capability: int) -> Iterator[Case]:
         )
 
 
-def int4_expert_cases(steps: tuple[int, ...]) -> Iterator[Case]:
+def int4_expert_cases(steps: tuple[int, ...], *, overlaps: bool) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out"),
         **named("*i32", "groups", "experts", "order", "counts"),
@@ -360,6 +361,7 @@ def int4_expert_cases(steps: tuple[int, ...]) -> Iterator[Case]:
                 "GATED": gated,
                 "SORTED": is_sorted,
                 "BY_PAIR": num_pairs <= 128,
+                "OVERLAP": overlaps and not is_sorted,
                 "BLOCK": 256,
                 "GROUP": 128,
                 "LATE": tuning.rows <= int4_experts.LATE_ROWS,
@@ -551,7 +553,12 @@ def expert_cases(capability: int) -> Iterator[Case]:
     yield Case(
         expert_rows.sort_pairs_kernel, "", types, {"CHUNK": expert_rows.CHUNK}, {"num_warps": 16}
     )
-    yield Case(fused_experts.sum_pairs_kernel, "", types, {"TOP_K": 8, "BLOCK": 1024})
+    yield Case(
+        fused_experts.sum_pairs_kernel,
+        "",
+        types,
+        {"TOP_K": 8, "BLOCK": 1024, "OVERLAP": capability >= 90},
+    )
     many = capability >= 90
     for num_pairs, gated in itertools.product((8, 256, 8192, 65536) if many else (65536,), (1, 0)):
         shape = expert_tuning.ExpertShape(128, 768, 2048)
@@ -573,6 +580,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "GATED": bool(gated),
                 "SORTED": is_sorted,
                 "BY_PAIR": num_pairs <= 128,
+                "OVERLAP": capability >= 90 and not is_sorted,
                 "HAS_BIAS": num_pairs == 8192,
                 "CLAMPED": num_pairs == 8192 and bool(gated),
                 "EVEN": num_pairs != 8192,
@@ -612,6 +620,7 @@ def fp8_expert_cases(capability: int) -> Iterator[Case]:
                 "GATED": gated,
                 "SORTED": is_sorted,
                 "BY_PAIR": num_pairs <= 128,
+                "OVERLAP": capability >= 90 and not is_sorted,
                 "HAS_BIAS": not gated,
                 "CLAMPED": False,
                 "BLOCKS": num_pairs != 8,
@@ -664,6 +673,7 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "GATED": gated,
                 "SORTED": is_sorted,
                 "BY_PAIR": num_pairs <= 128,
+                "OVERLAP": capability >= 90 and not is_sorted,
                 "HAS_BIAS": True,
                 "CLAMPED": gated,
                 "EVEN": gated,

@@ -3,6 +3,9 @@
 With few pairs, programs of a GEMM read the experts of all of them and find their own. With many,
 they are sorted by expert first: each program reads all pairs and places those of its own expert,
 because the numbers are few, and one launch is less than the start of two.
+
+In steps of few tokens the kernels overlap (PDL). The first GEMM waits for all that came before it,
+and only then lets the second begin; so that one may find its rows before it waits itself.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem_kernels.device import uses_pdl
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
 
 CHUNK = 8192
@@ -104,13 +109,19 @@ def rows_of_program(
     EXPERTS: tl.constexpr,
     SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     HEIGHT: tl.constexpr = 0,
     FIRST: tl.constexpr = 0,
 ) -> tl.tensor:
     """Returns the expert, the pairs [ROWS] and the tile of outputs of this program. A program
     whose pairs are all `num_pairs` has no work. Sorted tiles may be of HEIGHT rows, of which these
-    are FIRST and on.
+    are FIRST and on. GATED: of the first GEMM. With OVERLAP, what other kernels wrote can be read
+    when this returns.
     """
+    if OVERLAP and GATED:
+        gdc_wait()
+        gdc_launch_dependents()
     tile, col_tile = tile_of_program(num_row_tiles, num_col_tiles, GROUP)
     if SORTED:
         expert, pair = sorted_rows(
@@ -120,6 +131,9 @@ def rows_of_program(
         expert, pair = found_rows(
             experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
         )
+    if OVERLAP and not GATED:
+        gdc_launch_dependents()
+        gdc_wait()
     return expert, pair, col_tile
 
 
@@ -209,4 +223,15 @@ class ExpertRows:
             "EXPERTS": triton.next_power_of_2(self.num_experts),
             "SORTED": is_sorted,
             "BY_PAIR": by_pair,
+            "OVERLAP": self.overlaps,
         }
+
+    @property
+    def overlaps(self) -> bool:
+        """Returns whether this step's kernels begin before the ones in front have ended."""
+        return uses_pdl(self.experts.device, len(self.experts))
+
+    @property
+    def launch(self) -> dict[str, bool]:
+        """Returns the options of a launch that fits `OVERLAP`."""
+        return {"launch_pdl": True} if self.overlaps else {}

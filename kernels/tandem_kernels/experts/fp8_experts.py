@@ -108,6 +108,7 @@ def fp8_expert_gemm_kernel(
     GATED: tl.constexpr,
     SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    OVERLAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -125,7 +126,7 @@ def fp8_expert_gemm_kernel(
     num_col_tiles = tl.cdiv(num_outputs, COLS)
     expert, pair, col_tile = rows_of_program(
         experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR,
+        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, OVERLAP,
     )  # fmt: skip
     if tl.min(pair, axis=0) >= num_pairs:
         return
@@ -304,4 +305,5 @@ def fp8_gemm(
         **constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **rows.launch,
     )

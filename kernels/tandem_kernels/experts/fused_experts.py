@@ -15,11 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import gpu_name
+from tandem_kernels.device import gpu_name, uses_pdl
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_outputs import write_pairs
-from tandem_kernels.experts.expert_rows import ExpertRows, found_rows, sorted_rows, tile_of_program
+from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_tuning import (
     FIXED,
     ExpertShape,
@@ -58,6 +59,7 @@ def expert_gemm_kernel(
     GATED: tl.constexpr,
     SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    OVERLAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -68,19 +70,13 @@ def expert_gemm_kernel(
     GATED: x [T, H], weight [E, 2 * num_outputs, H], activated. Else x [pairs, I], weight
     [E, num_outputs, I], times the pair's weight. A bias has a number for each row of the weight.
     """
-    tile, col_tile = tile_of_program(num_row_tiles, tl.cdiv(num_outputs, COLS), GROUP)
-    if SORTED:
-        expert, pair = sorted_rows(
-            order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, ROWS, 0
-        )
-        if expert >= num_experts:
-            return
-    else:
-        expert, pair = found_rows(
-            experts, tile // TILES, tile % TILES, num_pairs, ROWS, PAIRS, BY_PAIR
-        )
-        if tl.min(pair, axis=0) >= num_pairs:
-            return
+    num_col_tiles = tl.cdiv(num_outputs, COLS)
+    expert, pair, col_tile = rows_of_program(
+        experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
+        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, OVERLAP,
+    )  # fmt: skip
+    if tl.min(pair, axis=0) >= num_pairs:
+        return
     real = pair < num_pairs
     row = pair
     if GATED:
@@ -125,8 +121,12 @@ def sum_pairs_kernel(
     width: tl.tensor,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Sums, in program (t, j), columns j * BLOCK and on of token t over its experts."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
@@ -176,7 +176,17 @@ def sum_pairs(parts: Tensor, experts: Tensor, out: Tensor) -> None:
     num_tokens, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
     grid = (num_tokens, triton.cdiv(width, block))
-    sum_pairs_kernel[grid](parts, experts, out, width, TOP_K=experts.shape[1], BLOCK=block)
+    overlap = uses_pdl(out.device, num_tokens)
+    sum_pairs_kernel[grid](
+        parts,
+        experts,
+        out,
+        width,
+        TOP_K=experts.shape[1],
+        BLOCK=block,
+        OVERLAP=overlap,
+        **({"launch_pdl": True} if overlap else {}),
+    )
 
 
 def expert_gemm(
@@ -233,4 +243,5 @@ def expert_gemm(
         **constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **rows.launch,
     )

@@ -49,6 +49,7 @@ def int4_expert_gemm_kernel(
     GATED: tl.constexpr,
     SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
@@ -63,7 +64,7 @@ def int4_expert_gemm_kernel(
     num_col_tiles = tl.cdiv(2 * num_outputs if GATED else num_outputs, COLS)
     expert, pair, col_tile = rows_of_program(
         experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-        ROWS, TILE_GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR,
+        ROWS, TILE_GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, OVERLAP,
     )  # fmt: skip
     if tl.min(pair, axis=0) >= num_pairs:
         return
@@ -191,4 +192,5 @@ def int4_expert_gemm(
         **constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **rows.launch,
     )

@@ -136,6 +136,7 @@ def mxfp4_expert_gemm_kernel(
     GATED: tl.constexpr,
     SORTED: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    OVERLAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -151,7 +152,8 @@ def mxfp4_expert_gemm_kernel(
     num_col_tiles = tl.cdiv(num_outputs, COLS)
     expert, pair, col_tile = rows_of_program(
         experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, ROWS + EXTRA,
+        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, OVERLAP,
+        ROWS + EXTRA,
     )  # fmt: skip
     if tl.min(pair, axis=0) >= num_pairs:
         return
@@ -176,7 +178,8 @@ def mxfp4_expert_gemm_kernel(
     if EXTRA > 0:
         _, pair2, _ = rows_of_program(
             experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-            EXTRA, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, ROWS + EXTRA, ROWS,
+            EXTRA, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, False,
+            ROWS + EXTRA, ROWS,
         )  # fmt: skip
         inputs2 = _inputs(x, pair2, num_pairs, x_stride, lane, TOP_K, GATED)
     if SPARES_EXTRA:
@@ -334,4 +337,5 @@ def mxfp4_gemm(
         **constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **rows.launch,
     )
