@@ -3,15 +3,16 @@
     HostBackedTensor     the host owns it: write `np`, all of which goes to the device
     StagedWriteTensor    the device owns it: the host stages ragged writes, which go there
 
-A `Carrier` takes what has changed in any number of them to the device, in one transfer and one
-launch a step: a prompt that comes alone waits for each launch. Kernels change a `StagedWriteTensor`
-in between (a sampled token is appended, a count advances), so the host must never copy the whole of
-it. All device memory keeps its address.
+A `Carrier` takes what has changed in any number of them to the device, in one launch a step and
+without a copy: a prompt that comes alone waits for each call of the driver. Kernels change a
+`StagedWriteTensor` in between (a sampled token is appended, a count advances), so the host must
+never copy the whole of it. All device memory keeps its address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,6 +96,7 @@ class Carrier:
         self._tensors = list(tensors)
         self._device = device
         self._tables = WordTables.of([carried.tensor for carried in self._tensors])
+        self._ring = PinnedRing(device)
 
     def carry_over(self) -> None:
         """Carries all changes there are. No change costs nothing."""
@@ -110,9 +112,50 @@ class Carrier:
             return
         described = np.array(places, np.int64)
         described[:, 2] += described.nbytes // _WORD_BYTES  # Pieces lie behind what describes them.
-        packed = np.concatenate([described.reshape(-1).view(np.int32), *pieces])
         longest = int(described[:, 3].max())
-        ops.write_pieces(to_device(packed, self._device), len(pieces), longest, self._tables)
+        with self._ring.filled([described.reshape(-1).view(np.int32), *pieces]) as packed:
+            to = self._tables
+            ops.write_pieces(to.addresses, to.words, packed, len(pieces), longest)
+
+
+class PinnedRing:
+    """Memory of the host that kernels read: parts that take turns.
+
+    1. `filled`   the next part is written, once the kernel that read it last has ended
+    2. a kernel that reads it is launched within the `with` block
+
+    What is larger than a part is copied to the device.
+    """
+
+    def __init__(self, device: torch.device, part_words: int = 1 << 18, num_parts: int = 4) -> None:
+        """Takes pinned memory for a GPU."""
+        is_gpu = device.type == "cuda"
+        self._device = device
+        self._parts = [
+            torch.empty(part_words, dtype=torch.int32, pin_memory=is_gpu) for _ in range(num_parts)
+        ]
+        self._arrays = [part.numpy() for part in self._parts]
+        self._read: list[torch.cuda.Event] = []
+        """Of each part, on a GPU."""
+        for _ in self._parts if is_gpu else ():
+            self._read.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    @contextmanager
+    def filled(self, pieces: Sequence[Words]) -> Iterator[torch.Tensor]:
+        """Yields the pieces, one behind the other, as a device reads them."""
+        num_words = sum(map(len, pieces))
+        if num_words > len(self._arrays[0]):
+            yield to_device(np.concatenate(pieces), self._device)
+            return
+        index = self._next
+        self._next = (index + 1) % len(self._parts)
+        if self._read:
+            self._read[index].synchronize()
+        np.concatenate(pieces, out=self._arrays[index][:num_words])
+        yield self._parts[index]
+        if self._read:
+            self._read[index].record()
 
 
 class HostBackedTensor:

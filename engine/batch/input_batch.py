@@ -251,11 +251,11 @@ class InputBuffers:
 
     def prepare(self, order: BatchOrder, tables: Sequence[RowTables]) -> InputBatch:
         """Loads and gathers a batch that is not empty. Raises `ValueError` like `load`."""
-        batch = self.load(order, len(order.rows))
+        self.load(order, len(order.rows))
         self.gather(len(order.rows), tables)
-        return batch
+        return self.loaded(order)
 
-    def load(self, order: BatchOrder, num_padded: int) -> InputBatch:
+    def load(self, order: BatchOrder, num_padded: int) -> None:
         """Loads the batch, whose inputs `gather(num_padded)` will fill; the requests behind it are
         padding.
 
@@ -273,7 +273,6 @@ class InputBuffers:
                 f"({self.max_num_tokens})"
             )
         self._upload(order.rows, bounds)
-        return self._batch(order, num_reqs, num_tokens)
 
     def loaded(self, order: BatchOrder) -> InputBatch:
         """Returns the batch that was loaded last, whose order is `order`."""

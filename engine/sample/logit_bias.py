@@ -67,7 +67,7 @@ class LogitBiasStates:
 
     def needed_by(self, rows: Int32Array) -> bool:
         """Returns whether any of `rows` may have something to add."""
-        return bool(self._has_bias[rows].any())
+        return bool(self._biases) and bool(self._has_bias[rows].any())
 
     def apply(self, logits: torch.Tensor, places: Places, first_token: int = 0) -> None:
         """Changes `logits` [L, v] of all places, which are of tokens `first_token` and on. Where

@@ -78,7 +78,7 @@ class PenaltyStates:
 
     def needed_by(self, rows: Int32Array) -> bool:
         """Returns whether any of `rows` has penalties."""
-        return bool((self._entries.np[rows] != _NO_ENTRY).any())
+        return self.num_used_entries > 0 and bool((self._entries.np[rows] != _NO_ENTRY).any())
 
     def apply(self, logits: torch.Tensor, places: Places, first_token: int = 0) -> None:
         """Changes `logits` [L, v] of all places, which are of tokens `first_token`, a multiple of

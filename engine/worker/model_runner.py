@@ -335,13 +335,14 @@ class ModelRunner:
     def _run_graph(self, order: BatchOrder, key: GraphKey, on_layer: OnLayer) -> SamplerOutput:
         assert self._graphs is not None
         num_reqs = len(order.rows)
-        batch = self._input_buffers.load(order, key.num_reqs)
+        self._input_buffers.load(order, key.num_reqs)
         self._graphs.replay(key)
         for layer in range(len(self.kv_caches)):
             on_layer(layer)
         if key.samples:
             # The next replay overwrites its own output, maybe before this one is copied.
             return SamplerOutput(self._graph_token_ids[:num_reqs, : key.width].clone(), None)
+        batch = self._input_buffers.loaded(order)
         sampled = self._choose(self._logits.read(num_reqs * key.width), batch)
         self._advance_rows(batch, sampled)
         return sampled

@@ -922,7 +922,7 @@ def batch_cases(capability: int) -> Iterator[Case]:
     yield Case(
         word_pieces.write_pieces_kernel,
         "",
-        {**named("*i64", "described", "addresses"), **named("*i32", "packed")},
+        {"addresses": "*i64", "packed": "*i32"},
         {"CHUNK": word_pieces.CHUNK},
     )
     yield Case(

@@ -406,7 +406,8 @@ def write_pieces(
     packed = torch.cat([head, *words])
     longest = max((count for *_, count in described), default=0)
     on_device = [table.to(device) for table in tables]
-    op(packed.to(device), len(pieces), longest, WordTables.of(on_device))
+    there = WordTables.of(on_device)
+    op(there.addresses, there.words, packed.to(device), len(pieces), longest)
     for table, wanted in zip(on_device, expected, strict=True):
         assert torch.equal(table.cpu(), wanted)
 

@@ -8,6 +8,7 @@ import torch
 from gpu_fixtures import halves, head_dims, poisoned_and_fresh  # noqa: F401
 
 from tandem_kernels import ops
+from tandem_kernels.batch.batch_tables import WordTables
 
 pytestmark = pytest.mark.gpu
 
@@ -62,3 +63,13 @@ def test_lookup_ngrams(length: int, num_tokens: int, lengths: tuple[int, int]) -
 @pytest.mark.parametrize("num_copies", [0, 1, 7])
 def test_copy_blocks(page_bytes: int, num_copies: int) -> None:
     check.copy_blocks(ops.copy_blocks, page_bytes, num_copies, "cuda")
+
+
+def test_pieces_come_from_pinned_memory_of_the_host() -> None:
+    table = torch.zeros(3, 5000, dtype=torch.int32, device="cuda")
+    tables = WordTables.of([table])
+    head = torch.tensor([0, 2 * 5000 + 17, 8, 4000]).view(torch.int32)
+    packed = torch.cat([head, torch.arange(4000, dtype=torch.int32)]).pin_memory()
+    ops.write_pieces(tables.addresses, tables.words, packed, 1, 4000)
+    assert torch.equal(table[2, 17:4017].cpu(), packed[8:])
+    assert int(table.count_nonzero()) == 3999

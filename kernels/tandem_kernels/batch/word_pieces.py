@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from tandem_kernels.batch.batch_tables import WordTables
 
 CHUNK = 1024
 MAX_PROGRAMS_PER_PIECE = 16
@@ -16,13 +15,9 @@ _DESCRIPTION = tl.constexpr(4)
 
 
 @triton.jit
-def write_pieces_kernel(
-    described: tl.tensor,
-    packed: tl.tensor,
-    addresses: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> None:
+def write_pieces_kernel(addresses: tl.tensor, packed: tl.tensor, CHUNK: tl.constexpr) -> None:
     """Writes, in program (p, j), chunks j, j + programs, ... of piece p."""
+    described = packed.to(tl.pointer_type(tl.int64), bitcast=True)
     description = described + tl.program_id(0) * _DESCRIPTION
     table = tl.load(addresses + tl.load(description)).to(tl.pointer_type(tl.int32))
     to = table + tl.load(description + 1)
@@ -34,12 +29,11 @@ def write_pieces_kernel(
         tl.store(to + place, tl.load(source + place, mask=inside), mask=inside)
 
 
-def write_pieces(packed: Tensor, num_pieces: int, longest: int, tables: WordTables) -> None:
+def write_pieces(
+    addresses: Tensor, tables: Sequence[Tensor], packed: Tensor, num_pieces: int, longest: int
+) -> None:
     """See `reference.batch.write_pieces`."""
     if num_pieces == 0:
         return
     programs = min(triton.cdiv(longest, CHUNK), MAX_PROGRAMS_PER_PIECE)
-    described = packed[: 8 * num_pieces].view(torch.int64)
-    write_pieces_kernel[(num_pieces, programs)](
-        described, packed, tables.addresses, CHUNK=CHUNK, num_warps=4
-    )
+    write_pieces_kernel[(num_pieces, programs)](addresses, packed, CHUNK=CHUNK, num_warps=4)

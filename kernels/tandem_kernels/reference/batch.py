@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
+from tandem_kernels.batch.batch_tables import RowTables, StepInputs
 
 
 def prepare_inputs(
@@ -108,20 +110,23 @@ def write_drafts(idx_mapping: Tensor, drafts: Tensor, vocab_size: int, rows: Row
         rows.token_ids[at] = token[inside].to(rows.token_ids.dtype)
 
 
-def write_pieces(packed: Tensor, num_pieces: int, longest: int, tables: WordTables) -> None:
+def write_pieces(
+    addresses: Tensor, tables: Sequence[Tensor], packed: Tensor, num_pieces: int, longest: int
+) -> None:
     """Write P pieces of words, each to its place in one of the tables.
 
     Args:
-        packed: [N] int32 words. First what describes the pieces, [P, 4] int64: table, its first
-            word that is written, the piece's first word in `packed`, number of words. Then the
-            pieces.
+        addresses: [tables] int64, where the tables begin.
+        tables: Flat int32, written. Pieces must not overlap there.
+        packed: int32 words, on the device or in pinned memory of the host. First what describes
+            the pieces, [P, 4] int64: table, its first word that is written, the piece's first
+            word in `packed`, number of words. Then the pieces.
         longest: Words of the longest piece.
-        tables: Written. Pieces must not overlap there.
     """
     described = packed[: 8 * num_pieces].view(torch.int64).view(-1, 4)
     for table, first, start, count in described.tolist():
         assert count <= longest
-        tables.words[table][first : first + count] = packed[start : start + count]
+        tables[table][first : first + count] = packed[start : start + count]
 
 
 def copy_blocks(pages: Tensor, copies: Tensor) -> None:

@@ -8,7 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch.buffer_utils import Carrier, HostBackedTensor, StagedWriteTensor
+from engine.batch.buffer_utils import (
+    Carrier,
+    HostBackedTensor,
+    PinnedRing,
+    StagedWriteTensor,
+)
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 5, 9
@@ -94,3 +99,19 @@ def test_tensors_of_all_kinds_are_carried_over_together() -> None:
     assert floats.tensor.tolist() == [[0.0] * 3, [0.0, 0.0, 0.25]]
     assert untouched.tensor.tolist() == [3] * ROWS
     assert not any(tensor.has_changes for tensor in (counts, tokens, floats))
+
+
+@given(rounds=st.lists(st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=3), max_size=9))
+def test_a_ring_holds_what_was_written_last(rounds: list[list[list[int]]]) -> None:
+    ring = PinnedRing(CPU, part_words=6, num_parts=2)
+    before: list[tuple[torch.Tensor, list[int]]] = []
+    for pieces in rounds:
+        written = [number for piece in pieces for number in piece]
+        arrays = [np.array(piece, np.int32) for piece in pieces]
+        if not arrays:
+            continue
+        with ring.filled(arrays) as packed:
+            assert packed[: len(written)].tolist() == written
+        for earlier, expected in before[-1:]:
+            assert earlier[: len(expected)].tolist() == expected, "a part that may be read still"
+        before.append((packed, written))
