@@ -178,7 +178,7 @@ class AsyncOutput:
 
     def _wait(self) -> StepTensors | None:
         on_host, event = self._copy
-        while event is not None and not event.query():
+        while event is not None and not event.query():  # type: ignore[no-untyped-call]
             time.sleep(_LOOK_S)
         return on_host
 
