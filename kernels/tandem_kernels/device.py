@@ -60,6 +60,7 @@ def enable_pdl(enabled: bool) -> None:
     _pdl_enabled = enabled
 
 
-def uses_pdl(device: torch.device, num_tokens: int) -> bool:
-    """Returns whether a small kernel is launched before its predecessor has drained."""
+def uses_pdl(device: torch.device, num_tokens: int = 0) -> bool:
+    """Returns whether a kernel is launched before its predecessor has drained: a small one of a
+    step of so many tokens, or one to which their number makes no difference."""
     return _pdl_enabled and num_tokens <= MAX_ROWS and supports_pdl(device)

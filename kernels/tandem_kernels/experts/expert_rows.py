@@ -4,7 +4,7 @@ With few pairs, programs of a GEMM read the experts of all of them and find thei
 they are sorted by expert first: each program reads all pairs and places those of its own expert,
 because the numbers are few, and one launch is less than the start of two.
 
-In steps of few tokens the kernels overlap (PDL). The first GEMM waits for all that came before it,
+Kernels overlap (PDL). The first GEMM waits for all that came before it,
 and only then lets the second begin; so that one may find its rows before it waits itself.
 """
 
@@ -228,8 +228,8 @@ class ExpertRows:
 
     @property
     def overlaps(self) -> bool:
-        """Returns whether this step's kernels begin before the ones in front have ended."""
-        return uses_pdl(self.experts.device, len(self.experts))
+        """Returns whether kernels begin before the ones in front have ended."""
+        return uses_pdl(self.experts.device)
 
     @property
     def launch(self) -> dict[str, bool]:

@@ -176,7 +176,7 @@ def sum_pairs(parts: Tensor, experts: Tensor, out: Tensor) -> None:
     num_tokens, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
     grid = (num_tokens, triton.cdiv(width, block))
-    overlap = uses_pdl(out.device, num_tokens)
+    overlap = uses_pdl(out.device)
     sum_pairs_kernel[grid](
         parts,
         experts,
