@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tandem_kernels.attention import (
+    attention_sink,
     context_gather,
     decode_attention,
     decode_tuning,
@@ -823,6 +824,12 @@ def ragged_cases(capability: int) -> Iterator[Case]:
         types,
         {"NUM_HEADS": 16, "VALUE": 128, "BLOCK_VALUE": 128},
         {"num_warps": 1},
+    )
+    yield Case(
+        attention_sink.add_sinks_kernel,
+        "",
+        {**types, "attended": "*bf16", "sinks": "*fp32"},
+        {"NUM_HEADS": 64, "VALUE": 64, "BLOCK_VALUE": 64, "ROWS": 64},
     )
     is_fp8 = capability >= 90
     scales = {} if is_fp8 else {"k_scale": None, "v_scale": None}

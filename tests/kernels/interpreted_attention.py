@@ -236,6 +236,11 @@ def test_expansion_of_cached_latents(dtype: torch.dtype) -> None:
     check.merge_attention(ops.merge_attention.kernel, (5, 3, 24), dtype)
 
 
+@dtypes
+def test_sinks_behind_a_complete_softmax(dtype: torch.dtype) -> None:
+    check.add_sinks(ops.add_sinks.kernel, (37, 3, 24), dtype)
+
+
 def test_copies_of_contexts() -> None:
     check.gather_context(ops.gather_context.kernel, 24, torch.float32)
 

@@ -878,6 +878,20 @@ def merge_attention(
     torch.testing.assert_close(sums[0].double(), expected_sums, rtol=1e-5, atol=1e-5)
 
 
+def add_sinks(op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+    """Checks attention [T, H, V] against a softmax with one more score. Sums are part of a larger
+    tensor; a sink is far above, and one far below, all scores."""
+    num_tokens, num_heads, _ = sizes
+    attended = torch.randn(sizes, device=device).to(dtype)
+    log_sums = torch.randn(num_heads, num_tokens + 3, device=device)[:, 3:] * 5
+    sinks = torch.randn(num_heads, device=device) * 3
+    sinks[0], sinks[-1] = 200.0, -200.0
+    sums = log_sums.double().exp().t()
+    expected = attended.double() * (sums / (sums + sinks.double().exp()))[..., None]
+    op(attended, log_sums, sinks)
+    assert oracle.relative_error(attended, expected) < ELEMENTWISE[dtype]
+
+
 def lookup_ngrams(
     op: Op, length: int, num_tokens: int, lengths: tuple[int, int], device: str = "cpu"
 ) -> None:

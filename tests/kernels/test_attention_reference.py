@@ -172,3 +172,9 @@ def test_one_token_of_a_prompt_equals_a_decode() -> None:
 def test_copies_of_contexts(dtype: torch.dtype) -> None:
     torch.manual_seed(9)
     check.gather_context(ops.gather_context, 24, dtype)
+
+
+@pytest.mark.parametrize("dtype", list(check.ATTENTION), ids=str)
+def test_sinks_behind_a_complete_softmax(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    check.add_sinks(ops.add_sinks, (37, 3, 24), dtype)

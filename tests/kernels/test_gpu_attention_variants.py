@@ -63,6 +63,12 @@ def test_attention_with_sinks(
         check.attention_with_sinks(op, *lengths, **shape)  # type: ignore[arg-type]
 
 
+@halves
+@pytest.mark.parametrize("sizes", [(1, 64, 64), (1000, 64, 64), (333, 6, 80)], ids=str)
+def test_sinks_behind_a_complete_softmax(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    check.add_sinks(ops.add_sinks, sizes, dtype, "cuda")
+
+
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_decodes_through_a_small_window(block_size: int) -> None:
     shape = {"num_kv_heads": 8, "group": 8, "head_dim": 64, "dtype": torch.bfloat16}

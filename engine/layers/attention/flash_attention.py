@@ -22,8 +22,8 @@ from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.uncached_prefill import (
     DensePrefill,
     UncachedPrefillMetadata,
-    with_sinks,
 )
+from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 
@@ -73,9 +73,11 @@ def flash_attention(
         causal=True,
         **more,
     )
-    if sinks is not None:
-        return with_sinks(attended[0], attended[1], sinks)
-    return cast(Tensor, attended)
+    if sinks is None:
+        return cast(Tensor, attended)
+    out, log_sums, *_ = attended
+    ops.add_sinks(out, log_sums, sinks)
+    return cast(Tensor, out)
 
 
 def forward_kernel(package: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -191,4 +193,6 @@ class FlashPrefill(DensePrefill):
             is_causal=True,
             num_splits=1,
         )
-        return attended if sinks is None else with_sinks(attended, log_sums, sinks)
+        if sinks is not None:
+            ops.add_sinks(attended, log_sums, sinks)
+        return attended

@@ -198,7 +198,9 @@ class UncachedPrefillBackend(AttentionBackend):
                 ops.merge_attention(attended[part.rows], log_sums[:, part.rows], *found)
         assert joined is not None
         attended, log_sums = joined
-        return attended if spec.sinks is None else with_sinks(attended, log_sums, spec.sinks)
+        if spec.sinks is not None:
+            ops.add_sinks(attended, log_sums, spec.sinks)
+        return attended
 
     def _place(self, chunk: PrefillChunk) -> int:
         """Returns 0 for long uncached prompts, 1 for long chunks that are attended apart, 2 for
@@ -225,13 +227,6 @@ class UncachedPrefillBackend(AttentionBackend):
             found[place].append(chunk)
             last = place
         return found
-
-
-def with_sinks(attended: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Returns [T, Hq, D] as it is where the softmax has counted `sinks` [Hq] as well. Without them
-    it has divided by exp(`log_sums`), [Hq, T] float32."""
-    share = torch.sigmoid(log_sums.t() - sinks)
-    return attended.mul_(share[..., None])
 
 
 def split_metadata(

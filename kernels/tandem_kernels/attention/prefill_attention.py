@@ -368,6 +368,7 @@ def _tuning_of(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Pref
         head_dim,
         q.dtype,
         kv_cache.shape[3],
+        metadata.window,
     )
 
 

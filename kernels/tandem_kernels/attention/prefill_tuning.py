@@ -12,6 +12,8 @@ LONG_CONTEXT = 4096
 behind 8192 each. Below smaller ones are, by 0.7 % of a step of 4 x 2048.
 """
 _FEW_ROWS = 128 * 128
+_SMALL_WINDOW = 256
+"""Positions. Through 128 of them, 2048 tokens are attended in 33 us instead of 42."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ def prefill_tuning(
     head_dim: int,
     dtype: torch.dtype,
     block_size: int,
+    window: int | None = None,
 ) -> PrefillTuning:
     """Choose by rows, which are query tokens times the query heads of a KV head.
 
@@ -52,6 +55,10 @@ def prefill_tuning(
         return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2, in_parts=is_few)
     if max_rows <= 64 or is_few:
         return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4, in_parts=True)
+    if row_bytes <= 128 and window is not None and window <= _SMALL_WINDOW:
+        return PrefillTuning(rows=64, tile=32, num_warps=4, num_stages=2)
+    if row_bytes <= 128 and max_context < LONG_CONTEXT:
+        return PrefillTuning(rows=64, tile=64, num_warps=4, num_stages=4)
     if max_context >= LONG_CONTEXT and block_size % 128 == 0:
         return PrefillTuning(rows=128, tile=128, num_warps=8, num_stages=5)
     if max_context >= LONG_CONTEXT and block_size % 64 == 0:

@@ -52,3 +52,14 @@ def merge_attention(out: Tensor, log_sums: Tensor, part: Tensor, part_log_sums: 
     own, other = ((sums - total).exp().t().unsqueeze(-1) for sums in (log_sums, part_log_sums))
     out.copy_(out.float() * own + part.float() * other)
     log_sums.copy_(total)
+
+
+def add_sinks(attended: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
+    """Makes attention, in place, what it is where the softmax has counted sinks as well.
+
+    Args:
+        attended: [T, H, V], contiguous.
+        log_sums: [H, T] float32, logarithms of the sums that it was divided by.
+        sinks: [H] float32.
+    """
+    attended.mul_(torch.sigmoid(log_sums.t() - sinks)[..., None])
