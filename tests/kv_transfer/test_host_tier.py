@@ -489,7 +489,7 @@ async def test_what_was_forgotten_is_not_written_and_the_tier_stays_on(tmp_path:
 async def test_a_file_that_cannot_be_removed_leaves_no_other_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what was forgotten, the next node would find all that is left."""
+    """The next node would find again what is left of what was forgotten."""
     pools = Pools(disk_path=tmp_path)
     await spilled(pools)
     unlink, stuck = Path.unlink, set[str]()

@@ -43,10 +43,35 @@ def read_awq(fields: Fields) -> Quantization:
     fields.ignore("sym", *_SEARCH)
     fields.ignore("do_fuse", "fuse_max_seq_len", "modules_to_fuse")
     scheme = Int4Scheme(layout="awq", group_size=_group_size(fields), symmetric=False)
+    listed = fields.get("modules_to_not_convert", list[str], [])
     ignored = fields.names("modules_to_not_convert")
     return Quantization(
-        method="awq", rules=(SchemeRule(("Linear",), scheme),), ignored=(*ignored, "lm_head")
+        method="awq",
+        rules=(SchemeRule(("Linear",), scheme),),
+        ignored=(*ignored, *_expressions(listed), "lm_head"),
+        ignored_parts=tuple(name for name in listed if _NAME.fullmatch(name)),
     )
+
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+def _expressions(listed: list[str]) -> list[str]:
+    """Returns those of a list that are more than names, as transformers and AutoRound read them:
+    a name's beginning up to the end of a component."""
+    patterns = [
+        rf"re:(?:{text})(?:(?<=\.)|(?=\.|$))" for text in listed if not _NAME.fullmatch(text)
+    ]
+    return [pattern for pattern in patterns if _is_valid(pattern)]
+
+
+def _is_valid(pattern: str) -> bool:
+    """Returns whether a pattern is an expression; what begins with a wildcard is none."""
+    try:
+        re.compile(pattern.removeprefix("re:"))
+    except re.error:
+        return False
+    return True
 
 
 def read_gptq(fields: Fields) -> Quantization:
