@@ -37,20 +37,24 @@ class _ModelOptFile(msgspec.Struct):
 
 
 def read_quantization(
-    folder: Path, values: dict[str, object] | None, wanted: QuantizationName | None = None
+    folder: Path,
+    values: dict[str, object] | None,
+    wanted: QuantizationName | None = None,
+    place: str = "quantization_config",
 ) -> Quantization | None:
     """Returns the schemes of a checkpoint; None: its weights are plain.
 
     Args:
-        values: `quantization_config` of config.json, where it has one.
+        values: What config.json says of them, if anything.
         wanted: What the operator says it is; `fp8` of a plain checkpoint: quantise it.
+        place: The name of `values` in config.json.
 
     Raises:
         UnsupportedField: A field asks for what is not here, or is unknown.
         CheckpointError: The file beside config.json cannot be read, or the checkpoint is not as
             wanted.
     """
-    found = _published(folder, values)
+    found = _published(folder, values, place)
     method = "" if found is None else found.method
     if wanted is None or wanted == method:
         return found
@@ -63,8 +67,7 @@ def read_quantization(
     )
 
 
-def _published(folder: Path, values: dict[str, object] | None) -> Quantization | None:
-    place = "quantization_config"
+def _published(folder: Path, values: dict[str, object] | None, place: str) -> Quantization | None:
     if values is None:
         path = folder / _MODELOPT_FILE
         values = read_json(path, _ModelOptFile).quantization if path.is_file() else {}
