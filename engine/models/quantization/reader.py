@@ -10,6 +10,7 @@ import msgspec
 from engine.config import QuantizationName
 from engine.models.config_file import read_json
 from engine.models.errors import CheckpointError
+from engine.models.quantization.auto_round import read_auto_round
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
 from engine.models.quantization.fields import SUPPORTED, Fields
 from engine.models.quantization.four_bits import read_awq, read_gptq, read_mxfp4
@@ -20,10 +21,12 @@ from engine.models.wrappers import with_own_names
 from engine.quantization import Quantization
 
 READERS: dict[str, Callable[[Fields], Quantization]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "intel/auto-round": read_auto_round,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
