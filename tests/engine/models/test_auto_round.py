@@ -1,5 +1,5 @@
-"""Tests that AutoRound's checkpoints, in its own form and symmetric ones in AWQ's, are served as the
-weights that they mean."""
+"""Tests that AutoRound's checkpoints are served as the weights that they mean: in its own form, and
+symmetric ones in AWQ's."""
 
 from __future__ import annotations
 
