@@ -371,6 +371,8 @@ async def test_models() -> None:
         assert (model["id"], model["max_model_len"]) == (MODEL, CONTEXT)
         assert (await node.client.get(f"/v1/models/{MODEL}")).json() == model
         assert (await node.client.get("/v1/models/other")).status_code == 404
+        slashed = await node.client.get("/v1/models/?limit=2")
+        assert (slashed.status_code, slashed.headers["location"]) == (307, "../models?limit=2")
 
 
 async def test_metrics_count_what_happened() -> None:
