@@ -395,8 +395,7 @@ class KVConnectorMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVConnectorOutput(msgspec.Struct, kw_only=True):
-    """Events merged over all processes and ranks, by transfer id. Attempts need no name: a newer
-    one begins only when the end of the one before has been taken, or is true of both.
+    """Events merged over all processes and ranks, by transfer id; true of its newest attempt.
 
     finished_sending: producer's blocks are copied out everywhere.
     finished_recving: consumer's blocks are complete on every rank.
