@@ -70,7 +70,7 @@ NOT_BUILT_HEAD = """
 
 Other servers know these fields, and they would change the answer, so they are refused with
 `unsupported_parameter` wherever they are not among the fields above. null, false, 0, and empty
-values ask for nothing and are accepted.
+values ask for nothing and are accepted, but for an empty `web_search_options`.
 
 | field | also accepted | instead |
 |---|---|---|
@@ -118,6 +118,9 @@ DIFFERENCES = """
 Besides endpoints and fields that are not built, a client of vLLM can notice:
 
 - `stream_options` without `stream` ask for nothing and are accepted; vLLM refuses them.
+- `/v1/completions` without `max_tokens` goes on as long as the context allows; vLLM and OpenAI stop
+  after 16 tokens.
+- `top_p` may be 0, as in OpenAI's API: the most likely token.
 - What nobody asked for (`prompt_logprobs`, `prompt_token_ids`, `token_ids`) is absent, not null.
 - -1 for `top_logprobs` or `prompt_logprobs`, the whole vocabulary, is a 400: one answer could be
   gigabytes.

@@ -32,7 +32,9 @@ from kv_transfer.stages import stage_starts
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
-QuantizationName = Literal["awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"]
+QuantizationName = Literal[
+    "auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"
+]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]

@@ -92,12 +92,15 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         method: As config.json calls it, like "compressed-tensors".
         rules: The first one that matches says the scheme.
         ignored: Patterns of layers that are not quantised.
+        ignored_parts: Parts of names, cut anywhere but inside of a number. A layer whose full names
+            all contain one is not quantised either.
         kv_cache: What the checkpoint recommends for the KV cache; None: nothing.
     """
 
     method: str
     rules: tuple[SchemeRule, ...]
     ignored: tuple[str, ...] = ()
+    ignored_parts: tuple[str, ...] = ()
     kv_cache: Literal["fp8"] | None = None
 
     def scheme_of(self, *names: str) -> Scheme | None:
@@ -106,6 +109,8 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             MixedSchemes: They share none.
         """
+        if all(any(_contains(name, part) for part in self.ignored_parts) for name in names):
+            return None
         found = {self._scheme_of(name) for name in names}
         if len(found) > 1:
             raise MixedSchemes(names)
@@ -141,6 +146,11 @@ def _matches_one(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return _compiled(pattern[3:]).match(name) is not None
     return f".{pattern.strip('.')}." in f".{name}."
+
+
+def _contains(name: str, part: str) -> bool:
+    start, end = r"(?<!\d)" * part[:1].isdigit(), r"(?!\d)" * part[-1:].isdigit()
+    return _compiled(f"{start}{re.escape(part)}{end}").search(name) is not None
 
 
 @cache

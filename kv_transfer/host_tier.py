@@ -265,9 +265,10 @@ class HostTier:
                 self._conclude(number)
 
     def forget_all(self) -> None:
-        """Forgets what is stored; jobs go on, but what they write to disk does not count."""
+        """Forgets what is stored; jobs go on, but what they write to slots or files does not
+        count."""
         for job in self._jobs.values():
-            job.is_lost = job.is_lost or isinstance(job.command, SpillMeta)
+            job.is_lost = job.is_lost or not isinstance(job.command, LoadMeta)
         for name in list(self._slots.stored):
             self._slots.forget(name)
         self.disk.clear()

@@ -395,7 +395,7 @@ class KVConnectorMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVConnectorOutput(msgspec.Struct, kw_only=True):
-    """Events merged over all processes and ranks, by transfer id.
+    """Events merged over all processes and ranks, by transfer id; true of its newest attempt.
 
     finished_sending: producer's blocks are copied out everywhere.
     finished_recving: consumer's blocks are complete on every rank.

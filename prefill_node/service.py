@@ -3,8 +3,8 @@
 Life of a call:
 
     1. refused at once: stopping (UNAVAILABLE), handshake was with another process
-       (FAILED_PRECONDITION), wrong request (INVALID_ARGUMENT), queue too long
-       (RESOURCE_EXHAUSTED, with our load)
+       (FAILED_PRECONDITION), wrong request or one that is open already (INVALID_ARGUMENT), queue
+       too long (RESOURCE_EXHAUSTED, with our load)
     2. `accepted`; of several data-parallel groups it names the one that the engine has chosen
     3. `first_token`, as soon as it is sampled, behind the prompt's log probabilities if they were
        asked for, and with the first tokens of further answers to the prompt; KV moves meanwhile
@@ -284,6 +284,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _generation_request(self, message: prefill_pb2.PrefillRequest) -> GenerationRequest:
         if not is_transfer_id(message.transfer_id):
             raise InvalidRequest("transfer_id must be 32 hex digits", "transfer_id")
+        name = f"{message.transfer_id}-{message.attempt}"
+        if name in self._in_engine:
+            raise InvalidRequest(
+                f"attempt {message.attempt} of this transfer is open here already; "
+                "a new try needs a new attempt",
+                "attempt",
+            )
         spec = decode_spec(message.spec, list(message.prompt_token_ids))
         spec.check()
         check_sampling(spec.sampling, self._engine.config.model.vocab_size)
@@ -293,9 +300,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 f"adapter {spec.adapter.name} is not on this prefill node; load it on all nodes",
             )
         spec = spec.for_one_token()
-        request = self._input_processor.process(
-            f"{message.transfer_id}-{message.attempt}", spec, max_tokens=spec.sampling.max_tokens
-        )
+        request = self._input_processor.process(name, spec, max_tokens=spec.sampling.max_tokens)
         request.prefix_holder = checked_holder(message.prefix_holder)
         request.pixels = read_pixels(message, self._engine.config.model.vision)
         if not message.first_token_only:

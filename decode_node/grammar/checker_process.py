@@ -30,6 +30,7 @@ import msgspec
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from decode_node.grammar.library_errors import in_plain_words
+from edge.logs.setup import LogStyle, setup_logging
 from engine.config import ModelConfig
 from engine.grammar.tokenizer import GrammarUnavailable, load_grammar_tokenizer, parser_limits
 from host.child_process import read_config
@@ -51,6 +52,7 @@ class CheckerConfig(msgspec.Struct):
     """The file descriptor of the control socket."""
     compile_s: float
     """Seconds of processor time that one grammar may take."""
+    log: LogStyle
 
 
 class Ready(msgspec.Struct):
@@ -73,6 +75,7 @@ class EbnfError(ValueError):
 
 def main() -> None:
     config = read_config(CheckerConfig)
+    setup_logging(config.log, "grammar checker", is_child=True)
     control = socket.socket(fileno=config.control)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

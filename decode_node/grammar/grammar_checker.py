@@ -22,6 +22,7 @@ import msgspec
 from decode_node.errors import Overloaded, Unavailable
 from decode_node.grammar.checker_process import CheckerConfig, Ready, Verdict
 from edge.http.errors import BadRequest
+from edge.logs.setup import log_style
 from engine.config import ModelConfig
 from host.child_process import ChildProcess
 
@@ -170,7 +171,7 @@ class GrammarChecker:
         """Starts the process and waits for its tokenizer, which takes up to a second."""
         control, theirs = socket.socketpair()
         with theirs:
-            config = CheckerConfig(self._model, theirs.fileno(), COMPILE_S)
+            config = CheckerConfig(self._model, theirs.fileno(), COMPILE_S, log_style())
             self._process = ChildProcess.start(
                 "decode_node.grammar.checker_process",
                 config,

@@ -36,6 +36,7 @@ from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
 from edge.http.exposition import scrape_response
+from edge.http.unknown_path import path_without_slash
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.node.profile_servicer import ProfiledEngine
 from engine.prefix_holder import checked_holder
@@ -164,8 +165,10 @@ def _add_state(router: APIRouter, api: Api) -> None:
         return _json(ModelList(data=api.cards.all()))
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def model(request: Request, name: str) -> Response:
         """Describes one model."""
+        if not name:
+            raise path_without_slash(request)
         return _json(api.cards.of(name))
 
     @router.get("/health")

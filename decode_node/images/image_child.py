@@ -13,6 +13,7 @@ import struct
 import msgspec
 
 from decode_node.images.preprocess import ImageError, preprocess
+from edge.logs.setup import LogStyle, setup_logging
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import PixelSpec
 from host.child_process import read_config
@@ -28,6 +29,7 @@ class ImageChildConfig(msgspec.Struct, frozen=True, kw_only=True):
     fd: int
     pixels: PixelSpec
     max_pixels: int
+    log: LogStyle
 
 
 class ImageResult(msgspec.Struct, array_like=True):
@@ -63,6 +65,7 @@ def _receive(connection: socket.socket, count: int) -> bytearray:
 def main() -> None:
     """Preprocesses what comes until nobody sends any more."""
     config = read_config(ImageChildConfig)
+    setup_logging(config.log, "image decoder", is_child=True)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     with socket.socket(fileno=config.fd) as connection:
         while True:

@@ -25,6 +25,7 @@ from decode_node.images.image_child import (
     send_frame,
 )
 from decode_node.images.preprocess import ImageError
+from edge.logs.setup import log_style
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import PixelSpec
 from host.child_process import ChildProcess
@@ -107,11 +108,14 @@ class ImagePool:
         with self._lock:
             if self._is_closed:
                 raise ImageError("came while the node stops; send it again")
-            link = _Link(
-                lambda fd: ImageChildConfig(fd=fd, pixels=self._pixels, max_pixels=self._max_pixels)
-            )
+            link = _Link(self._config)
             self._links.add(link)
             return link
+
+    def _config(self, fd: int) -> ImageChildConfig:
+        return ImageChildConfig(
+            fd=fd, pixels=self._pixels, max_pixels=self._max_pixels, log=log_style()
+        )
 
     def _drop(self, link: _Link) -> None:
         with self._lock:

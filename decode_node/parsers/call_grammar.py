@@ -144,7 +144,7 @@ class CallGrammar:
         return spell(self._markers, text)
 
     def _arguments(self, tool: Tool) -> Expression:
-        schema = {**(tool.parameters or {}), "type": "object"}
+        schema = {**tool.parameters, "type": "object"}
         return self._text.rule("arguments", json_schema(schema, lenient=not tool.strict))
 
     def _shape_of(self, form: CallFormat) -> Shape:

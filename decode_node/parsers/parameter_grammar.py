@@ -61,7 +61,7 @@ class TaggedParameters:
         text, properties = self._text, _properties(tool)
         before = self._form.before_key
         if not properties:
-            if tool.parameters and _closes_object(tool.parameters):
+            if _closes_object(tool.parameters):
                 return NOTHING
             key = text.rule("key", regex(_ANY_KEY))
             parts = [spell(self._markers, before), key, self._value(tool, "", {})]
@@ -76,7 +76,7 @@ class TaggedParameters:
     def _value(self, tool: Tool, name: str, schema: Any) -> Expression:
         """Matches what is behind a parameter's name, and its end tag."""
         form, pieces = self._form, self._markers.pieces
-        types = types_of(schema, tool.parameters or {})
+        types = types_of(schema, tool.parameters)
         is_string = is_text(types, is_json=form.is_json) or not types or "string" in types
         head = form.after_key
         if form.is_typed:
@@ -168,7 +168,7 @@ def _whole(pattern: str) -> str:
 
 
 def _json(text: GrammarText, tool: Tool, schema: Any) -> Expression:
-    root = tool.parameters or {}
+    root = tool.parameters
     if isinstance(schema, Mapping):
         schema = {**{k: root[k] for k in ("$defs", "definitions") if k in root}, **schema}
     elif not isinstance(schema, bool):
@@ -177,12 +177,12 @@ def _json(text: GrammarText, tool: Tool, schema: Any) -> Expression:
 
 
 def _properties(tool: Tool) -> Mapping[str, Any]:
-    properties = (tool.parameters or {}).get("properties")
+    properties = tool.parameters.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def _required(tool: Tool) -> set[str]:
-    required = (tool.parameters or {}).get("required")
+    required = tool.parameters.get("required")
     return (
         {name for name in required if isinstance(name, str)}
         if isinstance(required, list)

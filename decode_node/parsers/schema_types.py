@@ -31,7 +31,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def parameter_types(tool: Tool, name: str) -> frozenset[str]:
     """Returns the JSON types that a parameter may have; none if the schema does not say."""
-    root = tool.parameters or {}
+    root = tool.parameters
     properties = root.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return types_of(schema, root)

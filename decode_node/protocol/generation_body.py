@@ -41,7 +41,7 @@ class GenerationBody(StructuredFields):
     temperature: float | None = None
     """How freely tokens are drawn: 0 always takes the most likely one; up to 100."""
     top_p: float | None = None
-    """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
     n: Int | None = None
     """The number of answers; choice i is drawn with `seed` + i."""
     stream: bool | None = None
@@ -228,6 +228,9 @@ class GenerationBody(StructuredFields):
         allowed = self.allowed_token_ids
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         top_k = first_given(self.top_k, defaults.top_k, 0)
+        top_p = first_given(self.top_p, defaults.top_p, 1.0)
+        if top_p == 0 and not self.use_beam_search:
+            top_k, top_p = 1, 1.0  # Of no share at all, the smallest set is the first token.
         named = tuple(dict.fromkeys(self.logprob_token_ids or ()))
         if self.use_beam_search:
             defaults = NO_DEFAULTS
@@ -236,7 +239,7 @@ class GenerationBody(StructuredFields):
             temperature=first_given(self.temperature, defaults.temperature, 1.0),
             beam=beams_of(self),
             top_k=0 if top_k == -1 else top_k,
-            top_p=first_given(self.top_p, defaults.top_p, 1.0),
+            top_p=top_p,
             min_p=first_given(self.min_p, defaults.min_p, 0.0),
             repetition_penalty=first_given(
                 self.repetition_penalty, defaults.repetition_penalty, 1.0

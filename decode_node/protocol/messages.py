@@ -145,7 +145,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     """Takes the most likely token where it is 0; up to 100."""
     top_p: float | None = None
-    """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
     top_k: Int | None = None
     """Sample from the k most likely tokens; 0 or -1 takes all."""
     seed: Int | None = None

@@ -14,10 +14,17 @@ from edge.http.errors import BadRequest
 
 
 class NotBuilt(NamedTuple):
-    """Says what to do instead, and which values ask for nothing, besides false and empty ones."""
+    """Says what to do instead, and which values ask for nothing, besides false and empty ones.
+    `empty_asks`: an empty object is a wish already, with everything as it is by default."""
 
     advice: str
     neutral: tuple[Any, ...] = ()
+    empty_asks: bool = False
+
+    def is_asked_by(self, value: Any) -> bool:
+        if self.empty_asks and value == {}:
+            return True
+        return bool(value) and value not in self.neutral
 
 
 _SAMPLERS = "this sampling method is not built; use temperature, top_p, top_k or min_p"
@@ -44,9 +51,9 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "custom_logit_processor": NotBuilt(_CODE),
     "custom_params": NotBuilt(_CODE),
     "vllm_xargs": NotBuilt(_CODE),
-    "repetition_detection": NotBuilt("is not built; use repetition_penalty or max_tokens"),
-    "no_repeat_ngram_size": NotBuilt("is not built; use repetition_penalty"),
-    "repeat_penalty": NotBuilt("is called repetition_penalty here", (1, 1.0)),
+    "repetition_detection": NotBuilt("use repetition_penalty or max_tokens"),
+    "no_repeat_ngram_size": NotBuilt("use repetition_penalty"),
+    "repeat_penalty": NotBuilt("it is called repetition_penalty here", (1, 1.0)),
     "dry_multiplier": NotBuilt(_SAMPLERS),
     "xtc_probability": NotBuilt(_SAMPLERS),
     "typical_p": NotBuilt(_SAMPLERS, (1, 1.0)),
@@ -54,7 +61,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "top_a": NotBuilt(_SAMPLERS),
     "mirostat": NotBuilt(_SAMPLERS),
     "smoothing_factor": NotBuilt(_SAMPLERS),
-    "stop_regex": NotBuilt("is not built; use stop"),
+    "stop_regex": NotBuilt("use stop"),
     "response_format": NotBuilt(_STRUCTURE, ({"type": "text"},)),
     "structured_outputs": NotBuilt(_STRUCTURE),
     "guided_json": NotBuilt(_STRUCTURE),
@@ -68,11 +75,11 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "tools": NotBuilt(_CHATS),
     "chat_template": NotBuilt("a template of the request is not taken; the checkpoint's is used"),
     "continue_final_message": NotBuilt(_CHATS),
-    "documents": NotBuilt("is not built; put documents into the messages"),
-    "thinking_token_budget": NotBuilt("is not built; use max_tokens"),
-    "reasoning_effort": NotBuilt("is not built; see chat_template_kwargs", ("none",)),
-    "verbosity": NotBuilt("is not built; ask for it in the messages", ("medium",)),
-    "web_search_options": NotBuilt("this server searches nothing"),
+    "documents": NotBuilt("put documents into the messages"),
+    "thinking_token_budget": NotBuilt("use max_tokens"),
+    "reasoning_effort": NotBuilt("see chat_template_kwargs", ("none",)),
+    "verbosity": NotBuilt("ask for it in the messages", ("medium",)),
+    "web_search_options": NotBuilt("this server searches nothing", empty_asks=True),
     "return_hidden_states": NotBuilt("hidden states are not given out"),
 }
 
@@ -80,7 +87,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
 def refuse_not_built(body: StrictBody) -> None:
     """Raises `BadRequest` for the first undeclared field that asks for what is not built."""
     for name, value in (body.model_extra or {}).items():
-        if (entry := NOT_BUILT.get(name)) and value and value not in entry.neutral:
+        if (entry := NOT_BUILT.get(name)) and entry.is_asked_by(value):
             raise BadRequest(
                 f"{name} is not supported: {entry.advice}", param=name, code="unsupported_parameter"
             )

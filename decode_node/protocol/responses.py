@@ -76,7 +76,7 @@ class ResponsesRequest(StrictBody):
     temperature: float | None = None
     """Takes the most likely token where it is 0; up to 100."""
     top_p: float | None = None
-    """Sample from the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
     tools: list[dict[str, Any]] | None = None
     """Tools of type `function`; others would run on the server, and none do."""
     tool_choice: Any = None

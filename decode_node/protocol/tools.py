@@ -14,6 +14,7 @@ MAX_TOOL_NAME = 128
 
 ChoiceMode = Literal["none", "auto", "required", "named"]
 _MODES = ("none", "auto", "required")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -22,13 +23,13 @@ class Tool:
     """One function that the model may call.
 
     Attributes:
-        parameters: JSON schema of its arguments; None when the client gave none.
+        parameters: JSON schema of its arguments; without one there are none, as the API has it.
         strict: Arguments must follow the schema, so that the output is constrained to it.
         raw: The tool as the client wrote it, for the template.
     """
 
     name: str
-    parameters: dict[str, Any] | None
+    parameters: dict[str, Any]
     strict: bool
     raw: dict[str, Any]
 
@@ -93,9 +94,10 @@ def _read_tool(tool: Any, place: str) -> Tool:
     if not isinstance(function, dict):
         place = f"{place}.function"
         raise BadRequest(f"{place} must be an object", param=place, code="invalid_type")
+    parameters = _optional(function, "parameters", dict, f"{place}.function")
     return Tool(
         name=_name(function.get("name"), f"{place}.function.name"),
-        parameters=_optional(function, "parameters", dict, f"{place}.function"),
+        parameters=_NO_PARAMETERS if parameters is None else parameters,
         strict=bool(_optional(function, "strict", bool, f"{place}.function")),
         raw=tool,
     )

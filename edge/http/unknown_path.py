@@ -1,5 +1,5 @@
 """Answers requests for what is not served: names the path, what was meant, and what there is. A
-path with a slash at its end leads to the one without."""
+path with a slash at its end leads to the one without. Of what is served, heads may be asked for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _HIDDEN = {"HEAD", "OPTIONS"}
 
 def serve(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Adds routes to an application, and to what it says that it serves. The framework's own
-    redirects name a scheme and a host, which proxies in front of us have changed."""
+    redirects name a scheme and a host, which proxies in front of us have changed. Who may GET may
+    HEAD, as load balancers do; the framework thinks of it for some routes alone."""
+    for route in routes:
+        if isinstance(route, Route) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
     app.router.redirect_slashes = False
     app.router.routes.extend(routes)
     app.state.served = [*getattr(app.state, "served", ()), *routes]
@@ -33,10 +37,9 @@ def unknown_path(request: Request) -> HttpError:
     if others:
         allowed = ", ".join(sorted(others))
         return MethodNotAllowed(f"{shown} takes {allowed}, not {method}", allowed=allowed)
-    raw = request.scope["raw_path"]
-    if raw.endswith(b"/") and any(route.path_regex.match(path[:-1]) for route in routes):
-        location = _without_slash(raw, request.scope["query_string"])
-        return PathMoved(f"{shown} has a slash too many at its end", location=location)
+    is_slashed = request.scope["raw_path"].endswith(b"/")
+    if is_slashed and any(route.path_regex.match(path[:-1]) for route in routes):
+        return path_without_slash(request)
     served = {
         path: _methods(route for route in routes if route.path_format == path)
         for path in {route.path_format for route in routes}
@@ -45,6 +48,13 @@ def unknown_path(request: Request) -> HttpError:
     meant = _meant(shown, served)
     hint = f"did you mean {meant}? " if meant else ""
     return NotFound(f"there is no {method} {shown} here; {hint}served: {listed}")
+
+
+def path_without_slash(request: Request) -> PathMoved:
+    """Returns what leads to the path without its last slash."""
+    shown = request.url.path[:_MAX_SHOWN]
+    location = _without_slash(request.scope["raw_path"], request.scope["query_string"])
+    return PathMoved(f"{shown} has a slash too many at its end", location=location)
 
 
 def _without_slash(path: bytes, query: bytes) -> str:

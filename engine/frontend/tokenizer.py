@@ -26,7 +26,11 @@ import tokenizers.pre_tokenizers
 from engine.config import ModelConfig
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+)  # fmt: skip
+_NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
+"""Objects with special tokens of this model, by name; the former may be a list without names."""
 _STAND_IN_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _TEMPLATE_FILES = {
@@ -90,10 +94,7 @@ class Tokenizer:
             ) from error
         config = _read_json(folder / "tokenizer_config.json")
         sources = _chat_template_sources(folder, config)
-        special_tokens = {
-            **_special_tokens(_read_json(folder / "special_tokens_map.json")),
-            **_special_tokens(config),
-        }
+        special_tokens = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         try:
             named = {name: ChatTemplate(text, special_tokens) for name, text in sources.items()}
         except ChatTemplateError as error:
@@ -274,16 +275,27 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens by name. They are strings, or objects with the string in
-    `content`."""
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
+def _special_tokens(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the special tokens by name, as transformers finds them: `beside`, the file of their
+    own, names more of them, and those of every model with more weight, unless the configuration
+    lists all tokens."""
+    usual = {name: beside[name] for name in _SPECIAL_TOKENS if name in beside}
+    if "added_tokens_decoder" in config:
+        values = {**usual, **config}
+    else:
+        values = {**beside, **config, **usual}
+    tokens = {name: value for name, value in values.items() if name.endswith("_token")}
+    for name in _NAMED_TOKENS:
+        named = values.get(name)
+        tokens |= named if isinstance(named, dict) else {}
+    texts = ((name, _text_of(value)) for name, value in tokens.items())
+    return {name: text for name, text in texts if text is not None}
+
+
+def _text_of(token: object) -> str | None:
+    """Returns the text of a special token: a string, or an object with the string in `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -152,7 +152,8 @@ def load_model_config(
     kind = MODELS[architecture].spec
     with _named(path):
         spec = kind.from_config(file, length)
-        schemes = read_quantization(folder, file.quantization_config, quantization)
+        place, values = file.quantization
+        schemes = read_quantization(folder, values, quantization, place)
         vision = read_vision(folder, wrapper, whole, kind.head_dim_of(file), file.hidden_size)
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
     config = ModelConfig(

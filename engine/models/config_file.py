@@ -153,6 +153,8 @@ class ConfigFile(msgspec.Struct):
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int | None = None
     quantization_config: dict[str, object] | None = None
+    compression_config: dict[str, object] | None = None
+    """Early compressed-tensors' name of `quantization_config`."""
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
@@ -164,6 +166,13 @@ class ConfigFile(msgspec.Struct):
     @property
     def rope(self) -> RopeFields:
         return self.rope_parameters or self.rope_scaling or RopeFields()
+
+    @property
+    def quantization(self) -> tuple[str, dict[str, object] | None]:
+        """Returns what is said of quantised weights, behind the name of its field."""
+        if self.quantization_config is None and self.compression_config is not None:
+            return "compression_config", self.compression_config
+        return "quantization_config", self.quantization_config
 
     def base_frequency(self) -> float:
         return self.rope.rope_theta or self.rope_theta or DEFAULT_ROPE_THETA

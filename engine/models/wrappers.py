@@ -27,7 +27,8 @@ _EXPRESSIONS = ("re:", "-:", "+:")
 """Regular expressions begin with one of these; the latter two are of GPTQModel's `dynamic`."""
 _BEFORE_HEAD = re.compile(r"language_model\\?\.(?=lm_head)")
 _LANGUAGE_MODEL = re.compile(r"(?:model\\?\.)?language_model(?:\\?\.model(?=\W))?")
-_OF_ALL = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+_QUANTIZATION = ("quantization_config", "compression_config")
+_OF_ALL = (*_QUANTIZATION, "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 """Fields of the whole model that its text part has, too."""
 
 
@@ -90,9 +91,8 @@ def text_config(name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     text = whole.get("text_config") or whole
     above = {key: whole[key] for key in _OF_ALL if whole.get(key) is not None}
     config = {**WRAPPERS[name].defaults, **text, **above}
-    if (quantisation := config.get("quantization_config")) is not None:
-        config["quantization_config"] = with_own_names(quantisation)
-    return config
+    named = {key: with_own_names(config[key]) for key in _QUANTIZATION if config.get(key)}
+    return config | named
 
 
 def with_own_names(value: Any) -> Any:

@@ -80,13 +80,14 @@ class GroupScheduler:
     def add_request(self, request: Request) -> EngineCoreOutputs:
         """Adds a request to the group that it names, or to the best one, which is told to the peer
         of a prompt. Raises ValueError like `Scheduler`."""
-        if request.request_id in self._group_of:
-            raise ValueError(f"request {request.request_id!r} exists already")
+        names = request.request_id, *request.choice_ids
+        for name in names:
+            if name in self._group_of:
+                raise ValueError(f"request {name!r} exists already")
         group = self._choose(request)
         chosen = self.groups[group]
         self._num_given[group] += 1
-        for name in (request.request_id, *request.choice_ids):
-            self._group_of[name] = chosen
+        self._group_of |= dict.fromkeys(names, chosen)
         if request.choice_ids:
             self._choices_of[request.request_id] = set(request.choice_ids)
             self._prompt_of |= dict.fromkeys(request.choice_ids, request.request_id)

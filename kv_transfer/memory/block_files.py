@@ -144,14 +144,24 @@ class BlockFiles:
 
     def remove(self, name: bytes) -> None:
         """Removes a block, if it is here."""
-        try:
-            self._path(name).unlink(missing_ok=True)
-        except OSError:
-            self.num_damaged += 1
+        self._unlink(self._path(name))
 
     def remove_all(self) -> None:
-        for path in self._folder.glob("??/*"):
+        """Removes all that can be removed; what cannot be is counted."""
+        for folder in self._folder.glob("??"):
+            try:
+                paths = list(folder.iterdir())
+            except OSError:
+                self.num_damaged += 1
+                continue
+            for path in paths:
+                self._unlink(path)
+
+    def _unlink(self, path: Path) -> None:
+        try:
             path.unlink(missing_ok=True)
+        except OSError:
+            self.num_damaged += 1
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()

@@ -175,7 +175,7 @@ class HostPool:
             case SpillMeta():
                 self._begin(command, self._spill(command))
             case FetchMeta():
-                self._begin(command, self._fetch(command))
+                self._begin(command, self._fetch(command, self._reads(command)))
             case ForgetMeta():
                 self._forget(command)
 
@@ -243,11 +243,17 @@ class HostPool:
                 self._turn_off(Tier.DISK, f"a block cannot be written: {error}")
         self._answer(meta, failed)
 
-    async def _fetch(self, meta: FetchMeta) -> None:
-        files, failed = self._files, list[int]()
-        for slot, name in zip(meta.slots, meta.names, strict=True):
-            if files is None or not await self._in_thread("files", files.read, name, slot):
-                failed.append(slot)
+    def _reads(self, meta: FetchMeta) -> list[asyncio.Future[bool]]:
+        """Begins all reads at once: files that are to be removed from now on are read before."""
+        if self._files is None:
+            return []
+        read, thread = self._files.read, self._threads["files"]
+        asked = zip(meta.names, meta.slots, strict=True)
+        return [asyncio.wrap_future(thread.submit(read, name, slot)) for name, slot in asked]
+
+    async def _fetch(self, meta: FetchMeta, reads: list[asyncio.Future[bool]]) -> None:
+        are_right = await asyncio.gather(*reads) or [False] * len(meta.slots)
+        failed = [s for s, is_right in zip(meta.slots, are_right, strict=True) if not is_right]
         self._end(meta, failed)
 
     def _forget(self, meta: ForgetMeta) -> None:

@@ -173,17 +173,20 @@ class SimCluster:
             self._tell(node.address, node.report())
         for decode in self.decodes:
             self._tell(decode.address, decode.report())
-        self.timeline.at(self._next_report_at(), self._report_all)
+        next_at = self._next_report_at()
+        if next_at is not None:
+            self.timeline.at(next_at, self._report_all)
 
-    def _next_report_at(self) -> float:
-        """Returns when all nodes report again. While there is nothing to do every report says the
-        same, so only the last one before the next request is told: rare requests would be
-        simulated for ever."""
+    def _next_report_at(self) -> float | None:
+        """Returns when all nodes report again; None: nobody asks any more. Routers look at reports
+        when they place a request, so while none waits, only the last one before the next is told:
+        rare requests and long answers would be simulated for ever."""
         now, every_s = self.timeline.now, self.shape.report_s
-        # Without steps, answers go on after their request has been counted.
-        is_idle = self.shape.batched and self._left == len(self._coming) > 0
-        idle_s = self._coming[0] - now if is_idle else 0.0
-        return now + every_s * max(1, math.ceil(idle_s / every_s) - 1)
+        if any(len(router.gate.line) for router in self.routers):
+            return now + every_s
+        if not self._coming:
+            return None
+        return now + every_s * max(1, math.ceil((self._coming[0] - now) / every_s) - 1)
 
     def _changed(self, node: SimPrefillNode) -> None:
         if self.shape.reports_on_change:

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +29,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
+from edge.http.unknown_path import path_without_slash
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from router.admission.model_gates import ModelGates
@@ -135,7 +136,9 @@ def model_routes(catalog: ModelCatalog) -> APIRouter:
         return JSONResponse({"object": "list", "data": await _models(catalog)})
 
     @routes.get("/v1/models/{model_id:path}")
-    async def get_model(model_id: str) -> JSONResponse:
+    async def get_model(request: Request, model_id: str) -> JSONResponse:
+        if not model_id:
+            raise path_without_slash(request)
         for card in await _models(catalog):
             if card.get("id") == model_id:
                 return JSONResponse(card)

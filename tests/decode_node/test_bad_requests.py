@@ -78,7 +78,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [1], "temperature": -1}, "temperature"),
     ({"prompt": [1], "temperature": "hot"}, "temperature"),
     ({"prompt": [1], "temperature": 10**400}, "temperature"),
-    ({"prompt": [1], "top_p": 0}, "top_p"),
+    ({"prompt": [1], "top_p": -0.01}, "top_p"),
     ({"prompt": [1], "top_p": 1.01}, "top_p"),
     ({"prompt": [1], "top_k": -2}, "top_k"),
     ({"prompt": [1], "presence_penalty": 3}, "presence_penalty"),

@@ -54,6 +54,17 @@ async def test_the_official_client_works_unchanged() -> None:
         await client.close()
 
 
+async def test_whoever_may_get_may_ask_for_the_head() -> None:
+    """The connection is whole afterwards."""
+    async with http_node() as node, live(node) as url, httpx.AsyncClient(base_url=url) as client:
+        for path in ("/health", "/ready", "/ping", "/metrics", "/v1/models", f"/v1/models/{MODEL}"):
+            head = await client.head(path)
+            assert (head.status_code, head.content) == (200, b""), path
+        length = (await client.get("/v1/models")).headers["content-length"]
+        assert (await client.head("/v1/models")).headers["content-length"] == length
+        assert (await client.head("/v1/completions")).status_code == 405
+
+
 async def test_the_official_client_understands_our_errors() -> None:
     async with http_node(auto=False, api_keys="key") as node, live(node) as url:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0)

@@ -272,6 +272,23 @@ async def test_sampling_parameters_reach_the_engine() -> None:
         assert (spec.priority, spec.cache_salt, spec.sampling.seed) == (-3, "tenant", 4)
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", TEXT),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "the dog"}),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 8, "model": MODEL}),
+    ],
+)
+async def test_the_smallest_nucleus_is_the_most_likely_token(url: str, body: Any) -> None:
+    """OpenAI's range of top_p begins with 0."""
+    async with http_node() as node:
+        await post(node, url, {**body, "top_p": 0, "top_k": 9, "temperature": 1})
+        sampling = node.engine.only.request.spec.sampling
+        assert (sampling.top_k, sampling.top_p, sampling.temperature) == (1, 1.0, 1.0)
+
+
 async def test_fields_that_change_nothing_are_taken() -> None:
     ignored = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
     harmless = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"}
@@ -371,6 +388,8 @@ async def test_models() -> None:
         assert (model["id"], model["max_model_len"]) == (MODEL, CONTEXT)
         assert (await node.client.get(f"/v1/models/{MODEL}")).json() == model
         assert (await node.client.get("/v1/models/other")).status_code == 404
+        slashed = await node.client.get("/v1/models/?limit=2")
+        assert (slashed.status_code, slashed.headers["location"]) == (307, "../models?limit=2")
 
 
 async def test_metrics_count_what_happened() -> None:

@@ -90,6 +90,18 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
         [BAD_CALL, f"text {BAD_CALL}"],
     ),
     (
+        "parameters left out",
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "get_time"}},
+                {"type": "function", "function": {"name": "get_weather", "parameters": None}},
+            ],
+            "tool_choice": "required",
+        },
+        [TIME],
+        [TIME.replace("{}", '{"zone": 1}'), WEATHER],
+    ),
+    (
         "a form for content besides tools", {"tools": TOOLS, "response_format": ANSWER},
         [JSON, WEATHER, f"{THINK}{JSON}", f"{THINK}{TIME}"],
         ["text", BAD_CALL, f"{JSON}{WEATHER}"],

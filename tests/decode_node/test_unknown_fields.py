@@ -59,6 +59,13 @@ def test_what_is_known_but_not_built_is_refused_by_name(name: str) -> None:
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_parameter")
 
 
+def test_a_search_of_the_web_is_asked_for_by_an_empty_object() -> None:
+    """OpenAI's own example of it is one."""
+    with pytest.raises(BadRequest, match="searches nothing"):
+        parse_body(_json({"messages": [USER], "web_search_options": {}}), ChatCompletionRequest)
+    parse_body(_json({"messages": [USER], "audio": {}}), ChatCompletionRequest)
+
+
 def test_names_that_clients_invent_fill_neither_log_nor_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -117,7 +117,7 @@ BAD_BODIES: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "no tokens wanted": (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, ["max_tokens"]),
     "a number as text": (COMPLETIONS, {"prompt": "x", "max_tokens": "5"}, 400, ["max_tokens"]),
     "cold": (COMPLETIONS, {"prompt": "x", "temperature": -0.1}, 400, ["temperature", "-0.1"]),
-    "top_p": (COMPLETIONS, {"prompt": "x", "top_p": 0}, 400, ["top_p"]),
+    "top_p": (COMPLETIONS, {"prompt": "x", "top_p": -0.1}, 400, ["top_p"]),
     "min_p": (COMPLETIONS, {"prompt": "x", "min_p": 2}, 400, ["min_p"]),
     "top_k": (COMPLETIONS, {"prompt": "x", "top_k": -7}, 400, ["top_k"]),
     "penalty": (COMPLETIONS, {"prompt": "x", "presence_penalty": 9}, 400, ["presence_penalty"]),

@@ -486,6 +486,48 @@ async def test_what_was_forgotten_is_not_written_and_the_tier_stays_on(tmp_path:
     await pools.close()
 
 
+async def test_a_file_that_cannot_be_removed_leaves_no_other_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next node would find again what is left of what was forgotten."""
+    pools = Pools(disk_path=tmp_path)
+    await spilled(pools)
+    unlink, stuck = Path.unlink, set[str]()
+
+    def fails_at_first(self: Path, missing_ok: bool = False) -> None:
+        share = self.parts[-3]
+        if share not in stuck:
+            stuck.add(share)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fails_at_first)
+    for pool in pools.pools:
+        pool.obey(ForgetMeta(None))
+    await pools.close()
+    assert len(stuck) == 2 and len(list(tmp_path.rglob("*.kv"))) == 2
+    assert [pool._files.num_damaged for pool in pools.pools if pool._files] == [1, 1]
+
+
+async def test_a_block_that_goes_while_it_is_read_comes_all_the_same(tmp_path: Path) -> None:
+    """A small disk lets blocks go for others at any time, those of a long read among them."""
+    pools = Pools(disk_path=tmp_path)
+    before = await spilled(pools)
+    names = [name_of(file) for file in (0, 1, 2)]
+    pools.events.clear()
+    for pool in pools.pools:
+        pool.obey(FetchMeta(3, names, [3, 4, 5]))
+        pool.obey(ForgetMeta(names))
+    while len(pools.events) < 2:
+        await asyncio.sleep(0)
+    assert [event.damaged for event in pools.events] == [[], []]
+    assert await pools.do(LoadMeta(4, [5, 6, 7], [3, 4, 5])) == [[]]
+    np.testing.assert_array_equal(pools.cache.words[:, 5:8], before[:, :3])
+    assert [pool._files.num_damaged for pool in pools.pools if pool._files] == [0, 0]
+    await pools.close()
+    assert not list(tmp_path.rglob("*.kv")), "and then they are gone"
+
+
 async def test_a_full_disk_turns_the_tier_off_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -645,6 +687,32 @@ def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:
     tier.process_is_gone(1)
     tier.apply(TierContents(1, 2))
     assert (0, [known]) in forgotten(), "the other's share went with its folder"
+
+
+@pytest.mark.parametrize("kind", [StoreMeta, FetchMeta])
+def test_what_was_on_its_way_when_all_was_forgotten_is_not_found(
+    kind: type[StoreMeta | FetchMeta],
+) -> None:
+    sent: list[TierCommand] = []
+
+    def send(process: int, command: TierCommand) -> bool:
+        sent.append(command)
+        return True
+
+    tier = HostTier(4, 1, send, num_files=4)
+    tier.apply(TierContents(0, 0, files=[b"a"]))
+    if kind is StoreMeta:
+        assert tier.store([(b"b", 0)]) is not None
+    else:
+        assert tier.num_found([b"a"], 0) == 1
+        assert tier.give_up(tier.load([b"a"], [0]))
+    (job,) = sent
+    assert isinstance(job, kind)
+    tier.forget_all()
+    tier.apply(HostTierEvent(job.job, 0))
+    assert tier.num_found([b"a"], 0) == tier.num_found([b"b"], 0) == 0
+    assert tier.store([(bytes([name]), name) for name in range(4)]) is not None, "slots are back"
+    assert tier.num_jobs == 1
 
 
 @pytest.mark.parametrize("lacking", [0, 1])

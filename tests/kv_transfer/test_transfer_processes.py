@@ -496,6 +496,25 @@ def test_an_attempt_older_than_one_that_lives_is_refused(share_node: MakeNode) -
     until_empty(node)
 
 
+def test_an_end_that_is_not_told_yet_is_true_of_a_newer_attempt(
+    share_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of `get_finished` only a process that is down ends a transfer, and it stays down
+    until then: no attempt can begin meanwhile that lives."""
+    node = share_node("prefill", layout())
+    with monkeypatch.context() as patch:
+        patch.setattr(node.connector._processes, "send", lambda process, command: False)
+        older = node.export(20)
+        assert older.kv_transfer_params is not None
+        newer = FakeRequest("p", 20, with_fields(older.kv_transfer_params, attempt=1))
+        assert node.connector.refusal(older) and not node.connector.refusal(newer)
+        node.connector.update_state_after_alloc(newer, (), 0)
+        assert node.connector.refusal(newer), "it has ended, too"
+    poll_until(lambda: older.transfer_id in node.done.failed, node)
+    assert node.done.failed[older.transfer_id][1], "another attempt may succeed"
+    until_empty(node)
+
+
 def test_nothing_outlives_the_connector(make_node: MakeNode) -> None:
     node = make_node("prefill", layout(), num_processes=2)
     pids = node.connector.process_pids

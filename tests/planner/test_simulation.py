@@ -91,6 +91,15 @@ def test_an_idle_cluster_takes_no_time_to_simulate() -> None:
     assert cluster.prefills[0].sequence < 100
 
 
+def test_long_answers_take_no_time_to_simulate() -> None:
+    """Answers of a day overlap, and nobody reads what nodes report meanwhile."""
+    arrivals = [Arrival(3600.0 * hour, 100, 8_000_000) for hour in range(3)]
+    cluster = run(arrivals)
+    assert len(cluster.measured.answers) == 3
+    assert cluster.timeline.now > 86_400
+    assert cluster.prefills[0].sequence < 100
+
+
 def test_work_is_the_same_however_it_arrives() -> None:
     """Every gap is counted once and every answer has its tokens, under random load."""
     rng = random.Random(3)

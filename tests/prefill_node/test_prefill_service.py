@@ -250,6 +250,28 @@ async def test_an_engine_that_dies_fails_open_calls(has_token: bool) -> None:
 # Refused at once -------------------------------------------------------------------------------
 
 
+async def test_an_attempt_that_is_open_is_not_begun_again() -> None:
+    """A second call does not end the first one; its caller names a new attempt to try again."""
+    async with served_prefill() as node:
+        call, prompt = await accepted(node)
+        again = node.stub.Prefill(request(node))
+        failed = (await read(again)).failed
+        assert failed.code == "invalid_argument" and failed.retryable
+        assert "attempt 0 of this transfer is open here already" in failed.message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(again)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        newer = node.stub.Prefill(request(node, attempt=1))
+        assert (await read(newer)).WhichOneof("event") == "accepted"
+        await node.engine.added(2)
+        node.engine.samples(prompt)
+        assert (await read(call)).first_token.token_id == 42
+        node.engine.kv_is_taken(prompt)
+        assert (await read(call)).done.kv_bytes == 1234
+        assert not prompt.aborted
+        newer.cancel()
+
+
 async def test_another_epoch_means_the_handshake_was_with_another_process() -> None:
     async with served_prefill() as node:
         _, error = await refusal(node, expected_epoch=node.engine.config.epoch ^ 1)

@@ -279,6 +279,8 @@ async def test_a_slash_at_the_end_leads_to_the_path_without(cluster: Cluster, pr
         ("POST", "/v1/completions/?a=%2F", "../completions?a=%2F"),
         ("GET", "/status/", "../status"),
         ("GET", "/version/", "../version"),
+        ("GET", "/v1/models/", "../models"),
+        ("HEAD", "/v1/models/?limit=2", "../models?limit=2"),
     ):
         url = URL(router.url + prefix + path, encoded=True)
         async with router.client.request(method, url, json=BODY, allow_redirects=False) as answer:
@@ -288,6 +290,21 @@ async def test_a_slash_at_the_end_leads_to_the_path_without(cluster: Cluster, pr
     url = URL(router.url + "/v1/completions%2F", encoded=True)
     async with router.client.post(url, json=BODY, allow_redirects=False) as answer:
         assert answer.status == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/ping", "/metrics", "/version", "/v1/models", "/v1/models/demo"]
+)
+async def test_whoever_may_get_may_ask_for_the_head(cluster: Cluster, path: str) -> None:
+    """Load balancers check health so, and `curl -I`. The connection is whole afterwards."""
+    router = await cluster.router(await cluster.decode())
+    async with router.client.get(router.url + path) as answer:
+        length = answer.headers["content-length"]
+    async with router.client.head(router.url + path) as answer:
+        assert (answer.status, await answer.read()) == (200, b"")
+        assert path == "/metrics" or answer.headers["content-length"] == length
+    async with router.client.post(router.url + path.replace("/ping", "/health")) as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "GET")
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/status", "/ready", "/x"])

@@ -11,8 +11,8 @@ import msgspec
 from engine.models.specs.base import UnsupportedField
 
 SUPPORTED = (
-    "use a checkpoint in FP8 (block, channel or tensor scales), AWQ, GPTQ or compressed-tensors "
-    "with 4-bit groups, MXFP4, or without quantisation"
+    "use a checkpoint in FP8 (block, channel or tensor scales), AWQ, GPTQ, AutoRound or "
+    "compressed-tensors with 4-bit groups, MXFP4, or without quantisation"
 )
 
 _T = TypeVar("_T")

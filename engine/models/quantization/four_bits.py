@@ -16,7 +16,7 @@ _AUTO_ROUND = (
     "to_quant_block_names", "train_bs",
 )  # fmt: skip
 """These say how AutoRound has found the weights, which it publishes in the forms of others."""
-_SEARCH = (
+SEARCH = (
     "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",
     "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama",
     "exllama_config", "gptaq", "hyb_act", "max_input_length", "meta", "model_file_base_name",
@@ -33,20 +33,44 @@ def read_awq(fields: Fields) -> Quantization:
     fields.expect("bits", 4)
     for name in ("version", "checkpoint_format", "format"):
         fields.expect(name, "gemm", "GEMM")
-    fields.expect("zero_point", True)
     fields.expect("method", "awq")
     fields.expect("pack_dtype", "int32")
     fields.expect("data_type", "int")
     for name in ("lm_head", "desc_act"):
         fields.expect(name, False)
-    # Zero points are stored in either case.
-    fields.ignore("sym", *_SEARCH)
+    # Zero points are stored in either case; AutoRound says that symmetric weights have none.
+    fields.ignore("sym", "zero_point", *SEARCH)
     fields.ignore("do_fuse", "fuse_max_seq_len", "modules_to_fuse")
-    scheme = Int4Scheme(layout="awq", group_size=_group_size(fields), symmetric=False)
+    scheme = Int4Scheme(layout="awq", group_size=group_size_of(fields), symmetric=False)
+    listed = fields.get("modules_to_not_convert", list[str], [])
     ignored = fields.names("modules_to_not_convert")
     return Quantization(
-        method="awq", rules=(SchemeRule(("Linear",), scheme),), ignored=(*ignored, "lm_head")
+        method="awq",
+        rules=(SchemeRule(("Linear",), scheme),),
+        ignored=(*ignored, *_expressions(listed), "lm_head"),
+        ignored_parts=tuple(name for name in listed if _NAME.fullmatch(name)),
     )
+
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+def _expressions(listed: list[str]) -> list[str]:
+    """Returns those of a list that are more than names, as transformers and AutoRound read them:
+    a name's beginning up to the end of a component."""
+    patterns = [
+        rf"re:(?:{text})(?:(?<=\.)|(?=\.|$))" for text in listed if not _NAME.fullmatch(text)
+    ]
+    return [pattern for pattern in patterns if _is_valid(pattern)]
+
+
+def _is_valid(pattern: str) -> bool:
+    """Returns whether a pattern is an expression; what begins with a wildcard is none."""
+    try:
+        re.compile(pattern.removeprefix("re:"))
+    except re.error:
+        return False
+    return True
 
 
 def read_gptq(fields: Fields) -> Quantization:
@@ -58,10 +82,10 @@ def read_gptq(fields: Fields) -> Quantization:
     fields.expect("lm_head", False)
     fields.expect("is_marlin_format", False)
     fields.expect("data_type", "int")
-    fields.ignore(*_SEARCH)
+    fields.ignore(*SEARCH)
     scheme = Int4Scheme(
         layout="gptq",
-        group_size=_group_size(fields),
+        group_size=group_size_of(fields),
         symmetric=fields.get("sym", bool, True),
         ordered_by_activation=fields.get("desc_act", bool, False),
         zeros_are_less_by=0 if "gptq_v2" in forms else 1,
@@ -84,7 +108,7 @@ def read_gptq(fields: Fields) -> Quantization:
         own.expect("bits", 4)
         changed = msgspec.structs.replace(
             scheme,
-            group_size=_group_size(own, scheme.group_size),
+            group_size=group_size_of(own, scheme.group_size),
             symmetric=own.get("sym", bool, scheme.symmetric),
             ordered_by_activation=own.get("desc_act", bool, scheme.ordered_by_activation),
         )
@@ -93,7 +117,7 @@ def read_gptq(fields: Fields) -> Quantization:
     return Quantization(method="gptq", rules=rules, ignored=(*ignored, "lm_head"))
 
 
-def _group_size(fields: Fields, default: int = 128) -> int:
+def group_size_of(fields: Fields, default: int = 128) -> int:
     size = fields.get("group_size", int, default)
     if size < 1 and size != -1:
         raise fields.refused("group_size", repr(size))

@@ -10,6 +10,7 @@ import msgspec
 from engine.config import QuantizationName
 from engine.models.config_file import read_json
 from engine.models.errors import CheckpointError
+from engine.models.quantization.auto_round import read_auto_round
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
 from engine.models.quantization.fields import SUPPORTED, Fields
 from engine.models.quantization.four_bits import read_awq, read_gptq, read_mxfp4
@@ -20,10 +21,12 @@ from engine.models.wrappers import with_own_names
 from engine.quantization import Quantization
 
 READERS: dict[str, Callable[[Fields], Quantization]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "intel/auto-round": read_auto_round,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
@@ -37,20 +40,24 @@ class _ModelOptFile(msgspec.Struct):
 
 
 def read_quantization(
-    folder: Path, values: dict[str, object] | None, wanted: QuantizationName | None = None
+    folder: Path,
+    values: dict[str, object] | None,
+    wanted: QuantizationName | None = None,
+    place: str = "quantization_config",
 ) -> Quantization | None:
     """Returns the schemes of a checkpoint; None: its weights are plain.
 
     Args:
-        values: `quantization_config` of config.json, where it has one.
+        values: What config.json says of them, if anything.
         wanted: What the operator says it is; `fp8` of a plain checkpoint: quantise it.
+        place: The name of `values` in config.json.
 
     Raises:
         UnsupportedField: A field asks for what is not here, or is unknown.
         CheckpointError: The file beside config.json cannot be read, or the checkpoint is not as
             wanted.
     """
-    found = _published(folder, values)
+    found = _published(folder, values, place)
     method = "" if found is None else found.method
     if wanted is None or wanted == method:
         return found
@@ -63,8 +70,7 @@ def read_quantization(
     )
 
 
-def _published(folder: Path, values: dict[str, object] | None) -> Quantization | None:
-    place = "quantization_config"
+def _published(folder: Path, values: dict[str, object] | None, place: str) -> Quantization | None:
     if values is None:
         path = folder / _MODELOPT_FILE
         values = read_json(path, _ModelOptFile).quantization if path.is_file() else {}

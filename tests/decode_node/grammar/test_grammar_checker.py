@@ -14,10 +14,13 @@ import pytest
 
 from decode_node.errors import Overloaded
 from decode_node.grammar import grammar_checker as module
+from decode_node.grammar.checker_process import CheckerConfig
 from decode_node.grammar.grammar_checker import GrammarChecker
 from decode_node.grammar.grammar_text import GrammarText, json_schema
 from edge.http.errors import BadRequest
+from edge.logs.setup import LogStyle
 from engine.config import ModelConfig
+from host.child_process import ChildProcess
 from tests.decode_node.grammar.hostile import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
 from tests.decode_node.grammar.matching import END_IDS, accepts, backend, ll_tokenizer
 from tests.engine.tiny_model import tiny_model
@@ -206,3 +209,16 @@ async def test_refusing_costs_this_process_nothing(shared: GrammarChecker) -> No
     for name in COSTLY:
         await refusal(shared, of_schema({**HOSTILE_SCHEMAS[name], "title": f"{name} again"}))
     assert time.process_time() - started < 0.01 * len(COSTLY)
+
+
+def test_its_process_logs_as_the_node_does(
+    model: ModelConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It says why it ends where it has no socket."""
+    config = CheckerConfig(model, -1, module.COMPILE_S, LogStyle(format="json"))
+    child = ChildProcess.start("decode_node.grammar.checker_process", config, "grammar checker")
+    assert child.wait(60.0)
+    child.stop()
+    (line,) = capfd.readouterr().err.splitlines()
+    said = json.loads(line)
+    assert (said["process"], said["level"]) == ("grammar checker", "critical")

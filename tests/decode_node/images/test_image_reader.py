@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import logging
 import signal
+import struct
+import zlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,6 +18,7 @@ from decode_node.images.image_parts import ImagePlace, expanded
 from decode_node.images.image_pool import ImagePool
 from decode_node.images.image_reader import ImageReader, ImageReadLimits
 from edge.http.errors import BadRequest
+from edge.logs.formatters import JsonFormatter
 from engine.images.image_input import ImagePixels, image_digest
 from engine.images.vision_spec import PixelSpec
 from tests.decode_node.images.test_preprocess import SPEC, encode, picture
@@ -52,6 +57,25 @@ async def test_images_come_back_in_order(reader: ImageReader) -> None:
     assert [(one.rows, one.columns) for one in found] == [(2, 3), (3, 2), (2, 3)]
     assert found[0] == found[2] != found[1]
     assert await reader.read([]) == []
+
+
+async def test_its_process_logs_as_the_node_does(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame count of zero makes the library warn, and the first picture is taken."""
+    no_frames = b"acTL" + bytes(8)
+    chunk = struct.pack(">I", 8) + no_frames + struct.pack(">I", zlib.crc32(no_frames))
+    strange = GOOD[:33] + chunk + GOOD[33:]
+    handler = logging.NullHandler()
+    handler.setFormatter(JsonFormatter("decode"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    reader = reader_of()
+    assert await reader.read(places(url(strange))) == await reader.read(places(url(GOOD)))
+    await asyncio.to_thread(reader.close)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["process"], "APNG" in line["message"]) for line in lines] == [
+        ("image decoder", True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ TOOLS = (
         raw={},
     ),
     Tool("now", {"type": "object", "properties": {}}, strict=False, raw={}),
-    Tool("write-file.v2", None, strict=False, raw={}),
+    Tool("write-file.v2", {}, strict=False, raw={}),
 )
 
 HOSTILE = (

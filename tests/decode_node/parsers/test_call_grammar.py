@@ -259,7 +259,7 @@ def test_one_call_at_most_is_one_call_at_most(has_tokens: bool) -> None:
 
 
 def test_tools_that_are_not_strict_leave_auto_alone() -> None:
-    tool = Tool("f", None, strict=False, raw={})
+    tool = Tool("f", {}, strict=False, raw={})
     made = model("hermes")
     text = GrammarText()
     assert made.parsers.call_grammar(text, ToolUse((tool,), "auto"), [made.end]) is None
@@ -364,4 +364,4 @@ def test_names_are_read_back_or_refused(family: str) -> None:
         assert ids is not None
         assert [call.name for call in made.read(ids, (tool,)).calls] == [name]
     if family in ("hermes", "llama3_json"):
-        assert made.grammar(ToolUse((Tool("a b", None, strict=False, raw={}),), "required"))
+        assert made.grammar(ToolUse((Tool("a b", {}, strict=False, raw={}),), "required"))

@@ -158,7 +158,56 @@ def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
     save(tmp_path, byte_level_backend(), "{{ bos_token }}{{ eos_token }}", bos_token=None)
     others = {"bos_token": {"content": "<b>", "lstrip": False}, "eos_token": "<other>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(others))
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "<b><other>"
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"added_tokens_decoder": {}}
+    del config["bos_token"]
+    file.write_text(json.dumps(config))
     assert Tokenizer.from_folder(tmp_path).apply_chat_template([]) == "<b></s>"
+
+
+_NAMES = (
+    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+    "image_token", "boi_token", "video", "additional_special_tokens", "extra_special_tokens",
+    "vocab_token", "model_specific_special_tokens",
+)  # fmt: skip
+_ALL_NAMES = "".join(f"{name}={{{{ {name} }}}};" for name in _NAMES)
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"mask_token": "<m>", "pad_token": {"__type": "AddedToken", "content": "<p>"}},
+        {"extra_special_tokens": {"image_token": "<i>", "video": "<v>"}, "boi_token": "<boi>"},
+        {"extra_special_tokens": {"image_token": {"__type": "AddedToken", "content": "<i>"}}},
+        {"model_specific_special_tokens": {"image_token": "<i>", "video": "<v>"}},
+        {"extra_special_tokens": ["<i>", "<v>"], "vocab_token": 3},
+        {"additional_special_tokens": ["<i>", {"__type": "AddedToken", "content": "<v>"}]},
+        {"image_token": {"__type": "AddedToken", "content": "<i>", "special": True}},
+        {"eos_token": "<none>", "image_token": None},
+    ],
+    ids=lambda named: " ".join(named),
+)
+@pytest.mark.parametrize(
+    "beside",
+    [{}, {"eos_token": "<other>", "boi_token": {"content": "<b>"}}],
+    ids=["alone", "beside"],
+)
+def test_templates_know_the_special_tokens_that_they_know_with_transformers(
+    tmp_path: Path, named: dict[str, Any], beside: dict[str, Any], has_decoder: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    if has_decoder:
+        named = named | {"added_tokens_decoder": {"0": {"content": "</s>", "special": True}}}
+    save(tmp_path, byte_level_backend(), _ALL_NAMES, **named)
+    if beside:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(beside))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "x"}]
+    ours = Tokenizer.from_folder(tmp_path).apply_chat_template(chat)
+    assert ours == theirs.apply_chat_template(chat, tokenize=False)
 
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:

@@ -59,9 +59,13 @@ def quantised(
     return numbers, scales, zeros, group_of.int(), meaning
 
 
-def write_awq(group_size: int) -> Writer:
+def write_awq(group_size: int, *, symmetric: bool = False) -> Writer:
+    """Returns the writer of AutoAWQ's layout, which has zero points in either case."""
+
     def write(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
-        numbers, scales, zeros, _, meaning = quantised(layer, weight, group_size, symmetric=False)
+        numbers, scales, zeros, _, meaning = quantised(
+            layer, weight, group_size, symmetric=symmetric
+        )
         return {
             f"{layer}.qweight": pack(numbers.t(), 1, AWQ_NIBBLES),
             f"{layer}.qzeros": pack(zeros.t(), 1, AWQ_NIBBLES),
@@ -141,6 +145,32 @@ def gptq(group_size: int, **changes: Any) -> dict[str, Any]:
         "damp_percent": 0.1,
         "lm_head": False,
         "true_sequential": True,
+        **changes,
+    }
+
+
+def write_auto_round(group_size: int, *, symmetric: bool, stored_less: int = 1) -> Writer:
+    """Returns the writer of AutoRound's layouts like GPTQ's, which list no groups of inputs."""
+    write_one = write_gptq(group_size, symmetric=symmetric, stored_less=stored_less)
+
+    def write(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
+        stored, meaning = write_one(layer, weight)
+        return {name: t for name, t in stored.items() if not name.endswith("g_idx")}, meaning
+
+    return write
+
+
+def auto_round(group_size: int, form: str = "auto_gptq", **changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "auto-round",
+        "packing_format": f"auto_round:{form}",
+        "autoround_version": "0.8.0",
+        "bits": 4,
+        "data_type": "int",
+        "group_size": group_size,
+        "sym": True,
+        "iters": 200,
+        "block_name_to_quantize": "model.layers",
         **changes,
     }
 

@@ -361,7 +361,6 @@ _FP8_GROUP = compressed_tensors({"strategy": "channel"})["config_groups"]["group
     [
         (awq(128) | {"bits": 8}, ("quantization_config.bits", "8")),
         (awq(128) | {"version": "gemv"}, ("'gemv'", "quantization_config.version")),
-        (awq(128) | {"zero_point": False}, ("zero_point",)),
         (awq(128) | {"format": "marlin"}, ("'marlin'", "quantization_config.format")),
         (gptq(128, data_type="nv_fp"), ("'nv_fp'", "quantization_config.data_type")),
         (awq(0), ("quantization_config.group_size",)),

@@ -176,6 +176,19 @@ def test_types_of_scales_and_of_absent_zero_points_say_nothing() -> None:
     assert found == read_quantization(Path(), _CHANNELS)
 
 
+def test_the_early_name_of_compressed_tensors(make_pair: MakePair) -> None:
+    quantised, _ = make_pair("llama", "channels")
+    before = load_model_config(quantised).quantization
+    path = quantised / "config.json"
+    config = json.loads(path.read_text())
+    early = config.pop("quantization_config")
+    path.write_text(json.dumps(config | {"compression_config": early}))
+    assert load_model_config(quantised).quantization == before is not None
+    path.write_text(json.dumps(config | {"compression_config": early | {"format": "dense"}}))
+    with pytest.raises(CheckpointError, match=r"'dense' \(compression_config\.format"):
+        load_model_config(quantised)
+
+
 def test_modelopts_own_file(make_pair: MakePair) -> None:
     quantised, _ = make_pair("llama", "modelopt")
     before = load_model_config(quantised).quantization

@@ -88,14 +88,15 @@ def test_settings_without_text_config(tmp_path: Path) -> None:
     assert spec.rotary.scaling is None and spec.rotary.theta == 1e6
 
 
-def test_modules_of_a_quantisation_are_renamed() -> None:
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_modules_of_a_quantisation_are_renamed(name: str) -> None:
     quantised = {
         "ignore": ["language_model.lm_head", "vision_tower.blocks.0", "re:.*norm"],
         "config_groups": {"group_0": {"targets": ["model.language_model.layers.0.mlp.up_proj"]}},
         "quant_method": "fp8",
     }
-    whole = GEMMA3_4B | {"quantization_config": quantised}
-    found = text_config("Gemma3ForConditionalGeneration", whole)["quantization_config"]
+    whole = GEMMA3_4B | {name: quantised}
+    found = text_config("Gemma3ForConditionalGeneration", whole)[name]
     assert found == {
         "ignore": ["lm_head", "vision_tower.blocks.0", "re:.*norm"],
         "config_groups": {"group_0": {"targets": ["model.layers.0.mlp.up_proj"]}},

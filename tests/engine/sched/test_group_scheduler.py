@@ -76,6 +76,21 @@ def test_a_longer_queue_outweighs_a_prefix() -> None:
     assert found == [8, 8]
 
 
+@pytest.mark.parametrize("known", ["r", "r.1"])
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_request_that_is_refused_leaves_nothing_behind(known: str, group: int) -> None:
+    """A choice of it has the name of a request that goes on, in the same group or in another."""
+    machine = machine_of()
+    old = make_request(known, prompt_of(8), max_tokens=3)
+    new = make_request("r", prompt_of(8), num_choices=2)
+    old.group, new.group = 0, group
+    machine.add(old)
+    with pytest.raises(ValueError, match=rf"{known}.* exists already"):
+        machine.scheduler.add_request(new)
+    machine.finish()
+    assert old.is_finished and not machine.scheduler.check_empty()
+
+
 def test_a_group_without_room_comes_last() -> None:
     machine = machine_of(num_blocks=32, max_model_len=120)
     shared = prompt_of(64)

@@ -140,6 +140,19 @@ def test_another_attempt_waits_until_the_first_has_stopped(machine: StepMachine)
     assert [(r.ok, r.attempt) for r in machine.clients["a"].kv_results] == [(True, 2)]
 
 
+def test_the_end_of_one_attempt_is_not_told_of_the_next(machine: StepMachine) -> None:
+    """Reports name no attempts: all are taken in before a step begins another one."""
+    client = add_and_ask(machine, pulled("a"))
+    machine.connector.fail("t-a")
+    machine.take(machine.scheduler.retry_remote("a", remote_prefill("t-a", attempt=1)))
+    machine.poll_connector()
+    machine.step()
+    assert machine.connector.pulls["t-a"].attempt == 1
+    machine.supply_first_token("a")
+    finish(machine)
+    assert [(r.ok, r.attempt) for r in client.kv_results] == [(True, 1)]
+
+
 def test_another_attempt_of_a_pull_that_waits_for_blocks() -> None:
     machine = StepMachine(make_config(), num_blocks=4)
     add_and_ask(machine, pulled("a", 14))
