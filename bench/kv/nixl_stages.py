@@ -190,7 +190,7 @@ def hold(place: Place, watch: Watch, out: IO[bytes]) -> None:
     ended = threading.Thread(target=sys.stdin.buffer.read, daemon=True)
     ended.start()
     while ended.is_alive():
-        agent.progress()
+        agent.notices()
         time.sleep(0.0002)
 
 
@@ -206,7 +206,7 @@ def read(place: Place, watch: Watch, out: IO[bytes]) -> None:
         targets, sources, sizes = (np.array([value]) for value in (target, source, num_bytes))
         transfer = agent.read(name, targets, sources, sizes, (ours, its))
         while not transfer.is_done():
-            agent.progress()
+            agent.notices()
         return time.perf_counter() - at
 
     with watch.stage("first word"):

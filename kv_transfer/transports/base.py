@@ -189,10 +189,6 @@ class ConsumerTransport(ABC):
         """Returns where the chunks of a stream belong; None: they cannot come this way.
         `advertised`: what the peer said of this transport."""
 
-    async def settled(self) -> None:
-        """Waits until nothing that it issued beside the copies of our cache is on its way."""
-        return
-
     def close_idle(self, idle_s: float) -> None:
         """Lets go of peers whose KV nobody has fetched for so long: most of them are gone."""
         return

@@ -27,7 +27,7 @@ from kv_transfer.errors import KVTransferError
 LeaseName = tuple[int, int]
 """Slot and number, as they go with the names of blocks."""
 
-_NUM_SLOTS = 16_384
+NUM_LEASES = 16_384
 """More transfers than a process can have."""
 _WORD = struct.Struct("<I")
 WORD_BYTES = _WORD.size
@@ -68,9 +68,9 @@ class ReadLeases:
     """The read leases of one transfer process that names blocks."""
 
     def __init__(self) -> None:
-        self._memory = MemoryFile.create("tandem-read-leases", _NUM_SLOTS * _WORD.size)
+        self._memory = MemoryFile.create("tandem-read-leases", NUM_LEASES * _WORD.size)
         finalize(self, self._memory.close)
-        self._free = list(reversed(range(_NUM_SLOTS)))
+        self._free = list(reversed(range(NUM_LEASES)))
         # From anywhere, so that the leases of another process are no leases of ours.
         self._numbers = count(secrets.randbelow(_RANGE))
 
@@ -89,12 +89,12 @@ class ReadLeases:
 
     @property
     def num_held(self) -> int:
-        return _NUM_SLOTS - len(self._free)
+        return NUM_LEASES - len(self._free)
 
     def take(self) -> ReadLease:
         """Raises KVTransferError when there are too many."""
         if not self._free:
-            raise KVTransferError(f"{_NUM_SLOTS} transfers are read by pullers of this host")
+            raise KVTransferError(f"{NUM_LEASES} transfers are read by pullers of this host")
         lease = ReadLease(self, self._free.pop(), next(self._numbers) % (_RANGE - 1) + 1)
         self._write(lease.slot, lease.number)
         return lease
