@@ -101,7 +101,7 @@ class KVTransferConfig:
                 "grpcio's server cannot serve with and without TLS on one port: while "
                 "--accept-missing-tls is set, --kv-pull-transport must be h2"
             )
-        if self.security.has_tls and "nixl" in self.transports.split(","):
+        if self.security.has_tls and self.names_nixl:
             raise SecurityError(
                 "NIXL moves KV in the clear and asks nobody for a certificate: leave nixl out of "
                 "--kv-transports, or TLS away where the network between the nodes is closed"
@@ -116,6 +116,11 @@ class KVTransferConfig:
     def receives(self) -> bool:
         """Returns whether this node pulls KV from peers."""
         return self.kv_role == "kv_consumer" or self.shares_prefixes
+
+    @property
+    def names_nixl(self) -> bool:
+        """Returns whether nixl is among the transports."""
+        return "nixl" in [name.strip() for name in self.transports.split(",")]
 
     def num_host_slots(self, block_bytes: int) -> int:
         """Returns the blocks of so many bytes that the host tier of a rank holds."""

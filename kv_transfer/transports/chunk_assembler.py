@@ -86,8 +86,8 @@ class ChunkAssembler(ABC):
         return
 
     def stop(self) -> None:
-        """Issues no copy any more. Idempotent."""
-        return
+        """Issues no copy any more, and tells nobody of KV. Idempotent."""
+        self.on_kv = _nothing
 
     def check(self) -> None:
         """Checks what was copied, once all is done. Raises `PeerLost` if it does not count."""

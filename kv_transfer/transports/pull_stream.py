@@ -61,7 +61,6 @@ class PullStream:
         self._slot: StagedChunk | None = None
         """Memory of the message that is arriving."""
         self._assembler = assembler
-        assembler.on_kv = self._kv_came
         self._client = client
         self._on_bytes = on_bytes
         self._on_refused = on_refused
@@ -111,6 +110,7 @@ class PullStream:
     async def run(self) -> None:
         """Raises a KVTransferError that says why the stream could not be completed; `NotServed`:
         before any of it came."""
+        self._assembler.on_kv = self._kv_came
         try:
             missing = await self._receive([])
             if missing:

@@ -1,10 +1,12 @@
 """The slots of a producer's window that hold KV for pullers.
 
     1. `fill`       copies of chunks into a slot are issued
-    2. `on_filled`  they are done: a read lease says that the slot holds them, and the puller may be
+    2. `was_filled` they are done: a read lease says that the slot holds them, and the puller may be
                     told
     3. `was_read`   the puller has read them; or `let_go`: nobody reads them any more. The lease
                     ends, then the slot is free
+    -  `is_late`    they are not read for long, and others wait for slots: a host that has died says
+                    nothing, and its calls may stay open for a quarter of an hour
 
 A slot that is let go before 2 is free once its copies are done. Nobody hears of what they copied.
 """
@@ -12,7 +14,9 @@ A slot that is let go before 2 is free once its copies are done. Nobody hears of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,24 +29,37 @@ from kv_transfer.transports.nixl.packed_chunks import packed_blocks
 from kv_transfer.transports.nixl.window import Window
 from kv_transfer.wire.chunk_grid import ChunkGrid
 
+_HELD_UP_S = 0.1
+"""Ticks follow each other at once. What one is later than that, this process stood still."""
+
+
+class SlotUser(ABC):
+    """Fills slots for one puller, and hears what becomes of them."""
+
+    @abstractmethod
+    def was_filled(self, filled: FilledSlot) -> None:
+        """It may be read."""
+
+    @abstractmethod
+    def was_read(self, filled: FilledSlot) -> None:
+        """It is given up now."""
+
+    @abstractmethod
+    def is_late(self) -> None:
+        """The puller has to do without its slots."""
+
 
 class FilledSlot:
-    """Chunks of one pull in one slot. `lease` is there once they are copied."""
+    """Chunks in one slot. `lease` is there once they are copied, `since` says when that was."""
 
-    __slots__ = ("indices", "is_let_go", "lease", "on_filled", "on_read", "slot")
+    __slots__ = ("indices", "is_let_go", "lease", "since", "slot", "user")
 
-    def __init__(
-        self,
-        slot: int,
-        indices: list[int],
-        on_filled: Callable[[FilledSlot], None],
-        on_read: Callable[[FilledSlot], None],
-    ) -> None:
+    def __init__(self, slot: int, indices: list[int], user: SlotUser) -> None:
         self.slot = slot
         self.indices = indices
-        self.on_filled = on_filled
-        self.on_read = on_read
+        self.user = user
         self.lease: ReadLease | None = None
+        self.since = 0.0
         self.is_let_go = False
 
 
@@ -56,6 +73,10 @@ class FilledSlots:
         """Is set when a slot may be read."""
         self._cache = cache
         self._unread: dict[LeaseName, FilledSlot] = {}
+        """Slots that may be read, the longest first."""
+        self._clock_s = 0.0
+        """Stands still while this process does: what peers said meanwhile is not read yet."""
+        self._ticked_at = time.monotonic()
 
     @property
     def num_unread(self) -> int:
@@ -83,7 +104,7 @@ class FilledSlots:
         filled = self._unread.get(lease) if lease is not None else None
         if filled is None:
             return False
-        filled.on_read(filled)
+        filled.user.was_read(filled)
         self.let_go(filled)
         return True
 
@@ -98,11 +119,23 @@ class FilledSlots:
             del self._unread[lease.slot, lease.number]
             self.window.slots.give_back(filled.slot)
 
+    def tick(self, patience_s: float) -> None:
+        """Takes slots from who has not read them for so long, if others wait for slots."""
+        now = time.monotonic()
+        self._clock_s += min(now - self._ticked_at, _HELD_UP_S)
+        self._ticked_at = now
+        longest = next(iter(self._unread.values()), None)
+        if longest is None or self._clock_s - longest.since < patience_s:
+            return
+        if self.window.slots.is_awaited_beside(longest.user):
+            longest.user.is_late()
+
     def _copied(self, filled: FilledSlot) -> None:
         if filled.is_let_go:
             self.window.slots.give_back(filled.slot)
             return
         lease = filled.lease = self.leases.take()
         self._unread[lease.slot, lease.number] = filled
+        filled.since = self._clock_s
         self.is_filled.set()
-        filled.on_filled(filled)
+        filled.user.was_filled(filled)

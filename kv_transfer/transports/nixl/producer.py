@@ -56,6 +56,7 @@ class NixlProducer(ProducerTransport):
         self._owner = owner
         self._cache = cache
         self._chunk_bytes = config.chunk_bytes
+        self._patience_s = config.stall_timeout_s
         self.filled: FilledSlots | None = None
         self._advert = b""
         longest = longest_chunk(layout, config.chunk_bytes)
@@ -81,6 +82,7 @@ class NixlProducer(ProducerTransport):
         looks = 0
         while True:
             looks = 0 if self._look(self.filled) else looks + 1
+            self.filled.tick(self._patience_s)
             if not self.filled.num_unread:
                 await self._rest(self.filled)
             else:

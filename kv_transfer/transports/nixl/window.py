@@ -47,6 +47,10 @@ class FairSlots:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def is_awaited_beside(self, who: object) -> bool:
+        """Returns whether others than `who` wait."""
+        return any(other is not who for other in self._waiting)
+
     def take(self, who: object, wake: Callable[[], None]) -> int | None:
         """Returns a slot. None: none is free, or others have waited longer; `wake` is called when
         `who` should ask again."""

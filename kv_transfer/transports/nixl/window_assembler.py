@@ -108,6 +108,7 @@ class WindowAssembler(ChunkAssembler):
         self.check_on_the_way()
 
     def stop(self) -> None:
+        super().stop()
         self._is_stopped = True
         for read in list(self._reads):
             if self._queue.withdraw(read):

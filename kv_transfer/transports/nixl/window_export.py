@@ -4,7 +4,8 @@
     2. a `WindowPull` takes a slot for chunks that are ready, as many as fit; without one it waits
                      for its turn
     3. messages      say which chunks a slot holds, once it is filled
-    4. a slot is read, or its call has broken off, or the export ends: then it is free
+    4. a slot is read, or its call has broken off, or the export ends: then it is free. A pull that
+       reads nothing, while others wait for slots, is broken off
     5. a repeat      fills slots anew, and what its stream was told before is let go
 
 A call that has told of all its chunks ends; its last slots are still read then. Where all of an
@@ -19,11 +20,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kv_transfer.errors import NotServed
+from kv_transfer.errors import NotServed, TransferTimeout
 from kv_transfer.layout import BlockIds
 from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.transports.base import Export, ExportOwner, ProducerTransfer
-from kv_transfer.transports.nixl.filled_slots import FilledSlot, FilledSlots
+from kv_transfer.transports.nixl.filled_slots import FilledSlot, FilledSlots, SlotUser
 from kv_transfer.transports.nixl.packed_chunks import chunk_sizes, num_that_fit
 from kv_transfer.transports.nixl.window_message import WindowMessage
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
@@ -103,7 +104,7 @@ class WindowExport(ProducerTransfer):
         then()
 
 
-class WindowPull(OpenPull):
+class WindowPull(OpenPull, SlotUser):
     """A call whose messages say which chunks are in a slot."""
 
     def __init__(self, part: WindowExport, filled: FilledSlots, terms: PullTerms) -> None:
@@ -122,6 +123,7 @@ class WindowPull(OpenPull):
         self._num_filling = 0
         self._is_closed = False
         self._is_let_go = False
+        self._is_late = False
 
     @property
     def is_complete(self) -> bool:
@@ -129,6 +131,8 @@ class WindowPull(OpenPull):
         return is_all_told and super().is_complete
 
     def next_message(self) -> OutMessage | None:
+        if self._is_late:
+            raise TransferTimeout("the slots of this pull were not read, and others wait for slots")
         self._fill_slots()
         if not self._untold:
             return None
@@ -159,10 +163,28 @@ class WindowPull(OpenPull):
         self._untold.clear()
         for filled in slots:
             self._filled.let_go(filled)
+        self._drop_if_over()
+
+    def was_filled(self, filled: FilledSlot) -> None:
+        self._num_filling -= 1
+        self._untold.append(filled)
+        layers, _ = self.grid.layers_and_spans(filled.indices)
+        for group, layer in layers:
+            self._part.export.saved(ChunkPlace(group, layer, 0))
+        self.wake.set()
+
+    def was_read(self, filled: FilledSlot) -> None:
+        self._slots.discard(filled)
+        self._drop_if_over()
+
+    def is_late(self) -> None:
+        self._is_late = True
+        self.let_go()
+        self.wake.set()
 
     def _fill_slots(self) -> None:
-        """Fills slots until there is one to tell of, or no KV, or no slot. So the first is read while
-        the next is filled."""
+        """Fills slots until there is one to tell of, or no KV, or no slot. The next is filled while
+        that one is read."""
         part, window = self._part, self._filled.window
         named = part.named
         if self._cursor < len(named):
@@ -172,7 +194,7 @@ class WindowPull(OpenPull):
             slot = window.slots.take(self, self.wake.set)
             if slot is None:
                 return
-            filled = FilledSlot(slot, self._pop_ready(), self._was_filled, self._was_read)
+            filled = FilledSlot(slot, self._pop_ready(), self)
             self._slots.add(filled)
             self._num_filling += 1
             self._filled.fill(filled, self.grid, self.share, part.block_ids)
@@ -184,18 +206,6 @@ class WindowPull(OpenPull):
         count = num_that_fit(sizes, self._filled.window.slot_bytes)
         self._ready = self._ready[count:]
         return first[:count]
-
-    def _was_filled(self, filled: FilledSlot) -> None:
-        self._num_filling -= 1
-        self._untold.append(filled)
-        layers, _ = self.grid.layers_and_spans(filled.indices)
-        for group, layer in layers:
-            self._part.export.saved(ChunkPlace(group, layer, 0))
-        self.wake.set()
-
-    def _was_read(self, filled: FilledSlot) -> None:
-        self._slots.discard(filled)
-        self._drop_if_over()
 
     def _drop_if_over(self) -> None:
         if self._is_closed and not self._slots:

@@ -107,8 +107,11 @@ class ReadQueue:
         self._poller: asyncio.Task[None] | None = None
         self._looked_at = time.monotonic()
 
-    def __len__(self) -> int:
-        return len(self._under_way)
+    def is_empty(self) -> bool:
+        """Returns whether nothing is read, nor any slot taken or waited for."""
+        slots = self.window.slots
+        is_unused = slots.num_free == slots.num_slots and not slots.num_waiting
+        return is_unused and not self._under_way
 
     def begin(self, read: WindowRead) -> None:
         if read.num_bytes and not self._has_room(read):
