@@ -99,7 +99,8 @@ class WindowExport(ProducerTransfer):
         self._pulls = [other for other in self._pulls if other is not pull]
 
     def end(self, then: Callable[[], None]) -> None:
-        for pull in self._pulls:
+        pulls, self._pulls = self._pulls, []
+        for pull in pulls:
             pull.let_go()
         then()
 
