@@ -54,7 +54,7 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_every_pair_of_layouts(
     tp_sizes: tuple[int, int], block_sizes: tuple[int, int]
 ) -> None:
-    """What would be small pieces in the cache is gathered before it is read."""
+    """Small pieces of the cache are gathered before they are read."""
     shapes = zip(tp_sizes, block_sizes, strict=True)
     theirs, ours = (layout(tp_size=size, block_size=blocks) for size, blocks in shapes)
     async with loopback(theirs, ours, producer_processes=2) as (prefill, decode):

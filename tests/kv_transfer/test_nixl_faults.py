@@ -1,4 +1,4 @@
-"""What goes wrong between the windows of two ends costs one transfer, and slots at most."""
+"""A fault between the windows of two ends costs one transfer, and slots at most."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def test_reads_that_hang_behind_the_end_of_the_call_fail_their_transfer(
 
 @pytest.mark.parametrize("who", ["puller", "holder"])
 async def test_called_off_while_it_is_read(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What still arrives changes no block, and its slot serves the next."""
+    """Data that still arrive change no block, and their slot serves the next."""
     async with loopback(windows=(16384, 16384)) as (prefill, decode):
         await connected(prefill, decode)
         with monkeypatch.context() as patch:
@@ -246,7 +246,7 @@ async def test_a_slot_of_ours_serves_nobody_before_it_is_copied_out_of() -> None
 async def test_a_message_that_arrives_damaged_is_repeated(
     windows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it told of is copied once more. Its slot is not read, and free all the same."""
+    """Chunks that it told of are copied once more. Its slot is not read, and free all the same."""
     message, is_damaged = WindowPull._message, False
 
     def damaged(pull: WindowPull, filled: FilledSlot) -> bytes:

@@ -132,7 +132,7 @@ async def test_nothing_waits_for_the_collector(
 async def test_nor_does_what_windows_hold(
     way: Way, heavy: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that gives up leaves nothing. Of the holder, a call that breaks off leaves itself."""
+    """A reader that gives up leaves nothing. The holder is left with the call that broke off."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     async with loopback(windows=(16384, 16384)) as (producer, consumer):
         await connected(producer, consumer)
