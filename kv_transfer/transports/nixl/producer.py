@@ -6,7 +6,7 @@
 3. exports       fill slots for the pulls that are there, as `nixl/window_export.py` has it
 4. `run`         lets UCX answer, and hears what was read. RDMA devices answer alone; over TCP,
                  reads wait for this loop
-5. `close`       the window goes
+5. `close`       the window goes once no copy into it is on its way
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ class NixlProducer(ProducerTransport):
 
     async def close(self) -> None:
         if self.filled is not None:
-            await self._cache.copies.settled()
-            self.filled.window.close()
+            self._cache.copies.then(self.filled.window.close)
 
     def _look(self, filled: FilledSlots) -> bool:
         """Returns whether any slot was read."""

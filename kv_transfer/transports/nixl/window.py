@@ -101,8 +101,13 @@ class Window:
         return self.address + slot * self.slot_bytes
 
     def close(self) -> None:
-        self.agent.deregister(self._registered)
-        self._memory.close()
+        """Frees the memory, unless NIXL says that it is used."""
+        try:
+            self.agent.deregister(self._registered)
+        except NixlError as error:
+            logger.info("the window is left to the end of the process: %s", error)
+        else:
+            self._memory.close()
 
 
 def open_window(config: KVTransferConfig, device: MemoryDevice, longest_chunk: int) -> Window:
