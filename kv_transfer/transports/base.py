@@ -53,7 +53,8 @@ class Export:
         grid: Its chunks. Blocks that the puller holds already leave it when the first pull comes.
         share: (number of this process, processes of its rank).
         is_staged: The engine was told that the blocks are free.
-        keeps_blocks: Somebody reads blocks where they lie, until the export has ended.
+        keeps_blocks: Somebody reads blocks where they lie, or may want copies of them once more,
+            until the export has ended.
         end_reason: Not empty once it has ended: pulls stop with it.
     """
 

@@ -122,8 +122,8 @@ def test_every_byte_arrives(
 
 
 def test_windows_of_a_gpu(make_node: MakeNode) -> None:
-    """The first prompts come over the stream, until the agents have found each other; later ones are
-    larger than the windows."""
+    """The first prompts come over the stream, until the agents have found each other. All are larger
+    than the windows."""
     pytest.importorskip("nixl_cu13")
     shape = gpu_layout()
     settings = {"transports": "nixl,stream", "nixl_window_bytes": 1 << 20}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -96,10 +97,13 @@ async def test_what_came_before_a_read_failed_counts(monkeypatch: pytest.MonkeyP
         cache.check(3, range(32), target)
 
 
+@pytest.mark.parametrize("windows", [ONE_SLOT, (1 << 16, 1 << 16)], ids=str)
 async def test_after_a_read_has_failed_kv_comes_over_the_stream(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    windows: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with loopback() as (prefill, decode):
+    """The holder's only slot may not be free any more: then it sends nothing but signs of life, and
+    the next one is enough to notice."""
+    async with loopback(windows=windows) as (prefill, decode):
         await connected(prefill, decode)
 
         def fails(*_: object) -> bool:
@@ -201,40 +205,49 @@ async def test_called_off_while_it_is_read(who: str, monkeypatch: pytest.MonkeyP
         await both_empty(prefill, decode)
 
 
-async def test_copies_that_are_on_their_way_when_the_export_ends_keep_their_slots() -> None:
+@pytest.fixture
+def device() -> Iterator[LateDevice]:
+    """Copies at once, until a test holds it; in the end it goes on, whatever came of the test."""
     device = LateDevice(is_held=False)
-    pair = loopback(windows=(16384, 16384), devices=(device, None))
-    async with pair as (prefill, decode):
+    yield device
+    device.go()
+
+
+async def test_copies_that_are_on_their_way_when_the_export_ends_keep_their_slots(
+    device: LateDevice,
+) -> None:
+    async with loopback(windows=(16384, 16384), devices=(device, None)) as (prefill, decode):
         await connected(prefill, decode)
         slots = filled_of(prefill).window.slots
         device.is_held = True
         transfer_id, target = await pulled_then_exported(prefill, decode, 4, NUM_TOKENS)
         await until(lambda: slots.num_free == 0)
-        assert filled_of(prefill).num_unread == 0
+        unread = filled_of(prefill).num_unread
         prefill.abort(transfer_id)
         await prefill.until_all(ABORTED, transfer_id)
         await decode.until_all(FAILED, transfer_id)
-        assert slots.num_free == 0, "something may still be written to them"
+        num_free = slots.num_free
         device.go()
+        assert (unread, num_free) == (0, 0), "something may still be written to them"
         await until(lambda: slots.num_free == slots.num_slots)
         assert untouched(decode, target)
         await both_empty(prefill, decode)
         assert await pull(prefill, decode, 5) < KV_BYTES
 
 
-async def test_a_slot_of_ours_serves_nobody_before_it_is_copied_out_of() -> None:
-    device = LateDevice(is_held=False)
+async def test_a_slot_of_ours_serves_nobody_before_it_is_copied_out_of(device: LateDevice) -> None:
     async with loopback(windows=(16384, 4096), devices=(None, device)) as (prefill, decode):
         await connected(prefill, decode)
         device.is_held = True
         transfer_id, target = await pulled_then_exported(prefill, decode, 4, NUM_TOKENS)
-        await until(lambda: device.stream.num_waiting > 0)
         slots = queue_of(decode).window.slots
+        await until(lambda: device.stream.num_waiting > 0 and not queue_of(decode).num_under_way)
         issued = device.stream.num_waiting
         for _ in range(200):
             await asyncio.sleep(0)
-        assert slots.num_free == 0 and device.stream.num_waiting == issued
+        found = slots.num_free, device.stream.num_waiting
         device.go()
+        assert found == (0, issued)
         await decode.until_all(RECEIVED, transfer_id)
         decode.check(4, range(NUM_TOKENS), target)
         decode.release(prefill.peer, transfer_id)

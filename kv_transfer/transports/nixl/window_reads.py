@@ -107,6 +107,10 @@ class ReadQueue:
         self._poller: asyncio.Task[None] | None = None
         self._looked_at = time.monotonic()
 
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
     def is_empty(self) -> bool:
         """Returns whether nothing is read, nor any slot taken or waited for."""
         slots = self.window.slots
