@@ -64,6 +64,23 @@ BUGS = (
         ("tests/kv_transfer/test_parts_kept.py",),
     ),
     Bug(
+        "read-too-late", "KV is used that was read after the peer had let go of it",
+        "kv_transfer/transports/nixl/window_assembler.py",
+        "read.error or read.word != message.lease[1]", "read.error",
+        ("tests/kv_transfer/test_nixl_windows.py",),
+    ),
+    Bug(
+        "refilled-too-soon", "a slot is filled again while copies into it are on their way",
+        "kv_transfer/transports/nixl/filled_slots.py",
+        "        lease = filled.lease\n        if lease is not None:\n            lease.let_go()\n"
+        "            del self._unread[lease.slot, lease.number]\n"
+        "            self.window.slots.give_back(filled.slot)",
+        "        lease = filled.lease\n        if lease is not None:\n            lease.let_go()\n"
+        "            del self._unread[lease.slot, lease.number]\n"
+        "        self.window.slots.give_back(filled.slot)",
+        ("tests/kv_transfer/test_nixl_faults.py",),
+    ),
+    Bug(
         "kept-too-long", "blocks of a part are not given back when others need them",
         "engine/sched/pull.py",
         "IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.PARTIAL, _S.READY)",

@@ -44,6 +44,9 @@ class KVTransferConfig:
         chunk_bytes: Payload of one wire chunk, about.
         staging_bytes: Host memory for KV on its way, of each rank. Its transfer processes have
             equal parts, as they have equal parts of every prompt.
+        nixl_window_bytes: Memory of each rank's device for KV that moves through NIXL; its transfer
+            processes have equal parts, for each direction. None is taken where nixl is not among
+            the transports.
         host_tier_bytes: Host memory of each rank for KV blocks that left the cache. 0: none.
         host_tier_path: Folder of a memory file system for it, which then outlives the node. Empty:
             it is memory of the transfer processes.
@@ -56,10 +59,10 @@ class KVTransferConfig:
         transports: How KV gets from one node to the other, in order of preference, comma separated;
             a pull takes the first that both nodes have and that works between them. `cuda_ipc`:
             where both nodes are on one host, decode copies it out of the prefill node's cache
-            itself, from GPU to GPU. `nixl`: decode reads it out of the prefill node's cache through
-            NIXL and UCX, by RDMA where there is any, without encryption. `stream`: over the
-            network; the last, and always there. `auto`: `cuda_ipc` and `stream` for caches on GPUs,
-            `stream` for those on CPU.
+            itself, from GPU to GPU. `nixl`: the prefill node copies it into memory that decode
+            reads through NIXL and UCX, by RDMA where there is any, without encryption. `stream`:
+            over the network; the last, and always there. `auto`: `cuda_ipc` and `stream` for caches
+            on GPUs, `stream` for those on CPU.
         pull_transport: What a producer serves with, or a consumer receives with, over the network.
             `h2`: HTTP/2 ends of our own, which copy much less. `grpcio`: that library. The wire is
             gRPC with both, so the two nodes need not agree.
@@ -79,6 +82,7 @@ class KVTransferConfig:
     receive_threads: int = 0
     chunk_bytes: int = 2 << 20
     staging_bytes: int = 512 << 20
+    nixl_window_bytes: int = 256 << 20
     host_tier_bytes: int = 0
     host_tier_path: str = ""
     disk_tier_bytes: int = 0
@@ -97,7 +101,7 @@ class KVTransferConfig:
                 "grpcio's server cannot serve with and without TLS on one port: while "
                 "--accept-missing-tls is set, --kv-pull-transport must be h2"
             )
-        if self.security.has_tls and "nixl" in self.transports.split(","):
+        if self.security.has_tls and self.names_nixl:
             raise SecurityError(
                 "NIXL moves KV in the clear and asks nobody for a certificate: leave nixl out of "
                 "--kv-transports, or TLS away where the network between the nodes is closed"
@@ -113,6 +117,11 @@ class KVTransferConfig:
         """Returns whether this node pulls KV from peers."""
         return self.kv_role == "kv_consumer" or self.shares_prefixes
 
+    @property
+    def names_nixl(self) -> bool:
+        """Returns whether nixl is among the transports."""
+        return "nixl" in [name.strip() for name in self.transports.split(",")]
+
     def num_host_slots(self, block_bytes: int) -> int:
         """Returns the blocks of so many bytes that the host tier of a rank holds."""
         return self.host_tier_bytes // block_bytes
@@ -125,6 +134,11 @@ class KVTransferConfig:
     def process_staging_bytes(self) -> int:
         """Returns the share of one transfer process, for each direction in which KV moves."""
         return self.staging_bytes // self.num_processes // (self.sends + self.receives)
+
+    @property
+    def process_window_bytes(self) -> int:
+        """Returns the share of one transfer process, for each direction in which KV moves."""
+        return self.nixl_window_bytes // self.num_processes // (self.sends + self.receives)
 
     def transports_for(self, on_gpu: bool) -> tuple[TransportName, ...]:
         """Returns the transports for a cache on such a device, in order of preference."""

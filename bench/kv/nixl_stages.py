@@ -3,8 +3,8 @@
 
     1. load        the library is imported
     2. agent       UCX opens its devices
-    3. memory      what is read, or read into: allocated here (own), or mapped from another process
-                   (mapped), as transfer processes map the caches of their workers
+    3. memory      what is read, or read into: allocated here (own), as windows of transfer processes
+                   are, or mapped from another process (mapped), as the caches of their workers are
     4. register    that memory
     5. connect     the reader learns of the holder
     6. first word  8 bytes of host memory are read
@@ -190,7 +190,7 @@ def hold(place: Place, watch: Watch, out: IO[bytes]) -> None:
     ended = threading.Thread(target=sys.stdin.buffer.read, daemon=True)
     ended.start()
     while ended.is_alive():
-        agent.progress()
+        agent.notices()
         time.sleep(0.0002)
 
 
@@ -206,7 +206,7 @@ def read(place: Place, watch: Watch, out: IO[bytes]) -> None:
         targets, sources, sizes = (np.array([value]) for value in (target, source, num_bytes))
         transfer = agent.read(name, targets, sources, sizes, (ours, its))
         while not transfer.is_done():
-            agent.progress()
+            agent.notices()
         return time.perf_counter() - at
 
     with watch.stage("first word"):

@@ -60,9 +60,9 @@ class TransferSettings(SecuritySettings):
         default="auto",
         description="Ways for KV to get from a prefill to a decode node, in order of preference, "
         "comma separated. cuda_ipc: if both are on one host, decode copies it from GPU to GPU. "
-        "nixl: decode reads it through NIXL and UCX (RDMA), in the clear; needs the extra nixl. "
-        "stream: over the network; must be the last. auto: cuda_ipc,stream for KV on GPUs, else "
-        "stream.",
+        "nixl: decode reads it through NIXL and UCX (RDMA, or NVLink on one host), in the clear; "
+        "needs the extra nixl. stream: over the network; must be the last. auto: cuda_ipc,stream "
+        "for KV on GPUs, else stream.",
     )
     kv_pull_transport: PullTransportName = Field(
         default="h2",
@@ -95,6 +95,13 @@ class TransferSettings(SecuritySettings):
         description="Host memory of each worker for KV in transit, divided equally among its "
         "transfer processes; pinned if KV is on a GPU. Each process needs at least 8 times "
         "--kv-chunk-bytes.",
+    )
+    kv_nixl_window_bytes: int = Field(
+        default=256 << 20,
+        ge=1 << 20,
+        description="Memory of each worker's device, a GPU's if KV is there, for KV that moves "
+        "through NIXL; divided equally among its transfer processes. Each needs at least "
+        "--kv-chunk-bytes for each direction. Only taken if --kv-transports names nixl.",
     )
     kv_host_memory_bytes: int = Field(
         default=0,
@@ -175,6 +182,7 @@ class TransferSettings(SecuritySettings):
             receive_threads=choose_receive_threads(available_cores(), processes * ranks),
             chunk_bytes=self.kv_chunk_bytes,
             staging_bytes=self._checked_staging_bytes(processes),
+            nixl_window_bytes=self._checked_window_bytes(processes),
             host_tier_bytes=self.kv_host_memory_bytes,
             host_tier_path=str(self.kv_host_memory_path or ""),
             disk_tier_bytes=self.kv_disk_bytes,
@@ -256,6 +264,17 @@ class TransferSettings(SecuritySettings):
                 f"that, or lower --kv-processes or --kv-chunk-bytes"
             )
         return self.kv_staging_bytes
+
+    def _checked_window_bytes(self, processes: int) -> int:
+        directions = 1 + self.shares_prefixes
+        fewest = directions * processes * self.kv_chunk_bytes
+        names_nixl = "nixl" in parse_transports(self.kv_transports)
+        if names_nixl and self.kv_nixl_window_bytes < fewest:
+            raise SettingsError(
+                f"{processes} transfer processes need at least {fewest} --kv-nixl-window-bytes; "
+                f"give that, or lower --kv-processes or --kv-chunk-bytes"
+            )
+        return self.kv_nixl_window_bytes
 
     def _checked_port(self, processes: int, ranks: int) -> int:
         last = self.kv_port + ranks * processes - 1

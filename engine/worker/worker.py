@@ -328,8 +328,12 @@ class Worker:
 
 
 def _cuda_reserve(config: EngineConfig) -> int:
-    processes = config.kv_transfer.num_processes if config.kv_transfer is not None else 0
-    return _CUDA_RESERVE_BYTES + processes * _TRANSFER_CONTEXT_BYTES
+    """Returns what of a GPU's memory is for others than the profiling run shows."""
+    transfer = config.kv_transfer
+    if transfer is None:
+        return _CUDA_RESERVE_BYTES
+    windows = transfer.nixl_window_bytes if transfer.names_nixl else 0
+    return _CUDA_RESERVE_BYTES + transfer.num_processes * _TRANSFER_CONTEXT_BYTES + windows
 
 
 def _rank_device(config: EngineConfig, rank: int, index: int) -> torch.device:

@@ -174,8 +174,7 @@ class KVReceiver:
         await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
         await self._client.close()
         await self._peers.close()
-        with suppress(TransferTimeout):
-            await self._settled()
+        await self._cache.copies.settled()
         for transport in self._transports:
             transport.close()
 
@@ -185,7 +184,7 @@ class KVReceiver:
         transfer.has_begun = True
         state, reason, retryable = await self._outcome(transfer)
         # Copies into our blocks may be on their way; until they are done, nobody may have them.
-        await self._settled()
+        await self._cache.copies.settled()
         is_done = state is KVTransferState.DONE
         num_tokens_kept = transfer.meta.num_tokens if is_done else transfer.num_tokens_complete
         transfer.close_streams()
@@ -230,15 +229,10 @@ class KVReceiver:
         transfer.excuse_silence()
         await all_or_none([self._complete(transfer, one) for one in opened], self._watch(transfer))
         transfer.received_at = time.monotonic()
-        await self._settled()
+        await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
         for stream in transfer.streams:
             stream.check()
-
-    async def _settled(self) -> None:
-        for transport in self._transports:
-            await transport.settled()
-        await self._cache.copies.settled()
 
     async def _handshake(self, peer: KVPeer, addresses: set[str]) -> None:
         new = [address for address in addresses if not self._peers.knows(peer, address)]

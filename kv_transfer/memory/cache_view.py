@@ -20,7 +20,7 @@ import numpy as np
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.memory.copy_queue import CopyQueue
-from kv_transfer.memory.copy_stream import Copier, Numbers
+from kv_transfer.memory.copy_stream import CopyStream, Numbers
 from kv_transfer.memory.device import MemoryDevice
 from kv_transfer.memory.devices import device_of
 from kv_transfer.memory.inbox import Inbox
@@ -50,14 +50,14 @@ def token_runs(start: int, stop: int, source_size: int, target_size: int) -> Ite
 
 
 def copy_blocks(
-    copier: Copier, copy: PageCopy, targets: Numbers, sources: Numbers, from_host: bool
+    stream: CopyStream, copy: PageCopy, targets: Numbers, sources: Numbers, from_host: bool
 ) -> None:
     """Issues copies of whole blocks, all by address."""
-    copy_joined(copier, *copy.of_blocks(targets, sources), from_host)
+    copy_joined(stream, *copy.of_blocks(targets, sources), from_host)
 
 
 def copy_joined(
-    copier: Copier, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool
+    stream: CopyStream, targets: Numbers, sources: Numbers, sizes: Numbers, in_portions: bool
 ) -> None:
     """Issues copies; those that continue each other on both sides become one."""
     if not len(targets):
@@ -68,17 +68,19 @@ def copy_joined(
         first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
         targets, sources = targets[first], sources[first]
         sizes = np.add.reduceat(sizes, first)
-    copier.copy(targets, sources, sizes, in_portions)
+    stream.copy(targets, sources, sizes, in_portions)
 
 
-def copy_runs(copier: Copier, copy: PageCopy, runs: Iterable[tuple[int, TokenRun, int]]) -> None:
+def copy_runs(
+    stream: CopyStream, copy: PageCopy, runs: Iterable[tuple[int, TokenRun, int]]
+) -> None:
     """Issues copies of tokens between blocks.
 
     `runs`: (address of the source block, which tokens, address of the target block).
     """
     for source, run, target in runs:
         for rows in copy.rows:
-            copier.copy_rows(
+            stream.copy_rows(
                 target + rows.target + run.target_offset * rows.row_bytes,
                 rows.target_pitch,
                 source + rows.source + run.source_offset * rows.row_bytes,

@@ -31,8 +31,14 @@ class Fence(ABC):
         """Blocks the thread. Only for copies that wait for nothing themselves."""
 
 
-class Copier(ABC):
-    """Issues copies between addresses."""
+class CopyStream(ABC):
+    """Copies in order. All addresses are those of this process.
+
+    Attributes:
+        portion_bytes: What moves without others getting their turn, where copies are in portions.
+    """
+
+    portion_bytes: int = 256 << 10
 
     @abstractmethod
     def copy(
@@ -57,16 +63,6 @@ class Copier(ABC):
         num_rows: int,
     ) -> None:
         """Rows of `row_bytes`; the next row begins `pitch` bytes after the one before."""
-
-
-class CopyStream(Copier):
-    """Copies in order. All addresses are those of this process.
-
-    Attributes:
-        portion_bytes: What moves without others getting their turn, where copies are in portions.
-    """
-
-    portion_bytes: int = 256 << 10
 
     @abstractmethod
     def fence(self) -> Fence: ...

@@ -2,8 +2,9 @@
 
 1. `CudaDevice(uuid)`   finds the GPU that the worker computes on; its primary context is made
 2. `open_cache`         maps the worker's KV cache by its IPC handle
-3. `pin`                host memory that the copy engines use directly
-4. `new_stream`         copies beside the worker's kernels, on copy engines
+3. `allocate`           memory of the device that is this process's own
+4. `pin`                host memory that the copy engines use directly
+5. `new_stream`         copies beside the worker's kernels, on copy engines
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ class CudaDevice(MemoryDevice):
         driver = self._driver
         start = driver.open_ipc(cuda.ipc_handle)
         return Mapping(start + cuda.offset, cuda.num_bytes, lambda: driver.close_ipc(start))
+
+    def allocate(self, num_bytes: int) -> Mapping:
+        driver = self._driver
+        address = driver.allocate(num_bytes)
+        return Mapping(address, num_bytes, lambda: driver.free(address))
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
         if memory.nbytes:

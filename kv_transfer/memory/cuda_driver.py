@@ -86,6 +86,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxGetDevice": (c_void_p,),
     "cuCtxSynchronize": (),
+    "cuMemAlloc_v2": (c_void_p, c_size_t),
+    "cuMemFree_v2": (c_uint64,),
     "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
     "cuIpcOpenMemHandle_v2": (c_void_p, _IpcHandle, c_uint),
@@ -213,6 +215,16 @@ class CudaDriver:
         return bytes(uuid)
 
     # Memory -----------------------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> int:
+        """Returns the address of new memory of the current device. Its contents are not defined."""
+        address = c_uint64()
+        self._do("cuMemAlloc_v2", byref(address), num_bytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """No copy may use the memory any more."""
+        self._do("cuMemFree_v2", address)
 
     def allocation_of(self, address: int) -> tuple[int, int]:
         """Returns (start, bytes) of the allocation that `address` lies in."""

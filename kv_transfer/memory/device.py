@@ -1,4 +1,4 @@
-"""A kind of memory that holds KV: what opens it, pins host memory for it, and copies."""
+"""A kind of memory that holds KV: what opens it, allocates more, pins host memory, and copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DeviceError(KVTransferError):
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """Another process's memory at an address of ours, until `close`."""
+    """Memory at an address of this process, its own or another's, until `close`."""
 
     address: int
     num_bytes: int
@@ -41,6 +41,10 @@ class MemoryDevice(ABC):
     @abstractmethod
     def open_cache(self, handle: KVCacheHandle) -> Mapping:
         """Raises `DeviceError`, or OSError when the owner has gone."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> Mapping:
+        """Returns memory that is this process's own. Raises `DeviceError`."""
 
     @abstractmethod
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:

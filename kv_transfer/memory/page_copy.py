@@ -55,10 +55,6 @@ class PageCopy:
         is_whole = target.block_size == source.block_size
         pieces = _pieces(self.rows) if is_whole else []
         self._pieces = np.array(pieces, np.int64).reshape(-1, 3)
-        tokens = min(target.block_size, source.block_size)
-        sizes = [piece[2] for piece in pieces] or [tokens * rows.row_bytes for rows in self.rows]
-        self.smallest_piece = min(sizes, default=0)
-        """Bytes that lie together on both sides, of whole blocks."""
 
     def of_blocks(self, targets: Numbers, sources: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Returns (targets, sources, sizes) of copies of whole blocks at these addresses. Blocks

@@ -53,7 +53,8 @@ class Export:
         grid: Its chunks. Blocks that the puller holds already leave it when the first pull comes.
         share: (number of this process, processes of its rank).
         is_staged: The engine was told that the blocks are free.
-        keeps_blocks: Somebody reads blocks where they lie, until the export has ended.
+        keeps_blocks: Somebody reads blocks where they lie, or may want copies of them once more,
+            until the export has ended.
         end_reason: Not empty once it has ended: pulls stop with it.
     """
 
@@ -188,10 +189,6 @@ class ConsumerTransport(ABC):
     def fetch(self, job: FetchJob, advertised: bytes) -> ChunkAssembler | None:
         """Returns where the chunks of a stream belong; None: they cannot come this way.
         `advertised`: what the peer said of this transport."""
-
-    async def settled(self) -> None:
-        """Waits until nothing that it issued beside the copies of our cache is on its way."""
-        return
 
     def close_idle(self, idle_s: float) -> None:
         """Lets go of peers whose KV nobody has fetched for so long: most of them are gone."""

@@ -2,9 +2,12 @@
 
     1. `accept(chunk)`   every field is compared with what was asked for; then copies of its tokens
                          into our blocks are issued
-    2. `end(chunk)`      the sender's last word: `missing` is what has to come once more
-    3. `check`           all copies are done: do they count?
-    4. `close`
+    2. `end(chunk)`      the sender's last word
+    3. `arrived`         what was accepted but is read beside the call is there: `missing` is what
+                         has to come once more
+    4. `stop`            no copy is issued any more
+    5. `check`           all copies are done: do they count?
+    6. `close`
 
 A chunk that is foreign, late, twice, out of bounds or of another shape raises `CorruptChunk` and
 changes nothing. Tokens that were not asked for are never written, even if their block was sent.
@@ -13,6 +16,7 @@ changes nothing. Tokens that were not asked for are never written, even if their
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.memory.cache_view import KVCacheView
@@ -21,6 +25,10 @@ from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.group_target import GroupTarget
 from kv_transfer.wire.chunk import HEADER, Chunk, ChunkHeader, shape_code
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES, ChunkGrid
+
+
+def _nothing(num_bytes: int) -> None:
+    return
 
 
 class ChunkAssembler(ABC):
@@ -36,6 +44,8 @@ class ChunkAssembler(ABC):
         num_groups = len(job.source.share)
         self._targets = [GroupTarget(job, group, cache) for group in range(num_groups)]
         self._share_code = shape_code(*job.source.share)
+        self.on_kv: Callable[[int], None] = _nothing
+        """Is told of bytes of KV that came beside the call, after their message was accepted."""
         self._chunk_bytes = 0
         self._grid: ChunkGrid | None = None
         self._missing: set[int] = set()
@@ -44,8 +54,9 @@ class ChunkAssembler(ABC):
 
     @abstractmethod
     def accept(self, chunk: Chunk) -> int:
-        """Issues copies of the chunk's tokens into our blocks. Returns the bytes of KV in it.
-        Raises `CorruptChunk` when it is not one that is missing."""
+        """Issues copies of the chunk's tokens into our blocks. Returns the bytes of KV in it; 0:
+        they are read beside the call, and `on_kv` tells when. Raises `CorruptChunk` when it is not
+        one that is missing."""
 
     def place(self, header: ChunkHeader, payload_bytes: int) -> list[memoryview] | None:
         """Returns blocks of ours into which a payload may be received before it can be checked;
@@ -64,6 +75,19 @@ class ChunkAssembler(ABC):
     def give_back(self, slot: StagedChunk) -> None:
         """The message in it was accepted, or is lost."""
         raise NotImplementedError
+
+    def check_on_the_way(self) -> None:
+        """Checks what is read beside the call. Raises `PeerLost` if it cannot come any more."""
+        return
+
+    async def arrived(self) -> None:
+        """Waits until copies were issued of all that was accepted. Raises `PeerLost` if it does not
+        come."""
+        return
+
+    def stop(self) -> None:
+        """Issues no copy any more, and tells nobody of KV. Idempotent."""
+        self.on_kv = _nothing
 
     def check(self) -> None:
         """Checks what was copied, once all is done. Raises `PeerLost` if it does not count."""

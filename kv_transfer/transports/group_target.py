@@ -21,7 +21,7 @@ from kv_transfer.memory.cache_view import (
     copy_runs,
     token_runs,
 )
-from kv_transfer.memory.copy_stream import Copier, Numbers
+from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.memory.page_copy import PageCopy, page_copy
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.wire.chunk import ByteArray, ChunkHeader, shape_code
@@ -80,34 +80,40 @@ class GroupTarget:
         place = np.arange(header.num_blocks)
         layers = np.full_like(place, header.layer)
         blocks = NamedBlocks(layers, header.first_block + place, start + size * place)
-        copy = page_copy(self._page, self.share, self.share)
-        self._copy(blocks, copy, self._cache.copies.stream, from_host=True)
+        self.copy_compact(blocks, from_host=True)
         self._cache.inbox.copies_issued()
 
-    def copy_from_cache(self, blocks: NamedBlocks, peer: CachePlaces, copier: Copier) -> None:
-        """Issues copies of what was asked for out of the sender's cache, which `copier` reads."""
+    def copy_compact(self, blocks: NamedBlocks, from_host: bool) -> None:
+        """Issues copies of what was asked for out of memory that our device can read. There, at
+        `blocks.places`, a block has nothing but `share`."""
+        copy = page_copy(self._page, self.share, self.share)
+        self._copy(blocks, copy, from_host)
+
+    def copy_from_cache(self, blocks: NamedBlocks, peer: CachePlaces) -> None:
+        """Issues copies of what was asked for out of the sender's cache, which is mapped here."""
         sources = peer.addresses_of(blocks.layers, blocks.places)
         copy = page_copy(self._page, peer.pages[self._group], self.share)
         named = NamedBlocks(blocks.layers, blocks.numbers, sources)
-        self._copy(named, copy, copier, from_host=False)
+        self._copy(named, copy, from_host=False)
 
-    def _copy(self, blocks: NamedBlocks, copy: PageCopy, copier: Copier, from_host: bool) -> None:
+    def _copy(self, blocks: NamedBlocks, copy: PageCopy, from_host: bool) -> None:
         """`blocks.places` are addresses."""
+        stream = self._cache.copies.stream
         blocks = replace(blocks, layers=self._first_layer + blocks.layers)
         is_ours = blocks.layers < self._num_layers
         if not is_ours.all():
             blocks = blocks.where(is_ours)
         size, whole = self._source_size, blocks
         if size != self._page.block_size:
-            copy_runs(copier, copy, self._wanted_runs(blocks))
+            copy_runs(stream, copy, self._wanted_runs(blocks))
             return
         first = blocks.numbers * size
         is_whole = (first >= self._rows.start) & (first + size <= self._rows.stop)
         if not is_whole.all():
             whole = blocks.where(is_whole)
-            copy_runs(copier, copy, self._wanted_runs(blocks.where(~is_whole)))
+            copy_runs(stream, copy, self._wanted_runs(blocks.where(~is_whole)))
         targets = self._cache.addresses_of(whole.layers, self._block_array[whole.numbers])
-        copy_blocks(copier, copy, targets, whole.places, from_host)
+        copy_blocks(stream, copy, targets, whole.places, from_host)
 
     def _wanted_runs(self, blocks: NamedBlocks) -> Iterator[tuple[int, TokenRun, int]]:
         """Yields tokens of these blocks that were asked for, as `copy_runs` takes

@@ -3,8 +3,9 @@
 1. the call is made; messages arrive, in any order of chunks
 2. each is received into the blocks where it belongs, or into memory from which it is copied, as
    the stream's `ChunkAssembler` says; damaged ones are counted and stay missing
-3. END; if chunks are missing, a second call asks for exactly those
-4. still missing: `CorruptChunk`
+3. END; what the messages told of but did not bring arrives
+4. if chunks are missing, a second call asks for exactly those
+5. still missing: `CorruptChunk`
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PullStream:
 
     `assembler`: where its chunks belong, and over which transport they come; `client` makes the
     calls. `last_heard_at`: when the peer last said anything; `last_kv_at`: when a part of a message
-    with KV last came. `on_bytes` is told of every payload.
+    with KV last came, or KV beside the call. `on_bytes` is told of all KV.
     """
 
     def __init__(
@@ -109,11 +110,15 @@ class PullStream:
     async def run(self) -> None:
         """Raises a KVTransferError that says why the stream could not be completed; `NotServed`:
         before any of it came."""
-        missing = await self._receive([])
-        if missing:
-            missing = await self._receive(missing)
-        if missing:
-            raise CorruptChunk(f"{len(missing)} chunks arrived damaged twice")
+        self._assembler.on_kv = self._kv_came
+        try:
+            missing = await self._receive([])
+            if missing:
+                missing = await self._receive(missing)
+            if missing:
+                raise CorruptChunk(f"{len(missing)} chunks arrived damaged twice")
+        finally:
+            self._assembler.stop()
         self.is_done = True
 
     async def _receive(self, repeat: list[int]) -> list[int]:
@@ -125,6 +130,7 @@ class PullStream:
             await self._client.pull(self.address, self._connection, self._request(repeat), self)
         finally:
             self._give_back()
+        await self._assembler.arrived()
         missing = self._assembler.missing
         if not self._has_ended or missing is None:
             raise PeerLost(f"the stream from {self.address} stopped before its end")
@@ -201,13 +207,21 @@ class PullStream:
         header = decode_head(self._head, len(message))
         self._checksum.check()
         chunk = Chunk(header, message[HEADER.size :])
-        if chunk.header.kind in (ChunkKind.DATA, ChunkKind.BLOCKS):
-            self._on_bytes(self._assembler.accept(chunk))
+        if chunk.header.kind in (ChunkKind.DATA, ChunkKind.BLOCKS, ChunkKind.WINDOW):
+            num_bytes = self._assembler.accept(chunk)
+            if num_bytes:
+                self._on_bytes(num_bytes)
         elif chunk.header.kind is ChunkKind.END:
             self._assembler.end(chunk)
             self._has_ended = True
         elif chunk.payload.nbytes:
             raise CorruptChunk("a sign of life that carries bytes")
+        else:
+            self._assembler.check_on_the_way()
+
+    def _kv_came(self, num_bytes: int) -> None:
+        self.last_heard_at = self.last_kv_at = time.monotonic()
+        self._on_bytes(num_bytes)
 
     def _request(self, repeat: list[int]) -> pb.PullRequest:
         job, meta = self.job, self.job.meta

@@ -28,7 +28,7 @@ def producer_transports(
     for name in names:
         match name:
             case "nixl":
-                found.append(NixlProducer(config, rank, cache, owner))
+                found.append(NixlProducer(config, layout, cache, owner))
             case "cuda_ipc":
                 found.append(CudaIpcProducer(config, cache, owner))
             case "stream":

@@ -17,7 +17,11 @@ Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped
 where chunks lie: slot and number of a read lease (`transports/named/read_leases.py`), how many
 chunks, their indices in the grid, then the sender's physical blocks of each span of a group that
 occurs, in order and without those that the puller has; 32 bits each. All layers of a group lie in
-the same blocks, so these come once. HEARTBEAT says that the sender lives but has nothing yet. END
+the same blocks, so these come once. WINDOW tells a puller that chunks were copied into a slot of
+memory that it may read (`transports/nixl/window.py`): the number of the slot, slot and number of a
+read lease of what is in it now, how many chunks, and their indices in the grid; 32 bits each. In
+the slot they lie in the order of the message, one directly behind the other and each as the payload
+of DATA would be. HEARTBEAT says that the sender lives but has nothing yet. END
 is the last message of a complete stream; a stream that ends without it is broken.
 """
 
@@ -51,6 +55,7 @@ class ChunkKind(IntEnum):
     HEARTBEAT = 1
     END = 2
     BLOCKS = 3
+    WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ class ChunkHeader:
         transfer_id: 32 hex digits.
         layer: Within the group.
         first_block, num_blocks: In blocks of the sender, counted from the start of the prompt.
-        shape: `shape_code` of a block of the payload; BLOCKS: of the blocks of all groups.
+        shape: `shape_code` of a block of the payload; BLOCKS, WINDOW: of the blocks of all groups.
         chunk_bytes: The sender's setting, from which its grid follows (`ChunkGrid.of`).
     """
 

@@ -34,6 +34,8 @@ from kv_transfer.metadata import (
 from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
+from kv_transfer.transports.nixl.consumer import NixlConsumer
+from kv_transfer.transports.nixl.producer import NixlProducer
 from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.transports.stream.producer import StreamProducer
 from kv_transfer.wire.pull_server import PullServer
@@ -229,6 +231,10 @@ class LoopbackProducer(Node):
             for transport in sender.transports:
                 if isinstance(transport, CudaIpcProducer):
                     assert transport.leases.num_held == 0
+                if isinstance(transport, NixlProducer) and transport.filled is not None:
+                    assert transport.filled.num_unread == transport.filled.leases.num_held == 0
+                    slots = transport.filled.window.slots
+                    assert (slots.num_free, slots.num_waiting) == (slots.num_slots, 0)
         await until(lambda: all(sender.num_pulls == 0 for sender in self.senders))
 
     async def close(self) -> None:
@@ -293,6 +299,9 @@ class LoopbackConsumer(Node):
         for receiver in self.receivers:
             assert receiver.num_transfers == 0
             assert receiver.num_pulls == 0
+            for transport in receiver._transports:
+                if isinstance(transport, NixlConsumer) and transport.queue is not None:
+                    await until(transport.queue.is_empty)
 
     async def close(self) -> None:
         for receiver in self.receivers:
@@ -319,6 +328,7 @@ class Loopback:
         transport: PullTransportName = "h2",
         server: PullTransportName = "h2",
         data: str = "stream",
+        windows: tuple[int, int] = (1 << 20, 1 << 20),
         devices: tuple[MemoryDevice | None, MemoryDevice | None] = (None, None),
     ) -> None:
         producer_config = KVTransferConfig(
@@ -328,6 +338,7 @@ class Loopback:
             staging_bytes=staging_bytes,
             lease_s=lease_s,
             transports=data,
+            nixl_window_bytes=windows[0],
             stall_timeout_s=stall_timeout_s,
             pull_transport=server,
         )
@@ -341,6 +352,7 @@ class Loopback:
             pull_transport=transport,
             staging_bytes=staging_bytes,
             transports=data,
+            nixl_window_bytes=windows[1],
         )
         self.producer = LoopbackProducer(producer_config, theirs, device=devices[0])
         self.consumer = LoopbackConsumer(consumer_config, ours, device=devices[1])

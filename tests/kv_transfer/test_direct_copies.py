@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from kv_caches import RankCache, layout
+from kv_caches import GroupBlocks, RankCache, layout
 from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, new_transfer_id, until
 from late_device import LateDevice
 
@@ -33,10 +33,10 @@ SHAPE = layout()
 
 async def pulled_then_exported(
     prefill: LoopbackProducer, decode: LoopbackConsumer, seed: int, num_tokens: int
-) -> tuple[str, list[int]]:
+) -> tuple[str, GroupBlocks]:
     """Pulls wait before the first layer is done, so nothing is staged."""
     transfer_id = new_transfer_id()
-    source = prefill.blocks.take(prefill.layout, num_tokens)
+    source = prefill.new_blocks(num_tokens)
     target = decode.pull(prefill.peer, transfer_id, num_tokens)
     prefill.export(transfer_id, num_tokens)
     await until(lambda: all(sender.num_pulls > 0 for sender in prefill.senders))

@@ -3,6 +3,7 @@ and no other. Chunks go from a sender's messages to a puller's assemblers withou
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_caches import Blocks, RankCache
+from memory_agent import MemoryAgent, peer_of, queue_into
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.stream_plan import plan_streams
@@ -37,6 +39,12 @@ from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.named.names_assembler import NamesAssembler
 from kv_transfer.transports.named.read_leases import ReadLeases
+from kv_transfer.transports.nixl.consumer import longest_share
+from kv_transfer.transports.nixl.filled_slots import FilledSlots
+from kv_transfer.transports.nixl.window import Window
+from kv_transfer.transports.nixl.window_assembler import WindowAssembler
+from kv_transfer.transports.nixl.window_export import WindowExport
+from kv_transfer.transports.nixl.window_message import read_notice
 from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.chunk_messages import ChunkMessages
 from kv_transfer.transports.stream.consumer import StreamAssembler
@@ -55,6 +63,8 @@ from kv_transfer.wire.out_message import Buffer, OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 
 TRANSFER = "ab" * 16
+Way = tuple[ChunkAssembler, Iterator[Chunk]]
+"""Ends of one stream: where chunks belong, and the messages that bring them."""
 tp_sizes = st.sampled_from([1, 2, 4])
 block_sizes = st.sampled_from([4, 8, 16])
 
@@ -191,7 +201,7 @@ class Call:
         self._layout = layout = job.layout
         self._rank = job.source.peer_rank
         self._view = view
-        self._chunk_bytes = case.chunk_bytes
+        self.chunk_bytes = case.chunk_bytes
         meta = ExportMeta(TRANSFER, 1, case.num_tokens)
         self._export = SendTransfer(meta, layout, case.chunk_bytes, (0, 1))
         longest = HEADER.size + longest_chunk(layout, case.chunk_bytes)
@@ -214,7 +224,7 @@ class Call:
 
     def staged(self) -> Iterator[Chunk]:
         """Yields what a puller receives over the stream."""
-        export, messages = self._export, ChunkMessages(self._layout, self._rank, self._chunk_bytes)
+        export, messages = self._export, ChunkMessages(self._layout, self._rank, self.chunk_bytes)
         part = StreamExport(self._owner, export, stage_after=0.0)
         export.parts[TransportId.STREAM] = part
         if self._is_early:
@@ -245,7 +255,7 @@ class Call:
 
     def named(self) -> Iterator[Chunk]:
         """Yields what a puller receives that has mapped the rank's cache."""
-        config = KVTransferConfig(kv_role="kv_producer", chunk_bytes=self._chunk_bytes)
+        config = KVTransferConfig(kv_role="kv_producer", chunk_bytes=self.chunk_bytes)
         part = CudaIpcProducer(config, self._view, self._owner).open(self._export)
         self._export.parts[TransportId.CUDA_IPC] = part
         self._export.narrow(self._terms.grid)
@@ -256,9 +266,23 @@ class Call:
         assert pull.is_complete
         yield self._end()
 
+    def in_window(self, filled: FilledSlots) -> Iterator[Chunk]:
+        """Yields what a puller receives that reads this window."""
+        part = WindowExport(self._export, filled, self._owner, self.chunk_bytes)
+        self._export.parts[TransportId.NIXL] = part
+        self._export.narrow(self._terms.grid)
+        pull = part.open_pull(self._terms)
+        self._export.announce(self._computed, StepProgress(0, 0))
+        while message := pull.next_message():
+            yield _received(message.joined())
+            for notice in filled.window.agent.notices():
+                assert filled.was_read(read_notice(notice))
+        assert pull.is_complete
+        yield self._end()
+
     def _end(self) -> Chunk:
         header = ChunkHeader(
-            kind=ChunkKind.END, transfer_id=TRANSFER, attempt=1, chunk_bytes=self._chunk_bytes
+            kind=ChunkKind.END, transfer_id=TRANSFER, attempt=1, chunk_bytes=self.chunk_bytes
         )
         return _received(encode_chunk(header))
 
@@ -282,11 +306,40 @@ def _cache(node: KVLayout, rank: int) -> RankCache:
     return RankCache(node.of_rank(rank), rank, 96, node.first_layer_on(rank))
 
 
-@pytest.mark.parametrize("is_direct", [False, True])
+def _by_stream(call: Call, job: FetchJob, source: KVCacheView, view: KVCacheView) -> Way:
+    return StreamAssembler(job, view), call.staged()
+
+
+def _by_names(call: Call, job: FetchJob, source: KVCacheView, view: KVCacheView) -> Way:
+    peer = MappedBlocks(source, PeerCaches(view.device), ReadLeases().file)
+    return NamesAssembler(job, view, TransportId.CUDA_IPC, peer), call.named()
+
+
+def _by_window(call: Call, job: FetchJob, source: KVCacheView, view: KVCacheView) -> Way:
+    """Through one slot on each side. That of the puller holds no more than its longest chunk."""
+    agent, leases = MemoryAgent(), ReadLeases()
+    longest = longest_chunk(job.layout, call.chunk_bytes)
+    theirs = Window(agent, source.device, 1, 3 * longest)
+    ours = Window(agent, view.device, 1, longest_share(job, call.chunk_bytes))
+    peer, queue = peer_of(theirs, leases), queue_into(ours)
+    assembler = WindowAssembler(job, view, TransportId.NIXL, peer, queue, 1.0)
+    return assembler, call.in_window(FilledSlots(theirs, leases, source))
+
+
+async def _receive(assembler: ChunkAssembler, messages: Iterator[Chunk]) -> None:
+    for message in messages:
+        if message.header.kind is ChunkKind.END:
+            assembler.end(message)
+        else:
+            assembler.accept(message)
+            await assembler.arrived()
+
+
+@pytest.mark.parametrize("way", [_by_stream, _by_names, _by_window])
 @example(case=_window_that_sees_nothing())
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
-def test_every_byte_of_every_wanted_token_once(is_direct: bool, case: Case) -> None:
+def test_every_byte_of_every_wanted_token_once(way: Callable[..., Way], case: Case) -> None:
     case.ours.check_compatible(case.theirs)
     theirs = [_cache(case.theirs, rank) for rank in range(case.theirs.num_ranks)]
     sources = [KVCacheView(cache.handle, cache.layout) for cache in theirs]
@@ -310,18 +363,8 @@ def test_every_byte_of_every_wanted_token_once(is_direct: bool, case: Case) -> N
             source_view = sources[planned.job.source.peer_rank]
             for job in planned.cut():
                 call = Call(case, source_view, job, source_ids)
-                assembler: ChunkAssembler = StreamAssembler(job, view)
-                messages = call.staged()
-                if is_direct:
-                    caches, leases = PeerCaches(view.device), ReadLeases().file
-                    peer_blocks = MappedBlocks(source_view, caches, leases, view)
-                    assembler = NamesAssembler(job, view, TransportId.CUDA_IPC, peer_blocks)
-                    messages = call.named()
-                for message in messages:
-                    if message.header.kind is ChunkKind.END:
-                        assembler.end(message)
-                    else:
-                        assembler.accept(message)
+                assembler, messages = way(call, job, source_view, view)
+                asyncio.run(_receive(assembler, messages))
                 assert assembler.missing == []
                 assert assembler.num_tokens_complete(None) == case.num_tokens
         assert set(stream.written.values()) <= {1}, "a byte was written twice"

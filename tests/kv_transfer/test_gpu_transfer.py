@@ -121,6 +121,27 @@ def test_every_byte_arrives(
     assert not decode.done.failed and not prefill.done.failed
 
 
+def test_windows_of_a_gpu(make_node: MakeNode) -> None:
+    """The first prompts come over the stream, until the agents have found each other. All are larger
+    than the windows."""
+    pytest.importorskip("nixl_cu13")
+    shape = gpu_layout()
+    settings = {"transports": "nixl,stream", "nixl_window_bytes": 1 << 20}
+    prefill, decode = (make_node(role, shape, **settings) for role in ("prefill", "decode"))
+    for seed in range(200):
+        sent = prefill.connector.counters["bytes_moved"]
+        one_prompt(prefill, decode, seed, 129, held=32 * (seed % 2))
+        until_empty(prefill, decode)
+        if prefill.connector.counters["bytes_moved"] - sent < shape.block_bytes:
+            break
+    else:
+        raise AssertionError("no prompt was read through NIXL")
+    for seed in range(200, 210):
+        one_prompt(prefill, decode, seed, 129)
+    until_empty(prefill, decode)
+    assert not decode.done.failed and not prefill.done.failed
+
+
 @both_transports
 def test_no_layer_is_read_before_its_kernels_ended(
     make_node: MakeNode, transport: str, slow: None

@@ -57,7 +57,7 @@ def leases() -> ReadLeases:
 def assembler(cache: RankCache, leases: ReadLeases) -> Iterator[NamesAssembler]:
     """Its peer's cache is our own."""
     view = KVCacheView(cache.handle, SHAPE)
-    peer = MappedBlocks(view, PeerCaches(HostDevice()), leases.file, view)
+    peer = MappedBlocks(view, PeerCaches(HostDevice()), leases.file)
     yield NamesAssembler(JOB, view, TransportId.CUDA_IPC, peer)
     view.close()
 

@@ -1,4 +1,4 @@
-"""Real transfer processes that read each other's memory through NIXL, and are killed meanwhile.
+"""Real transfer processes that read each other's windows through NIXL, and are killed meanwhile.
 They send and receive, and have host memory behind their caches."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def nodes(running_nodes: tuple[KVNode, KVNode]) -> tuple[KVNode, KVNode]:
     return running_nodes
 
 
-def until_read_in_place(prefill: KVNode, decode: KVNode) -> None:
+def until_read_by_nixl(prefill: KVNode, decode: KVNode) -> None:
     """The first prompts come over the stream, until the agents have found each other."""
     kv_bytes = NUM_TOKENS // SHAPE.groups[0].block_size * SHAPE.block_bytes
     for seed in range(200):
@@ -77,7 +77,7 @@ def from_host_memory(holder: KVNode, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("holder", [0, 1], ids=ROLES)
-def test_what_came_from_host_memory_is_read_in_place_either_way(
+def test_what_came_from_host_memory_is_read_either_way(
     nodes: tuple[KVNode, KVNode], holder: int
 ) -> None:
     """As prefixes are: of either node, by the other. One that is in the cache goes the same way."""
@@ -103,7 +103,7 @@ def test_killed_process(nodes: tuple[KVNode, KVNode], role: str) -> None:
     """Its transfers fail on both sides, the other process lives, and new prompts are read again."""
     prefill, decode = nodes
     victim, other = nodes if role == "prefill" else nodes[::-1]
-    until_read_in_place(prefill, decode)
+    until_read_by_nixl(prefill, decode)
     moved = decode.connector.counters["bytes_moved"]
     request = prefill.export(NUM_TOKENS)
     source = prefill.blocks.take(SHAPE, NUM_TOKENS)
@@ -118,5 +118,5 @@ def test_killed_process(nodes: tuple[KVNode, KVNode], role: str) -> None:
     poll_until(lambda: request.transfer_id in ended, prefill, decode)
     until_restarted(victim, 1, prefill, decode)
     until_empty(prefill, decode)
-    until_read_in_place(prefill, decode)
+    until_read_by_nixl(prefill, decode)
     assert other.connector.process_pids == survivor

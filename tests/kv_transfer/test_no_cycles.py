@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import pytest
 from kv_caches import layout
 from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, until
+from nixl_pairs import NUM_TOKENS, HeldReads, both_empty, connected, kv_bytes, loopback, pull
+from test_direct_copies import pulled_then_exported
 
 from kv_transfer.config import PullTransportName
 from kv_transfer.consumer.recv_transfer import RecvTransfer
@@ -19,6 +21,9 @@ from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.cuda_ipc.local_pull_client import _Connection as CallerConnection
 from kv_transfer.transports.cuda_ipc.local_pull_server import _Connection as HolderConnection
+from kv_transfer.transports.nixl.filled_slots import FilledSlot
+from kv_transfer.transports.nixl.window_export import WindowExport
+from kv_transfer.transports.nixl.window_reads import WindowRead
 from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.stream.h2.connection import H2Connection
@@ -30,7 +35,8 @@ SHAPE = layout()
 HEAVY = (
     RecvTransfer, PullStream, ChunkAssembler, H2Connection, SendTransfer, StreamExport, OpenPull,
     SentChunk,
-    StagedChunk, OutMessage, CallerConnection, HolderConnection,
+    StagedChunk, OutMessage, CallerConnection, HolderConnection, WindowExport, FilledSlot,
+    WindowRead,
 )  # fmt: skip
 """These hold memory for KV, or lead to it."""
 
@@ -65,6 +71,26 @@ async def complete(producer: LoopbackProducer, consumer: LoopbackConsumer) -> No
     await producer.until_all(RELEASED, transfer_id)
 
 
+async def read_by_nixl(producer: LoopbackProducer, consumer: LoopbackConsumer) -> None:
+    assert await pull(producer, consumer, 2) < kv_bytes(SHAPE)
+    await both_empty(producer, consumer)
+
+
+async def given_up_by_nixl(producer: LoopbackProducer, consumer: LoopbackConsumer) -> None:
+    """While it is read."""
+    with pytest.MonkeyPatch.context() as patch:
+        held = HeldReads(patch)
+        transfer_id, _ = await pulled_then_exported(producer, consumer, 2, NUM_TOKENS)
+        await until(lambda: held.num_held > 0)
+        consumer.abort(transfer_id)
+        await consumer.until_all(ABORTED, transfer_id)
+        await until(lambda: not producer.senders[0].num_pulls)
+        consumer.release(producer.peer, transfer_id, complete=False)
+        await producer.until_all(ABORTED, transfer_id)
+        held.go()
+        await both_empty(producer, consumer)
+
+
 async def aborted(producer: LoopbackProducer, consumer: LoopbackConsumer) -> None:
     transfer_id = "a" * 32
     consumer.pull(producer.peer, transfer_id, 100)
@@ -93,4 +119,27 @@ async def test_nothing_waits_for_the_collector(
             await until(lambda: not producer.senders[0].num_pulls)
             gc.collect()
             found = Counter(type(one) for one in gc.garbage if isinstance(one, HEAVY))
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("way", "heavy"),
+    [
+        (read_by_nixl, HEAVY),
+        (given_up_by_nixl, (RecvTransfer, PullStream, ChunkAssembler, WindowRead)),
+    ],
+)
+async def test_nor_does_what_windows_hold(
+    way: Way, heavy: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that gives up leaves nothing. The holder is left with the call that broke off."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    async with loopback(windows=(16384, 16384)) as (producer, consumer):
+        await connected(producer, consumer)
+        await until(lambda: not producer.senders[0].num_pulls)
+        with garbage_is_kept():
+            await way(producer, consumer)
+            await until(lambda: not producer.senders[0].num_pulls)
+            gc.collect()
+            found = Counter(type(one) for one in gc.garbage if isinstance(one, heavy))
     assert not found

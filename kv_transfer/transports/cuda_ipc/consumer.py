@@ -14,7 +14,6 @@ import msgspec
 
 from kv_transfer.errors import PeerLost
 from kv_transfer.memory.cache_view import CacheMap, KVCacheView
-from kv_transfer.memory.copy_stream import Copier
 from kv_transfer.transports.base import ConsumerTransport, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
@@ -61,7 +60,7 @@ class CudaIpcConsumer(ConsumerTransport):
         mapped = self.peer_caches.acquire(job.meta.peer, advert.handle)
         if mapped is None:
             return None
-        peer = MappedBlocks(mapped, self.peer_caches, advert.leases, self._cache)
+        peer = MappedBlocks(mapped, self.peer_caches, advert.leases)
         return NamesAssembler(job, self._cache, self.id, peer)
 
     def close_idle(self, idle_s: float) -> None:
@@ -80,26 +79,14 @@ class CudaIpcConsumer(ConsumerTransport):
 
 
 class MappedBlocks(PeerBlocks):
-    """A peer's cache that is mapped into this process.
+    """A peer's cache that is mapped into this process. `caches` is told when it is not needed any
+    more."""
 
-    `caches` is told when it is not needed any more; copies run beside those of our own `cache`.
-    """
-
-    def __init__(
-        self, mapped: CacheMap, caches: PeerCaches, leases: ReadLeasesFile, cache: KVCacheView
-    ) -> None:
+    def __init__(self, mapped: CacheMap, caches: PeerCaches, leases: ReadLeasesFile) -> None:
         self.places = mapped
         self._mapped = mapped
         self._caches = caches
         self._leases = leases
-        self._cache = cache
-
-    @property
-    def copier(self) -> Copier:
-        return self._cache.copies.stream
-
-    def copies_issued(self, lease: LeaseName) -> None:
-        return
 
     def is_held(self, lease: LeaseName) -> bool:
         try:

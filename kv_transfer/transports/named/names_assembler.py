@@ -12,7 +12,7 @@ import numpy as np
 
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.cache_view import CachePlaces, KVCacheView
-from kv_transfer.memory.copy_stream import Copier, Numbers
+from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.group_target import NamedBlocks
@@ -28,19 +28,10 @@ class PeerBlocks(ABC):
     """The cache of one rank of a peer, as one stream of a transfer reads it.
 
     Attributes:
-        places: Where its blocks lie, at addresses that `copier` can read.
+        places: Where its blocks lie, at addresses that our copies can read.
     """
 
     places: CachePlaces
-
-    @property
-    @abstractmethod
-    def copier(self) -> Copier:
-        """Returns what copies out of it."""
-
-    @abstractmethod
-    def copies_issued(self, lease: LeaseName) -> None:
-        """All that a message named is under way; it counts if this lease outlasts it."""
 
     @abstractmethod
     def is_held(self, lease: LeaseName) -> bool:
@@ -89,9 +80,8 @@ class NamesAssembler(ChunkAssembler):
             raise CorruptChunk(f"the peer's {error}") from error
         num_bytes = 0
         for group, blocks in _named_blocks(grid, indices, table):
-            self._targets[group].copy_from_cache(blocks, peer.places, peer.copier)
+            self._targets[group].copy_from_cache(blocks, peer.places)
             num_bytes += len(blocks.places) * self._targets[group].share.num_bytes
-        peer.copies_issued(lease)
         self._missing -= chunks
         self._lease = lease
         return num_bytes

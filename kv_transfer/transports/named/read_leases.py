@@ -1,15 +1,17 @@
-"""Whether blocks that a puller was told of are still as they were.
+"""Whether what a puller was told of is still as it was: blocks of a cache, or a slot of a window.
 
-The holder may let go at any time, and a puller that reads blocks itself would not notice. So the
-holder's transfer process has memory in which it takes back its word before it tells anybody else:
+The holder may let go at any time, and a puller that reads memory itself would not notice. So the
+holder's transfer process has words in which it takes back its own before it tells anybody else:
 
     words[slot] = number of the lease; 0: nobody's
 
-1. producer `ReadLeases()`; process and descriptor go with the handshake
-2. `take()`       before blocks of a transfer are named; slot and number go with the names
-3. `let_go()`     when the transfer ends, before its blocks can serve another
-4. puller `is_held(...)` when its copies are done: if it is, all that they read was right. A process
-   that has died cannot let go, but its descriptors have gone with it
+1. producer `ReadLeases()`; process and descriptor go with the handshake, or the address
+2. `take()`       before a puller is told; slot and number go with what it is told
+3. `let_go()`     when the transfer ends, or the slot of the window is read: before that memory can
+                  serve another
+4. puller `is_held(...)`, or a read of the word, when its copies are done: if it is held, all that
+   they read was right. A process that has died cannot let go, but with it have gone its descriptors
+   and words
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from kv_transfer.errors import KVTransferError
 LeaseName = tuple[int, int]
 """Slot and number, as they go with the names of blocks."""
 
-_NUM_SLOTS = 16_384
-"""More transfers than a process can have."""
+NUM_LEASES = 16_384
+"""More than a process can have transfers, or slots of a window."""
 _WORD = struct.Struct("<I")
 WORD_BYTES = _WORD.size
 _RANGE = 1 << 32
@@ -53,7 +55,7 @@ class ReadLeasesFile:
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """The read lease of one transfer; `number` tells it from all others that have had the slot."""
+    """One read lease; `number` tells it from all others that have had the slot."""
 
     leases: ReadLeases
     slot: int
@@ -65,12 +67,12 @@ class ReadLease:
 
 
 class ReadLeases:
-    """The read leases of one transfer process that names blocks."""
+    """The read leases of one transfer process."""
 
     def __init__(self) -> None:
-        self._memory = MemoryFile.create("tandem-read-leases", _NUM_SLOTS * _WORD.size)
+        self._memory = MemoryFile.create("tandem-read-leases", NUM_LEASES * _WORD.size)
         finalize(self, self._memory.close)
-        self._free = list(reversed(range(_NUM_SLOTS)))
+        self._free = list(reversed(range(NUM_LEASES)))
         # From anywhere, so that the leases of another process are no leases of ours.
         self._numbers = count(secrets.randbelow(_RANGE))
 
@@ -89,12 +91,12 @@ class ReadLeases:
 
     @property
     def num_held(self) -> int:
-        return _NUM_SLOTS - len(self._free)
+        return NUM_LEASES - len(self._free)
 
     def take(self) -> ReadLease:
         """Raises KVTransferError when there are too many."""
         if not self._free:
-            raise KVTransferError(f"{_NUM_SLOTS} transfers are read by pullers of this host")
+            raise KVTransferError(f"pullers hold {NUM_LEASES} read leases already")
         lease = ReadLease(self, self._free.pop(), next(self._numbers) % (_RANGE - 1) + 1)
         self._write(lease.slot, lease.number)
         return lease

@@ -3,8 +3,9 @@
     1. `NixlAgent(hosts)`   the library is loaded, and UCX opens its network devices
     2. `register`           memory that peers may read, or that reads may fill
     3. `connect(metadata)`  makes a peer known, by what its `metadata` says
-    4. `read`               begins to read a peer's memory; `Transfer.is_done` says when it is there
-    5. `progress`           lets UCX work: there is no thread of its own
+    4. `read`               begins to read a peer's memory; `Transfer.is_done` says when it is
+                            there. Then the peer gets a notice, if one was given
+    5. `notices`            lets UCX work, which has no thread of its own; what peers gave notice of
 
 UCX's progress thread takes half a core to a whole one while nothing happens, so whoever waits asks
 instead. A read that has begun cannot be taken back: after its peer was forgotten, 460 MB still
@@ -14,8 +15,6 @@ arrived in memory that the reader had given up (NIXL 1.5.1 over TCP). Its memory
 from __future__ import annotations
 
 import importlib
-import logging
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +22,8 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.errors import KVTransferError
-from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.transports.nixl.environment import set_defaults
-
-logger = logging.getLogger(__name__)
 
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 
@@ -76,12 +72,22 @@ class NixlAgent:
         """Returns what a peer needs in order to reach what was registered."""
         return bytes(self._agent.get_agent_metadata())
 
-    def register(self, address: int, num_bytes: int, device: int | None) -> None:
-        """Opens memory of GPU `device`, or of the host if that is None. Raises NixlError."""
+    def register(self, address: int, num_bytes: int, device: int | None) -> Any:
+        """Opens memory of GPU `device`, or of the host if that is None. Returns what `deregister`
+        takes. Raises NixlError."""
         try:
-            self._agent.register_memory([(address, num_bytes, device or 0, "")], _kind(device))
+            return self._agent.register_memory(
+                [(address, num_bytes, device or 0, "")], _kind(device)
+            )
         except Exception as error:
             raise NixlError(f"{num_bytes} bytes could not be registered: {error!r}") from error
+
+    def deregister(self, registered: Any) -> None:
+        """Closes memory that no read of ours uses. Raises NixlError."""
+        try:
+            self._agent.deregister_memory(registered)
+        except Exception as error:
+            raise NixlError(f"memory could not be deregistered: {error!r}") from error
 
     def connect(self, metadata: bytes) -> str:
         """Returns the name of the peer for `read` and `forget`. Raises NixlError."""
@@ -105,9 +111,11 @@ class NixlAgent:
         sources: Numbers,
         sizes: Numbers,
         devices: tuple[int | None, int | None],
+        notice: bytes = b"",
     ) -> Transfer:
         """Begins to read `sizes` bytes each from addresses of the peer to addresses of ours, all in
-        memory that was registered; `devices`: of ours, of the peer's. Raises NixlError."""
+        memory that was registered; `devices`: of ours, of the peer's. The peer gets `notice` when
+        all was read; empty: it gets none. Raises NixlError."""
         ours, theirs = devices
         try:
             handle = self._agent.initialize_xfer(
@@ -115,6 +123,7 @@ class NixlAgent:
                 self._places(targets, sizes, ours),
                 self._places(sources, sizes, theirs),
                 name,
+                notice,
             )
             state = self._agent.transfer(handle)
         except Exception as error:
@@ -133,34 +142,19 @@ class NixlAgent:
             raise NixlError("a read failed")
         return bool(state == "DONE")
 
-    def progress(self) -> None:
-        """Lets UCX answer what peers ask for. Raises NixlError."""
+    def notices(self) -> list[bytes]:
+        """Lets UCX answer what peers ask for. Returns what they gave notice of. Raises
+        NixlError."""
         try:
-            self._agent.get_new_notifs()
+            by_peer: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except Exception as error:
             raise NixlError(f"UCX failed: {error!r}") from error
+        return [notice for notices in by_peer.values() for notice in notices]
 
     def _places(self, addresses: Numbers, sizes: Numbers, device: int | None) -> Any:
         table = np.empty((len(addresses), 3), np.uint64)
         table[:, 0], table[:, 1], table[:, 2] = addresses, sizes, device or 0
         return self._agent.get_xfer_descs(table, _kind(device))
-
-
-def registered_agent(hosts: Sequence[str], cache: KVCacheView) -> NixlAgent:
-    """Returns an agent that has registered a cache, and logs how long each took. Raises
-    NixlError."""
-    at = time.monotonic()
-    agent = NixlAgent(hosts)
-    started = time.monotonic()
-    agent.register(cache.address, cache.num_bytes, cache.device.number)
-    logger.info(
-        "NIXL started in %.1f s, and registered %.1f GB of %s in %.1f s",
-        started - at,
-        cache.num_bytes / 1e9,
-        "host memory" if cache.device.number is None else f"GPU {cache.device.number}",
-        time.monotonic() - started,
-    )
-    return agent
 
 
 def _kind(device: int | None) -> str:

@@ -196,6 +196,24 @@ def test_memory_for_kv_is_shared_by_the_processes_of_a_worker(
     assert str(32 << 20) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("shares", "fewest"), [("off", 4 << 20), ("auto", 8 << 20)])
+def test_windows_hold_a_chunk_in_each_process_and_direction(
+    shares: str, fewest: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {
+        "model": "m", "kv_processes": 4, "kv_chunk_bytes": 1 << 20, "enable_prefix_caching": True,
+        "kv_share_prefixes": shares, "kv_transports": "nixl,stream",
+    }  # fmt: skip
+    enough = DecodeNodeSettings(kv_nixl_window_bytes=fewest, **given)
+    assert enough.print_checked("kv_consumer") == 0
+    scarce = DecodeNodeSettings(kv_nixl_window_bytes=fewest - 1, **given)
+    assert scarce.print_checked("kv_consumer") == 2
+    assert f"{fewest} --kv-nixl-window-bytes" in capsys.readouterr().err
+    unused = {**given, "kv_transports": "auto"}
+    scarce = DecodeNodeSettings(kv_nixl_window_bytes=fewest - 1, **unused)
+    assert scarce.print_checked("kv_consumer") == 0, "none is taken"
+
+
 def test_a_range_of_ports_for_kv_ends_with_the_last_port() -> None:
     settings = PrefillNodeSettings(
         model="m", kv_port=65_530, kv_processes=2, tensor_parallel_size=4
