@@ -136,7 +136,7 @@ class PinnedRing:
         ]
         self._arrays = [part.numpy() for part in self._parts]
         self._read: list[torch.cuda.Event] = []
-        """Of each part, on a GPU."""
+        """Each tells when a part was read; there are none on a CPU."""
         for _ in self._parts if is_gpu else ():
             self._read.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
         self._next = 0

@@ -152,8 +152,7 @@ def mxfp4_expert_gemm_kernel(
     num_col_tiles = tl.cdiv(num_outputs, COLS)
     expert, pair, col_tile = rows_of_program(
         experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, OVERLAP,
-        ROWS + EXTRA,
+        ROWS, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, OVERLAP, ROWS + EXTRA,
     )  # fmt: skip
     if tl.min(pair, axis=0) >= num_pairs:
         return
@@ -178,8 +177,7 @@ def mxfp4_expert_gemm_kernel(
     if EXTRA > 0:
         _, pair2, _ = rows_of_program(
             experts, order, counts, num_pairs, num_experts, num_row_tiles, num_col_tiles,
-            EXTRA, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, False,
-            ROWS + EXTRA, ROWS,
+            EXTRA, GROUP, PAIRS, TILES, EXPERTS, SORTED, BY_PAIR, GATED, False, ROWS + EXTRA, ROWS,
         )  # fmt: skip
         inputs2 = _inputs(x, pair2, num_pairs, x_stride, lane, TOP_K, GATED)
     if SPARES_EXTRA:
@@ -294,10 +292,9 @@ def mxfp4_gemm(
     num_tiles = row_tiles * triton.cdiv(num_outputs, tuning.cols)
     splits = tuning.splits if num_tiles <= MAX_TILES and tuning.strips == 1 else 1
     extra = tuning.extra_rows if rows.counts is not None else 0
-    sums = arrived = None
+    sums = None
     if splits > 1:
         sums = x.new_empty(splits, num_pairs, num_parts * num_outputs, dtype=torch.float32)
-        arrived = arrival_counts(x.device)
     mxfp4_expert_gemm_kernel[(num_tiles, splits)](
         x,
         weight,
@@ -308,7 +305,7 @@ def mxfp4_gemm(
         rows.counts,
         out,
         sums,
-        arrived,
+        arrival_counts(x.device) if splits > 1 else None,
         num_pairs,
         num_experts,
         num_outputs,
