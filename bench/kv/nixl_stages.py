@@ -3,8 +3,8 @@
 
     1. load        the library is imported
     2. agent       UCX opens its devices
-    3. memory      what is read, or read into: allocated here (own), as windows of transfer processes
-                   are, or mapped from another process (mapped), as the caches of their workers are
+    3. memory      what is read, or read into: allocated here (own), as transfer processes allocate
+                   windows, or mapped from another process (mapped), as they map caches
     4. register    that memory
     5. connect     the reader learns of the holder
     6. first word  8 bytes of host memory are read

@@ -64,6 +64,7 @@ class Child:
             ("child: rows to rows", self.copy_rows),
             ("child: within the device", self.copy_within),
             ("child: many at once, in any order", self.copy_scattered),
+            ("child: memory of its own", self.copy_through_own),
             ("child: let go", self.close),
         ]
         return all(checked(name, check) for name, check in checks)
@@ -139,6 +140,21 @@ class Child:
             self.stream.fence().wait()
             elapsed = time.perf_counter() - started
         return f"{LAYER_BYTES / elapsed / 1e9:.1f} GB/s on the same GPU"
+
+    def copy_through_own(self) -> str:
+        """A block goes from the host to it, and from there through the cache."""
+        own = self.device.allocate(2 * BLOCK_BYTES)
+        host = self.host.ctypes.data
+        blocks = self.host[: 2 * BLOCK_BYTES].reshape(2, -1)
+        blocks[0], blocks[1] = np.arange(BLOCK_BYTES, dtype=np.uint32).astype(np.uint8), POISON
+        self.copy(own.address, host, BLOCK_BYTES)
+        self.copy(self.cache.address, own.address, BLOCK_BYTES)
+        self.copy(own.address + BLOCK_BYTES, self.cache.address, BLOCK_BYTES)
+        self.copy(host + BLOCK_BYTES, own.address + BLOCK_BYTES, BLOCK_BYTES)
+        self.stream.fence().wait()
+        np.testing.assert_array_equal(blocks[1], blocks[0])
+        own.close()
+        return f"{own.num_bytes >> 10} KiB"
 
     def copy_scattered(self) -> str:
         """Every second block of layer 1, in random order, from numbered blocks of layer 0 and from

@@ -122,7 +122,7 @@ def test_every_byte_arrives(
 
 
 def test_windows_of_a_gpu(make_node: MakeNode) -> None:
-    """The first prompts come over the stream, until the agents have found each other. All are larger
+    """The first prompts come over the stream, until agents have found each other. All are larger
     than the windows."""
     pytest.importorskip("nixl_cu13")
     shape = gpu_layout()

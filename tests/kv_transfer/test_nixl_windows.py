@@ -13,16 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv_caches import RankCache, full_and_window, layout
+from kv_loopback import until
 from memory_agent import MemoryAgent, memory_window, peer_of, queue_into, write
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
+from kv_transfer.memory.device import DeviceError
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.metadata import KVPeer, RecvMeta
 from kv_transfer.transports.base import TransportId
 from kv_transfer.transports.fetch_job import FetchJob, PullSource
+from kv_transfer.transports.group_target import GroupTarget
 from kv_transfer.transports.named.read_leases import NUM_LEASES, ReadLeases
 from kv_transfer.transports.nixl.packed_chunks import chunk_sizes, num_that_fit, packed_blocks
 from kv_transfer.transports.nixl.window import FairSlots, open_window
@@ -403,3 +406,23 @@ async def test_nothing_is_copied_after_a_stop(cache: RankCache) -> None:
     np.testing.assert_array_equal(cache.words, before)
     assert reader.came == [] and not reader.peer.is_lost
     reader.close()
+
+
+async def test_a_device_that_fails_is_not_passed_over(
+    cache: RankCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the copies of what was read, so their error must find its own way."""
+    reader = Reader(cache)
+    told: list[BaseException] = []
+    reader.queue._on_error = told.append
+
+    def fails(*_: object, **__: object) -> None:
+        raise DeviceError("cuMemcpyAsync failed")
+
+    monkeypatch.setattr(GroupTarget, "copy_compact", fails)
+    reader.assembler.accept(reader.told(0, 1))
+    await until(lambda: bool(told))
+    assert isinstance(told[0], DeviceError)
+    reader.assembler.stop()
+    reader.assembler.close()
+    reader.view.close()

@@ -5,7 +5,7 @@
                     told
     3. `was_read`   the puller has read them; or `let_go`: nobody reads them any more. The lease
                     ends, then the slot is free
-    -  `is_late`    they are not read for long, and others wait for slots: a host that has died says
+    -  `was_late`   they are not read for long, and others wait for slots: a host that has died says
                     nothing, and its calls may stay open for a quarter of an hour
 
 A slot that is let go before 2 is free once its copies are done. Nobody hears of what they copied.
@@ -45,7 +45,7 @@ class SlotUser(ABC):
         """It is given up now."""
 
     @abstractmethod
-    def is_late(self) -> None:
+    def was_late(self) -> None:
         """The puller has to do without its slots."""
 
 
@@ -128,7 +128,7 @@ class FilledSlots:
         if longest is None or self._clock_s - longest.since < patience_s:
             return
         if self.window.slots.is_awaited_beside(longest.user):
-            longest.user.is_late()
+            longest.user.was_late()
 
     def _copied(self, filled: FilledSlot) -> None:
         if filled.is_let_go:

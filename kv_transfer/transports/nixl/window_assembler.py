@@ -46,8 +46,8 @@ class _Part:
 
 
 class WindowAssembler(ChunkAssembler):
-    """Reads what `peer` says, over the transport with this id. When a transfer ends
-    because nothing came for `patience_s`, that is the fault of reads that hang."""
+    """Reads what `peer` says, over the transport with this id. When a transfer ends because nothing
+    came for `patience_s`, that is the fault of reads that hang."""
 
     def __init__(
         self,

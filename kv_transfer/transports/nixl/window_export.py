@@ -178,7 +178,7 @@ class WindowPull(OpenPull, SlotUser):
         self._slots.discard(filled)
         self._drop_if_over()
 
-    def is_late(self) -> None:
+    def was_late(self) -> None:
         self._is_late = True
         self.let_go()
         self.wake.set()

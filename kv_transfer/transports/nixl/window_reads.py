@@ -196,23 +196,20 @@ class ReadQueue:
         looks = 0
         try:
             while self._under_way:
-                looks = 0 if self._look() else looks + 1
+                looks = 0 if self._look() or self._has_begun.is_set() else looks + 1
+                self._has_begun.clear()
                 if looks < _LOOKS_IN_A_ROW:
                     await asyncio.sleep(0)
-                elif looks < _LOOKS_AT_ALL:
-                    await asyncio.sleep(_PAUSE_S)
-                elif await self._pause():
-                    looks = 0
+                else:
+                    await self._pause(_PAUSE_S if looks < _LOOKS_AT_ALL else _LONG_PAUSE_S)
         except Exception as error:
             self._on_error(error)
 
-    async def _pause(self) -> bool:
-        """Returns whether a read has begun."""
-        self._has_begun.clear()
+    async def _pause(self, seconds: float) -> None:
+        """Waits so long, or until a read has begun."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LONG_PAUSE_S):
+            async with asyncio.timeout(seconds):
                 await self._has_begun.wait()
-        return self._has_begun.is_set()
 
     def _look(self) -> bool:
         """Returns whether anything was read."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.worker import worker
 from engine.worker.memory import MemoryProfiler
 from host.memory import cgroup_available
+from kv_transfer.config import KVTransferConfig
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -58,3 +63,14 @@ def test_the_older_control_groups_are_read_too(tmp_path: Path) -> None:
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert cgroup_available(tmp_path) == 1 << 62
+
+
+def test_of_a_gpu_windows_of_nixl_have_room_beside_the_cache() -> None:
+    def reserve(**settings: Any) -> int:
+        transfer = KVTransferConfig(kv_role="kv_producer", num_processes=4, **settings)
+        return worker._cuda_reserve(create_autospec(EngineConfig, kv_transfer=transfer))
+
+    without = reserve()
+    assert reserve(nixl_window_bytes=1 << 30) == without, "none is taken"
+    assert reserve(nixl_window_bytes=1 << 30, transports="nixl,stream") == without + (1 << 30)
+    assert worker._cuda_reserve(create_autospec(EngineConfig, kv_transfer=None)) < without
