@@ -53,6 +53,12 @@ def interfaces_by_address() -> dict[str, str]:
     return found
 
 
+def rdma_ports(sys: Path = SYS) -> list[str]:
+    """Returns the ports of RDMA devices as UCX names them (`mlx5_0:1`)."""
+    ports = sys.glob("class/infiniband/*/ports/*")
+    return sorted(f"{port.parent.parent.name}:{port.name}" for port in ports)
+
+
 def _ip_of(sockaddr: int | None) -> str:
     """Returns an empty text for other families than IP."""
     if not sockaddr:

@@ -62,7 +62,8 @@ class TransferSettings(SecuritySettings):
         "comma separated. cuda_ipc: if both are on one host, decode copies it from GPU to GPU. "
         "nixl: decode reads it through NIXL and UCX (RDMA, or NVLink on one host), in the clear; "
         "needs the extra nixl. stream: over the network; must be the last. auto: cuda_ipc,stream "
-        "for KV on GPUs, else stream.",
+        "for KV on GPUs, else stream. fastest: the same, and on hosts with RDMA also nixl, for "
+        "peers that it reads faster than the stream; not with TLS.",
     )
     kv_pull_transport: PullTransportName = Field(
         default="h2",
@@ -101,7 +102,7 @@ class TransferSettings(SecuritySettings):
         ge=1 << 20,
         description="Memory of each worker's device, a GPU's if KV is there, for KV that moves "
         "through NIXL; divided equally among its transfer processes. Each needs at least "
-        "--kv-chunk-bytes for each direction. Only taken if --kv-transports names nixl.",
+        "--kv-chunk-bytes for each direction. Only taken if --kv-transports names or tries nixl.",
     )
     kv_host_memory_bytes: int = Field(
         default=0,

@@ -58,6 +58,7 @@ from engine.worker.out_of_memory import (
 )
 from engine.worker.stage_runner import create_runner
 from kv_transfer.base import KVCacheHandle
+from kv_transfer.transports.nixl.environment import has_window
 from tandem_kernels.compile_guard import CompileGuard
 from tandem_kernels.device import enable_pdl
 
@@ -332,7 +333,7 @@ def _cuda_reserve(config: EngineConfig) -> int:
     transfer = config.kv_transfer
     if transfer is None:
         return _CUDA_RESERVE_BYTES
-    windows = transfer.nixl_window_bytes if transfer.names_nixl else 0
+    windows = transfer.nixl_window_bytes if has_window(transfer) else 0
     return _CUDA_RESERVE_BYTES + transfer.num_processes * _TRANSFER_CONTEXT_BYTES + windows
 
 

@@ -41,7 +41,7 @@ from kv_transfer.metadata import (
     TransferEventKind,
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
-from kv_transfer.transports.base import ConsumerTransport
+from kv_transfer.transports.base import ConsumerTransport, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.registry import consumer_transports
@@ -50,6 +50,8 @@ from kv_transfer.wire.channels import slot_of
 from kv_transfer.wire.handshake import check_endpoints
 from kv_transfer.wire.pull_client import PullClient
 
+_FEWEST_BYTES = 1 << 20
+"""How long less takes says nothing about a rate."""
 _IDLE_S = 600.0
 """Connections that were not used for so long are closed; longer than a transfer can take."""
 
@@ -233,6 +235,15 @@ class KVReceiver:
         transfer.last_byte_at = time.monotonic()
         for stream in transfer.streams:
             stream.check()
+        self._note_rate(transfer)
+
+    def _note_rate(self, transfer: RecvTransfer) -> None:
+        """Lets transports know how fast KV came over the stream, if all of it did."""
+        took_s = transfer.received_at - transfer.first_byte_at
+        is_streamed = {stream.transport for stream in transfer.streams} == {TransportId.STREAM}
+        if is_streamed and transfer.num_bytes >= _FEWEST_BYTES and took_s > 0:
+            for transport in self._transports:
+                transport.note_stream(transfer.meta.peer, transfer.num_bytes / took_s)
 
     async def _handshake(self, peer: KVPeer, addresses: set[str]) -> None:
         new = [address for address in addresses if not self._peers.knows(peer, address)]

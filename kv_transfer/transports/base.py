@@ -29,7 +29,7 @@ from enum import IntEnum
 from kv_transfer.layer_times import LayerTimes
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
-from kv_transfer.metadata import ExportMeta
+from kv_transfer.metadata import ExportMeta, KVPeer
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
@@ -189,6 +189,10 @@ class ConsumerTransport(ABC):
     def fetch(self, job: FetchJob, advertised: bytes) -> ChunkAssembler | None:
         """Returns where the chunks of a stream belong; None: they cannot come this way.
         `advertised`: what the peer said of this transport."""
+
+    def note_stream(self, peer: KVPeer, bytes_per_s: float) -> None:
+        """Hears how fast KV of this peer has just come over the stream alone."""
+        return
 
     def close_idle(self, idle_s: float) -> None:
         """Lets go of peers whose KV nobody has fetched for so long: most of them are gone."""

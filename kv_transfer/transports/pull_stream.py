@@ -78,6 +78,11 @@ class PullStream:
         return self._assembler.job
 
     @property
+    def transport(self) -> int:
+        """Returns the one over which it comes."""
+        return self._assembler.transport
+
+    @property
     def peer_rank(self) -> int:
         """Returns the rank of the peer that it reads from."""
         return self.job.source.peer_rank

@@ -3,13 +3,14 @@ function."""
 
 from __future__ import annotations
 
-from kv_transfer.config import KVTransferConfig
+from kv_transfer.config import KVTransferConfig, TransportName
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.transports.base import ConsumerTransport, ExportOwner, ProducerTransport
 from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 from kv_transfer.transports.nixl.consumer import NixlConsumer
+from kv_transfer.transports.nixl.environment import is_tried
 from kv_transfer.transports.nixl.producer import NixlProducer
 from kv_transfer.transports.stream.consumer import StreamConsumer
 from kv_transfer.transports.stream.producer import StreamProducer
@@ -23,7 +24,7 @@ def producer_transports(
     owner: ExportOwner,
 ) -> list[ProducerTransport]:
     """Returns those that a transfer process of `rank` serves."""
-    names = config.transports_for(cache.device.is_gpu)
+    names = transport_names(config, cache)
     found: list[ProducerTransport] = []
     for name in names:
         match name:
@@ -37,13 +38,20 @@ def producer_transports(
     return found
 
 
+def transport_names(config: KVTransferConfig, cache: KVCacheView) -> tuple[TransportName, ...]:
+    """Returns the transports of a transfer process, in order of preference. If NIXL
+    and the stream are to be compared, it is before the stream."""
+    names = config.transports_for(cache.device.is_gpu)
+    return (*names[:-1], "nixl", names[-1]) if is_tried(config) else names
+
+
 def consumer_transports(config: KVTransferConfig, cache: KVCacheView) -> list[ConsumerTransport]:
     """Returns those by which a transfer process pulls, in order of preference."""
     found: list[ConsumerTransport] = []
-    for name in config.transports_for(cache.device.is_gpu):
+    for name in transport_names(config, cache):
         match name:
             case "nixl":
-                found.append(NixlConsumer(config, cache))
+                found.append(NixlConsumer(config, cache, has_to_win=not config.names_nixl))
             case "cuda_ipc":
                 found.append(CudaIpcConsumer(cache))
             case "stream":

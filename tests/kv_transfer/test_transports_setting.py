@@ -11,6 +11,7 @@ from kv_transfer.config import KVTransferConfig
     ("text", "on_gpu", "on_cpu"),
     [
         ("auto", ("cuda_ipc", "stream"), ("stream",)),
+        ("fastest", ("cuda_ipc", "stream"), ("stream",)),
         ("stream", ("stream",), ("stream",)),
         ("cuda_ipc, stream", ("cuda_ipc", "stream"), ("cuda_ipc", "stream")),
     ],

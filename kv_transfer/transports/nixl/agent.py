@@ -23,9 +23,9 @@ import numpy as np
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.memory.copy_stream import Numbers
-from kv_transfer.transports.nixl.environment import set_defaults
+from kv_transfer.transports.nixl.environment import PACKAGES, set_defaults
 
-_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+_MODULES = tuple(f"{package}._api" for package in PACKAGES)
 
 
 class NixlError(KVTransferError):

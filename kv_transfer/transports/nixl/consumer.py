@@ -19,6 +19,7 @@ import msgspec
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import DeviceError
+from kv_transfer.metadata import KVPeer
 from kv_transfer.transports.base import ConsumerTransport, TransportId
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
@@ -39,7 +40,10 @@ class NixlConsumer(ConsumerTransport):
     id = TransportId.NIXL
     is_one_stream_enough = True
 
-    def __init__(self, config: KVTransferConfig, cache: KVCacheView) -> None:
+    def __init__(
+        self, config: KVTransferConfig, cache: KVCacheView, *, has_to_win: bool = False
+    ) -> None:
+        """Reads peers, if it `has_to_win` only such as are read faster than over the stream."""
         super().__init__(cache)
         self._patience_s = config.stall_timeout_s
         self._warned: set[str] = set()
@@ -48,7 +52,7 @@ class NixlConsumer(ConsumerTransport):
             longest = longest_chunk(cache.layout, config.chunk_bytes)
             window = open_window(config, cache.device, longest)
             self.queue = ReadQueue(window, lambda error: cache.copies.on_error(error))
-            self.peers = Peers(self.queue)
+            self.peers = Peers(self.queue, has_to_win=has_to_win)
         except (NixlError, DeviceError) as error:
             logger.warning("KV does not come through NIXL: %s", error)
 
@@ -74,6 +78,10 @@ class NixlConsumer(ConsumerTransport):
         if peer is None:
             return None
         return WindowAssembler(job, self._cache, self.id, peer, queue, self._patience_s)
+
+    def note_stream(self, peer: KVPeer, bytes_per_s: float) -> None:
+        if self.queue is not None:
+            self.peers.note_stream(peer.engine_id, peer.epoch, bytes_per_s)
 
     def close_idle(self, idle_s: float) -> None:
         if self.queue is not None:
