@@ -102,7 +102,7 @@ class DisaggProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_engine: set[str] = set()
         self._choosing: set[asyncio.Timeout] = set()
-        """Of requests for which no prefill node works yet, though they have room."""
+        """Deadlines of requests that have room, and no prefill node works for them yet."""
         self._is_stopping = False
         self.open = OpenRequests()
         """Requests between ADMIT and END."""
@@ -259,7 +259,10 @@ class DisaggProxy:
         return self._credits.claim_now(*size, wish)
 
     async def _choose_node(self, remote: RemotePrefill) -> KVTransferParams | None:
-        """Returns what `remote` chooses. Raises `Unavailable` when the node stops meanwhile."""
+        """Returns what `remote` chooses. Raises `Unavailable` when the node stops meanwhile, or in
+        the moment in which the request got room."""
+        if self._is_stopping:
+            raise _stopping()
         try:
             async with asyncio.timeout(None) as deadline:
                 self._choosing.add(deadline)
