@@ -419,6 +419,24 @@ async def test_a_restarted_node_has_another_handshake_and_is_asked_again(bench: 
     check_complete(bench, await task)
 
 
+async def test_a_node_of_another_release_is_asked_once_more_and_then_the_next(
+    bench: Bench,
+) -> None:
+    """It refuses what it is sent as one that has restarted does, whenever it is asked."""
+    bench.nodes.on_call = lambda call: (
+        call.fail("failed_precondition") if call.address == A else None
+    )
+    task = bench.start(prefill_nodes=[A, B])
+    third = await bench.nodes.called(3)
+    assert (third.address, bench.nodes.handshakes) == (B, [A, A, B])
+    third.first_token()
+    fake = bench.engine.only
+    bench.engine.kv_arrives(fake, attempt=2)
+    await until(lambda: fake.has_first_token, "token one")
+    bench.engine.produce_all(fake)
+    check_complete(bench, await task)
+
+
 async def test_attempts_are_limited(bench: Bench) -> None:
     bench.nodes.on_call = lambda call: call.fail()
     task = bench.start(prefill_nodes=[A, B, C, "d:1", "e:1"])
