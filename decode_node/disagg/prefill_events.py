@@ -10,7 +10,6 @@ not fit fails the attempt as any other failure does.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ CANNOT_FOLLOW = "cannot_follow"
 NO_MESSAGE = "bytes that are no message"
 _ITEM_BYTES = 4
 _MAX_REASON = 500
+_LONGEST_S = 86_400.0
 _CODES = frozenset(
     ("unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "ended",
      "engine_dead", "kv_transfer", "given_up", CANNOT_FOLLOW)
@@ -228,4 +228,4 @@ def _check_numbers(logprobs: Sequence[float]) -> None:
 
 def _seconds(value: float) -> float:
     """Returns a time in seconds; one that makes no sense is none."""
-    return value if math.isfinite(value) and value > 0 else 0.0
+    return value if 0 < value <= _LONGEST_S else 0.0
