@@ -37,7 +37,7 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    edge = ErrorForms(EdgeMiddleware(app, callers))
+    edge = ErrorForms(EdgeMiddleware(app, callers, api.state.open))
     return OuterEdge(
         edge,
         lambda: api.state.draining,

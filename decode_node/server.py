@@ -107,7 +107,7 @@ class DecodeNode:
         self._lifetime = NodeLifetime(
             engine,
             self._status,
-            self._proxy.open,
+            self._state.open,
             self._proxy.abort_all,
             settings.drain_timeout_s,
             self._note_status,

@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from decode_node.disagg.prefill_events import (
+    NO_MESSAGE,
     WRONG_ANSWER,
     PrefillError,
     PrefillEvent,
@@ -153,11 +154,13 @@ class PrefillClient:
             raise PrefillError(AVOIDED, f"{address} did not answer a moment ago")
         try:
             stub = await node.stub()
-            reply: prefill_pb2.HandshakeReply = await stub.Handshake(
+            reply: prefill_pb2.HandshakeReply | None = await stub.Handshake(
                 prefill_pb2.HandshakeRequest(decode=peer_to_proto(self._us)),
                 timeout=self._handshake_timeout_s,
                 metadata=self._credentials.metadata(),
             )
+            if reply is None:  # gRPC could not read it.
+                raise PeerLost(f"it answered with {NO_MESSAGE}")
             peer = peer_from_proto(reply.prefill)
             self._us.layout.check_compatible(peer.layout)
             check_endpoints(peer)

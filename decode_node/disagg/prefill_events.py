@@ -10,7 +10,6 @@ not fit fails the attempt as any other failure does.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +26,10 @@ from tandem_pb import prefill_pb2
 WRONG_ANSWER = "wrong_answer"
 CANNOT_FOLLOW = "cannot_follow"
 """The request itself is why its answer ends: every node would say the same."""
+NO_MESSAGE = "bytes that are no message"
 _ITEM_BYTES = 4
 _MAX_REASON = 500
+_LONGEST_S = 86_400.0
 _CODES = frozenset(
     ("unavailable", "failed_precondition", "invalid_argument", "resource_exhausted", "ended",
      "engine_dead", "kv_transfer", "given_up", CANNOT_FOLLOW)
@@ -94,9 +95,12 @@ class PrefillEvents:
         self._next_position = 1
         self._has_token = False
 
-    def read(self, message: prefill_pb2.PrefillEvent) -> PrefillEvent | None:
+    def read(self, message: prefill_pb2.PrefillEvent | None) -> PrefillEvent | None:
         """Returns the event, or None for a message that means nothing to us. Raises
-        `PrefillError`: the node reports a failure, or says what cannot be."""
+        `PrefillError`: the node reports a failure, or says what cannot be. `message` None: gRPC
+        could not read it."""
+        if message is None:
+            raise PrefillError(WRONG_ANSWER, f"it answered with {NO_MESSAGE}")
         match message.WhichOneof("event"):
             case "accepted" if self._num_groups:
                 group = message.accepted.group
@@ -224,4 +228,4 @@ def _check_numbers(logprobs: Sequence[float]) -> None:
 
 def _seconds(value: float) -> float:
     """Returns a time in seconds; one that makes no sense is none."""
-    return value if math.isfinite(value) and value > 0 else 0.0
+    return value if 0 < value <= _LONGEST_S else 0.0

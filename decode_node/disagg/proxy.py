@@ -41,6 +41,7 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.node.open_requests import OpenRequests
 from engine.outputs import SchedulerStats
+from kv_transfer.metadata import KVTransferParams
 
 _NO_ENCODER = (
     "the request has images, no prefill node is there to encode them, and this node has no vision "
@@ -100,6 +101,9 @@ class DisaggProxy:
         """Hears of each answer that has ended, by the name that routers give to its prompt."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_engine: set[str] = set()
+        self._choosing: set[asyncio.Timeout] = set()
+        """Deadlines of requests that have room, and no prefill node works for them yet."""
+        self._is_stopping = False
         self.open = OpenRequests()
         """Requests between ADMIT and END."""
 
@@ -144,6 +148,8 @@ class DisaggProxy:
 
         Raises EngineDeadError, and `Unavailable` when the node stops before the request begins.
         """
+        if self._is_stopping:
+            raise _stopping()
         addresses, wish = self._choose_addresses(request, prefill_nodes)
         prompt, prefill = request.spec.prompt_token_ids, records[0].prefill
         names = request.choice_ids or (request.request_id,)
@@ -161,7 +167,7 @@ class DisaggProxy:
             request.group = claim.group
             prefill.admitted_at = time.monotonic()
             remote = self._remote_prefill(request, addresses, prefill)
-            params = request.kv_transfer_params = await remote.choose()
+            params = request.kv_transfer_params = await self._choose_node(remote)
             if params is None:
                 for choice in choices.values():
                     claim.grow_to(len(prompt) + 1, choice.index)
@@ -196,9 +202,13 @@ class DisaggProxy:
                 await remote.close()
 
     def abort_all(self) -> None:
-        """Ends every request: streams that the engine has end with `abort`, requests that wait
-        here with `Unavailable`."""
-        self._credits.refuse_waiters(Unavailable("this node is stopping", code="draining"))
+        """Ends every request: streams that the engine has end with `abort`, requests that it has
+        not, or that are still to come, with `Unavailable`."""
+        self._is_stopping = True
+        self._credits.refuse_waiters(_stopping())
+        now = asyncio.get_running_loop().time()
+        for deadline in self._choosing:
+            deadline.reschedule(now)
         for request_id in list(self._in_engine):
             self._engine.abort(request_id)
 
@@ -248,6 +258,21 @@ class DisaggProxy:
             return await self._credits.acquire(*size, wish)
         return self._credits.claim_now(*size, wish)
 
+    async def _choose_node(self, remote: RemotePrefill) -> KVTransferParams | None:
+        """Returns what `remote` chooses. Raises `Unavailable` when the node stops meanwhile, or in
+        the moment in which the request got room."""
+        if self._is_stopping:
+            raise _stopping()
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._choosing.add(deadline)
+                try:
+                    return await remote.choose()
+                finally:
+                    self._choosing.discard(deadline)
+        except TimeoutError:
+            raise _stopping() from None
+
     def _remote_prefill(
         self, request: GenerationRequest, addresses: Sequence[str], record: PrefillRecord
     ) -> RemotePrefill:
@@ -260,3 +285,7 @@ class DisaggProxy:
             limits=self._limits,
             record=record,
         )
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("this node is stopping", code="draining")

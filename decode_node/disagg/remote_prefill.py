@@ -148,6 +148,9 @@ class RemotePrefill:
         self._record = record
         self._address = ""
         self._attempt = -1
+        self._asked_again: set[str] = set()
+        """Nodes that have refused our handshake, as one that has restarted does. One that refuses
+        the next as well is of another release."""
         self._of_prompt: list[PromptLogprobs] = []
         self._placed: _Call | None = None
         """The call of an attempt that is not followed yet."""
@@ -361,7 +364,8 @@ class RemotePrefill:
     def _failed(self, error: PrefillError) -> None:
         """Notes that the attempt has failed, and who is asked next."""
         self._note(self._address, error)
-        if error.code == "failed_precondition":
+        if error.code == "failed_precondition" and self._address not in self._asked_again:
+            self._asked_again.add(self._address)
             self._addresses.appendleft(self._address)
         elif error.code == CANNOT_FOLLOW:
             self._addresses.clear()

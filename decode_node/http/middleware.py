@@ -1,8 +1,11 @@
-"""Every HTTP request passes here: who asks, and a net for what was missed.
+"""Every HTTP request passes here: who asks, what is still open, and a net for what was missed.
 
 Every path is for those who may (`decode_node.http.callers`), but for the few that probes and
 scrapers ask. The path of the request decides, never a header. The connection has judged before,
 where it is a guarded one (`edge.http.guarded_protocol`).
+
+What is posted is open from its head to the end of its answer: a node that stops waits for it also
+while its body comes, its images are fetched or its grammar is checked.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from decode_node.http.callers import CallerCheck
 from edge.http.client_connection import ClientDisconnected, head_of
 from edge.http.errors import HttpError, bug, send_error
 from edge.http.guarded_protocol import CALLER
+from engine.node.open_requests import OpenRequests
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +26,21 @@ logger = logging.getLogger(__name__)
 class EdgeMiddleware:
     """Wraps the whole application."""
 
-    def __init__(self, app: ASGIApp, callers: CallerCheck) -> None:
+    def __init__(self, app: ASGIApp, callers: CallerCheck, open_requests: OpenRequests) -> None:
         self._app = app
         self._callers = callers
+        self._open = open_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif scope["method"] == "POST":
+            with self._open.entered():
+                await self._serve(scope, receive, send)
+        else:
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
         name = state["request_id"]
         has_begun = False

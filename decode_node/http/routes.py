@@ -38,6 +38,7 @@ from edge.http.client_connection import read_json_body, request_headers
 from edge.http.exposition import scrape_response
 from edge.http.unknown_path import path_without_slash
 from engine.frontend.adapter_calls import AdapterCalls
+from engine.node.open_requests import OpenRequests
 from engine.node.profile_servicer import ProfiledEngine
 from engine.prefix_holder import checked_holder
 
@@ -46,11 +47,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ApiState:
-    """Says whether this node takes requests. `unhealthy` holds why it cannot serve, and is empty
-    when it can."""
+    """Says whether this node takes requests, and which it has taken. `unhealthy` holds why it
+    cannot serve, and is empty when it can. `open`: those whose answer has not ended, be their
+    prompt known or not."""
 
     draining: bool = False
     unhealthy: str = ""
+    open: OpenRequests = field(default_factory=OpenRequests)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
     def check_alive(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class OpenRequests:
-    """Counts requests: `enter` and `leave` are called once for each."""
+    """Counts requests: `enter` and `leave` are called once for each; `entered` does both."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -25,6 +27,14 @@ class OpenRequests:
         self._count -= 1
         if self._count == 0:
             self._idle.set()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until none is open. Returns False when some still are after `timeout_s`."""

@@ -10,7 +10,7 @@ import grpc
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.nodes.node import Node
-from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
+from tandem_pb.node_pb2 import Adapter, LoadAdapterRequest, UnloadAdapterRequest
 from tandem_pb.node_pb2_grpc import NodeStatusStub
 
 logger = logging.getLogger(__name__)
@@ -59,13 +59,13 @@ class AdapterAsker:
             async with self.credentials.channel(target, role, _OPTIONS) as channel:
                 stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
                 metadata = self.credentials.metadata()
-                if isinstance(request, LoadAdapterRequest):
-                    loaded = await stub.LoadAdapter(
-                        request, timeout=_LOAD_TIMEOUT_S, metadata=metadata
-                    )
-                    return NodeAnswer(LOADED, loaded.digest)
-                await stub.UnloadAdapter(request, timeout=_UNLOAD_TIMEOUT_S, metadata=metadata)
-                return NodeAnswer(UNLOADED)
+                is_load = isinstance(request, LoadAdapterRequest)
+                method = stub.LoadAdapter if is_load else stub.UnloadAdapter
+                timeout_s = _LOAD_TIMEOUT_S if is_load else _UNLOAD_TIMEOUT_S
+                answer: Adapter | None = await method(request, timeout=timeout_s, metadata=metadata)
+                if answer is None:  # gRPC could not read it.
+                    return failure("it answered with bytes that are no message")
+                return NodeAnswer(LOADED, answer.digest) if is_load else NodeAnswer(UNLOADED)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return NodeAnswer(UNKNOWN)

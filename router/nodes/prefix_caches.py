@@ -13,7 +13,7 @@ from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.nodes.address import NodeAddress
 from router.nodes.registry import NodeRegistry
-from tandem_pb.node_pb2 import ResetPrefixCacheRequest
+from tandem_pb.node_pb2 import ResetPrefixCacheAnswer, ResetPrefixCacheRequest
 from tandem_pb.node_pb2_grpc import NodeStatusStub
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class PrefixCaches:
             await self.credentials.meet(target)
             async with self.credentials.channel(target, role, _OPTIONS) as channel:
                 stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
-                answer = await stub.ResetPrefixCache(
+                answer: ResetPrefixCacheAnswer | None = await stub.ResetPrefixCache(
                     ResetPrefixCacheRequest(),
                     timeout=_TIMEOUT_S,
                     metadata=self.credentials.metadata(),
@@ -57,4 +57,6 @@ class PrefixCaches:
             return f"failed: {error.code().name}"
         except PlaintextRefused as error:
             return f"failed: {error}"
+        if answer is None:  # gRPC could not read it.
+            return "failed: it answered with bytes that are no message"
         return RESET if answer.is_reset else IN_USE

@@ -7,7 +7,6 @@ x-tandem-prefill-failed: 10.0.0.5:5001=resource_exhausted,10.0.0.6:5001=unreacha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -19,6 +18,11 @@ _WORK = names.PREFILL_WORK.encode()
 _FAILED = names.PREFILL_FAILED.encode()
 
 _LOCAL = "local"
+_MOST_TOKENS = 1e9
+_LEAST_S = 1e-5
+_MOST_S = 1e6
+"""Nothing that a node does takes less or more. One number beyond would outweigh all that is ever
+learned from others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +51,13 @@ class PrefillOutcome:
         given = {name: value.decode("latin-1") for name, value in headers}
         node = given.get(_NODE, "")
         work = dict(_pairs(given.get(_WORK, ""), ";"))
-        prompt = int(_number(work, "prompt"))
+        prompt = int(_number(work, "prompt", 1, _MOST_TOKENS))
         return cls(
             node="" if node == _LOCAL else node,
             num_prompt_tokens=prompt,
-            num_cached_tokens=min(int(_number(work, "cached")), prompt),
-            queue_s=_number(work, "queue"),
-            compute_s=_number(work, "compute"),
+            num_cached_tokens=min(int(_number(work, "cached", 1, _MOST_TOKENS)), prompt),
+            queue_s=_number(work, "queue", _LEAST_S, _MOST_S),
+            compute_s=_number(work, "compute", _LEAST_S, _MOST_S),
             failures=tuple(_pairs(given.get(_FAILED, ""), ",")),
         )
 
@@ -69,10 +73,10 @@ def _pairs(text: str, separator: str) -> Iterable[tuple[str, str]]:
             yield name, value
 
 
-def _number(fields: dict[str, str], name: str) -> float:
-    """Returns 0 for what is absent, negative or no number."""
+def _number(fields: dict[str, str], name: str, least: float, most: float) -> float:
+    """Returns 0 for what is absent, no number or out of bounds."""
     try:
         value = float(fields.get(name, ""))
     except ValueError:
         return 0.0
-    return value if math.isfinite(value) and value > 0 else 0.0
+    return value if least <= value <= most else 0.0

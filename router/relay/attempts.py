@@ -3,7 +3,8 @@
 1. place     the policy chooses nodes
 2. attempt   `Exchange.open`; on failure, or a 429 or 503 from the node, back to 1 without it: at
              most `max_attempts` times and within the retry budget
-3. wait      no node is alive, or none that was tried: for one to come back, then 1 with everybody
+3. wait      no node can serve, or none that was tried: for one to come back, then 1 with
+             everybody. A node that is full has the last word
 4. judge     when the answer is over: it speaks for the node, or against it
 """
 
@@ -37,8 +38,10 @@ logger = logging.getLogger(__name__)
 
 _PASSED_HEADERS = ("content-type", "accept", names.TIMELINE)
 _NODE_FAULTS = (500, 502, 504)
-_REFUSALS = (429, 503)
-"""A node that is full or stops; another may have room."""
+_FULL = 429
+_REFUSALS = (_FULL, 503)
+"""A node is full, or cannot serve: it stops, or its engine is dead or frozen. Another may have
+room."""
 
 
 ANSWERED = "answered"
@@ -91,14 +94,13 @@ class Attempts:
                 return exchange
             tried.append(placement.decode)
             num_tried += 1
+            exchange.close()
             following = self._next_placement(request, tried)
-            if following is None and failure is not Failure.REFUSED:
-                exchange.close()
+            if following is None and exchange.status != _FULL:
                 tried = []
                 following = await self._later_placement(request, failure, wait)
             if following is None:
                 return _last_word(exchange, failure, num_tried)
-            exchange.close()
             placement = following
             self.metrics.retries.labels(failure).inc()
 
@@ -245,10 +247,10 @@ class Attempts:
 
 
 def _last_word(exchange: Exchange, failure: Failure, num_tried: int) -> Exchange:
-    """Returns a node's own refusal, which is the best answer there is; else raises the router's."""
+    """Returns a node's own refusal, which is the best answer there is, and here as a whole; else
+    raises the router's."""
     if failure is Failure.REFUSED:
         return exchange
-    exchange.close()
     nodes = "The decode node" if num_tried == 1 else f"{num_tried} decode nodes"
     raise NoNodeAvailable(
         f"{nodes} did not answer, and there is no other to try. Try again shortly."

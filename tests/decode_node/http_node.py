@@ -97,9 +97,9 @@ class HttpNode:
 
     async def check_empty(self) -> None:
         await self.nodes.check_empty()
-        await self.proxy.open.wait_idle(TIMEOUT_S)
+        await self.state.open.wait_idle(TIMEOUT_S)
         self.engine.check_empty()
-        assert self.proxy.open.count == 0
+        assert self.state.open.count == self.proxy.open.count == 0
         assert self.proxy.num_free_blocks == NUM_BLOCKS
         assert self.proxy.num_queued == 0
 

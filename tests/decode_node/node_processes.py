@@ -70,6 +70,13 @@ class NodeProcess:
             while not any(event["event"] == name for event in self.events):
                 await asyncio.sleep(0.01)
 
+    async def wait_log(self, words: str) -> str:
+        """Returns the first line of the log with these words."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not any(words in line for line in self.log):
+                await asyncio.sleep(0.01)
+        return next(line for line in self.log if words in line)
+
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 

@@ -163,6 +163,31 @@ async def drain_decode(decode: NodeProcess, client: httpx.AsyncClient) -> None:
     assert await decode.exit_code() == 0, "".join(decode.log)
 
 
+async def test_a_node_that_stops_waits_for_a_request_that_it_still_reads(
+    demo_checkpoint: Path,
+) -> None:
+    """It has taken the request by its head; the prompt is not known when the node begins to
+    drain."""
+    content = json.dumps(body(3, stream=True)).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: node\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
+    )
+    async with node_process("decode_node", demo_checkpoint) as node, asyncio.timeout(TIMEOUT_S):
+        await node.wait_ready()
+        host, port = node.ready["address"].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode())
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        node.send(signal.SIGTERM)
+        assert "1 requests are open" in await node.wait_log("draining:")
+        writer.write(content)
+        answer = await reader.read()
+        writer.close()
+        assert b" 200 " in answer.splitlines()[0] and b"data: [DONE]" in answer
+        assert await node.exit_code() == 0, "".join(node.log)
+
+
 async def test_a_killed_worker_ends_answers_with_an_error_and_the_node(
     demo_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -230,6 +230,43 @@ async def test_a_token_outside_of_the_vocabulary_goes_no_further() -> None:
         assert caught.value.code == "wrong_answer"
 
 
+class _Garbled(grpc.GenericRpcHandler):
+    """Answers the first `num_right` calls as a prefill node, and all others with bytes that are no
+    message."""
+
+    def __init__(self, num_right: int) -> None:
+        self.num_right = num_right
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        if details.method.endswith("/Handshake"):
+            return grpc.unary_unary_rpc_method_handler(self._handshake)
+        return grpc.unary_stream_rpc_method_handler(self._prefill)
+
+    async def _handshake(self, request: bytes, context: Any) -> bytes:
+        self.num_right -= 1
+        reply = prefill_pb2.HandshakeReply(prefill=peer_to_proto(THEM))
+        return b"\xff" if self.num_right < 0 else reply.SerializeToString()
+
+    async def _prefill(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"\xff"
+
+
+async def test_bytes_that_are_no_message_are_a_wrong_answer() -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((_Garbled(num_right=1),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with prefill_client() as client:
+        await client.handshake(address)
+        with pytest.raises(PrefillError) as caught:
+            await events(client, address)
+        assert caught.value.code == "wrong_answer"
+        with pytest.raises(PrefillError) as caught:
+            await client.handshake(address)
+        assert caught.value.code == "wrong_answer", "it has forgotten the first handshake"
+    await server.stop(0)
+
+
 async def test_a_stopping_node_gets_no_work() -> None:
     async with prefill_node() as (servicer, address, _), prefill_client() as client:
         servicer.load = node_pb2.NodeLoad(draining=True)

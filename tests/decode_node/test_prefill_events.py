@@ -85,6 +85,14 @@ def test_what_was_asked_for_is_read() -> None:
     assert events.read(prefill_pb2.PrefillEvent(done=prefill_pb2.Done())) == KVTaken()
 
 
+@pytest.mark.parametrize("seconds", [math.inf, -1.0, 1e200])
+def test_times_that_make_no_sense_are_none(seconds: float) -> None:
+    first = reader().read(prefill_pb2.PrefillEvent(
+        first_token=prefill_pb2.FirstToken(token_id=1, queue_s=seconds, prefill_s=seconds)
+    ))  # fmt: skip
+    assert isinstance(first, FirstToken) and (first.queue_s, first.prefill_s) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("token_id", [VOCAB, 100_000, 2**32 - 1])
 def test_tokens_outside_of_the_vocabulary(token_id: int) -> None:
     refused(reader(), bare(token_id))

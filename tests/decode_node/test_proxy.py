@@ -21,7 +21,7 @@ from decode_node.disagg.credits import KVCredits
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
-from decode_node.errors import Overloaded
+from decode_node.errors import Overloaded, Unavailable
 from decode_node.observe.timeline import RequestRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
@@ -29,6 +29,7 @@ from engine.frontend.output_processor import RequestOutput
 from engine.outputs import SchedulerStats
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from kv_transfer.metadata import KVPeer
 from tests.decode_node.decode_fakes import (
     FakeEngine,
     FakePrefillNodes,
@@ -418,6 +419,24 @@ async def test_a_restarted_node_has_another_handshake_and_is_asked_again(bench: 
     check_complete(bench, await task)
 
 
+async def test_a_node_of_another_release_is_asked_once_more_and_then_the_next(
+    bench: Bench,
+) -> None:
+    """It refuses what it is sent as one that has restarted does, whenever it is asked."""
+    bench.nodes.on_call = lambda call: (
+        call.fail("failed_precondition") if call.address == A else None
+    )
+    task = bench.start(prefill_nodes=[A, B])
+    third = await bench.nodes.called(3)
+    assert (third.address, bench.nodes.handshakes) == (B, [A, A, B])
+    third.first_token()
+    fake = bench.engine.only
+    bench.engine.kv_arrives(fake, attempt=2)
+    await until(lambda: fake.has_first_token, "token one")
+    bench.engine.produce_all(fake)
+    check_complete(bench, await task)
+
+
 async def test_attempts_are_limited(bench: Bench) -> None:
     bench.nodes.on_call = lambda call: call.fail()
     task = bench.start(prefill_nodes=[A, B, C, "d:1", "e:1"])
@@ -600,6 +619,26 @@ async def test_abort_all_ends_every_stream(bench: Bench) -> None:
     bench.proxy.abort_all()
     for outputs in await asyncio.gather(*tasks):
         assert outputs[-1].finish_reason == "abort"
+
+
+async def test_abort_all_ends_those_that_have_no_prefill_node_yet(bench: Bench) -> None:
+    """The engine does not know them, nobody is waited for any more, and who comes later is refused
+    likewise."""
+    answers = asyncio.Event()
+
+    async def handshake(address: str) -> KVPeer:
+        await answers.wait()
+        return bench.nodes.peer
+
+    bench.nodes.handshake = handshake  # type: ignore[method-assign]
+    task = bench.start()
+    await until(lambda: bench.credits.num_claims == 1, "room for the request")
+    bench.proxy.abort_all()
+    with pytest.raises(Unavailable, match="stopping"):
+        await task
+    with pytest.raises(Unavailable, match="stopping"):
+        await bench.start(prefill_nodes=[])
+    assert not bench.engine.requests
 
 
 # Everything at once ----------------------------------------------------------------------------

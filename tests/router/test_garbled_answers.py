@@ -1,16 +1,27 @@
-"""Nodes whose answers stop being HTTP half way are lost at once, though their reports come."""
+"""Nodes whose answers stop being HTTP half way are lost at once, though their reports come; and
+what is no message of gRPC is a failure of its node alone."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
 import pytest
 from aiohttp import web
 
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
 from router.errors import NodeLost
+from router.nodes.adapter_asker import AdapterAsker
+from router.nodes.address import NodeAddress, NodeRole
+from router.nodes.node import Node
+from router.nodes.prefix_caches import PrefixCaches
+from router.nodes.registry import NodeRegistry
 from router.nodes.transport import HttpTransport
+from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
 from tests.router.cluster import TIMEOUT_S, Cluster, eventually
 from tests.router.fakes import Handler, event, open_stream
 
@@ -61,3 +72,48 @@ async def test_who_reads_a_garbled_answer_later_hears_of_it(cluster: Cluster) ->
         response.close()
     finally:
         await transport.close()
+
+
+@asynccontextmanager
+async def garbled_node() -> AsyncIterator[NodeAddress]:
+    """Answers every call for its status with bytes that are no message."""
+
+    class Garbled(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+            return grpc.unary_unary_rpc_method_handler(self._answer)
+
+        async def _answer(self, request: bytes, context: object) -> bytes:
+            return b"\xff"
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Garbled(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield NodeAddress(NodeRole.PREFILL, f"127.0.0.1:{port}", f"127.0.0.1:{port}")
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("wish", [LoadAdapterRequest(), UnloadAdapterRequest()])
+async def test_a_garbled_answer_about_an_adapter_is_a_failure(
+    wish: LoadAdapterRequest | UnloadAdapterRequest,
+) -> None:
+    async with garbled_node() as address:
+        asker = AdapterAsker(Credentials(SecurityConfig()))
+        answer = await asker.ask(Node(address), wish)
+    assert answer.failed and "no message" in answer.said
+
+
+async def test_a_garbled_answer_about_a_cache_is_of_that_node_alone(cluster: Cluster) -> None:
+    good = await cluster.prefill()
+    registry = NodeRegistry()
+    async with garbled_node() as address:
+        target = good.target
+        registry.set_members([address, NodeAddress(NodeRole.PREFILL, target, target)])
+        caches = PrefixCaches(
+            registry=registry, credentials=Credentials(SecurityConfig()), forget=lambda: None
+        )
+        said = await caches.reset()
+    assert "no message" in said[f"prefill {address}"]
+    assert (said[f"prefill {target}"], good.status.num_resets) == ("reset", 1)

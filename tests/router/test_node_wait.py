@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
+from tests.router.fakes import answer_json
 from tests.router.test_connections import connect
 from tests.router.token_server import TokenHandler, expected, texts
 
@@ -40,6 +43,28 @@ async def test_requests_wait_for_the_first_node(cluster: Cluster) -> None:
     await eventually(lambda: router.num_open == 1)
     await node.restart()
     assert texts(await asking) == [expected(BODY)]
+
+
+@pytest.mark.parametrize("other", ["gone", "stops too"])
+async def test_nodes_that_stop_are_waited_for_as_those_that_are_gone(
+    cluster: Cluster, other: str
+) -> None:
+    """They answer for a moment, before their reports say so."""
+    stops = answer_json(503, {"error": {"message": "this node is stopping"}})
+    nodes = [await cluster.decode(f"d{i}", stops) for i in range(2)]
+    router = await cluster.router(*nodes, no_node_wait_s=TIMEOUT_S)
+    if other == "gone":
+        await nodes[1].stop()
+    asking = asyncio.create_task(router.text(BODY))
+    await eventually(lambda: bool(nodes[0].requests))
+    nodes[0].handler = TokenHandler()
+    assert texts(await asking) == [expected(BODY)]
+
+
+async def test_a_node_that_is_full_is_not_waited_for(cluster: Cluster) -> None:
+    full = answer_json(429, {"error": {"message": "full"}})
+    router = await cluster.router(await cluster.decode("d", full), no_node_wait_s=2 * TIMEOUT_S)
+    assert await status_of(router) == 429
 
 
 async def test_a_node_that_does_not_come_back_is_a_503(cluster: Cluster) -> None:

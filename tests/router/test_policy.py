@@ -12,6 +12,7 @@ from router.errors import NoNodeAvailable
 from router.nodes.address import NodeRole
 from router.nodes.report import NodeReport
 from router.placement.policy import PrefillChoice
+from router.placement.prefill_outcome import PrefillOutcome
 from router.placement.spill import Margin, SpillRule
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from tests.router.factories import Fleet, report, request
@@ -253,3 +254,22 @@ def test_suspect_nodes_are_used_only_when_none_is_ready() -> None:
     assert fleet.registry.usable(NodeRole.DECODE) == [late, fresh]
     fleet.clock.now += 7
     assert fleet.registry.usable(NodeRole.DECODE) == [fresh]
+
+
+@pytest.mark.parametrize("seconds", ["1e-200", "1e200", "1e-9", "inf", "nan", "-1"])
+@pytest.mark.parametrize("tokens", ["100", "1e300", "0.1"])
+def test_what_cannot_be_of_a_prompt_teaches_nothing(seconds: str, tokens: str) -> None:
+    """A decode node repeats what a prefill node says, which may be broken."""
+    fleet = with_prefills(2)
+    placing = policy(fleet)
+    placement = placing.place(request(num_prompt_tokens=100))
+    fit = placing.knowledge(placement.prefills[0]).fit
+    before = fit.time
+    work = f"prompt={tokens};queue={seconds};compute={seconds}".encode()
+    node = placement.prefills[0].address.target.encode()
+    outcome = PrefillOutcome.from_headers(
+        [(b"x-tandem-prefill-node", node), (b"x-tandem-prefill-work", work)]
+    )
+    placing.observe(request(num_prompt_tokens=100), placement, outcome)
+    assert fit.time == before
+    assert outcome.queue_s == 0.0

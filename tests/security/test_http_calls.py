@@ -21,6 +21,7 @@ from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
 from engine.node.http_server import HttpServer, listen
+from engine.node.open_requests import OpenRequests
 from router.config import RouterSettings
 from router.errors import NodeLost, NodeUnreachable
 from router.nodes.transport import HttpTransport
@@ -45,7 +46,7 @@ async def decode_api(
     callers = CallerCheck(CallerKeys(keys), credentials)
     tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
     listener = listen(host, 0)
-    app = OuterEdge(EdgeMiddleware(_who, callers), lambda: False)
+    app = OuterEdge(EdgeMiddleware(_who, callers, OpenRequests()), lambda: False)
     protocol = guarded_protocol(ConnectionLimits(), callers)
     server = HttpServer(
         TlsConfig(app, tls, http=protocol, lifespan="off", log_config=None, ws="none", **options)
