@@ -202,7 +202,13 @@ class GenerationBody(StructuredFields):
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            continues_prompt=self.continues_prompt,
         )
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Says whether the answer goes on with the text of the prompt."""
+        return True
 
     def kept_part(self, context: int) -> KeptPart | None:
         """Returns what is kept of a longer prompt in a model with so large a context; None to
