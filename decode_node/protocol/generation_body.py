@@ -49,7 +49,7 @@ class GenerationBody(StructuredFields):
     stream_options: StreamOptions | None = None
     """Says what a stream tells besides the answer."""
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Up to 16 texts that end the answer; it ends before them."""
+    """Up to 64 texts that end the answer; it ends before them."""
     seed: Int | None = None
     """The same seed gives the same answer; one is drawn where none is given."""
     presence_penalty: float | None = None
