@@ -33,12 +33,12 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def find_end_tokens(folder: Path, file: ConfigFile) -> tuple[int, ...]:
-    """Returns the ids of all tokens that end an answer. Raises `CheckpointError`."""
+    """Returns the ids of all tokens that end an answer, without those that the model has no logits
+    for: they never come. Raises `CheckpointError`."""
     found = _of_configuration(folder, file)
     own = _of_tokenizer(folder)
-    if own is not None and 0 <= own < file.vocab_size:
-        found.append(own)
-    return tuple(dict.fromkeys(found))
+    found += [] if own is None else [own]
+    return tuple(id_ for id_ in dict.fromkeys(found) if 0 <= id_ < file.vocab_size)
 
 
 def _of_configuration(folder: Path, file: ConfigFile) -> list[int]:

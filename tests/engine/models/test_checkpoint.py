@@ -144,6 +144,8 @@ def test_eos_of_generation_config_comes_first(copy: Callable[[str], Path]) -> No
     (folder / "generation_config.json").unlink()
     edit_config(folder, eos_token_id=9)
     assert load_model_config(folder).eos_token_ids == (9,)
+    edit_config(folder, eos_token_id=[-1, 9, load_model_config(folder).vocab_size])
+    assert load_model_config(folder).eos_token_ids == (9,), "the others have no logits"
     edit_config(folder, eos_token_id=None)
     assert load_model_config(folder).eos_token_ids == ()
 
