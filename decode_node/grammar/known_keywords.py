@@ -3,8 +3,9 @@
     propertyNames of a list of names     properties, and no others
     propertyNames with a pattern         patternProperties, and no others
     propertyNames of any string, uniqueItems: false       nothing: they ask for nothing
+    format of a name of their own beside a pattern        the pattern
 
-Zod and pydantic write these for records and dictionaries.
+Zod and pydantic write these for records, dictionaries and formats like `cuid2`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import msgspec
 
 from decode_node.grammar.schema_checks import MAX_BYTES, subschemas
 
-_NAMES, _UNIQUE = "propertyNames", "uniqueItems"
+_NAMES, _UNIQUE, _FORMAT = "propertyNames", "uniqueItems", "format"
+_FORMATS = {
+    *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+    *("byte", "binary", "password"),
+}
+"""Formats that are kept; of others only a pattern can say what they are."""
 _NOTES = {"title", "description", "$comment", "default", "examples", "deprecated"}
 """Keywords that say nothing about a document."""
 _LISTS = ("properties", "patternProperties")
@@ -27,12 +33,15 @@ _MAX_REFERENCES = 8
 def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema that means the same. What the library's keywords cannot say stays, for it to
     be refused by its name."""
-    if not any(part.keys() & {_NAMES, _UNIQUE} for _, part in subschemas(schema)):
+    if not any(part.keys() & {_NAMES, _UNIQUE, _FORMAT} for _, part in subschemas(schema)):
         return dict(schema)
     changed = copy.deepcopy(dict(schema))
     for _, part in list(subschemas(changed)):
         if part.get(_UNIQUE) is False:
             del part[_UNIQUE]
+        form = part.get(_FORMAT)
+        if isinstance(form, str) and form not in _FORMATS and isinstance(part.get("pattern"), str):
+            del part[_FORMAT]
         if _NAMES in part:
             _replace_names(part, changed)
     return changed

@@ -150,6 +150,19 @@ def test_items_that_may_be_equal_are_any() -> None:
     assert with_known_keywords({**schema, "uniqueItems": True})["uniqueItems"]
 
 
+def test_a_pattern_says_what_a_format_of_another_name_is() -> None:
+    grammar = written(json_schema({"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"}))
+    assert accepts(grammar, '"a1"') and not accepts(grammar, '"A"')
+    kept = {"type": "string", "format": "date", "pattern": "^2"}
+    assert with_known_keywords(kept) == kept
+    for other in (
+        {"format": "cuid2"},
+        {"format": [], "pattern": ""},
+        {"format": "x", "pattern": 1},
+    ):
+        assert with_known_keywords(other) == other
+
+
 def test_one_choice_may_begin_another() -> None:
     text = GrammarText()
     grammar = text.write(text.choice("answer", ["a", "ab", 'a"\n', "Å"]))
