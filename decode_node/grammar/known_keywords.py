@@ -11,6 +11,7 @@ Zod and pydantic write these for records, dictionaries and formats like `cuid2`.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ _FORMATS = {
 _NOTES = {"title", "description", "$comment", "default", "examples", "deprecated"}
 """Keywords that say nothing about a document."""
 _LISTS = ("properties", "patternProperties")
+_UNKNOWN_SYNTAX = re.compile(r"(?:[^\\(]|\\[^1-9kbB]|\((?!\?<?[=!]))*+(?:\\[1-9kbB]|\()", re.DOTALL)
+"""Matches a pattern up to look-around, a back reference or the edge of a word."""
 _MAX_REFERENCES = 8
 
 
@@ -45,6 +48,27 @@ def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
         if _NAMES in part:
             _replace_names(part, changed)
     return changed
+
+
+def without_unknown_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema that allows more: texts whose pattern the library does not have are any."""
+    if not any(_has_unknown_pattern(part) for _, part in subschemas(schema)):
+        return dict(schema)
+    changed = copy.deepcopy(dict(schema))
+    for _, part in subschemas(changed):
+        if _has_unknown_pattern(part):
+            del part["pattern"]
+    return changed
+
+
+def is_known_pattern(pattern: str) -> bool:
+    """Says whether the library has all that a regular expression is made of."""
+    return _UNKNOWN_SYNTAX.match(pattern) is None
+
+
+def _has_unknown_pattern(part: Mapping[str, Any]) -> bool:
+    pattern = part.get("pattern")
+    return isinstance(pattern, str) and not is_known_pattern(pattern)
 
 
 def _replace_names(part: dict[str, Any], root: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from decode_node.grammar.grammar_text import (
     sequence,
     token,
 )
-from decode_node.grammar.known_keywords import with_known_keywords
+from decode_node.grammar.known_keywords import is_known_pattern, with_known_keywords
 from tests.decode_node.grammar.matching import (
     CALL,
     END,
@@ -161,6 +161,18 @@ def test_a_pattern_says_what_a_format_of_another_name_is() -> None:
         {"format": "x", "pattern": 1},
     ):
         assert with_known_keywords(other) == other
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_known"),
+    [
+        *(("(?=a)", False), ("a(?!b)", False), ("(?<=a)b", False), ("(?<!a)b", False)),
+        *((r"(a)\1", False), (r"\bx", False), ("\n(?=a)", False), (r"(?<n>a)\k<n>", False)),
+        *((r"\(?=a", True), (r"\\1", True), ("(?:a)(?<n>b)(?i)c", True), ("", True), ("\\", True)),
+    ],
+)
+def test_patterns_are_known_by_their_syntax(pattern: str, is_known: bool) -> None:
+    assert is_known_pattern(pattern) is is_known
 
 
 def test_one_choice_may_begin_another() -> None:
