@@ -11,7 +11,7 @@ from decode_node.config import DecodeNodeSettings
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
 from engine.config import ModelConfig
 from engine.frontend.tokenizer import Tokenizer
-from engine.models.sampling_defaults import SamplingDefaults
+from engine.models.sampling_defaults import SamplingDefaults, not_applied
 from engine.node.settings import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,11 @@ def find_defaults(settings: DecodeNodeSettings, model: ModelConfig) -> SamplingD
             "--generation-config none leaves it at the API's defaults",
             values,
             source,
+        )
+    if names := not_applied(model, source):
+        logger.warning(
+            "generation_config.json has %s, which requests do not get: they are sampled without",
+            ", ".join(names),
         )
     return defaults
 

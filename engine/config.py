@@ -76,7 +76,7 @@ class ModelConfig:
         spec: What only the architecture itself reads, as `engine.models.registry.spec_of` gives
             it; but for `hidden_size`, to which `engine.parallel` times sums over ranks.
         max_model_len: Prompt plus output tokens at most.
-        eos_token_ids: From generation_config.json, else config.json.
+        eos_token_ids: From generation_config.json, else config.json, and from the tokenizer.
         model_hash: Equal exactly for nodes that compute the same KV.
         kv_layers: One entry a group of layers; empty: all layers keep keys and values of
             `num_kv_heads` heads, and see all tokens.

@@ -29,6 +29,7 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from decode_node.grammar.ebnf import with_plain_syntax
 from decode_node.grammar.library_errors import in_plain_words
 from edge.logs.setup import LogStyle, setup_logging
 from engine.config import ModelConfig
@@ -151,7 +152,7 @@ def _without_ebnf(text: str) -> str:
     found = [grammar for grammar in whole["grammars"] if "ebnf" in grammar]
     for grammar in found:
         try:
-            grammar["lark_grammar"] = gbnf_to_lark(grammar.pop("ebnf"))
+            grammar["lark_grammar"] = gbnf_to_lark(with_plain_syntax(grammar.pop("ebnf")))
         except RecursionError:
             raise EbnfError("the EBNF grammar is nested too deeply") from None
         except Exception as error:  # the library raises plain Exception

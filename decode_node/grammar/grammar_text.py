@@ -18,6 +18,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from decode_node.grammar.formats import with_exact_formats
+from decode_node.grammar.known_keywords import with_known_keywords, without_unknown_patterns
 
 WHITE_SPACE = r"[ \n\r\t]{1,20}"
 """Limits the white space between the parts of a JSON document. Without a bound, models that are not
@@ -72,7 +73,8 @@ def json_schema(
         options = {"whitespace_flexible": False}
     if lenient:
         options["lenient"] = True
-    exact = with_exact_formats(schema)
+        schema = without_unknown_patterns(schema)
+    exact = with_exact_formats(with_known_keywords(schema))
     return f"%json {json.dumps({**exact, 'x-guidance': options}, ensure_ascii=False)}"
 
 

@@ -100,6 +100,9 @@ def _of_response_format(form: AnswerFormat) -> Constraint | None:
     param = "response_format"
     if form.type == "text":
         return None
+    if form.type in ("json_object", "json_schema") and form.schema_ is not None:
+        check_schema(form.schema_, f"{param}.schema")
+        return Constraint(param, "json", form.schema_)
     if form.type == "json_object":
         return Constraint(param, "json", {"type": "object"})
     if form.type == "structural_tag":

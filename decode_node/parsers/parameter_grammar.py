@@ -23,6 +23,7 @@ from decode_node.grammar.grammar_text import (
     sequence,
     token,
 )
+from decode_node.grammar.known_keywords import is_known_pattern
 from decode_node.parsers.families import XmlFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import is_text, types_of
@@ -143,7 +144,8 @@ def _pattern(tool: Tool, name: str, schema: Any) -> str:
         texts = [value for value in values if isinstance(value, str)]
         return "|".join(map(re.escape, texts))
     if "pattern" in said:
-        return _whole(_typed(tool, name, "pattern", said["pattern"], str))
+        pattern = _typed(tool, name, "pattern", said["pattern"], str)
+        return _whole(pattern) if tool.strict or is_known_pattern(pattern) else ""
     if said:
         least, most = (
             _typed(tool, name, key, said[key], int) if key in said else ""

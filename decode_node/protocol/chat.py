@@ -58,6 +58,10 @@ class ChatCompletionRequest(GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def continues_prompt(self) -> bool:
+        return bool(self.continue_final_message)
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 

@@ -49,7 +49,7 @@ class GenerationBody(StructuredFields):
     stream_options: StreamOptions | None = None
     """Says what a stream tells besides the answer."""
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Up to 16 texts that end the answer; it ends before them."""
+    """Up to 64 texts that end the answer; it ends before them."""
     seed: Int | None = None
     """The same seed gives the same answer; one is drawn where none is given."""
     presence_penalty: float | None = None
@@ -202,7 +202,13 @@ class GenerationBody(StructuredFields):
             skip_special_tokens=self.skip_special_tokens is not False,
             spaces_between_special_tokens=self.spaces_between_special_tokens is not False,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            continues_prompt=self.continues_prompt,
         )
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Says whether the answer goes on with the text of the prompt."""
+        return True
 
     def kept_part(self, context: int) -> KeptPart | None:
         """Returns what is kept of a longer prompt in a model with so large a context; None to

@@ -139,7 +139,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Int
     """The most tokens to generate, thinking included."""
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Up to 16 texts that end the answer; it ends before them."""
+    """Up to 64 texts that end the answer; it ends before them."""
     stream: bool | None = None
     """Send the answer as events while it is generated."""
     temperature: float | None = None

@@ -115,7 +115,7 @@ class ResponsesRequest(StrictBody):
     frequency_penalty: float | None = None
     """Lowers tokens by how often the answer has them; -2 to 2."""
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    """Up to 16 texts that end the answer; it ends before them."""
+    """Up to 64 texts that end the answer; it ends before them."""
     priority: Int | None = None
     """Smaller runs first, where nodes schedule by priority."""
     cache_salt: Name | None = None

@@ -51,6 +51,8 @@ class AnswerFormat(StrictBody):
     """The kind of form; `text` is any."""
     json_schema: JsonSchemaFormat | None = None
     """The schema, for the type `json_schema`."""
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
+    """The schema in its place, as llama.cpp has it; for the type `json_object`, too."""
     format: dict[str, Any] | None = None
     """The structure, for the type `structural_tag`."""
     structures: Annotated[list[LegacyTag], Field(fail_fast=True, max_length=256)] | None = None

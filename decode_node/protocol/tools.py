@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edge.http.errors import BadRequest
@@ -56,6 +56,16 @@ class ToolUse:
     @property
     def may_call(self) -> bool:
         return self.mode != "none"
+
+    def without_lax_schemas(self) -> ToolUse:
+        """Returns the same with any arguments for tools that are not strict."""
+        return replace(
+            self,
+            tools=tuple(
+                tool if tool.strict else replace(tool, parameters={"type": "object"})
+                for tool in self.tools
+            ),
+        )
 
 
 def read_tools(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:

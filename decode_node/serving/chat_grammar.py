@@ -4,6 +4,8 @@ tool_choice required or named      calls, whatever response_format says
 auto, with response_format         calls, or content that follows it
 auto, with strict tools            text, in which what begins as a call is one
 anything else                      what the fields ask for, or nothing
+
+Under auto, tools that are not strict are called with any arguments where a schema cannot be kept.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.tools import ToolUse
+from edge.http.errors import BadRequest
 
 
 class ChatGrammar:
@@ -35,6 +38,18 @@ class ChatGrammar:
     ) -> str:
         """Returns the grammar of an answer; "" for a free one. Raises `BadRequest`, `Overloaded`,
         `Unavailable`."""
+        try:
+            return await self._of_chat(body, use, state)
+        except BadRequest as error:
+            lax = use.without_lax_schemas()
+            if use.mode != "auto" or error.param != "tools" or lax == use:
+                raise
+            # It is there for the number of calls, or for other tools that are strict.
+            return await self._of_chat(body, lax, state)
+
+    async def _of_chat(
+        self, body: ChatCompletionRequest, use: ToolUse, state: ReasoningState
+    ) -> str:
         text = self._grammars.text()
         constraint = find_constraint(body)
         if constraint is None:

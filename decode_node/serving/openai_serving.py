@@ -149,7 +149,11 @@ class OpenAIServing:
     async def messages(self, body: MessagesRequest, context: RequestContext) -> Response:
         """Answers a request of Anthropic's Messages API. Raises `HttpError`."""
         with body.named_fields():
-            return await self._chat(body.to_chat(), context, MessagesFormat)
+            chat = body.to_chat()
+            if self._reading.parsers.reasoning_format is None:
+                # This API has no thinking without a budget, and no thinking is within any.
+                chat.thinking_token_budget = None
+            return await self._chat(chat, context, MessagesFormat)
 
     async def count_tokens(self, body: CountTokensRequest, context: RequestContext) -> Response:
         """Answers with the number of tokens that a request would have. Raises `HttpError`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 
 _MAX_CHARS = 200
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _MAX_SEARCHED = 1 << 18
 """Bytes of the longest body that is searched, in about 10 ms, during which no stream goes on."""
 _HALF = re.compile(
@@ -22,7 +24,9 @@ def json_fault(body: bytes, error: Exception) -> str:
         return "it is empty"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if isinstance(error, UnicodeDecodeError):
+    if body.startswith(codecs.BOM_UTF8):
+        return "it begins with a byte order mark; send UTF-8 without one"
+    if isinstance(error, UnicodeDecodeError) or body.startswith(_UTF16):
         return "it is not UTF-8"
     if len(body) <= _MAX_SEARCHED and _HALF.search(body):
         return "a \\u escape is half of a surrogate pair, as if text was cut inside of a character"

@@ -10,6 +10,7 @@ window of the last tokens again with each token and gives what is new at the end
 A window may end inside a character, which then decodes to U+FFFD; tokenizers with byte tokens
 even show the complete characters before it so, as far as they consist of bytes. Such an end is
 kept back until the character is complete. Where the text is complete the window may begin anew.
+A text that goes on with another begins with a window of that one's last tokens, all of it given.
 
 `StopStringMatcher` keeps back text that may turn out to be the beginning of a stop string. Both
 give the same text however the tokens arrive: alone, in groups, or all at once.
@@ -17,13 +18,14 @@ give the same text however the tokens arrive: alone, in groups, or all at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine.frontend.text_options import PLAIN_TEXT, TextOptions
 
 REPLACEMENT = "\ufffd"
-_WINDOW = 16
-"""Tokens in the window before it begins anew."""
+WINDOW = 16
+"""Tokens in the window before it begins anew, and of a text before it."""
 _MAX_WINDOW = 64
 """Tokens after which a window without any complete text is no text, so that nobody waits for its
 end."""
@@ -42,15 +44,21 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Forms the text of one request's output, piece by piece."""
+    """Forms the text of one request's output, piece by piece. `before` are the tokens of a text
+    that it goes on with."""
 
-    def __init__(self, decoder: Decoder, options: TextOptions = PLAIN_TEXT) -> None:
+    def __init__(
+        self, decoder: Decoder, options: TextOptions = PLAIN_TEXT, before: Sequence[int] = ()
+    ) -> None:
         self._decoder = decoder
         self._options = options
-        self._window: list[int] = []
-        self._num_given = 0
+        self._window = list(before)
+        text = self._decode(self._window) if self._window else ""
+        if text.endswith(REPLACEMENT):
+            self._window, text = [], ""  # Nobody knows whether a character is open there.
+        self._num_given = len(text)
         """Characters of the window's text that were given already."""
-        self._anchor = 0
+        self._anchor = len(self._window)
         """Tokens of the window at whose end the text was complete before the last one."""
 
     def push(self, token_id: int) -> str:
@@ -64,7 +72,7 @@ class Detokenizer:
             self._window, self._num_given, self._anchor = [], 0, 0
             return new
         new = self._take(text, len(text))
-        if len(self._window) > _WINDOW:
+        if len(self._window) > WINDOW:
             self._begin_anew(text)
         self._anchor = len(self._window)
         return new

@@ -11,11 +11,11 @@ One `OutputProcessor` for each request:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.frontend.detokenizer import Decoder, Detokenizer, StopStringMatcher
+from engine.frontend.detokenizer import WINDOW, Decoder, Detokenizer, StopStringMatcher
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.pieces import Piece, PieceQueue
 from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
@@ -86,7 +86,9 @@ class OutputProcessor:
         sampling = self._sampling = request.spec.sampling
         self._eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self._shows_stop = request.text.include_stop_str_in_output
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.text)
+        self._detokenizer = (
+            None if tokenizer is None else Detokenizer(tokenizer, request.text, _before(request))
+        )
         self._matcher = StopStringMatcher(sampling.stop, keeps_match=self._shows_stop)
         self._markers = request.marker_token_ids or frozenset()
         wants_pieces = request.marker_token_ids is not None and tokenizer is not None
@@ -224,3 +226,11 @@ class OutputProcessor:
         if rest and self._pieces is not None:
             self._pieces.add(rest, rest)
         return self._matcher.push(rest) + self._matcher.flush()
+
+
+def _before(request: GenerationRequest) -> Sequence[int]:
+    """Returns the tokens of the prompt that the text goes on with."""
+    if not request.text.continues_prompt:
+        return ()
+    end = request.spec.num_own_prompt_tokens
+    return request.spec.prompt_token_ids[max(0, end - WINDOW) : end]

@@ -14,11 +14,14 @@ class TextOptions:
         spaces_between_special_tokens: Where special tokens are shown, neighbours are apart, if the
             tokenizer puts spaces between its tokens.
         include_stop_str_in_output: The stop string or stop token that ends the text is its end.
+        continues_prompt: The text goes on with the prompt's. Some tokenizers leave out the space at
+            the beginning of a text, and here it is between two words.
     """
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    continues_prompt: bool = False
 
 
 PLAIN_TEXT = TextOptions()

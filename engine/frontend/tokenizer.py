@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +186,16 @@ class Tokenizer:
         """Returns the text of `token_ids`; bytes that are no UTF-8 become U+FFFD. Some tokenizers
         put spaces between tokens: not between added ones, if `spaces_between_special_tokens` is
         false."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         if spaces_between_special_tokens or skip_special_tokens:
             return text
-        added = self._added
-        for first, second in pairwise(token_ids):
-            if first in added and second in added:
-                one, other = added[first].content, added[second].content
-                text = text.replace(f"{one} {other}", one + other)
+        for i in range(len(ids) - 1, 0, -1):
+            if ids[i - 1] in self._added and ids[i] in self._added:
+                # From the end on, so that what comes before is still as the tokenizer wrote it.
+                at = len(self._backend.decode(ids[:i], skip_special_tokens=False))
+                if text.startswith(" " + self._added[ids[i]].content, at):
+                    text = text[:at] + text[at + 1 :]
         return text
 
     @property

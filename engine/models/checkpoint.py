@@ -19,7 +19,8 @@ import xxhash
 
 from engine.config import Dtype, LoadFormat, ModelConfig, ParallelConfig, QuantizationName
 from engine.expert_placement import initial_placement
-from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
+from engine.models.config_file import ConfigFile, read_json
+from engine.models.end_tokens import find_end_tokens
 from engine.models.errors import CheckpointError
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
@@ -168,7 +169,7 @@ def load_model_config(
         num_kv_heads=file.num_kv_heads,
         head_dim=kind.head_dim_of(file),
         max_model_len=length,
-        eos_token_ids=_eos_token_ids(folder, file),
+        eos_token_ids=find_end_tokens(folder, file),
         dtype=_stored_dtype(folder, file, weights) if dtype == "auto" else dtype,
         load_format=load_format,
         model_hash="",
@@ -275,17 +276,6 @@ def _max_model_len(folder: Path, file: ConfigFile, wanted: int | None) -> int:
             f"choose max_model_len from 1 to {file.max_position_embeddings}",
         )
     return wanted
-
-
-def _eos_token_ids(folder: Path, file: ConfigFile) -> tuple[int, ...]:
-    ids = file.eos_token_id
-    path = folder / "generation_config.json"
-    if path.is_file():
-        generation = read_json(path, GenerationConfigFile)
-        ids = ids if generation.eos_token_id is None else generation.eos_token_id
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -> Dtype:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,16 @@ _FILE = "generation_config.json"
 _NONE = ("none", "vllm")
 """Names of no file at all; the second is vLLM's."""
 OVERRIDE = "--override-generation-config"
+_NOT_APPLIED = (
+    "bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "guidance_scale", "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams",
+    "penalty_alpha", "sequence_bias", "stop_strings", "suppress_tokens", "top_h", "typical_p",
+    "watermarking_config",
+)  # fmt: skip
+"""Parameters that change what transformers generates, and that no request gets by itself here."""
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,8 +47,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     def find(cls, model: ModelConfig, source: str, override: str) -> SamplingDefaults:
         """Reads the file that `source` names, and `override`, which is JSON. Raises
         `CannotStartError`."""
-        folder = Path(model.path if source == "auto" else source)
-        path = folder / _FILE
+        path = _file_of(model, source)
         found = NO_DEFAULTS
         if source not in _NONE:
             if path.is_file():
@@ -73,6 +83,20 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 NO_DEFAULTS = SamplingDefaults()
+
+
+def not_applied(model: ModelConfig, source: str) -> list[str]:
+    """Returns the parameters in the file that `source` names which requests do not get: as in vLLM,
+    they are sampled without. Raises `CannotStartError`."""
+    path = _file_of(model, source)
+    if source in _NONE or not path.is_file():
+        return []
+    content = read_json(path, dict[str, Any])
+    return [name for name in _NOT_APPLIED if content.get(name) not in _NEUTRAL]
+
+
+def _file_of(model: ModelConfig, source: str) -> Path:
+    return Path(model.path if source == "auto" else source) / _FILE
 
 
 def read_override(text: str) -> SamplingDefaults:

@@ -100,7 +100,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [1], "logprobs": 0, "logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
     ({"prompt": [1], "logprobs": 0, "logprob_token_ids": list(range(129))}, "logprob_token_ids"),
     ({"prompt": [1], "stop": ""}, "stop"),
-    ({"prompt": [1], "stop": ["x"] * 17}, "stop"),
+    ({"prompt": [1], "stop": ["x"] * 65}, "stop"),
     ({"prompt": [1], "stop": [1]}, "stop.0"),
     ({"prompt": [1], "stop": {}}, "stop"),
     ({"prompt": [1], "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),

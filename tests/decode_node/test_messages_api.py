@@ -202,6 +202,18 @@ def test_choices_and_thinking_are_those_of_chats() -> None:
     assert chat(output_config={"effort": "low"}).template_variables == {"reasoning_effort": "low"}
 
 
+async def test_a_model_that_does_not_think_stays_within_any_budget() -> None:
+    """The API has no thinking without one, so that clients send it to every model."""
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 4}}
+    body = {"max_tokens": 8, "messages": [USER], **budget}
+    async with http_node() as node:
+        assert (await node.client.post(MESSAGES, json=body)).status_code == 200
+        assert node.engine.only.request.spec.sampling.grammar == ""
+    async with one_node() as node:
+        assert (await node.client.post(MESSAGES, json=body)).status_code == 200
+        assert "{0,4}" in node.engine.only.request.spec.sampling.grammar
+
+
 async def test_wherever_a_stream_is_cut_it_goes_on() -> None:
     body = {**ASK, "seed": 0, "stream": True}
     async with one_node() as first, one_node() as second, one_node() as third:

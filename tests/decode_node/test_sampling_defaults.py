@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decode_node.config import DecodeNodeSettings
+from decode_node.served_text import find_defaults
 from engine.errors import CannotStartError
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from tests.decode_node.http_node import CONTEXT, http_node
@@ -71,6 +73,19 @@ def test_a_folder_without_the_file_is_a_mistake(tmp_path: Path) -> None:
 def test_a_wrong_override_is_a_wrong_setting(text: str) -> None:
     with pytest.raises(ValueError, match="override-generation-config"):
         DecodeNodeSettings(model="unused", override_generation_config=text)
+
+
+def test_what_requests_do_not_get_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    neutral = {"num_beams": 1, "typical_p": 1.0, "min_length": 0, "forced_eos_token_id": None}
+    write(tmp_path, **ADVICE, **neutral, suppress_tokens=[3], stop_strings="END")
+    model = tiny_model(path=str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        find_defaults(DecodeNodeSettings(model="unused"), model)
+        find_defaults(DecodeNodeSettings(model="unused", generation_config="none"), model)
+    (record,) = caplog.records
+    assert "has stop_strings, suppress_tokens, which" in record.getMessage()
 
 
 async def test_defaults_apply_where_a_request_does_not_say(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from decode_node.answer.logprobs import TokenNames, chat_logprobs
+from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from engine.outputs import TokenLogprobs
 from tests.decode_node.decode_fakes import token_at
-from tests.decode_node.http_node import CONTEXT, HttpNode, chunks_of, http_node
+from tests.decode_node.http_node import CONTEXT, TEMPLATE, HttpNode, chunks_of, http_node
+from tests.engine.frontend.small_tokenizers import byte_fallback_backend
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "the dog"}
@@ -282,3 +284,22 @@ def test_a_token_that_is_named_and_taken_is_told_once() -> None:
     [entry] = chat_logprobs(tokens, [other], are_named=True).content
     assert [top.token for top in entry.top_logprobs] == ["token_id:8", "token_id:5", "token_id:7"]
     assert entry.token == "token_id:8"
+
+
+async def test_an_answer_that_goes_on_with_a_text_keeps_the_space_between() -> None:
+    """Tokenizers like Llama 2's leave out the space that a text begins with."""
+    tokenizer = Tokenizer(byte_fallback_backend(), ChatTemplate(TEMPLATE, {}))
+    async with http_node(tokenizer=tokenizer, scripts=["the fox"]) as node:
+        body = {**TEXT, "max_tokens": 20, "logprobs": 0}
+        choice = (await post(node, COMPLETIONS, body))["choices"][0]
+        assert choice["text"] == " the fox"
+        assert choice["logprobs"]["text_offset"] == [0, 4, 5, 6, 7, 8]
+        assert streamed_text(await stream(node, COMPLETIONS, body)) == " the fox"
+        echoed = await post(node, COMPLETIONS, {**TEXT, "max_tokens": 20, "echo": True})
+        assert echoed["choices"][0]["text"] == "the dog the fox"
+        chat: dict[str, Any] = {**CHAT, "max_tokens": 20}
+        assert text_of((await post(node, CHATS, chat))["choices"][0]) == "the fox"
+        begun = {"role": "assistant", "content": "the dog"}
+        chat |= {"messages": [USER, begun], "continue_final_message": True}
+        chat |= {"add_generation_prompt": False}
+        assert text_of((await post(node, CHATS, chat))["choices"][0]) == " the fox"

@@ -63,6 +63,39 @@ def accepts(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+LAX = [
+    {"type": "any"}, {"minimum": "0"}, {"$ref": "http://nowhere/a"}, {"$ref": "#/$defs/none"},
+    {"type": "integer", "minimum": 5, "maximum": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", LAX, ids=str)
+async def test_only_a_tool_that_is_strict_or_must_be_called_needs_a_schema_that_can_be_kept(
+    schema: dict[str, Any],
+) -> None:
+    """Some clients want one call at a time, whatever tools their users have found."""
+    parameters = {"type": "object", "properties": {"p": schema}, "required": ["p"]}
+    function: dict[str, Any] = {"name": "f", "parameters": parameters}
+    loose = {"type": "function", "function": function}
+    call = '<tool_call>\n{"name": "f", "arguments": {"p": 1}}\n</tool_call>'
+    async with one_node() as node:
+        tools = [*STRICT, loose]
+        for fields in ({"tools": tools}, {"tools": tools, "parallel_tool_calls": False}):
+            grammar = await grammar_of(node, **fields)
+            assert accepts(grammar, call) and accepts(grammar, WEATHER)
+            assert not accepts(grammar, BAD_CALL), "the others are strict still"
+            assert accepts(grammar, f"{call}\n{TIME}") is ("parallel_tool_calls" not in fields)
+        for tool, choice in (
+            (loose, "required"),
+            (loose, {"type": "function", "function": {"name": "f"}}),
+            ({**loose, "function": {**function, "strict": True}}, "auto"),
+        ):
+            body = {"messages": MESSAGES, "tools": [tool], "tool_choice": choice}
+            response = await node.client.post(CHAT, json=body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "tools"
+
+
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     (
         "required", {"tools": TOOLS, "tool_choice": "required"},

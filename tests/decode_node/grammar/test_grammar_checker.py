@@ -188,6 +188,26 @@ async def test_a_model_without_a_tokenizer_says_so() -> None:
     checker.close()
 
 
+async def test_escapes_of_ebnf_are_characters(shared: GrammarChecker) -> None:
+    written = (
+        r"""root ::= "\u00e9\\u\u0022\x41" [\u00e0-\u00FF\u005d] "\U0001F600" [^\u0000-\u001f]"""
+    )
+    grammar = await shared.check(of_grammar(written), "f")
+    assert accepts(grammar, r'é\u"Aü😀x') and accepts(grammar, r'é\u"A]😀"')
+    assert not accepts(grammar, r'é\u"Aa😀x') and not accepts(grammar, 'é\\u"Aü😀\n')
+    for none in ("\\ud83d", "\\U00110000"):
+        assert "regular" in await refusal(shared, of_grammar(f"root ::= [{none}]"))
+
+
+async def test_ebnf_may_have_a_line_for_each_option(shared: GrammarChecker) -> None:
+    written = 'root ::= "a" # "one" |\n\n  # two\n  | "#\\n | ." b\nb ::= [.#|]\n|. "."'
+    grammar = await shared.check(of_grammar(written), "f")
+    for right in ("a", "#\n | .#", "#\n | .é.", "#\n | .\n."):
+        assert accepts(grammar, right), right
+    for wrong in ("one", "#\n | .x", "#\n | .aa", ""):
+        assert not accepts(grammar, wrong), wrong
+
+
 async def test_ebnf_is_converted(shared: GrammarChecker) -> None:
     grammar = await shared.check(
         of_grammar('root ::= "SELECT " column (", " column)*\ncolumn ::= [a-z]+ # a name\n'), "f"

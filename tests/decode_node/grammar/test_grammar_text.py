@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from decode_node.grammar.grammar_text import (
     sequence,
     token,
 )
+from decode_node.grammar.known_keywords import is_known_pattern, with_known_keywords
 from tests.decode_node.grammar.matching import (
     CALL,
     END,
@@ -103,6 +105,74 @@ def test_white_space_in_documents_has_a_bound(schema: dict[str, object]) -> None
 @pytest.mark.parametrize(("schema", "right"), [(True, "[1, {}]"), ({}, "null")])
 def test_a_schema_may_be_anything(schema: bool | dict[str, object], right: str) -> None:
     assert accepts(written(json_schema(schema)), right)
+
+
+_COLOURS = {"enum": ["red", "blue", 3], "title": "Colour", "type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("names", "right", "wrong"),
+    [
+        ({"type": "string"}, ['{"":1}', "{}"], ['{"a":"x"}']),
+        (True, ['{"a":1}'], ['{"a":true}']),
+        (_COLOURS, ['{"red":1,"blue":2}', '{"blue":2}', "{}"], ['{"green":1}', '{"red":true}']),
+        ({"$ref": "#/$defs/Colour"}, ['{"red":1}'], ['{"green":1}']),
+        ({"const": "red"}, ['{"red":1}'], ['{"blue":1}']),
+        ({"type": "string", "pattern": "^[a-z]+$"}, ['{"a":1,"bc":2}', "{}"], ['{"A":1}']),
+    ],
+)
+def test_names_of_properties_can_be_said(names: Any, right: list[str], wrong: list[str]) -> None:
+    """Zod and pydantic write records and dictionaries so."""
+    numbers = {"type": "object", "additionalProperties": {"type": "integer"}}
+    schema = {"$defs": {"Colour": _COLOURS}, **numbers, "propertyNames": names}
+    grammar = written(json_schema(schema))
+    assert [accepts(grammar, text) for text in right] == [True] * len(right)
+    assert [accepts(grammar, text) for text in wrong] == [False] * len(wrong)
+    assert schema["propertyNames"] == names, "the caller's own stays as it is"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *({"minLength": 2}, {"type": "integer"}, {"$ref": "#/nowhere"}, {"$ref": "#/$defs/A"}),
+        *({"enum": ["x" * 9000, *map(str, range(9))]}, {"pattern": 3}, {"enum": "x"}, False),
+    ],
+)
+def test_names_that_cannot_be_said_stay_for_the_library_to_refuse(names: Any) -> None:
+    value = {"type": "string", "enum": ["y" * 9000]}
+    schema = {"propertyNames": names, "additionalProperties": value, "$defs": {"A": {"$ref": "#"}}}
+    assert with_known_keywords(schema) == schema
+
+
+def test_items_that_may_be_equal_are_any() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": False}
+    assert accepts(written(json_schema(schema)), "[1,1]")
+    assert with_known_keywords({**schema, "uniqueItems": True})["uniqueItems"]
+
+
+def test_a_pattern_says_what_a_format_of_another_name_is() -> None:
+    grammar = written(json_schema({"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"}))
+    assert accepts(grammar, '"a1"') and not accepts(grammar, '"A"')
+    kept = {"type": "string", "format": "date", "pattern": "^2"}
+    assert with_known_keywords(kept) == kept
+    for other in (
+        {"format": "cuid2"},
+        {"format": [], "pattern": ""},
+        {"format": "x", "pattern": 1},
+    ):
+        assert with_known_keywords(other) == other
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_known"),
+    [
+        *(("(?=a)", False), ("a(?!b)", False), ("(?<=a)b", False), ("(?<!a)b", False)),
+        *((r"(a)\1", False), (r"\bx", False), ("\n(?=a)", False), (r"(?<n>a)\k<n>", False)),
+        *((r"\(?=a", True), (r"\\1", True), ("(?:a)(?<n>b)(?i)c", True), ("", True), ("\\", True)),
+    ],
+)
+def test_patterns_are_known_by_their_syntax(pattern: str, is_known: bool) -> None:
+    assert is_known_pattern(pattern) is is_known
 
 
 def test_one_choice_may_begin_another() -> None:

@@ -39,6 +39,8 @@ def grammars(node: HttpNode) -> list[str]:
     [
         ({"response_format": FORMAT}, '"integer"'),
         ({"response_format": {"type": "json_object"}}, '"object"'),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '"integer"'),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '"integer"'),
         ({"structured_outputs": {"regex": "[ab]+c"}}, "[ab]+c"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, '"yes" | "no"'),
         ({"guided_json": SCHEMA}, '"integer"'),
@@ -72,6 +74,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         },
         "response_format.json_schema.schema",
         "additionalProperties",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": {"not": {}}}},
+        "response_format",
+        "the keyword not is not supported",
     ),
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
     ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex", "exclude each other"),

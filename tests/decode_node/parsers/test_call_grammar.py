@@ -280,6 +280,20 @@ def test_keywords_that_are_not_supported_are_refused_for_strict_tools_alone() ->
     assert ids is not None and made.read(ids, (lax,)).calls
 
 
+@pytest.mark.parametrize("family", ["hermes", "pythonic", "glm45"])
+@pytest.mark.parametrize("pattern", ["^(?!a)b+$", r"^(a)\1$", r"\bword\b"])
+def test_look_around_in_patterns_stops_strict_tools_alone(family: str, pattern: str) -> None:
+    """Clients write it for addresses of mail, in tools that nobody has to call by the letter."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    made = model(family)
+    lax = Tool("f", schema, strict=False, raw={})
+    ids = made.draw(made.grammar(ToolUse((lax,), "required")), 1)
+    assert ids is not None and made.read(ids, (lax,)).calls
+    strict = Tool("f", schema, strict=True, raw={})
+    with pytest.raises(AssertionError, match=r"look-around|lookarounds|backreferences"):
+        made.draw(made.grammar(ToolUse((strict,), "required")), 1)
+
+
 @pytest.mark.parametrize(
     ("constraint", "message"),
     [

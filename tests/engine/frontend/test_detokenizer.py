@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.frontend.detokenizer import REPLACEMENT, Detokenizer, StopStringMatcher
+from engine.frontend.text_options import TextOptions
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import byte_fallback, byte_level
 
@@ -85,6 +86,42 @@ def test_spaces_between_special_tokens_stay() -> None:
     special = tokenizer.encode("<|end|>", add_special_tokens=False)[-1:]
     ids = the + (special + the) * 30
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(prompt=TEXTS, text=st.sampled_from(["the dog", "  the", "dog", "日本", " "]))
+@settings(max_examples=150, deadline=None)
+def test_a_text_that_goes_on_keeps_the_space_between(prompt: str, text: str) -> None:
+    """Decoders strip a space at the beginning of a text, which is not where this one begins."""
+    tokenizer = byte_fallback()
+    before = tokenizer.encode(prompt, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if REPLACEMENT in tokenizer.decode(before[-16:]):
+        return
+    whole, given = tokenizer.decode(before + ids), tokenizer.decode(before)
+    detokenizer = Detokenizer(tokenizer, before=before[-16:])
+    new = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    assert given + new == whole
+
+
+def test_a_character_that_the_text_before_leaves_open_is_not_gone_on_with() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("日", add_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, before=ids[:-1])
+    assert detokenizer.push(ids[-1]) + detokenizer.flush() == tokenizer.decode(ids[-1:])
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_only_spaces_of_the_tokenizer_go_between_added_tokens(data: st.DataObject) -> None:
+    """A space that the model wrote between two of them is text."""
+    tokenizer = byte_level()
+    space = tokenizer.encode(" ", add_special_tokens=False)
+    added = st.sampled_from(list(tokenizer.added_token_ids.values()))
+    ids = data.draw(st.lists(st.one_of(added, st.sampled_from(space)), max_size=40))
+    options = TextOptions(skip_special_tokens=False, spaces_between_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer, options)
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 # Stop strings ---------------------------------------------------------------------------------

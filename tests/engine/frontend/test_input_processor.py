@@ -90,7 +90,7 @@ def test_numbers_out_of_range(name: str, value: float) -> None:
         {"logprobs": -1},
         {"stop": ("",)},
         {"stop": ("x" * 257,)},
-        {"stop": ("x",) * 17},
+        {"stop": ("x",) * 65},
         {"stop_token_ids": (VOCAB,)},
         {"stop_token_ids": (1,) * 257},
         {"logit_bias": {VOCAB: 1.0}},

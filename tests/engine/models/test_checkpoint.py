@@ -144,8 +144,30 @@ def test_eos_of_generation_config_comes_first(copy: Callable[[str], Path]) -> No
     (folder / "generation_config.json").unlink()
     edit_config(folder, eos_token_id=9)
     assert load_model_config(folder).eos_token_ids == (9,)
+    edit_config(folder, eos_token_id=[-1, 9, load_model_config(folder).vocab_size])
+    assert load_model_config(folder).eos_token_ids == (9,), "the others have no logits"
     edit_config(folder, eos_token_id=None)
     assert load_model_config(folder).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_the_tokenizers_own_end_is_one_too(copy: Callable[[str], Path], as_object: bool) -> None:
+    """Chat models trained from a base model often tell the end of a turn there alone."""
+    folder = copy("llama")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    tokens = [{"id": 9, "content": "<|endoftext|>"}, {"id": 7, "content": "<|im_end|>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens, "model": {}}))
+    end: object = {"content": "<|im_end|>", "lstrip": False} if as_object else "<|im_end|>"
+    listed = {"eos_token": end, "added_tokens_decoder": {}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(listed))
+    assert load_model_config(folder).eos_token_ids == (9, 7)
+    beside = folder / "special_tokens_map.json"
+    beside.write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert load_model_config(folder).eos_token_ids == (9, 7), "all tokens are listed, this one too"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    assert load_model_config(folder).eos_token_ids == (9,), "the map counts for more"
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
+    assert load_model_config(folder).eos_token_ids == (9,)
 
 
 def test_auto_dtype(copy: Callable[[str], Path]) -> None:

@@ -1,0 +1,118 @@
+"""Writes schemas with the keywords that the library has, where another says the same with them.
+
+    propertyNames of a list of names     properties, and no others
+    propertyNames with a pattern         patternProperties, and no others
+    propertyNames of any string, uniqueItems: false       nothing: they ask for nothing
+    format of a name of their own beside a pattern        the pattern
+
+Zod and pydantic write these for records, dictionaries and formats like `cuid2`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from decode_node.grammar.schema_checks import MAX_BYTES, subschemas
+
+_NAMES, _UNIQUE, _FORMAT = "propertyNames", "uniqueItems", "format"
+_FORMATS = {
+    *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+    *("byte", "binary", "password"),
+}
+"""Formats that are kept; of others only a pattern can say what they are."""
+_NOTES = {"title", "description", "$comment", "default", "examples", "deprecated"}
+"""Keywords that say nothing about a document."""
+_LISTS = ("properties", "patternProperties")
+_UNKNOWN_SYNTAX = re.compile(r"(?:[^\\(]|\\[^1-9kbB]|\((?!\?<?[=!]))*+(?:\\[1-9kbB]|\()", re.DOTALL)
+"""Matches a pattern up to look-around, a back reference or the edge of a word."""
+_MAX_REFERENCES = 8
+
+
+def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema that means the same. What the library's keywords cannot say stays, for it to
+    be refused by its name."""
+    if not any(part.keys() & {_NAMES, _UNIQUE, _FORMAT} for _, part in subschemas(schema)):
+        return dict(schema)
+    changed = copy.deepcopy(dict(schema))
+    for _, part in list(subschemas(changed)):
+        if part.get(_UNIQUE) is False:
+            del part[_UNIQUE]
+        form = part.get(_FORMAT)
+        if isinstance(form, str) and form not in _FORMATS and isinstance(part.get("pattern"), str):
+            del part[_FORMAT]
+        if _NAMES in part:
+            _replace_names(part, changed)
+    return changed
+
+
+def without_unknown_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema that allows more: texts whose pattern the library does not have are any."""
+    if not any(_has_unknown_pattern(part) for _, part in subschemas(schema)):
+        return dict(schema)
+    changed = copy.deepcopy(dict(schema))
+    for _, part in subschemas(changed):
+        if _has_unknown_pattern(part):
+            del part["pattern"]
+    return changed
+
+
+def is_known_pattern(pattern: str) -> bool:
+    """Says whether the library has all that a regular expression is made of."""
+    return _UNKNOWN_SYNTAX.match(pattern) is None
+
+
+def _has_unknown_pattern(part: Mapping[str, Any]) -> bool:
+    pattern = part.get("pattern")
+    return isinstance(pattern, str) and not is_known_pattern(pattern)
+
+
+def _replace_names(part: dict[str, Any], root: Mapping[str, Any]) -> None:
+    names = _resolved(part[_NAMES], root)
+    if names is True:
+        names = {}
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return
+    said = names.keys() - _NOTES - {"type"}
+    if not said:
+        del part[_NAMES]
+        return
+    if any(part.get(keyword) for keyword in _LISTS):
+        return
+    value = part.get("additionalProperties", True)
+    listed = _listed(said, names)
+    keyword = "patternProperties" if said == {"pattern"} else "properties"
+    if listed is not None and len(listed) * len(msgspec.json.encode(value)) <= MAX_BYTES:
+        del part[_NAMES]
+        part |= {keyword: dict.fromkeys(listed, value), "additionalProperties": False}
+
+
+def _listed(said: set[str], names: Mapping[str, Any]) -> list[str] | None:
+    """Returns the names, or the pattern of them, that are all that `names` allows; None where it
+    says more."""
+    if said == {"pattern"} and isinstance(names["pattern"], str):
+        return [names["pattern"]]
+    if said == {"enum"} and isinstance(names["enum"], list):
+        return [name for name in names["enum"] if isinstance(name, str)]
+    if said == {"const"} and isinstance(names["const"], str):
+        return [names["const"]]
+    return None
+
+
+def _resolved(names: Any, root: Mapping[str, Any]) -> Any:
+    """Returns what a schema of names says, which may be a reference alone."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(names, dict) or not isinstance(names.get("$ref"), str):
+            return names
+        if names.keys() - _NOTES != {"$ref"} or not names["$ref"].startswith("#/"):
+            return None
+        steps = names["$ref"][2:].split("/")
+        names = root
+        for step in steps:
+            step = step.replace("~1", "/").replace("~0", "~")
+            names = names.get(step) if isinstance(names, Mapping) else None
+    return None
