@@ -52,7 +52,11 @@ DAMAGES = [
         ["model.safetensors", "shape [384, 128]", "download"],
     ),
     ("prefill_node", "half a config", overwrite("config.json", '{"a":'), ["valid JSON", "again"]),
-    ("decode_node", "half a tokenizer", overwrite("tokenizer.json", "{"), ["cannot be read"]),
+    (
+        "decode_node", "half a tokenizer", overwrite("tokenizer.json", "{"),
+        ["tokenizer.json", "valid JSON", "again"],
+    ),
+    ("decode_node", "no tokens", overwrite("tokenizer.json", "{}"), ["cannot be read"]),
     (
         "decode_node", "half a template", overwrite("chat_template.jinja", "{% for"),
         ["does not compile", "again"],
