@@ -25,7 +25,7 @@ from engine.sample.sampler import SamplerOutput
 from engine.sample.siblings import SiblingTensors
 
 _LOOK_S = 50e-6
-"""The driver's interrupt wakes a thread 0.6 to 0.9 ms late on virtual machines, and a thread that
+"""The driver's interrupt wakes a thread 0.2 to 0.5 ms late on virtual machines, and a thread that
 spins takes a core."""
 
 
