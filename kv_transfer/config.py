@@ -13,6 +13,7 @@ TransportName = Literal["nixl", "cuda_ipc", "stream"]
 
 AUTO = "auto"
 FASTEST = "fastest"
+_CHOSEN_BY_DEVICE = (AUTO, FASTEST)
 _ALL: tuple[TransportName, ...] = ("nixl", "cuda_ipc", "stream")
 _FOR_GPU: tuple[TransportName, ...] = ("cuda_ipc", "stream")
 _FOR_CPU: tuple[TransportName, ...] = ("stream",)
@@ -144,7 +145,7 @@ class KVTransferConfig:
 
     def transports_for(self, on_gpu: bool) -> tuple[TransportName, ...]:
         """Returns the transports for a cache on such a device, in order of preference."""
-        if self.transports in (AUTO, FASTEST):
+        if self.transports in _CHOSEN_BY_DEVICE:
             return _FOR_GPU if on_gpu else _FOR_CPU
         return parse_transports(self.transports)
 
@@ -154,7 +155,7 @@ def parse_transports(text: str) -> tuple[TransportName, ...]:
     the end."""
     names = [part.strip() for part in text.split(",")]
     found = tuple(known for name in names for known in _ALL if name == known)
-    if text in (AUTO, FASTEST):
+    if text in _CHOSEN_BY_DEVICE:
         return _FOR_GPU
     if len(found) != len(names) or len(set(found)) != len(found):
         raise ValueError(

@@ -151,17 +151,22 @@ async def test_of_what_no_transport_brings_nothing_counts_as_here(
         await prefill.until_all(ABORTED, transfer_id)
 
 
+async def only_missing_tokens_come(prefill: LoopbackProducer, decode: LoopbackConsumer) -> None:
+    """Pulls the end of a prompt, and checks that nothing else was written."""
+    transfer_id = new_transfer_id()
+    source = prefill.blocks.take(prefill.layout, 100)
+    prefill.compute_all(4, 100, source)
+    target = decode.pull(prefill.peer, transfer_id, 100, first_token=35)
+    prefill.export(transfer_id, 100)
+    await until(lambda: prefill.senders[0].num_pulls > 0)
+    prefill.send(transfer_id, -1, range(100), source, 100)
+    await decode.until_all(RECEIVED, transfer_id)
+    decode.check(4, range(35, 100), target)
+
+
 async def test_only_missing_tokens_are_copied() -> None:
     async with Loopback(SHAPE, layout(block_size=64), data="cuda_ipc,stream") as (prefill, decode):
-        transfer_id = new_transfer_id()
-        source = prefill.blocks.take(SHAPE, 100)
-        prefill.compute_all(4, 100, source)
-        target = decode.pull(prefill.peer, transfer_id, 100, first_token=35)
-        prefill.export(transfer_id, 100)
-        await until(lambda: prefill.senders[0].num_pulls > 0)
-        prefill.send(transfer_id, -1, range(100), source, 100)
-        await decode.until_all(RECEIVED, transfer_id)
-        decode.check(4, range(35, 100), target)
+        await only_missing_tokens_come(prefill, decode)
 
 
 @pytest.mark.parametrize("setting", ["stream", "auto"])

@@ -8,18 +8,17 @@ from unittest.mock import create_autospec
 import msgspec
 import numpy as np
 import pytest
-from kv_caches import RankCache, layout
+from kv_caches import RankCache
+from one_job import BLOCK_IDS, FIRST_TOKEN, JOB, NUM_TOKENS, SHAPE, SHARE
 
 from kv_transfer.errors import CorruptChunk, PeerLost
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.host_device import HostDevice
-from kv_transfer.metadata import KVPeer, RecvMeta
 from kv_transfer.transports.base import TransportId
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
 from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer, MappedBlocks
 from kv_transfer.transports.cuda_ipc.local_frames import LocalAddress
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
-from kv_transfer.transports.fetch_job import FetchJob, PullSource
 from kv_transfer.transports.named.names_assembler import NamesAssembler
 from kv_transfer.transports.named.read_leases import ReadLeases
 from kv_transfer.wire.chunk import (
@@ -31,14 +30,6 @@ from kv_transfer.wire.chunk import (
     shape_code,
 )
 from kv_transfer.wire.pull_client import PullClient
-
-SHAPE = layout(num_layers=2)
-SHARE = SHAPE.share(0, 0, 1)
-NUM_TOKENS, FIRST_TOKEN = 60, 20
-BLOCK_IDS = [7, 3, 5, 1]
-PEER = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
-META = RecvMeta("ab" * 16, 2, PEER, (BLOCK_IDS,), FIRST_TOKEN, NUM_TOKENS)
-JOB = FetchJob(META, PullSource(0, 1, 0, SHARE), 0, 1)
 
 
 @pytest.fixture

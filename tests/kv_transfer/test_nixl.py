@@ -26,7 +26,7 @@ from nixl_pairs import (
     pull,
     queue_of,
 )
-from test_direct_copies import pulled_then_exported
+from test_direct_copies import only_missing_tokens_come, pulled_then_exported
 
 from edge.security.config import SecurityConfig, SecurityError
 from kv_transfer.config import KVTransferConfig
@@ -117,15 +117,7 @@ async def test_windows_may_be_smaller_than_a_prompt_and_unequal(
 async def test_only_missing_tokens_are_read() -> None:
     async with loopback(SHAPE, layout(block_size=64)) as (prefill, decode):
         await connected(prefill, decode)
-        transfer_id = new_transfer_id()
-        source = prefill.blocks.take(SHAPE, 100)
-        prefill.compute_all(4, 100, source)
-        target = decode.pull(prefill.peer, transfer_id, 100, first_token=35)
-        prefill.export(transfer_id, 100)
-        await until(lambda: prefill.senders[0].num_pulls > 0)
-        prefill.send(transfer_id, -1, range(100), source, 100)
-        await decode.until_all(RECEIVED, transfer_id)
-        decode.check(4, range(35, 100), target)
+        await only_missing_tokens_come(prefill, decode)
 
 
 async def test_pulls_that_compete_for_one_slot_all_get_it() -> None:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from kv_caches import RankCache, full_and_window, layout
+from kv_caches import RankCache, full_and_window
 from kv_loopback import until
 from memory_agent import MemoryAgent, memory_window, peer_of, queue_into, write
+from one_job import BLOCK_IDS, FIRST_TOKEN, JOB, NUM_TOKENS, SHAPE, SHARE
 
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, PeerLost
@@ -22,9 +23,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import DeviceError
 from kv_transfer.memory.host_device import HostDevice
-from kv_transfer.metadata import KVPeer, RecvMeta
 from kv_transfer.transports.base import TransportId
-from kv_transfer.transports.fetch_job import FetchJob, PullSource
 from kv_transfer.transports.group_target import GroupTarget
 from kv_transfer.transports.named.read_leases import NUM_LEASES, ReadLeases
 from kv_transfer.transports.nixl.packed_chunks import chunk_sizes, num_that_fit, packed_blocks
@@ -39,13 +38,6 @@ from kv_transfer.transports.nixl.window_message import (
 from kv_transfer.wire.chunk import Chunk, ChunkHeader, ChunkKind, shape_code
 from kv_transfer.wire.chunk_grid import ChunkGrid
 
-SHAPE = layout(num_layers=2)
-SHARE = SHAPE.share(0, 0, 1)
-NUM_TOKENS, FIRST_TOKEN = 60, 20
-BLOCK_IDS = [7, 3, 5, 1]
-PEER = KVPeer(engine_id="p", epoch=1, layout=SHAPE)
-META = RecvMeta("ab" * 16, 2, PEER, (BLOCK_IDS,), FIRST_TOKEN, NUM_TOKENS)
-JOB = FetchJob(META, PullSource(0, 1, 0, SHARE), 0, 1)
 PAGE = SHAPE.page_bytes
 CHUNK = 2 * PAGE
 """Each layer has two chunks, of one block that was asked for and of two."""

@@ -102,6 +102,18 @@ async def aborted(producer: LoopbackProducer, consumer: LoopbackConsumer) -> Non
 Way = Callable[[LoopbackProducer, LoopbackConsumer], Awaitable[None]]
 
 
+async def garbage_of(
+    way: Way, producer: LoopbackProducer, consumer: LoopbackConsumer, heavy: tuple[type, ...]
+) -> Counter[type]:
+    """Counts what of these types a way leaves to the collector."""
+    await until(lambda: not producer.senders[0].num_pulls)
+    with garbage_is_kept():
+        await way(producer, consumer)
+        await until(lambda: not producer.senders[0].num_pulls)
+        gc.collect()
+        return Counter(type(one) for one in gc.garbage if isinstance(one, heavy))
+
+
 @pytest.mark.parametrize(
     ("transport", "data"),
     [("h2", "stream"), ("grpcio", "stream"), ("h2", "cuda_ipc,stream")],
@@ -113,13 +125,7 @@ async def test_nothing_waits_for_the_collector(
     loopback = Loopback(SHAPE, SHAPE, num_streams=2, transport=transport, data=data)
     async with loopback as (producer, consumer):
         await complete(producer, consumer)
-        await until(lambda: not producer.senders[0].num_pulls)
-        with garbage_is_kept():
-            await way(producer, consumer)
-            await until(lambda: not producer.senders[0].num_pulls)
-            gc.collect()
-            found = Counter(type(one) for one in gc.garbage if isinstance(one, HEAVY))
-    assert not found
+        assert not await garbage_of(way, producer, consumer, HEAVY)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +142,4 @@ async def test_nor_does_what_windows_hold(
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     async with loopback(windows=(16384, 16384)) as (producer, consumer):
         await connected(producer, consumer)
-        await until(lambda: not producer.senders[0].num_pulls)
-        with garbage_is_kept():
-            await way(producer, consumer)
-            await until(lambda: not producer.senders[0].num_pulls)
-            gc.collect()
-            found = Counter(type(one) for one in gc.garbage if isinstance(one, heavy))
-    assert not found
+        assert not await garbage_of(way, producer, consumer, heavy)

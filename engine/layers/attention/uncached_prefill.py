@@ -162,9 +162,9 @@ class UncachedPrefillBackend(AttentionBackend):
     ) -> Tensor:
         if not isinstance(metadata, UncachedPrefillMetadata):
             return self.paged.attend(spec, heads, kv_cache, metadata)
-        queries = heads[metadata.chunk_rows, : spec.num_heads]
-        if len(queries) == len(heads):
-            return self._copied(spec, queries, kv_cache, metadata.passes)
+        rows = metadata.chunk_rows
+        if rows == slice(0, len(heads)):
+            return self._copied(spec, heads[:, : spec.num_heads], kv_cache, metadata.passes)
         if metadata.prompt_lens:
             attended = self.dense.attend(spec, heads, metadata)
         else:
@@ -173,7 +173,8 @@ class UncachedPrefillBackend(AttentionBackend):
         if metadata.decodes is not None:
             attended[:first] = self.paged.attend(spec, heads[:first], kv_cache, metadata.decodes)
         if metadata.passes:
-            attended[metadata.chunk_rows] = self._copied(spec, queries, kv_cache, metadata.passes)
+            queries = heads[rows, : spec.num_heads]
+            attended[rows] = self._copied(spec, queries, kv_cache, metadata.passes)
         if metadata.others is not None:
             attended[end:] = self.paged.attend(spec, heads[end:], kv_cache, metadata.others)
         return attended

@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from engine.models.quantization.fields import Fields
-from engine.models.quantization.four_bits import SEARCH, group_size_of
+from engine.models.quantization.four_bits import PLAIN_NAME, SEARCH, group_size_of
 from engine.models.wrappers import with_own_names
 from engine.quantization import Int4Layout, Int4Scheme, Quantization, SchemeRule
 
@@ -22,7 +22,6 @@ _FORMS: dict[str, tuple[Int4Layout, int]] = {
 }
 """Each packing format has somebody's layout, and stores zero points by so much less."""
 _ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
-_NAME = re.compile(r"[\w.-]+")
 
 
 def read_auto_round(fields: Fields) -> Quantization:
@@ -93,7 +92,7 @@ def _exceptions(fields: Fields, scheme: Int4Scheme) -> tuple[list[SchemeRule], l
 def _pattern(fields: Fields, name: str) -> str:
     """Returns the pattern of layers that an exception is for: by name, or by an expression that is
     found anywhere in names."""
-    if _NAME.fullmatch(name):
+    if PLAIN_NAME.fullmatch(name):
         pattern = name
     else:
         try:

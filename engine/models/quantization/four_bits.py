@@ -26,6 +26,8 @@ SEARCH = (
     "v2_alpha", *_AUTO_ROUND,
 )  # fmt: skip
 """These say how GPTQ's weights were found; transformers writes the same of AWQ's."""
+PLAIN_NAME = re.compile(r"[\w.-]+")
+"""Matches what a list of layers has by name; all else is an expression."""
 
 
 def read_awq(fields: Fields) -> Quantization:
@@ -48,18 +50,15 @@ def read_awq(fields: Fields) -> Quantization:
         method="awq",
         rules=(SchemeRule(("Linear",), scheme),),
         ignored=(*ignored, *_expressions(listed), "lm_head"),
-        ignored_parts=tuple(name for name in listed if _NAME.fullmatch(name)),
+        ignored_parts=tuple(name for name in listed if PLAIN_NAME.fullmatch(name)),
     )
-
-
-_NAME = re.compile(r"[\w.-]+")
 
 
 def _expressions(listed: list[str]) -> list[str]:
     """Returns those of a list that are more than names, as transformers and AutoRound read them:
     a name's beginning up to the end of a component."""
     patterns = [
-        rf"re:(?:{text})(?:(?<=\.)|(?=\.|$))" for text in listed if not _NAME.fullmatch(text)
+        rf"re:(?:{text})(?:(?<=\.)|(?=\.|$))" for text in listed if not PLAIN_NAME.fullmatch(text)
     ]
     return [pattern for pattern in patterns if _is_valid(pattern)]
 
