@@ -6,8 +6,11 @@ from typing import Literal
 
 FastPath = Literal[
     "few-row-gemm",
+    "few-row-qkv",
     "fp8-gemm",
     "fused-gate-up",
+    "fused-qkv",
+    "fused-router",
     "int4-gemm",
     "lora-gemm",
     "pdl",
@@ -21,9 +24,15 @@ FastPath = Literal[
 
 few-row-gemm    linear layers and routers of few rows by our own kernel for any size, where
                 `small-m-gemm` does not take their sizes
+few-row-qkv     up to four rows of such sizes: norm, queries, keys and values, their rotation and
+                the write into the cache in one launch
 fp8-gemm        FP8 weights of linear layers that stay so; without, they are dequantised as they are
                 loaded
 fused-gate-up   gate·up of many rows by our own kernel, activation included
+fused-qkv       queries, keys and values of many rows are rotated, and written to the cache, by the
+                kernel of our own that computes them
+fused-router    mixtures of experts of few rows: the norm in the router's launch, the choice of
+                experts in that of their first GEMM, and the second adds to the residual stream
 int4-gemm       4-bit weights that stay packed; without, they are dequantised as they are loaded
 lora-gemm       adapters of up to 16 rows in the launch of their layer, where its weights are plain
 pdl             small kernels that start before the one before has ended (programmatic dependent

@@ -7,6 +7,7 @@ what each pays for rows that are not its own.
     python -m bench.engine.lengths --first 500 --last 1100 --step 23
     python -m bench.engine.lengths --disabled-fast-paths prompt-graphs --name lengths-launched
     python -m bench.engine.lengths --peer vllm.json         # {"300": 9.1, ...}: milliseconds
+    python -m bench.engine.lengths --peer-weights           # drawn as vLLM draws its own
 
 Lengths take turns, so that a GPU that gets warmer slows all of them alike. Results:
 bench/results/NAME.json, and without --plan NAME.png.
@@ -17,14 +18,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib
 
+from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.timing.length_costs import LengthCost, describe, length_costs
 from bench.record import RESULTS, write_result
+from engine.executor.uniproc_executor import UniprocExecutor
 from engine.speed.measurements import duration_s
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 
@@ -97,9 +101,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--peer", type=Path, help="file of a peer's milliseconds by length")
+    parser.add_argument(
+        "--peer-weights", action="store_true", help="as a peer's, in one process, on one GPU"
+    )
     parser.add_argument("--plan", action="store_true", help="measure nothing")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.peer_weights and arguments.tp > 1:
+        parser.error("--peer-weights runs the worker in this process: one GPU")
+    return arguments
 
 
 def main() -> None:
@@ -120,7 +130,12 @@ def main() -> None:
     name = arguments.name or f"lengths-{arguments.shape}" + ("-plan" if arguments.plan else "")
     times: dict[int, list[float]] = {}
     if not arguments.plan:
-        with offline_engine(config) as engine:
+        with ExitStack() as stack:
+            executor = None
+            if arguments.peer_weights:
+                stack.enter_context(peer_weights())
+                executor = UniprocExecutor(config)
+            engine = stack.enter_context(offline_engine(config, executor))
             times = measure(engine, lengths, arguments.turns)
         RESULTS.mkdir(exist_ok=True)
         plot(times, peer, f"prompts alone, shape of {arguments.shape}", RESULTS / f"{name}.png")
@@ -129,6 +144,7 @@ def main() -> None:
         if "median_ms" in entry:
             print({key: entry.get(key) for key in ("length", "median_ms", "against_peer")})
     result = {"shape": arguments.shape, "tp": arguments.tp, "lengths": entries}
+    result["peer_weights"] = arguments.peer_weights
     print(write_result(name, result))
 
 

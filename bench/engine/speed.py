@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 
 import matplotlib
 
+from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.timing.references import REFERENCES, Reference
@@ -192,6 +193,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--uniform-routing", action="store_true", help="to experts, in one process, on one GPU"
     )
+    parser.add_argument(
+        "--peer-weights", action="store_true", help="drawn as vLLM draws its own; the same"
+    )
     parser.add_argument("--breakdown", action="store_true", help="also profile single steps")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
@@ -205,8 +209,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--capture-sizes", default="", help="of CUDA graphs, comma separated")
     parser.add_argument("--name", default="", help="of the result files; default: by shape")
     arguments = parser.parse_args()
-    if (arguments.breakdown or arguments.uniform_routing) and arguments.tp > 1:
-        parser.error("--breakdown and --uniform-routing run the worker in this process: one GPU")
+    in_process = arguments.breakdown or arguments.uniform_routing or arguments.peer_weights
+    if in_process and arguments.tp > 1:
+        parser.error("--breakdown, --uniform-routing and --peer-weights: one process, one GPU")
     return arguments
 
 
@@ -259,12 +264,16 @@ def main() -> None:
     results["kv_cache_dtype"] = config.kv_layout.groups[0].dtype
     results["disabled_fast_paths"] = config.device.disabled_fast_paths
     results["uniform_routing"] = arguments.uniform_routing
+    results["peer_weights"] = arguments.peer_weights
     results["max_num_batched_tokens"] = arguments.max_num_batched_tokens
     with ExitStack() as stack:
         if arguments.uniform_routing:
             stack.enter_context(uniform_routing(config.scheduler.max_num_batched_tokens))
+        if arguments.peer_weights:
+            stack.enter_context(peer_weights())
         if cases:
-            figures = run_cases(config, cases, results, in_process=arguments.uniform_routing)
+            in_process = arguments.uniform_routing or arguments.peer_weights
+            figures = run_cases(config, cases, results, in_process=in_process)
         if arguments.breakdown:
             from bench.engine.timing.step_breakdown import measure_breakdown
 

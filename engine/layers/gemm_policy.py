@@ -8,11 +8,15 @@ import torch
 
 from engine.config import DeviceConfig
 from tandem_kernels.device import has_warpgroup_mma, multiplies_halves, supports_pdl
+from tandem_kernels.experts.pair_shapes import MAX_ROUTED_ROWS
+from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
 
 _SMALL_M_ROWS = 16
 """The largest number of rows: with more, or on older devices, the library is faster."""
 _FUSED_GATE_UP_ROWS = 1024
 """The smallest size: with fewer, there are too few tiles for all SMs."""
+_FUSED_QKV_ROWS = 4096
+"""The smallest size: with fewer, tiles fill the last wave of SMs too badly."""
 _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
 _INT4_ROWS = 128
@@ -32,6 +36,8 @@ class GemmPolicy:
         small_m_rows: Column layers compute at most so many rows by kernels of our own.
         fused_gate_up_rows: From so many rows on, gate·up and its activation are one GEMM of our
             own; 0: never.
+        fused_qkv_rows: From so many rows on, queries, keys and values are rotated and written to
+            the cache by the GEMM that computes them, one of our own; 0: never.
         residual_rows: From so many rows on, row layers add to the residual stream in the GEMM; 0:
             never.
         int4_rows: Packed 4-bit weights are multiplied by at most so many rows; for more they are
@@ -41,6 +47,12 @@ class GemmPolicy:
         few_rows: Linear layers and routers that no kernel above serves compute at most so many
             rows by our own kernel for any size; 0: never.
         adds_few_rows: And row layers add them to the residual stream themselves.
+        few_row_heads: Of layers that no kernel of their own serves either, at most so many rows
+            become rotated heads, and keys and values in the cache, in one launch, the norm in front
+            included; 0: never.
+        fused_router_rows: Mixtures of experts, whose method can, compute at most so many rows with
+            the norm in their router and the choice in their first GEMM, and add to the residual
+            stream themselves; 0: never.
         shared_residual_rows: From so many rows on, row layers of the first of two ranks do, before
             the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream again.
         fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
@@ -56,6 +68,9 @@ class GemmPolicy:
     few_rows: int = 0
     adds_few_rows: bool = False
     shared_residual_rows: int = 0
+    fused_router_rows: int = 0
+    few_row_heads: int = 0
+    fused_qkv_rows: int = 0
 
     @classmethod
     def choose(
@@ -72,18 +87,24 @@ class GemmPolicy:
             return cls(deterministic=True, int4_rows=int4_rows)
         small_m = config.allows("small-m-gemm") and supports_pdl(device)
         gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
+        qkv = config.allows("fused-qkv") and has_warpgroup_mma(device)
         beside = config.allows("side-stream") and device.type == "cuda"
         residual = config.allows("residual-gemm") and device.type == "cuda"
         few_rows = config.allows("few-row-gemm") and supports_pdl(device)
+        heads = config.allows("few-row-qkv") and supports_pdl(device)
+        fused_router = config.allows("fused-router") and supports_pdl(device)
         return cls(
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
+            fused_qkv_rows=_FUSED_QKV_ROWS if qkv else 0,
             residual_rows=_RESIDUAL_ROWS if residual and tp_size == 1 else 0,
             shared_residual_rows=_RESIDUAL_ROWS if residual and tp_size == 2 else 0,
             int4_rows=int4_rows,
             beside_rows=_BESIDE_ROWS if beside else 0,
             few_rows=_FEW_ROWS if few_rows else 0,
             adds_few_rows=few_rows and tp_size == 1,
+            few_row_heads=REGISTER_ROWS if heads else 0,
+            fused_router_rows=MAX_ROUTED_ROWS if fused_router and tp_size == 1 else 0,
             fp8=config.allows("fp8-gemm") and _multiplies_fp8(device, dtype),
         )
 

@@ -18,15 +18,16 @@ from torch import Tensor
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import (
     ColumnPart,
+    HeadPlaces,
     LinearLayer,
     LinearMethod,
     LinearPart,
     LinearShare,
 )
-from engine.layers.methods.choice import column_method, gate_up_method, row_method
+from engine.layers.methods.choice import column_method, gate_up_method, qkv_method, row_method
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import PartialSum, Rows, UnscaledProduct
+from engine.layers.rows import PartialSum, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
 
@@ -132,6 +133,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         gated: The checkpoint has a gate behind each query head. Those of all heads come first.
     """
 
+    method_for = staticmethod(qkv_method)
+
     def __init__(
         self,
         hidden_size: int,
@@ -163,6 +166,11 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         parts = (queries, part(*kv, head_order), part(*kv, None))
         names = ("q_proj", "k_proj", "v_proj")
         super().__init__(hidden_size, parts, shard, bias=bias, names=names)
+
+    def heads(self, x: Rows | UnnormedRows, places: HeadPlaces) -> Tensor | None:
+        """Returns heads that are rotated and written to the cache, [T, Hq + 2 Hkv, D], where one
+        launch computes all that; else None. Not for layers with gates."""
+        return self.method.project_heads(self, x, places)
 
 
 def repeated(order: Tensor, num_heads: int) -> Tensor:

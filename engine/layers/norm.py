@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from engine.layers.rows import PartialSum, QuantisedRows, UnscaledProduct
+from engine.layers.rows import PairOutputs, PartialSum, QuantisedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -49,6 +49,10 @@ class RMSNorm(nn.Module):
         if normed is None:
             return self.add(x.summed(), residual)
         return normed, residual
+
+    def add_pairs(self, x: PairOutputs, residual: Tensor) -> Tensor:
+        """Returns the norm of the sum; `residual` becomes the sum."""
+        return ops.pairs_add_rms_norm(x.parts, x.experts, residual, self.weight, self.eps)
 
     def add_fp8(
         self, x: Tensor | UnscaledProduct | None, residual: Tensor, group: int

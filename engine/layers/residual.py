@@ -7,22 +7,24 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
-from engine.layers.rows import PartialSum, Rows, UnscaledProduct
+from engine.layers.rows import PairOutputs, PartialSum, Rows, UnnormedRows, UnscaledProduct
+
+_Addend = Tensor | UnscaledProduct | PartialSum | PairOutputs
 
 
 class ResidualStream:
     """The sum of what all layers have added so far, [T, H].
 
     What a layer adds waits until the next norm, which sums and normalises in one kernel; a GEMM
-    that can add to the sum itself does so (`RowParallelLinear.add_to`). Ranks' parts of it may
-    wait, too, for a norm that sums them up.
+    that can add to the sum itself does so (`RowParallelLinear.add_to`). Ranks' parts of it, and
+    what single experts give, may wait, too, for a norm that sums them up.
     """
 
     def __init__(self, x: Tensor) -> None:
         self.sum = x
-        self._waiting: Tensor | UnscaledProduct | PartialSum | None = None
+        self._waiting: _Addend | None = None
 
-    def add(self, x: Tensor | UnscaledProduct | PartialSum) -> None:
+    def add(self, x: _Addend) -> None:
         """Adds [T, H] before the next read. Its memory may be reused."""
         assert self._waiting is None, "the stream is read between two additions"
         self._waiting = x
@@ -34,6 +36,10 @@ class ResidualStream:
             plain = waiting.scaled() if isinstance(waiting, UnscaledProduct) else waiting
             self.sum = self.sum + plain
         self.sum.index_add_(0, rows, x)
+
+    def settled(self) -> Tensor | None:
+        """Returns the sum itself, [T, H], to which a kernel may add; None: something waits."""
+        return self.sum if self._waiting is None else None
 
     def keep(self, rows: Tensor) -> None:
         """Goes on with `rows` [n] alone. Nothing waits to be added."""
@@ -64,6 +70,14 @@ class ResidualStream:
             return self.read(norm)
         return norm.add_fp8(self._taken(), self.sum, group)
 
+    def read_unnormed(self, norm: RMSNorm | None, group: int | None) -> Rows | UnnormedRows:
+        """Does what `read_rows` does, but leaves the norm to a reader that may have a kernel for
+        it. What waits must be added first, so then it is computed here, in the same kernel."""
+        rows = self.settled()
+        if norm is None or group is not None or rows is None:
+            return self.read_rows(norm, group)
+        return UnnormedRows(rows, norm.weight, norm.eps)
+
     def normed(self, norm: RMSNorm) -> Tensor:
         """Returns the norm of the stream, [T, H]."""
         normed: Tensor
@@ -71,6 +85,9 @@ class ResidualStream:
             part, self._waiting = self._waiting, None
             normed, self.sum = norm.add_part(part, self.sum)
             return normed
+        if isinstance(self._waiting, PairOutputs):
+            pairs, self._waiting = self._waiting, None
+            return norm.add_pairs(pairs, self.sum)
         waiting = self._taken()
         if waiting is None:
             normed = norm(self.sum)
@@ -81,6 +98,6 @@ class ResidualStream:
         return normed
 
     def _taken(self) -> Tensor | UnscaledProduct | None:
-        """Returns what waits, summed over ranks, and which then waits no more."""
+        """Returns what waits, summed over ranks and experts, and which then waits no more."""
         waiting, self._waiting = self._waiting, None
-        return waiting.summed() if isinstance(waiting, PartialSum) else waiting
+        return waiting.summed() if isinstance(waiting, PartialSum | PairOutputs) else waiting

@@ -49,6 +49,38 @@ class PartialSum:
         return self.group.all_reduce(self.part)
 
 
+@dataclass(frozen=True, slots=True)
+class PairOutputs:
+    """Holds what each of a token's experts gives to it, [T * k, H], which a norm may sum with what
+    it does. `experts` [T, k]; -1: none."""
+
+    parts: Tensor
+    experts: Tensor
+
+    def summed(self) -> Tensor:
+        """Returns the sum over a token's experts, [T, H]."""
+        return ops.sum_pairs(self.parts, self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class UnnormedRows:
+    """Rows of the residual stream, [T, K], whose norm is left to their reader.
+
+    They are the stream itself: they are read before anything is added to it.
+    """
+
+    stream: Tensor
+    weight: Tensor
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def normed(self) -> Tensor:
+        """Returns their norm, [T, K]."""
+        return ops.rms_norm(self.stream, self.weight, self.eps)
+
+
 Rows = Tensor | QuantisedRows
 """Inputs of a linear layer."""
 

@@ -9,6 +9,9 @@ Each rank has a slice of every expert, as of any feed-forward block, or some exp
 completes the layer; else a `TokenExchange` brings them together and the sums back, and the shared
 expert computes a rank's own. In recorded steps of few tokens the shared expert runs beside the
 others, which leave the matrix units idle.
+
+On one rank, experts whose method can do so compute few rows in three launches: the norm with the
+router, the choice with the first GEMM, and the second GEMM adds to the residual stream.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ from engine.layers.expert_methods.choice import expert_method
 from engine.layers.expert_methods.stacked import STACKED_NAMES, bias_weights
 from engine.layers.expert_share import ExpertShare
 from engine.layers.methods.registry import UnsupportedScheme
-from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import PartialSum
+from engine.layers.rows import PairOutputs, PartialSum
 from engine.layers.shard import CheckpointWeight, Shard, unread
+from engine.layers.shared_expert import SharedExpert
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.experts.pair_shapes import takes_router
 from tandem_kernels.gemm import few_row_shapes
 
 
@@ -47,6 +52,11 @@ class RouterOptions:
     top_groups: int = 1
     has_bias: bool = False
     has_logit_bias: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether the experts chosen are those of the largest logits."""
+        return not self.sigmoid and not self.has_bias and self.num_groups == 1
 
 
 class Router(nn.Module):
@@ -101,6 +111,17 @@ class Router(nn.Module):
             own_numbers=self.own_numbers,
             loads=self.loads,
         )
+
+    def leaves_choice(self, x: Tensor) -> bool:
+        """Returns whether `normed_logits` takes rows [T, H], by which experts are then chosen as
+        this would."""
+        uncounted = self.own_numbers is None and self.loads is None
+        return self.options.is_plain and uncounted and takes_router(x, self.weight)
+
+    def normed_logits(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Computes few rows [T, H] of the residual stream -> (logits [T, E], with their bias, and
+        the normed rows)."""
+        return ops.normed_router(x, norm.weight, norm.eps, self.weight, self.logit_bias)
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.deterministic:
@@ -169,6 +190,33 @@ class Experts(ExpertLayer):
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return self.method.apply(self, x, weights, experts)
 
+    def unsummed(self, x: Tensor, weights: Tensor, experts: Tensor) -> PairOutputs | None:
+        """Computes what `forward` sums; None: the method sums so many itself."""
+        if not self.method.leaves_sums(self, experts.numel()):
+            return None
+        parts = self.method.apply(self, x, weights, experts, summed=False)
+        return PairOutputs(parts, experts)
+
+    def add_routed(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        slot_mapping: Tensor,
+        residual: Tensor,
+        options: RouterOptions,
+    ) -> None:
+        """Adds to the residual stream what experts that are chosen by `logits` make of `x`."""
+        self.method.add_routed(
+            self,
+            x,
+            logits,
+            slot_mapping,
+            residual,
+            options.top_k,
+            renormalise=options.renormalise,
+            scaling=options.scaling,
+        )
+
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         if self.stacked:
             yield from self.method.stacked_weights(self, prefix)
@@ -195,51 +243,6 @@ def _units_of(shard: Shard, intermediate_size: int, unit: int) -> tuple[int, int
         ) from error
 
 
-class SharedExpert(nn.Module):
-    """Computes the block that every token goes through.
-
-    Args:
-        has_gate: Its output counts by the sigmoid of a projection of the token.
-    """
-
-    gate: nn.Parameter | None
-
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, shard: Shard, *, has_gate: bool
-    ) -> None:
-        super().__init__()
-        self.deterministic = shard.gemms.deterministic
-        self.mlp = GatedMLP(hidden_size, intermediate_size, shard)
-        self.gate = shard.parameter(1, hidden_size) if has_gate else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes this rank's part of the sum over ranks, [T, H]."""
-        out = self.mlp.partial(x)
-        if self.gate is None:
-            return out
-        # Not torch's sigmoid, whose bits on CPU depend on how many tokens there are.
-        odds = 1.0 + torch.exp(-self._logits(x, self.gate))
-        return (out.float() / odds).to(x.dtype)
-
-    def add_to(self, out: Tensor, x: Tensor) -> None:
-        """Adds what `forward` returns to `out`, [T, H]; in the GEMM where it can."""
-        if self.gate is None:
-            self.mlp.accumulate(x, out)
-        else:
-            out.add_(self(x))
-
-    def _logits(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Computes [T, H] -> [T, 1] float32."""
-        if self.deterministic:
-            return ops.invariant_gemm(x, gate, None, torch.float32)
-        return (x.float() * gate.float()).sum(-1, keepdim=True)
-
-    def checkpoint_weights(self, prefix: str, gate: str) -> Iterator[CheckpointWeight]:
-        yield from self.mlp.checkpoint_weights(prefix, is_fused=False)
-        if self.gate is not None:
-            yield CheckpointWeight(gate, self.gate, tuple(self.gate.shape))
-
-
 class SparseMLP(nn.Module):
     """Adds the routed experts' and the shared expert's output to the residual stream."""
 
@@ -252,12 +255,37 @@ class SparseMLP(nn.Module):
         self.shared = shared
         self.group = shard.tp
         self.exchange = shard.place.token_exchange
+        self.is_alone = shard.tp.size == 1 and shard.place.exchange is None and shared is None
+        self.fused_rows = shard.gemms.fused_router_rows if self.is_alone else 0
         self.beside_rows = shard.gemms.beside_rows
         if self.beside_rows > 0 and shard.device.type == "cuda":
             side_stream(shard.device)
 
-    def forward(self, x: Tensor, stream: ResidualStream, slot_mapping: Tensor) -> None:
-        """Computes the block of the normed `x`, [T, H]; tokens without a slot are padding."""
+    def forward(self, stream: ResidualStream, norm: RMSNorm | None, slot_mapping: Tensor) -> None:
+        """Computes the block of the stream's norm; None: of the stream. Tokens without a slot are
+        padding."""
+        if norm is None or not self._adds_itself(stream, norm, slot_mapping):
+            self._add(stream.read(norm), stream, slot_mapping)
+
+    def _adds_itself(self, stream: ResidualStream, norm: RMSNorm, slot_mapping: Tensor) -> bool:
+        """Computes the block in three launches, if kernels for that take the rows of this step.
+        Returns whether it has done so: that depends on their number alone, as graphs are recorded.
+        """
+        rows, router = stream.settled(), self.router
+        if rows is None or len(rows) > self.fused_rows or not router.leaves_choice(rows):
+            return False
+        if not self.experts.method.takes_logits(self.experts, len(rows), router.options.top_k):
+            return False
+        logits, normed = router.normed_logits(rows, norm)
+        self.experts.add_routed(normed, logits, slot_mapping, rows, router.options)
+        return True
+
+    def _add(self, x: Tensor, stream: ResidualStream, slot_mapping: Tensor) -> None:
+        """Computes the block of the normed `x`, [T, H]."""
+        if self.is_alone:
+            chosen = self.router(x, slot_mapping)
+            stream.add(self.experts.unsummed(x, *chosen) or self.experts(x, *chosen))
+            return
         if self.shared is not None and len(x) <= self.beside_rows and is_recording(x):
             side = SideStream(x.device)
             with side.beside():

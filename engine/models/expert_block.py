@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from engine.layers.expert_share import ExpertShare
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.layers.sparse_mlp import Experts, Router, RouterOptions, SharedExpert, SparseMLP
+from engine.layers.shared_expert import SharedExpert
+from engine.layers.sparse_mlp import Experts, Router, RouterOptions, SparseMLP
 from engine.models.specs.experts import ExpertNames, ExpertSpec
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 

@@ -14,6 +14,7 @@ from engine.layers.linear_attention import GatedDeltaNet, StateInputs
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.attention_block import attention_block, linear_attention_block
@@ -73,19 +74,25 @@ class LlamaDecoderLayer(nn.Module):
         """Adds the layer to the stream, which behind attention goes on with the rows `kept` [n]
         alone; None: with all."""
         attention, mlp = self.self_attn, self.mlp
-        group = None
-        if isinstance(attention, AttentionBlock | LatentAttentionBlock):
-            group = attention.input_group
-        normed, slots = stream.read_rows(self.before_attention, group), inputs.slot_mapping
+        rows, slots = self._attended_rows(stream), inputs.slot_mapping
         if kept is None:
-            attention(normed, stream, kv_cache, inputs)
+            attention(rows, stream, kv_cache, inputs)
         else:
-            attention(normed, stream, kv_cache, inputs, kept)
+            attention(rows, stream, kv_cache, inputs, kept)
             slots = slots.index_select(0, kept)
         if isinstance(mlp, SparseMLP):
-            mlp(stream.read(self.before_mlp), stream, slots)
+            mlp(stream, self.before_mlp, slots)
         else:
             mlp(stream.read_rows(self.before_mlp, mlp.input_group), stream)
+
+    def _attended_rows(self, stream: ResidualStream) -> Rows | UnnormedRows:
+        """Returns the rows of the stream as the layer's attention is best given them."""
+        attention, norm = self.self_attn, self.before_attention
+        if isinstance(attention, AttentionBlock):
+            return stream.read_unnormed(norm, attention.input_group)
+        if isinstance(attention, LatentAttentionBlock):
+            return stream.read_rows(norm, attention.input_group)
+        return stream.read(norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         spec, names = self.spec, self.spec.norms

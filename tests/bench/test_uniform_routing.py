@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.engine.models.uniform_routing import uniform_routing
+from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
 from engine.layers.sparse_mlp import Router, RouterOptions
 from engine.parallel import ParallelPlace
@@ -34,3 +35,19 @@ def test_alike_tokens_go_to_all_experts_evenly(options: dict[str, bool]) -> None
     assert loads.min() > 32 and loads.max() < 96  # 64 expected, deviation 7.5.
     assert torch.equal(again, chosen[:7])
     assert torch.equal(router(x, slots)[1], alone)
+
+
+def test_logits_that_experts_choose_by_are_replaced() -> None:
+    """They are the same as those that a router chooses by itself, and normed rows stay."""
+    shard = Shard(ParallelPlace(range(1)), torch.float32, torch.device("cpu"))
+    router = Router(16, EXPERTS, RouterOptions(top_k=TOP_K, has_logit_bias=True), shard)
+    norm = RMSNorm(16, 1e-5, shard)
+    for parameter in (*router.parameters(), *norm.parameters()):
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 16)
+    alone, normed = router.normed_logits(x, norm)
+    with uniform_routing(TOKENS):
+        found, same = router.normed_logits(x, norm)
+        assert torch.equal(router._logits(same), found)
+    assert torch.equal(same, normed) and not torch.equal(found, alone)
+    assert torch.equal(router.normed_logits(x, norm)[0], alone)

@@ -48,19 +48,24 @@ from tandem_kernels.collectives import (
 from tandem_kernels.elementwise import rms_norm, sigmoid_and_mul, silu_and_mul
 from tandem_kernels.experts import (
     expert_rows,
+    expert_sums,
     expert_tuning,
     fp8_experts,
     fused_experts,
     int4_experts,
     mxfp4_experts,
     mxfp4_pairs,
+    normed_router,
     route_tokens,
 )
 from tandem_kernels.gemm import (
     few_row_gemm,
+    few_row_qkv,
+    few_row_shapes,
     fp8_activations,
     fp8_gemm,
     fused_gate_up,
+    fused_qkv,
     int4_dequantise,
     int4_gemm,
     int4_tuning,
@@ -137,7 +142,11 @@ class Case:
 NO_PARTS = {"IN_PARTS": False, "partial_acc": None, "partial_state": None, "arrived": None}
 """Constants of attention over whole contexts."""
 
-BEGIN_LATE = rms_norm.rms_norm_kernel, route_tokens.route_tokens_kernel
+BEGIN_LATE = (
+    rms_norm.rms_norm_kernel,
+    route_tokens.route_tokens_kernel,
+    normed_router.normed_router_kernel,
+)
 """Let the next kernel begin when the ones in front have ended, and no sooner."""
 
 
@@ -198,9 +207,10 @@ def small_m_cases(capability: int) -> Iterator[Case]:
 
 def few_row_cases(capability: int) -> Iterator[Case]:
     """Yields what Hopper runs; engines on older devices leave few rows to the library."""
-    for rows, outputs in ((4, 128), (16, 2880)) if capability >= 90 else ():
+    if capability < 90:
+        return
+    for rows, outputs in ((4, 128), (16, 2880)):
         tuning = few_row_gemm.few_row_tuning(rows, outputs)
-        in_registers = rows <= few_row_gemm.REGISTER_ROWS
         is_router = outputs == 128
         yield Case(
             few_row_gemm.few_row_gemm_kernel,
@@ -210,15 +220,52 @@ def few_row_cases(capability: int) -> Iterator[Case]:
                 "ROWS": rows,
                 "COLS": tuning.cols,
                 "DEPTH": tuning.depth,
-                "VECTOR": few_row_gemm.VECTOR,
-                "IN_REGISTERS": in_registers,
+                "INNER": 2880 if is_router else 4096,
+                "IN_REGISTERS": rows <= few_row_shapes.REGISTER_ROWS,
                 "HAS_BIAS": not is_router,
                 "ADDS": outputs == 2880,
                 "PRECISION": "tf32",
                 "OVERLAP": True,
                 **({"bias": None} if is_router else {}),
             },
-            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+            tuning.options,
+        )
+    yield from few_row_qkv_cases()
+
+
+def few_row_qkv_cases() -> Iterator[Case]:
+    """Yields gpt-oss-120b's layer on one rank, and another one on four."""
+    for dtype, rows, heads, inner in (
+        ("bf16", 1, (64, 8, 64), 2880),
+        ("fp16", 4, (8, 2, 128), 720),
+    ):
+        num_q_heads, num_kv_heads, head_dim = heads
+        is_whole = dtype == "bf16"
+        tuning = few_row_gemm.few_row_tuning(rows, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        yield Case(
+            few_row_qkv.few_row_qkv_kernel,
+            f"{dtype} rows={rows}",
+            {
+                **named(f"*{dtype}", "x", "norm_weight", "weight", "bias", "kv_cache", "out"),
+                **named("*i64", "positions", "slot_mapping"),
+                "cos_sin_cache": "*fp32",
+                "eps": "fp32",
+            },
+            {
+                "NUM_Q_HEADS": num_q_heads,
+                "NUM_KV_HEADS": num_kv_heads,
+                "HALF": head_dim // 2,
+                "BLOCK_SIZE": 64,
+                "ROWS": rows,
+                "PAIRS": tuning.cols // 2,
+                "DEPTH": tuning.depth,
+                "INNER": inner,
+                "HAS_NORM": is_whole,
+                "HAS_BIAS": is_whole,
+                "OVERLAP": True,
+                **({} if is_whole else {"norm_weight": None, "bias": None}),
+            },
+            tuning.options,
         )
 
 
@@ -287,6 +334,38 @@ def fused_gate_up_cases(capability: int) -> Iterator[Case]:
                 "IN_PAIRS": True,
             },
             {"num_warps": fused_gate_up.NUM_WARPS, "num_stages": fused_gate_up.NUM_STAGES},
+        )
+
+
+def fused_qkv_cases(capability: int) -> Iterator[Case]:
+    """Yields cases for Hopper alone: what takes fewest registers, and what takes most."""
+    tiles = fused_qkv.ROWS, fused_qkv.COLS, fused_qkv.DEPTH
+    rows, cols, depth = tiles
+    boxes = {"x": [rows, depth], "weight": [cols, depth]}
+    types = {
+        **{name: f"tensordesc<bf16{box}>" for name, box in boxes.items()},
+        **named("*bf16", "bias", "kv_cache", "heads"),
+        **named("*i64", "positions", "slot_mapping"),
+        "cos_sin_cache": "*fp32",
+    }
+    for head_dim, has_bias in ((64, False), (128, True)) if capability >= 90 else ():
+        yield Case(
+            fused_qkv.fused_qkv_kernel,
+            f"head_dim={head_dim} bias={has_bias}",
+            types,
+            {
+                "NUM_Q_HEADS": 32,
+                "NUM_KV_HEADS": 8,
+                "HALF": head_dim // 2,
+                "BLOCK_SIZE": 16,
+                **dict(zip(("ROWS", "COLS", "DEPTH"), tiles, strict=True)),
+                "TILES_DOWN": fused_qkv.TILES_DOWN,
+                "HAS_BIAS": has_bias,
+                "KEEP_KV": has_bias,
+                "IN_PAIRS": True,
+                **({} if has_bias else {"bias": None}),
+            },
+            {"num_warps": fused_qkv.NUM_WARPS, "num_stages": fused_qkv.NUM_STAGES},
         )
 
 
@@ -555,10 +634,17 @@ def expert_cases(capability: int) -> Iterator[Case]:
         expert_rows.sort_pairs_kernel, "", types, {"CHUNK": expert_rows.CHUNK}, {"num_warps": 16}
     )
     yield Case(
-        fused_experts.sum_pairs_kernel,
+        expert_sums.sum_pairs_kernel,
         "",
         types,
         {"TOP_K": 8, "BLOCK": 1024, "OVERLAP": capability >= 90},
+    )
+    yield Case(
+        expert_sums.pairs_add_rms_norm_kernel,
+        "",
+        types | named("*bf16", "residual"),
+        {"TOP_K": 8, "BLOCK": 4096, "OVERLAP": capability >= 90},
+        {"num_warps": 8},
     )
     many = capability >= 90
     for num_pairs, gated in itertools.product((8, 256, 8192, 65536) if many else (65536,), (1, 0)):
@@ -668,6 +754,7 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "SPARES_EXTRA": tuning.spares_extra,
                 "UNROLL": tuning.unroll,
                 "STRIPS": tuning.strips,
+                "HALF_LAST": num_pairs == 8192 and gated,
                 "PAIRS": 1 if is_sorted else max(16, num_pairs),
                 "TILES": 1,
                 "EXPERTS": 128,
@@ -690,30 +777,66 @@ def mxfp4_pair_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out", "bias"),
         **named("*i32", "weight", "experts", "arrived"),
-        **named("fp32", "limit", "alpha"),
-        **named("*fp32", "pair_weights", "sums"),
+        **named("fp32", "limit", "alpha", "scaling"),
+        **named("*fp32", "pair_weights", "sums", "logits"),
+        "slot_mapping": "*i64",
     }
-    for gated, num_warps in (True, 2), (False, 4):
+    cases = [(True, 2, False, False), (False, 4, False, False), (True, 2, True, True)]
+    cases += [(False, 2, False, True), (True, 1, True, False)]
+    for gated, num_warps, is_routed, is_late in cases:
         yield Case(
             mxfp4_pairs.mxfp4_pair_gemm_kernel,
-            f"gated={gated}",
+            f"gated={gated} routed={is_routed} late={is_late}",
             types,
             {
                 "TOP_K": 4,
                 "ROWS": 8 if num_warps < 4 else 16,
                 "COLS": 64,
-                "DEPTH": 64 if gated else 128,
+                "DEPTH": 64 if gated or is_late else 128,
                 "SPLITS": 5,
                 "GATED": gated,
                 "HAS_BIAS": True,
                 "CLAMPED": gated,
                 "BY_WARP": num_warps < 4,
-                "EVEN": gated,
+                "EVEN": gated or is_late,
                 "IN_PAIRS": True,
                 "PRECISION": "tf32",
                 "OVERLAP": capability >= 90,
+                "NUM_EXPERTS": 128 if is_routed else 0,
+                "LANES": 128 if is_routed else 1,
+                "RENORMALISE": is_routed,
+                "WARPS": num_warps,
+                "ADDS": not gated,
+                "LATE": is_late,
+                "UNROLL": 3 if is_late else 1,
+                **({} if is_routed else {"logits": None, "slot_mapping": None}),
             },
             {"num_warps": num_warps, "num_stages": 4},
+        )
+
+
+def normed_router_cases(capability: int) -> Iterator[Case]:
+    """Yields what Hopper runs, as for other few rows."""
+    types = {
+        **named("*bf16", "x", "norm_weight", "weight", "normed"),
+        **named("*fp32", "bias", "logits"),
+        "eps": "fp32",
+    }
+    for rows in (1, 4) if capability >= 90 else ():
+        yield Case(
+            normed_router.normed_router_kernel,
+            f"rows={rows}",
+            types,
+            {
+                "ROWS": rows,
+                "COLS": normed_router.TUNING.cols,
+                "DEPTH": 4096,
+                "SHARE": 48,
+                "VECTOR": normed_router.VECTOR,
+                "HAS_BIAS": True,
+                "OVERLAP": True,
+            },
+            {"num_warps": 4096 // (32 * normed_router.TUNING.lanes)},
         )
 
 
@@ -1106,6 +1229,7 @@ def compile_all(capability: int) -> None:
         few_row_cases,
         fp8_cases,
         fused_gate_up_cases,
+        fused_qkv_cases,
         int4_cases,
         invariant_cases,
         rope_cases,
@@ -1114,6 +1238,7 @@ def compile_all(capability: int) -> None:
         fp8_expert_cases,
         mxfp4_expert_cases,
         mxfp4_pair_cases,
+        normed_router_cases,
         latent_cases,
         ragged_cases,
         linear_attention_cases,

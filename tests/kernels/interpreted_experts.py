@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import int4_checks as int4
 import pytest
 import quantised_expert_checks as check
+import routed_expert_checks as routed
 import torch
 from interpreted_fixtures import (  # noqa: F401
     looks_for_builtins_once,
@@ -14,7 +17,7 @@ from interpreted_fixtures import (  # noqa: F401
 )
 
 from tandem_kernels import ops
-from tandem_kernels.experts import mxfp4_experts, mxfp4_pairs
+from tandem_kernels.experts import mxfp4_experts, mxfp4_pairs, pair_shapes
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 
 pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
@@ -59,9 +62,10 @@ def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
 def test_tilings_of_mxfp4_experts() -> None:
     check.mxfp4_tilings(check.FEW_ROWS, (2, 2, 8, 160, 96), torch.float32)
     check.mxfp4_tilings(check.MANY_ROWS, (65, 2, 2, 32, 64), torch.float32)
+    check.mxfp4_tilings(check.HALF_LAST, (65, 2, 2, 32, 160), torch.float32)
 
 
-@pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=lambda tuning: f"splits={tuning.splits}")
+@pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=check.pair_name)
 def test_mxfp4_pairs_by_themselves(tuning: ExpertTuning) -> None:
     clamped = tuning.splits > 1
     check.mxfp4_pairs(tuning, (3, 2, 4, 160, 64), torch.float32, clamped=clamped)
@@ -85,4 +89,34 @@ def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch
         launched.clear()
         check.mxfp4_experts(ops.mxfp4_experts.kernel, sizes, torch.float32, clamped=True)
         assert launched == parts
-    assert not mxfp4_pairs.takes_each_pair(pairs, 1 << 14, 65)
+    assert not pair_shapes.takes_each_pair(pairs, 1 << 14, 65)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "options"),
+    [
+        ((1, 128, 96), torch.float16, {}),
+        ((4, 24, 320), torch.float16, {"has_bias": False}),
+        ((3, 5, 64), torch.float16, {"norm_dtype": torch.float32}),
+        ((2, 9, 2048), torch.float32, {}),
+    ],
+)
+def test_a_router_normalises_its_rows(
+    sizes: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    routed.normed_router(ops.normed_router.kernel, sizes, dtype, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 4, 32, 160, 96), {"scaling": 2.5}),
+        ((2, 3, 40, 96, 64), {"renormalise": False}),
+        ((4, 4, 72, 64, 64), {}),
+    ],
+    ids=["one row", "two rows", "four rows"],
+)
+def test_experts_that_choose_themselves(sizes: check.Sizes, options: dict[str, Any]) -> None:
+    apart = ops.route_tokens.kernel, ops.mxfp4_experts.kernel
+    kernel = ops.mxfp4_routed_experts.kernel
+    routed.routed_experts(kernel, apart, sizes, torch.float16, **options)

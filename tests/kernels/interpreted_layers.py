@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import few_row_checks
 import fp8_linear_checks
+import fused_qkv_checks
 import int4_checks as int4
 import kernel_checks as check
 import lora_checks
 import pytest
 import torch
+from fused_qkv_checks import QkvShape
 from interpreted_fixtures import (  # noqa: F401
     dtypes,
     looks_for_builtins_once,
@@ -26,7 +29,7 @@ from interpreted_fixtures import (  # noqa: F401
 from triton.runtime import interpreter
 
 from tandem_kernels import ops
-from tandem_kernels.gemm import few_row_gemm
+from tandem_kernels.gemm import few_row_gemm, few_row_qkv
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
 from tandem_kernels.lora import lora_gemm
@@ -58,8 +61,49 @@ def test_few_rows_of_any_size(
     check.few_row_gemm(ops.few_row_gemm.kernel, shape, torch.float16)
 
 
+@pytest.mark.parametrize(
+    ("rows", "inner", "heads", "tuning", "parts"),
+    [
+        (1, 720, (4, 1, 64), FewRowTuning(8, 256, 4), {}),
+        (2, 720, (4, 2, 64), None, {"bias": False}),
+        (2, 144, (1, 1, 128), FewRowTuning(16, 128, 4), {"norm": False}),
+        (3, 272, (2, 1, 80), FewRowTuning(16, 512, 4), {}),
+    ],
+    ids=["one row", "padding", "normed", "uneven"],
+)
+def test_front_of_attention_in_one_launch(
+    rows: int,
+    inner: int,
+    heads: tuple[int, int, int],
+    tuning: FewRowTuning | None,
+    parts: dict[str, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if tuning is not None:
+        monkeypatch.setattr(few_row_qkv, "few_row_tuning", lambda *sizes: tuning)
+    few_row_checks.few_row_qkv(ops.few_row_qkv.kernel, rows, inner, heads, torch.float16, **parts)
+
+
 def test_fused_gate_up_of_many_rows() -> None:
     check.fused_gate_up(ops.fused_gate_up.kernel, (150, 256, 128), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_bias", "keep_kv"),
+    [
+        (QkvShape(), False, True),
+        (QkvShape(num_tokens=128, block_size=128, inner=192), True, False),
+        (QkvShape(num_kv_heads=4, head_dim=64, num_tokens=3), True, True),
+        (QkvShape(num_q_heads=8, num_kv_heads=4, head_dim=64, block_size=128), False, False),
+    ],
+    ids=str,
+)
+def test_fused_qkv_of_many_rows(shape: QkvShape, has_bias: bool, keep_kv: bool) -> None:
+    op = ops.fused_qkv.kernel
+    options = {"has_bias": has_bias, "keep_kv": keep_kv}
+    fused_qkv_checks.fused_qkv(op, shape, torch.float16, **options)
+    rope = ops.rope_and_cache.kernel
+    fused_qkv_checks.fused_qkv_as_two(op, rope, shape, torch.float16, has_bias=has_bias)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +131,10 @@ def test_products_that_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", check.ROUTERS)
 def test_routers(name: str) -> None:
     check.route_tokens(ops.route_tokens.kernel, name, 24)
+
+
+def test_sums_of_experts_that_are_normed() -> None:
+    check.pairs_add_rms_norm(ops.pairs_add_rms_norm.kernel, (5, 3, 200), torch.float32)
 
 
 def test_routers_of_ranks_with_some_experts() -> None:

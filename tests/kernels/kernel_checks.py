@@ -680,12 +680,32 @@ def fused_experts(
     found = op(x, w13, w2, weights, chosen, **more)
     assert found.dtype == dtype
     assert not found[num_tokens // 3].any()
+    parts = op(x, w13, w2, weights, chosen, **more, summed=False)
+    assert oracle.relative_error(ops.sum_pairs(parts, chosen), expected) < 2 * ELEMENTWISE[dtype]
     assert oracle.relative_error(found, expected) < 2 * ELEMENTWISE[dtype]
     fixed = op(x, w13, w2, weights, chosen, True, **more)
     assert oracle.relative_error(fixed, expected) < 2 * ELEMENTWISE[dtype]
     for start, end in ((0, 1), (num_tokens // 2, num_tokens)):
         alone = op(x[start:end], w13, w2, weights[start:end], chosen[start:end], True, **more)
         assert torch.equal(alone, fixed[start:end])
+
+
+def pairs_add_rms_norm(
+    op: Op, sizes: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """A token's outputs, but for those of no expert, are added to its row, and that is normed."""
+    num_tokens, top_k, hidden = sizes
+    parts = torch.randn(num_tokens * top_k, hidden, device=device).to(dtype)
+    experts = torch.randint(-1, 3, (num_tokens, top_k), dtype=torch.int32, device=device)
+    parts[experts.flatten() < 0] = torch.nan
+    residual = torch.randn(num_tokens, 2 * hidden, device=device).to(dtype)[:, :hidden]
+    weight = torch.randn(hidden, device=device).to(dtype)
+    known = parts.view(num_tokens, top_k, hidden).double().nan_to_num(0.0).sum(1)
+    carried = (known.float().to(dtype).double() + residual.double()).to(dtype)
+    normed = op(parts, experts, residual, weight, 1e-6)
+    assert oracle.relative_error(residual, carried) < ELEMENTWISE[dtype]
+    expected = oracle.rms_norm(residual, weight, 1e-6)
+    assert oracle.relative_error(normed, expected) < ELEMENTWISE[dtype]
 
 
 def latent_rope_and_cache(

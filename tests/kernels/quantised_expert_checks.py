@@ -43,13 +43,26 @@ MANY_ROWS = [
     ExpertTuning(32, 128, 64, 4, 3, extra_rows=16, spares_extra=True, strips=2),
     ExpertTuning(16, 256, 64, 8, 3, strips=2),
 ]
+HALF_LAST = [
+    ExpertTuning(16, 128, 64, 4, 3, extra_rows=16, spares_extra=True),
+    ExpertTuning(32, 128, 64, 4, 3, group=2),
+]
+"""Tiles for a number of outputs that leaves half of one in the last column."""
 EACH_PAIR = [
     ExpertTuning(8, 64, 64, 2, 3, splits=3, each_pair=True),
     ExpertTuning(16, 128, 128, 4, 3, each_pair=True),
     ExpertTuning(8, 64, 128, 1, 3, splits=2, each_pair=True),
     ExpertTuning(8, 64, 64, 2, 3, splits=5, each_pair=True),
     ExpertTuning(8, 128, 64, 2, 3, splits=5, each_pair=True),
+    ExpertTuning(8, 64, 64, 2, 2, splits=3, each_pair=True, late=True),
+    ExpertTuning(8, 128, 64, 2, 2, splits=5, unroll=3, each_pair=True, late=True),
+    ExpertTuning(8, 64, 64, 1, 2, unroll=4, each_pair=True, late=True),
 ]
+
+
+def pair_name(tuning: ExpertTuning) -> str:
+    late = f" late unroll={tuning.unroll}" if tuning.late else ""
+    return f"cols={tuning.cols} splits={tuning.splits}{late}"
 
 
 def fp8_weight(shape: tuple[int, ...], *, blocks: bool, device: str = "cpu") -> tuple[Tensor, ...]:

@@ -34,6 +34,7 @@ def _post_compile(name: str) -> None:
         ("collectives.peer_reduce.peer_reduce_kernel", "part"),
         ("collectives.peer_reduce_norm.peer_reduce_norm_kernel", "num_rows"),
         ("experts.fused_experts.expert_gemm_kernel", "num_row_tiles"),
+        ("gemm.fused_qkv.fused_qkv_kernel", "num_rows"),
     ],
 )
 def test_kernels_are_the_same_for_any_number_of_tokens(kernel: str, count: str) -> None:

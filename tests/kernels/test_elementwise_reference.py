@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import few_row_checks
 import fp8_linear_checks
+import fused_qkv_checks
 import kernel_checks as check
 import pytest
 import torch
+from fused_qkv_checks import QkvShape
 
 from tandem_kernels import ops
+from tandem_kernels.gemm import few_row_shapes, fused_qkv_shapes
 
 dtypes = pytest.mark.parametrize("dtype", list(check.ELEMENTWISE), ids=str)
 shapes = pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 80), (17, 333)])
@@ -42,8 +46,67 @@ def test_few_rows_of_any_size(dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("norm", [False, True])
+def test_front_of_attention_in_one_launch(dtype: torch.dtype, norm: bool) -> None:
+    few_row_checks.few_row_qkv(ops.few_row_qkv, 3, 144, (4, 2, 64), dtype, bias=norm, norm=norm)
+
+
+def test_shapes_of_the_front_of_attention() -> None:
+    """Rows of some kinds are left to kernels apart."""
+    takes = few_row_shapes.takes_heads
+
+    def given(num_rows: int, num_outputs: int, head_dim: int = 64) -> list[torch.Tensor]:
+        sizes = (num_rows, 96), (num_outputs, 96), (3, 2, 8, 16, head_dim)
+        return [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
+
+    assert takes(*given(2, 5120)) and takes(*given(4, 2560))
+    assert not takes(*given(3, 5120)) and not takes(*given(5, 2560))
+    assert not takes(*given(1, 2560, head_dim=40)), "half a head is no multiple of 8"
+    x, weight, kv_cache = given(1, 2560)
+    assert not takes(x, weight, kv_cache.half())
+    assert not takes(torch.zeros(97).bfloat16()[1:].view(1, 96), weight, kv_cache)
+
+
+@dtypes
 def test_fused_gate_up_of_many_rows(dtype: torch.dtype) -> None:
     check.fused_gate_up(ops.fused_gate_up, (40, 128, 64), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_fused_qkv_of_many_rows(dtype: torch.dtype, has_bias: bool) -> None:
+    shape = QkvShape(num_q_heads=6, head_dim=24, inner=40, num_tokens=7)
+    options = {"has_bias": has_bias, "keep_kv": has_bias}
+    fused_qkv_checks.fused_qkv(ops.fused_qkv, shape, dtype, **options)
+    columns = ops.fused_qkv, ops.rope_and_cache
+    fused_qkv_checks.fused_qkv_as_two(*columns, shape, dtype, has_bias=has_bias)
+
+
+def test_shapes_of_fused_qkv() -> None:
+    """Tiles are of one kind, queries, keys or values, and whole."""
+    takes = fused_qkv_shapes.takes
+    x = torch.zeros(3, 512).bfloat16()
+
+    def weight(num_heads: int, head_dim: int, inner: int = 512) -> torch.Tensor:
+        return torch.zeros(num_heads * head_dim, inner).bfloat16()
+
+    def cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype = x.dtype) -> torch.Tensor:
+        return torch.zeros(1, 2, num_kv_heads, 16, head_dim).to(dtype)
+
+    assert takes(x, weight(8, 128), cache(2, 128))
+    assert takes(x, weight(16, 64), cache(4, 64))
+    assert takes(x[:, 256:], weight(8, 128, 256), cache(2, 128))
+    assert not takes(x[:0], weight(8, 128), cache(2, 128)), "no rows"
+    assert not takes(x, weight(7, 128), cache(2, 128)), "three query heads"
+    assert not takes(x, weight(6, 128), cache(1, 128)), "a tile of a key and a value"
+    assert not takes(x, weight(12, 64), cache(2, 64)), "tiles of keys and values"
+    assert not takes(x, weight(8, 256), cache(2, 256)), "halves of heads in two tiles"
+    assert not takes(x, weight(16, 80), cache(4, 80)), "tiles of parts of heads"
+    assert not takes(x, weight(8, 128), cache(2, 128, torch.float8_e4m3fn)), "numbers of 8 bits"
+    assert not takes(x.float(), weight(8, 128).float(), cache(2, 128, torch.float32))
+    assert not takes(x.half(), weight(8, 128), cache(2, 128))
+    assert not takes(x[:, :320], weight(8, 128, 320)[:, :310], cache(2, 128))
+    assert not takes(x[:, 1:], weight(8, 128)[:, 1:], cache(2, 128))
 
 
 @dtypes

@@ -26,6 +26,12 @@ def test_of_equal_scores_the_lowest_expert_is_chosen() -> None:
     assert experts.tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_experts_that_are_normed(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    check.pairs_add_rms_norm(ops.pairs_add_rms_norm, (5, 3, 200), dtype)
+
+
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts(dtype: torch.dtype, clamped: bool) -> None:

@@ -69,8 +69,12 @@ def test_the_sweep_of_mxfp4_tries_what_its_kernels_take(rows: float) -> None:
         assert tuning.extra_rows in (0, 16, 32) and tuning.extra_rows < tuning.rows
         assert tuning.extra_rows > 0 or not tuning.spares_extra, "there is nothing to spare"
         assert tuning.unroll in (1, 2, 3)
-    assert any(tuning.unroll > 1 for tuning in tried) == (rows > 0.2)
+        if tuning.late:
+            assert tuning.each_pair and tuning.num_warps < 4
+            assert (tuning.rows, tuning.depth) == (8, SIDE), "a row of the operand for each group"
+    assert any(tuning.unroll > 1 and not tuning.late for tuning in tried) == (rows > 0.2)
     assert any(tuning.each_pair for tuning in tried) == (rows < 0.3)
+    assert any(tuning.late for tuning in tried) == (rows < 0.3)
 
 
 def test_weights_of_the_sweep_of_mxfp4_are_like_those_of_models() -> None:

@@ -29,6 +29,12 @@ def test_kernels_that_let_the_next_one_begin_late() -> None:
 
 
 @halves
+@pytest.mark.parametrize("sizes", [(1, 4, 2880), (300, 8, 2048), (2100, 4, 2880), (5, 6, 200)])
+def test_sums_of_experts_that_are_normed(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    check.pairs_add_rms_norm(ops.pairs_add_rms_norm, sizes, dtype, "cuda")
+
+
+@halves
 @pytest.mark.parametrize("num_tokens", [1, 4, 16, 33, 300])
 @pytest.mark.parametrize("sizes", [(8, 128, 2048, 768), (2, 8, 1024, 1792), (6, 60, 256, 200)])
 def test_experts(dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int, int, int]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import few_row_checks
 import fp8_linear_checks
+import fused_qkv_checks
 import int4_checks as int4
 import kernel_checks as check
 import pytest
 import torch
+from fused_qkv_checks import QkvShape
 from gpu_fixtures import HALVES, halves, poisoned_and_fresh  # noqa: F401
 
 from tandem_kernels import ops
@@ -41,6 +44,20 @@ def test_few_rows_of_any_size(dtype: torch.dtype, rows: int, shape: tuple[int, i
     check.few_row_gemm(ops.few_row_gemm, (rows, *shape), dtype, "cuda")
 
 
+@halves
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("heads", "inner"),
+    [((64, 8, 64), 2880), ((8, 1, 64), 2880), ((32, 8, 128), 4096), ((3, 1, 80), 272)],
+)
+def test_front_of_attention_in_one_launch(
+    dtype: torch.dtype, rows: int, heads: tuple[int, int, int], inner: int
+) -> None:
+    given = ops.few_row_qkv, rows, inner, heads, dtype, "cuda"
+    few_row_checks.few_row_qkv(*given)
+    few_row_checks.few_row_qkv(*given, bias=False, norm=False)
+
+
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize(("dtype", "rows"), [(BF16, 1), (BF16, 2049), (torch.float16, 33)])
 def test_rows_of_fp8(dtype: torch.dtype, rows: int, group: int) -> None:
@@ -66,6 +83,33 @@ def test_fp8_products(rows: int, shape: tuple[int, int], blocks: bool) -> None:
 @pytest.mark.parametrize("shape", [(128, 256), (14336, 4096), (9472, 3584), (4864, 896)])
 def test_fused_gate_up_of_many_rows(dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> None:
     check.fused_gate_up(ops.fused_gate_up, (rows, *shape), dtype, "cuda")
+
+
+@halves
+@pytest.mark.parametrize("rows", [1, 127, 1024, 3001])
+@pytest.mark.parametrize(
+    ("heads", "inner", "has_bias", "block_size"),
+    [
+        ((32, 8, 128), 4096, False, 16),
+        ((28, 4, 128), 3584, True, 128),
+        ((64, 8, 64), 2880, True, 16),
+        ((8, 4, 64), 256, False, 32),
+    ],
+)
+def test_fused_qkv_of_many_rows(
+    dtype: torch.dtype,
+    rows: int,
+    heads: tuple[int, int, int],
+    inner: int,
+    has_bias: bool,
+    block_size: int,
+) -> None:
+    shape = QkvShape(*heads, inner, rows, block_size)
+    for keep_kv in (False, True):
+        options = {"has_bias": has_bias, "keep_kv": keep_kv}
+        fused_qkv_checks.fused_qkv(ops.fused_qkv, shape, dtype, "cuda", **options)
+    columns = ops.fused_qkv, ops.rope_and_cache
+    fused_qkv_checks.fused_qkv_as_two(*columns, shape, dtype, "cuda", has_bias=has_bias)
 
 
 @pytest.mark.parametrize(

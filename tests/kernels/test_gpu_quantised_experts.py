@@ -5,6 +5,7 @@ from __future__ import annotations
 import int4_checks as int4
 import pytest
 import quantised_expert_checks as check
+import routed_expert_checks as routed
 import torch
 
 from tandem_kernels import ops
@@ -55,12 +56,36 @@ def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
 def test_tilings_of_mxfp4_experts() -> None:
     check.mxfp4_tilings(check.FEW_ROWS, (17, 4, 32, 992, 320), torch.bfloat16, "cuda")
     check.mxfp4_tilings(check.MANY_ROWS, (100, 4, 8, 992, 320), torch.bfloat16, "cuda")
+    check.mxfp4_tilings(check.HALF_LAST, (100, 4, 8, 992, 320), torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=lambda tuning: f"splits={tuning.splits}")
+@pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=check.pair_name)
 @pytest.mark.parametrize("sizes", [(1, 4, 32, 2880, 2880), (7, 4, 32, 992, 320)])
 def test_mxfp4_pairs_by_themselves(tuning: ExpertTuning, sizes: check.Sizes) -> None:
     check.mxfp4_pairs(tuning, sizes, torch.bfloat16, "cuda", clamped=True)
+
+
+@pytest.mark.parametrize("sizes", [(1, 128, 2880), (2, 128, 2880), (4, 60, 2048), (3, 9, 8192)])
+@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_router_normalises_its_rows(sizes: tuple[int, int, int], norm_dtype: torch.dtype) -> None:
+    kind = torch.bfloat16
+    routed.normed_router(ops.normed_router, sizes, kind, "cuda", norm_dtype=norm_dtype)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 4, 128, 2880, 2880), (2, 4, 128, 2880, 2880), (4, 4, 128, 960, 704), (2, 3, 60, 320, 320)],
+    ids=["one row", "two rows", "four rows", "other sizes"],
+)
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_mxfp4_experts_that_choose_themselves(sizes: check.Sizes, renormalise: bool) -> None:
+    """Again and again the same bits, whichever program is last."""
+    apart = ops.route_tokens, ops.mxfp4_experts
+    for _ in range(3):
+        routed.routed_experts(
+            ops.mxfp4_routed_experts, apart, sizes, torch.bfloat16, "cuda",
+            renormalise=renormalise, scaling=1.5,
+        )  # fmt: skip
 
 
 def test_mxfp4_experts_in_fp16() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import quantised_expert_checks as check
+import routed_expert_checks as routed
 import torch
 
 from tandem_kernels import ops
@@ -50,3 +51,20 @@ def test_mxfp4_experts(clamped: bool) -> None:
     sizes = (13, 3, 8, 160, 96)
     check.mxfp4_experts(ops.mxfp4_experts, sizes, torch.float32, clamped=clamped)
     check.mxfp4_experts(ops.mxfp4_experts, sizes, torch.bfloat16, clamped=clamped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_router_normalises_its_rows(dtype: torch.dtype) -> None:
+    routed.normed_router(ops.normed_router, (3, 9, 96), dtype)
+    routed.normed_router(
+        ops.normed_router, (1, 128, 64), dtype, has_bias=False, norm_dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_mxfp4_experts_that_choose_themselves(renormalise: bool) -> None:
+    apart = ops.route_tokens, ops.mxfp4_experts
+    sizes = 4, 3, 12, 96, 64
+    routed.routed_experts(
+        ops.mxfp4_routed_experts, apart, sizes, torch.bfloat16, renormalise=renormalise, scaling=2.5
+    )

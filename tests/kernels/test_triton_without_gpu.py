@@ -18,8 +18,11 @@ pytest.importorskip("triton")
 HERE = Path(__file__).resolve().parent
 HOPPER_ALONE = {
     "few_row_gemm_kernel",
+    "few_row_qkv_kernel",
+    "normed_router_kernel",
     "lora_gemm_kernel",
     "fused_gate_up_kernel",
+    "fused_qkv_kernel",
     "fp8_small_m_kernel",
     "fp8_expert_gemm_kernel",
     "quantise_fp8_kernel",

@@ -18,33 +18,42 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from engine.layers.norm import RMSNorm
 from engine.layers.sparse_mlp import Router
 
 
 @contextmanager
 def uniform_routing(max_tokens: int) -> Iterator[None]:
     """Replaces the logits of all routers that compute meanwhile. `max_tokens`: of a step."""
-    logits_of = Router._logits
+    logits_of, normed_logits_of = Router._logits, Router.normed_logits
     drawn: WeakKeyDictionary[Router, Tensor] = WeakKeyDictionary()
     biases: list[tuple[Tensor, Tensor]] = []
 
     @torch.inference_mode()
-    def logits(self: Router, x: Tensor) -> Tensor:
-        computed = logits_of(self, x)
+    def replaced(self: Router, computed: Tensor) -> Tensor:
         if self not in drawn:
             for bias in (self.bias, self.logit_bias):
                 if bias is not None:
                     biases.append((bias, bias.clone()))
                     bias.zero_()
             torch.manual_seed(len(drawn))
-            drawn[self] = torch.rand(max_tokens, computed.shape[1], device=x.device)
-        return drawn[self][: len(x)]
+            drawn[self] = torch.rand(max_tokens, computed.shape[1], device=computed.device)
+        return drawn[self][: len(computed)]
+
+    def logits(self: Router, x: Tensor) -> Tensor:
+        return replaced(self, logits_of(self, x))
+
+    def normed_logits(self: Router, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        computed, normed = normed_logits_of(self, x, norm)
+        return replaced(self, computed), normed
 
     Router._logits = logits  # type: ignore[method-assign]
+    Router.normed_logits = normed_logits  # type: ignore[method-assign]
     try:
         yield
     finally:
         Router._logits = logits_of  # type: ignore[method-assign]
+        Router.normed_logits = normed_logits_of  # type: ignore[method-assign]
         with torch.inference_mode():
             for bias, before in biases:
                 bias.copy_(before)

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from tandem_kernels import ops
 from tandem_kernels.experts.expert_rows import ExpertRows
+from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.fp8_experts import fp8_gemm
-from tandem_kernels.experts.fused_experts import expert_gemm, sum_pairs
+from tandem_kernels.experts.fused_experts import expert_gemm
 from tandem_kernels.experts.int4_experts import int4_expert_gemm
 from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
-from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm, takes_each_pair
+from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm
 from tandem_kernels.experts.mxfp4_tiles import NUMBER_WORDS, tiles_of
+from tandem_kernels.experts.pair_shapes import takes_each_pair
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.int4_packing import padded_inputs
 from tandem_kernels.reference.fp8 import GROUP
@@ -34,6 +36,9 @@ _EACH_PAIR = (
 """Rows, cols, depth, warps and stages of MXFP4 pairs by themselves. With 8 rows four warps would
 have to share rows and outputs, and shuffle. With 7 stages an SM has room for 7 programs of the
 first GEMM, which in 5 splits has 6.8 for each: they cannot gather on some SMs."""
+_LATE_PAIRS = (8, 64, 64, 1, 2), (8, 64, 64, 2, 2), (8, 64, 64, 2, 3), (8, 128, 64, 2, 2)
+"""The same of pairs whose powers multiply sums, by three tiles in a turn: of 2880 inputs there are
+15 times three."""
 _UNROLLED_FEW = (8, 64, 64, 2, 2), (8, 128, 64, 2, 2), (16, 128, 64, 4, 2)
 _UNROLLED_MANY = (
     (64, 64, 64, 4, 2), (64, 128, 64, 4, 2), (64, 128, 64, 8, 2), (64, 256, 64, 8, 2),
@@ -249,13 +254,15 @@ class Mxfp4Weights(ExpertWeights):
             return
         mxfp4_gemm(x, weight, weights, rows, pairs, tuning)
         if not gated:
-            sum_pairs(pairs, rows.experts, out)
+            sum_pairs(pairs, rows.experts)
 
     @classmethod
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
         if rows_per_expert < 0.3:
             for size, splits in itertools.product(_EACH_PAIR, (3, 5, 8, 9, 15)):
                 yield ExpertTuning(*size, splits=splits, each_pair=True)
+            for size, splits in itertools.product(_LATE_PAIRS, (3, 5, 8, 15)):
+                yield ExpertTuning(*size, splits=splits, unroll=3, each_pair=True, late=True)
         if rows_per_expert <= 8:
             few = (
                 (16, 64, 128, 4, 4), (16, 64, 256, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 4, 4),

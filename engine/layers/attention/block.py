@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from engine.layers.attention.layer import Attention, AttentionInputs
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear, repeated
+from engine.layers.methods.base import HeadPlaces
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import Rows
+from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import HeadRange, heads_of_rank
@@ -102,6 +103,9 @@ class AttentionBlock(nn.Module):
         self.q_norm, self.k_norm = (
             _head_norm(part, total, head_dim, options, head_order, shard) for part, total in heads
         )
+        self.has_plain_heads = (
+            options.head_norm == "none" and not options.output_gate and options.kv_scales is None
+        )
         self.heads = first_head, num_heads
         self.sinks = shard.parameter(local_heads, dtype=torch.float32) if options.sinks else None
         self.attention = Attention(
@@ -124,31 +128,47 @@ class AttentionBlock(nn.Module):
 
     def forward(
         self,
-        x: Rows,
+        x: Rows | UnnormedRows,
         stream: ResidualStream,
         kv_cache: Tensor,
         inputs: AttentionInputs,
         kept: Tensor | None = None,
     ) -> None:
-        """Attends for the normed `x`: [T, H]. The stream goes on with the rows `kept` [n] alone;
-        None: with all."""
-        qkv = projected = self.qkv_proj(x)
+        """Attends for `x`, [T, H], normed or to be normed. The stream goes on with the rows `kept`
+        [n] alone; None: with all."""
+        heads = gates = None
+        if self.has_plain_heads:
+            heads = self.qkv_proj.heads(x, _places(kv_cache, inputs))
+        if heads is None:
+            normed = x.normed() if isinstance(x, UnnormedRows) else x
+            heads, gates = self._written(self.qkv_proj(normed), kv_cache, inputs)
+        attended: Tensor = self.attention(heads, kv_cache, inputs, kept)
+        if kept is not None:
+            stream.keep(kept)
+        if gates is not None:
+            gates = gates if kept is None else gates.index_select(0, kept)
+            attended = ops.sigmoid_and_mul(attended, gates)
+        self.o_proj.add_to(stream, attended, self.norm)
+
+    def _written(
+        self, projected: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotates what was projected and writes keys and values. Returns heads, and the gates of
+        the query's, [T, Hq * D]; None: they have none."""
+        gates, qkv = None, projected
         if self.num_gates:
-            qkv = projected[:, self.num_gates :]
-        weights: list[Tensor | None] = [None, None]
+            gates, qkv = projected[:, : self.num_gates], projected[:, self.num_gates :]
+        q_weight = k_weight = None
         if isinstance(self.q_norm, SplitRMSNorm) and isinstance(self.k_norm, SplitRMSNorm):
             q, k = self.q_norm.weight.numel(), self.k_norm.weight.numel()
             qkv[:, :q] = self.q_norm(qkv[:, :q])
             qkv[:, q : q + k] = self.k_norm(qkv[:, q : q + k])
         else:
-            weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
-        attended: Tensor = self.attention(qkv, kv_cache, inputs, *weights, self.eps, kept)
-        if kept is not None:
-            stream.keep(kept)
-        if self.num_gates:
-            gates = projected if kept is None else projected.index_select(0, kept)
-            attended = ops.sigmoid_and_mul(attended, gates[:, : self.num_gates])
-        self.o_proj.add_to(stream, attended, self.norm)
+            q_weight, k_weight = (
+                None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)
+            )
+        heads = self.attention.write(qkv, kv_cache, inputs, q_weight, k_weight, self.eps)
+        return heads, gates
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that queries, keys and values are one
@@ -163,6 +183,17 @@ class AttentionBlock(nn.Module):
         for norm, name in ((self.q_norm, "q_norm"), (self.k_norm, "k_norm")):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
+
+
+def _places(kv_cache: Tensor, inputs: AttentionInputs) -> HeadPlaces:
+    """Returns where the heads of a step go."""
+    return HeadPlaces(
+        inputs.positions,
+        inputs.cos_sin_cache,
+        kv_cache,
+        inputs.slot_mapping,
+        keep_kv=inputs.backend.reads_new_keys(inputs.metadata),
+    )
 
 
 def _head_norm(

@@ -35,7 +35,7 @@ class AttentionInputs:
 
 
 class Attention(nn.Module):
-    """Rotates, writes the step's keys and values into one layer's cache, and attends.
+    """Attends over one layer's cache, once the step's keys and values are there.
 
     Args:
         num_heads, num_kv_heads: Of this rank.
@@ -59,7 +59,7 @@ class Attention(nn.Module):
             num_heads, num_kv_heads, head_dim, scale, softcap, sinks, kv_scales
         )
 
-    def forward(
+    def write(
         self,
         qkv: Tensor,
         kv_cache: Tensor,
@@ -67,12 +67,11 @@ class Attention(nn.Module):
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 0.0,
-        kept: Tensor | None = None,
     ) -> Tensor:
-        """Attends: [T, (Hq + 2 Hkv) * D] -> [T, Hq * D], or the rows `kept` [n] of it. The weights
-        normalise each head before RoPE.
+        """Rotates, and writes keys and values into the cache: [T, (Hq + 2 Hkv) * D] -> heads
+        [T, Hq + 2 Hkv, D] in the same memory. The weights normalise each head before RoPE.
         """
-        spec, backend = self.spec, inputs.backend
+        spec = self.spec
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         ops.rope_and_cache(
@@ -86,9 +85,20 @@ class Attention(nn.Module):
             q_weight,
             k_weight,
             eps,
-            keep_k=backend.reads_new_keys(inputs.metadata),
+            keep_k=inputs.backend.reads_new_keys(inputs.metadata),
             kv_scales=spec.kv_scales,
         )
+        return heads
+
+    def forward(
+        self,
+        heads: Tensor,
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """Attends: heads as `write` returns them -> [T, Hq * D], or the rows `kept` [n] of it."""
+        spec, backend = self.spec, inputs.backend
         if kept is not None and inputs.kept is not None:
             few = heads.index_select(0, kept)
             return backend.attend(spec, few, kv_cache, inputs.kept).flatten(1)

@@ -123,14 +123,53 @@ class ExpertMethod(ABC):
         )
 
     @abstractmethod
-    def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def apply(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        *,
+        summed: bool = True,
+    ) -> Tensor:
         """Returns the weighted sum of each token's experts, of this rank's units alone.
 
         Args:
             x: [T, H].
             weights: [T, k] float32.
             experts: [T, k] int32, as this rank numbers its own; -1: none.
+            summed: Else outputs are left as `PairOutputs.parts`; where `leaves_sums` says so.
 
         Returns:
-            [T, H].
+            [T, H]; or, not summed, [T * k, H].
         """
+
+    def leaves_sums(self, layer: ExpertLayer, num_pairs: int) -> bool:
+        """Returns whether outputs of so many (token, expert) pairs are summed by themselves."""
+        return True
+
+    def takes_logits(self, layer: ExpertLayer, num_rows: int, top_k: int) -> bool:
+        """Returns whether `add_routed` computes so many rows."""
+        return False
+
+    def add_routed(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        logits: Tensor,
+        slot_mapping: Tensor,
+        residual: Tensor,
+        top_k: int,
+        *,
+        renormalise: bool,
+        scaling: float,
+    ) -> None:
+        """Chooses the experts of few rows, and adds what they compute to the residual stream.
+
+        Args:
+            x: [T, H].
+            logits, slot_mapping, top_k, renormalise, scaling: See
+                `tandem_kernels.reference.experts.route_tokens`.
+            residual: [T, H], the stream, to which nothing else waits to be added.
+        """
+        raise NotImplementedError

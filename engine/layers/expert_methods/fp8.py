@@ -79,7 +79,15 @@ class Fp8Experts(ExpertMethod):
 
         yield filled_weight(numbers, matrix.slices, fill)
 
-    def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def apply(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        *,
+        summed: bool = True,
+    ) -> Tensor:
         return ops.fp8_experts(
             x,
             layer.w13,
@@ -92,4 +100,5 @@ class Fp8Experts(ExpertMethod):
             layer.b13,
             layer.b2,
             layer.gate,
+            summed,
         )

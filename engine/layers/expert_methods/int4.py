@@ -72,9 +72,17 @@ class Int4Experts(ExpertMethod):
 
         yield filled_weight(packed, slices, fill, self.form.beside(part.prefix))
 
-    def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def apply(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        *,
+        summed: bool = True,
+    ) -> Tensor:
         first, second = (layer.packed13, layer.groups13), (layer.packed2, layer.groups2)
-        return ops.int4_experts(x, *first, *second, weights, experts, layer.fixed_order)
+        return ops.int4_experts(x, *first, *second, weights, experts, layer.fixed_order, summed)
 
 
 def _target_of(layer: ExpertLayer, part: ExpertPart) -> tuple[Tensor, Tensor, int]:

@@ -15,8 +15,9 @@ from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Mxfp4Scheme
 from tandem_kernels import ops
-from tandem_kernels.device import multiplies_halves
+from tandem_kernels.device import gpu_name, multiplies_halves
 from tandem_kernels.experts.mxfp4_tiles import SIDE, tile_mxfp4, tiles_of
+from tandem_kernels.experts.pair_shapes import mxfp4_pair_tunings, sums_itself
 
 
 def mxfp4_experts(scheme: Mxfp4Scheme, shard: Shard) -> ExpertMethod | None:
@@ -59,7 +60,15 @@ class Mxfp4Experts(ExpertMethod):
             yield filled_weight(w13, gate_up, partial(_fill_turns, gate_up[1].name, w13))
             yield filled_weight(w2, down, partial(_fill, down[1].name, w2))
 
-    def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def apply(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        *,
+        summed: bool = True,
+    ) -> Tensor:
         return ops.mxfp4_experts(
             x,
             layer.w13,
@@ -71,6 +80,49 @@ class Mxfp4Experts(ExpertMethod):
             layer.b13,
             layer.b2,
             layer.gate,
+            summed,
+        )
+
+    def leaves_sums(self, layer: ExpertLayer, num_pairs: int) -> bool:
+        sizes, gpu = layer.sizes, gpu_name(layer.w13.device)
+        shape = sizes.count, sizes.width, sizes.hidden
+        return layer.fixed_order or not sums_itself(*shape, num_pairs, gpu)
+
+    def takes_logits(self, layer: ExpertLayer, num_rows: int, top_k: int) -> bool:
+        sizes, gpu = layer.sizes, gpu_name(layer.w13.device)
+        shape = sizes.count, sizes.width, sizes.hidden
+        return (
+            sizes.count == sizes.total
+            and not layer.fixed_order
+            and mxfp4_pair_tunings(*shape, num_rows * top_k, gpu) is not None
+        )
+
+    def add_routed(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        logits: Tensor,
+        slot_mapping: Tensor,
+        residual: Tensor,
+        top_k: int,
+        *,
+        renormalise: bool,
+        scaling: float,
+    ) -> None:
+        ops.mxfp4_routed_experts(
+            x,
+            logits,
+            slot_mapping,
+            residual,
+            layer.w13,
+            layer.w2,
+            layer.sizes.width,
+            top_k,
+            renormalise=renormalise,
+            scaling=scaling,
+            b13=layer.b13,
+            b2=layer.b2,
+            gate=layer.gate,
         )
 
 

@@ -40,7 +40,15 @@ class PlainExperts(ExpertMethod):
             return super().stacked_weights(layer, prefix)
         return plain_weights(layer, prefix)
 
-    def apply(self, layer: ExpertLayer, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def apply(
+        self,
+        layer: ExpertLayer,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        *,
+        summed: bool = True,
+    ) -> Tensor:
         return ops.fused_experts(
             x,
             layer.w13,
@@ -51,6 +59,7 @@ class PlainExperts(ExpertMethod):
             layer.b13,
             layer.b2,
             layer.gate,
+            summed,
         )
 
 

@@ -2,7 +2,7 @@
 
     1. `create`                once: the layer gets its parameters, not yet loaded
     2. `checkpoint_weights`    names the checkpoint's tensors that fill them
-    3. `apply`, `gate_up`, `add_to`    each step
+    3. `apply`, `gate_up`, `add_to`, `project_heads`    each step
 
 A method keeps nothing of a layer, so one may take another's place that holds the same tensors.
 """
@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from engine.distributed import ParallelGroup
-from engine.layers.rows import Rows, UnscaledProduct
+from engine.layers.rows import Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Scheme
 from tandem_kernels import ops
@@ -71,6 +71,23 @@ class LinearShare:
     outputs: tuple[ColumnPart, ...]
     inputs: tuple[int, int]
     total_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlaces:
+    """Says how far queries and keys turn, and where keys and values go.
+
+    Attributes:
+        positions, cos_sin_cache, kv_cache, slot_mapping: See
+            `tandem_kernels.reference.elementwise.rope_and_cache`.
+        keep_kv: Keys and values are read from the heads, too.
+    """
+
+    positions: Tensor
+    cos_sin_cache: Tensor
+    kv_cache: Tensor
+    slot_mapping: Tensor
+    keep_kv: bool
 
 
 class LinearLayer(nn.Module):
@@ -128,6 +145,14 @@ class LinearMethod(ABC):
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         """Adds to `residual` [T, out] in place, if that is the faster way; returns whether."""
         return False
+
+    def project_heads(
+        self, layer: LinearLayer, x: Rows | UnnormedRows, places: HeadPlaces
+    ) -> Tensor | None:
+        """Computes heads [T, Hq + 2 Hkv, D] of a layer of queries, keys and values, rotated and
+        written to the cache, if one launch for all that is the faster way. Else returns None, and
+        has done nothing."""
+        return None
 
     def apply_rows(self, layer: LinearLayer, x: Rows) -> Tensor:
         """Does what `apply` does; `x` may be as `input_group` has it."""
@@ -208,6 +233,11 @@ class Wrapped(LinearMethod):
 
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         return self.inner.add_to(layer, x, residual)
+
+    def project_heads(
+        self, layer: LinearLayer, x: Rows | UnnormedRows, places: HeadPlaces
+    ) -> Tensor | None:
+        return self.inner.project_heads(layer, x, places)
 
     def accumulate(self, layer: LinearLayer, x: Rows, out: Tensor) -> None:
         self.inner.accumulate(layer, x, out)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
+from engine.layers.methods.few_row_heads import FewRowHeads
 from engine.layers.methods.few_rows import FewRows
 from engine.layers.methods.fused_gate_up import FusedGateUp
+from engine.layers.methods.fused_qkv import FusedQkv
 from engine.layers.methods.invariant import Invariant
 from engine.layers.methods.plain import Plain
 from engine.layers.methods.registry import quantised_linear
@@ -16,8 +18,17 @@ from engine.quantization import Scheme
 
 def column_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
     """Returns the method of column layers, gate·up apart."""
-    plain = _small_m(_few_rows(_library(policy), policy), policy)
-    return quantised_linear(scheme, plain, share, policy)
+    return quantised_linear(scheme, _column(policy), share, policy)
+
+
+def qkv_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
+    """Returns the method of layers of queries, keys and values."""
+    method = _column(policy)
+    if policy.fused_qkv_rows > 0:
+        method = FusedQkv(method, policy.fused_qkv_rows)
+    if policy.few_row_heads > 0:
+        method = FewRowHeads(method, policy.few_row_heads)
+    return quantised_linear(scheme, method, share, policy)
 
 
 def gate_up_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) -> LinearMethod:
@@ -34,6 +45,10 @@ def row_method(policy: GemmPolicy, scheme: Scheme | None, share: LinearShare) ->
     if policy.residual_rows > 0:
         method = ResidualGemm(method, policy.residual_rows)
     return quantised_linear(scheme, method, share, policy)
+
+
+def _column(policy: GemmPolicy) -> LinearMethod:
+    return _small_m(_few_rows(_library(policy), policy), policy)
 
 
 def _library(policy: GemmPolicy) -> LinearMethod:

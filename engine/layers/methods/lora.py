@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.config import DeviceConfig
-from engine.layers.methods.base import LinearLayer, LinearMethod, Wrapped
-from engine.layers.rows import Rows, UnscaledProduct
+from engine.layers.methods.base import HeadPlaces, LinearLayer, LinearMethod, Wrapped
+from engine.layers.rows import Rows, UnnormedRows, UnscaledProduct
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
 from tandem_kernels.device import has_warpgroup_mma, supports_pdl
@@ -177,6 +177,13 @@ class WithAdapters(Wrapped):
 
     def add_to(self, layer: LinearLayer, x: Tensor, residual: Tensor) -> bool:
         return self.tokens.slots is None and self.inner.add_to(layer, x, residual)
+
+    def project_heads(
+        self, layer: LinearLayer, x: Rows | UnnormedRows, places: HeadPlaces
+    ) -> Tensor | None:
+        if self.tokens.slots is None:
+            return self.inner.project_heads(layer, x, places)
+        return None
 
     def unscaled(self, layer: LinearLayer, x: Rows) -> Tensor | UnscaledProduct:
         if self.tokens.slots is None:

@@ -81,16 +81,35 @@ def sorted_rows(
 
 
 @triton.jit
+def num_sorted_tiles(
+    counts: tl.tensor, num_experts: tl.tensor, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr
+) -> tl.tensor:
+    """Returns how many tiles of HEIGHT rows all experts have."""
+    lane = tl.arange(0, EXPERTS)
+    count = tl.load(counts + lane, mask=lane < num_experts, other=0)
+    return tl.sum(tl.cdiv(count, HEIGHT), axis=0)
+
+
+@triton.jit
 def tile_of_program(
-    num_row_tiles: tl.tensor, num_col_tiles: tl.tensor, GROUP: tl.constexpr
+    num_row_tiles: tl.tensor,
+    num_col_tiles: tl.tensor,
+    GROUP: tl.constexpr,
+    LAST_APART: tl.constexpr,
 ) -> tl.tensor:
     """Returns the tile of rows and the tile of outputs of this program. GROUP tiles of rows are
-    computed together, column by column."""
+    computed together, column by column; LAST_APART: the last column behind all others."""
     program = tl.program_id(0)
-    span = GROUP * num_col_tiles
+    columns = num_col_tiles - 1 if LAST_APART else num_col_tiles
+    span = GROUP * columns
     first = program // span * GROUP
-    height = tl.minimum(num_row_tiles - first, GROUP)
-    return first + program % span % height, program % span // height
+    height = tl.maximum(tl.minimum(num_row_tiles - first, GROUP), 1)
+    tile, column = first + program % span % height, program % span // height
+    if LAST_APART:
+        behind = program - num_row_tiles * columns
+        tile = tl.where(behind < 0, tile, behind)
+        column = tl.where(behind < 0, column, columns)
+    return tile, column
 
 
 @triton.jit
@@ -113,16 +132,19 @@ def rows_of_program(
     OVERLAP: tl.constexpr,
     HEIGHT: tl.constexpr = 0,
     FIRST: tl.constexpr = 0,
+    LAST_APART: tl.constexpr = False,
 ) -> tl.tensor:
     """Returns the expert, the pairs [ROWS] and the tile of outputs of this program. A program
     whose pairs are all `num_pairs` has no work. Sorted tiles may be of HEIGHT rows, of which these
-    are FIRST and on. GATED: of the first GEMM. With OVERLAP, what other kernels wrote can be read
-    when this returns.
+    are FIRST and on; of these, the last tiles of outputs may be LAST_APART. GATED: of the first
+    GEMM. With OVERLAP, what other kernels wrote can be read when this returns.
     """
     if OVERLAP and GATED:
         gdc_wait()
         gdc_launch_dependents()
-    tile, col_tile = tile_of_program(num_row_tiles, num_col_tiles, GROUP)
+    if LAST_APART:
+        num_row_tiles = num_sorted_tiles(counts, num_experts, EXPERTS, HEIGHT or ROWS)
+    tile, col_tile = tile_of_program(num_row_tiles, num_col_tiles, GROUP, LAST_APART)
     if SORTED:
         expert, pair = sorted_rows(
             order, counts, tile, num_pairs, num_experts, ROWS, EXPERTS, HEIGHT or ROWS, FIRST

@@ -48,6 +48,8 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             inner dimension is not split. In formats that can.
         each_pair: Every (token, expert) pair has programs of its own, and the second GEMM sums
             those of a token; in formats that can.
+        late: Of each pair by itself: weights are multiplied without the exponents of their groups,
+            which multiply sums. Of 8 rows, 64 inputs and fewer than 4 warps; in formats that can.
     """
 
     rows: int
@@ -62,6 +64,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unroll: int = 1
     strips: int = 1
     each_pair: bool = False
+    late: bool = False
 
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -148,6 +151,7 @@ _USUAL = {
     "unroll": 1,
     "strips": 1,
     "each_pair": False,
+    "late": False,
 }
 
 

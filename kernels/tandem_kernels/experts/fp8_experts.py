@@ -22,8 +22,8 @@ from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
+from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
-from tandem_kernels.experts.fused_experts import sum_pairs
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 from tandem_kernels.reference.fp8 import GROUP
@@ -211,14 +211,14 @@ def fp8_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """See `reference.quantised_experts.fp8_experts`."""
     num_tokens, hidden_size = x.shape
     num_experts, _, width, _ = w13.shape
     num_pairs = experts.numel()
-    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
-        return out
+        return torch.empty_like(x)
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
     first, second = (
         FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
@@ -241,8 +241,7 @@ def fp8_experts(
         hidden = quantise_fp8(plain, GROUP)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     fp8_gemm(hidden, (w2.unsqueeze(1), s2.unsqueeze(1)), weights, rows, (parts, None), second, b2)
-    sum_pairs(parts, experts, out)
-    return out
+    return sum_pairs(parts, experts) if summed else parts
 
 
 def fp8_gemm(

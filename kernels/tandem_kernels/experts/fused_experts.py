@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import gpu_name, uses_pdl
+from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_outputs import write_pairs
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
+from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import (
     FIXED,
     ExpertShape,
@@ -113,31 +113,6 @@ def expert_gemm_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def sum_pairs_kernel(
-    parts: tl.tensor,
-    experts: tl.tensor,
-    out: tl.tensor,
-    width: tl.tensor,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Sums, in program (t, j), columns j * BLOCK and on of token t over its experts."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = col < width
-    total = tl.zeros([BLOCK], tl.float32)
-    for place in tl.static_range(TOP_K):
-        pair = token * TOP_K + place
-        real = inside & (tl.load(experts + pair) >= 0)
-        total += tl.load(parts + pair * width + col, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + token * width + col, total.to(out.dtype.element_ty), mask=inside)
-
-
 def fused_experts(
     x: Tensor,
     w13: Tensor,
@@ -148,15 +123,15 @@ def fused_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """See `reference.experts.fused_experts`."""
     num_tokens, hidden_size = x.shape
     num_experts, doubled, _ = w13.shape
     top_k = experts.shape[1]
     num_pairs = num_tokens * top_k
-    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
-        return out
+        return torch.empty_like(x)
     shape = ExpertShape(num_experts, doubled // 2, hidden_size, weight_format(w13.dtype))
     first, second = (
         FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
@@ -167,26 +142,7 @@ def fused_experts(
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     expert_gemm(x, w13, weights, rows, hidden, first, gated=True, bias=b13, gate=gate)
     expert_gemm(hidden, w2, weights, rows, parts, second, gated=False, bias=b2)
-    sum_pairs(parts, experts, out)
-    return out
-
-
-def sum_pairs(parts: Tensor, experts: Tensor, out: Tensor) -> None:
-    """Sums `parts` [T * k, H] of the pairs that have an expert to `out` [T, H]."""
-    num_tokens, width = out.shape
-    block = min(1024, triton.next_power_of_2(width))
-    grid = (num_tokens, triton.cdiv(width, block))
-    overlap = uses_pdl(out.device)
-    sum_pairs_kernel[grid](
-        parts,
-        experts,
-        out,
-        width,
-        TOP_K=experts.shape[1],
-        BLOCK=block,
-        OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}),
-    )
+    return sum_pairs(parts, experts) if summed else parts
 
 
 def expert_gemm(

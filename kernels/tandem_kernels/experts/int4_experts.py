@@ -10,8 +10,8 @@ from torch import Tensor
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
+from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
-from tandem_kernels.experts.fused_experts import sum_pairs
 from tandem_kernels.gemm.int4_packing import block_size, packed_group_size
 from tandem_kernels.gemm.int4_tiles import gate_and_up, multiplied_strip, strip_columns
 
@@ -117,14 +117,14 @@ def int4_experts(
     weights: Tensor,
     experts: Tensor,
     fixed_order: bool = False,
+    summed: bool = True,
 ) -> Tensor:
     """See `reference.int4.int4_experts`; halves only."""
     num_tokens, hidden_size = x.shape
     num_experts, doubled, _ = packed13.shape
     num_pairs = experts.numel()
-    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
-        return out
+        return torch.empty_like(x)
     shape = ExpertShape(num_experts, doubled // 2, hidden_size, FORMAT)
     first, second = (
         FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
@@ -135,8 +135,7 @@ def int4_experts(
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     int4_expert_gemm(x, (packed13, groups13), weights, rows, hidden, first, gated=True)
     int4_expert_gemm(hidden, (packed2, groups2), weights, rows, parts, second, gated=False)
-    sum_pairs(parts, experts, out)
-    return out
+    return sum_pairs(parts, experts) if summed else parts
 
 
 def int4_expert_gemm(

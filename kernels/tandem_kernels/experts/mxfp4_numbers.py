@@ -2,6 +2,8 @@
 
 Eight numbers of a word are four registers of two bf16 by 11 operations, and their exponent is one
 multiplication each: less than two operations a number. More than three would keep memory waiting.
+Of few rows, where there are as many weights as products, even that multiplication is spared: see
+`mxfp4_late`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import triton.language as tl
 _MASK = "0x81C081C0"
 
 
-def _unpacked() -> tl.constexpr:
-    """Returns the instructions that make eight bf16 of a word ($8) and a factor ($9)."""
+def _unpacked(*, scaled: bool) -> tl.constexpr:
+    """Returns the instructions that make eight bf16 of a word ($8), `scaled` by a factor ($9)."""
     lines = ["{ .reg .b32 none, t, p<4>; mov.b32 none, 0x80008000;", f"and.b32 p0, $8, {_MASK};"]
     for pair, shift in ((1, 3), (2, 6)):
         lines.append(f"shl.b32 t, $8, {shift}; and.b32 p{pair}, t, {_MASK};")
@@ -22,20 +24,20 @@ def _unpacked() -> tl.constexpr:
         # p3 | (t & mask)
         lines.append(f"shr.u32 t, $8, {shift}; lop3.b32 p3, t, {mask}, p3, 0xEA;")
     for pair in range(4):
-        lines.append(f"fma.rn.bf16x2 p{pair}, p{pair}, $9, none;")
+        if scaled:
+            lines.append(f"fma.rn.bf16x2 p{pair}, p{pair}, $9, none;")
         lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, p{pair};")
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
-_UNPACKED = _unpacked()
+_UNPACKED, _TINY = _unpacked(scaled=True), _unpacked(scaled=False)
 _REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
+_TINY_REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 
 
 @triton.jit
-def _number(
-    word: tl.tensor, power: tl.tensor, kind: tl.constexpr, INDEX: tl.constexpr
-) -> tl.tensor:
-    """Returns number INDEX of each word, times the power, by way of float32."""
+def _tiny_number(word: tl.tensor, INDEX: tl.constexpr) -> tl.tensor:
+    """Returns number INDEX of each word times 2 ** -126, in float32."""
     low = word >> (16 * (INDEX % 2))
     if INDEX // 2 == 0:
         bits = low & 0x81C0
@@ -45,8 +47,15 @@ def _number(
         bits = (low << 6) & 0x81C0
     else:
         bits = ((low << 1) & 0x8000) | ((low >> 5) & 0x0100) | ((low >> 4) & 0x00C0)
-    wide = (bits << 16).to(tl.float32, bitcast=True)
-    return (wide * (power << 23).to(tl.float32, bitcast=True)).to(kind)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _number(
+    word: tl.tensor, power: tl.tensor, kind: tl.constexpr, INDEX: tl.constexpr
+) -> tl.tensor:
+    """Returns number INDEX of each word, times the power, by way of float32."""
+    return (_tiny_number(word, INDEX) * (power << 23).to(tl.float32, bitcast=True)).to(kind)
 
 
 @triton.jit
@@ -85,6 +94,42 @@ def mxfp4_numbers(
         f = _number(words, powers, kind, 5)
         g = _number(words, powers, kind, 6)
         h = _number(words, powers, kind, 7)
+    low = tl.join(tl.join(a, b), tl.join(c, d))
+    high = tl.join(tl.join(e, f), tl.join(g, h))
+    return tl.join(low, high)
+
+
+@triton.jit
+def tiny_mxfp4_numbers(words: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr) -> tl.tensor:
+    """Unpacks words as `mxfp4_numbers` does, in bf16 or float32, but leaves their exponents out:
+    the numbers are multiplied by 2 ** -126, which is how their bits lie. Some are denormal."""
+    if IN_PAIRS:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _TINY,
+            _TINY_REGISTERS,
+            [words],
+            (
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            True,
+            1,
+        )
+    else:
+        a = _tiny_number(words, 0).to(kind)
+        b = _tiny_number(words, 1).to(kind)
+        c = _tiny_number(words, 2).to(kind)
+        d = _tiny_number(words, 3).to(kind)
+        e = _tiny_number(words, 4).to(kind)
+        f = _tiny_number(words, 5).to(kind)
+        g = _tiny_number(words, 6).to(kind)
+        h = _tiny_number(words, 7).to(kind)
     low = tl.join(tl.join(a, b), tl.join(c, d))
     high = tl.join(tl.join(e, f), tl.join(g, h))
     return tl.join(low, high)

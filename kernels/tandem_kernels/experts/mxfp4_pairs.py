@@ -10,9 +10,14 @@ second GEMM it does so for all pairs of its token, which spares a launch and a r
 
 The row fills one of the columns that matrix units multiply at least. Both kernels are in place
 before the ones in front have ended (PDL).
+
+Two launches around them may be spared: programs of the first GEMM choose their token's experts by
+themselves (`top_experts`), and the second GEMM adds its sums to the residual stream.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,124 +27,59 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
+from tandem_kernels.experts.arrival_counts import arrival_counts
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_tuning import ExpertTuning
+from tandem_kernels.experts.mxfp4_late import late_products
 from tandem_kernels.experts.mxfp4_numbers import in_order_of_warps, mxfp4_weights, tile_places
+from tandem_kernels.experts.pair_sums import added, sum_of_pairs, sum_of_parts
+from tandem_kernels.experts.top_experts import expert_of_pair
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """Says how the first GEMM chooses experts; see `reference.experts.route_tokens`.
+
+    Attributes:
+        logits: [T, E] float32, contiguous.
+        slot_mapping: [T] int64.
+    """
+
+    logits: Tensor
+    slot_mapping: Tensor
+    renormalise: bool
+    scaling: float
 
 
 @triton.jit
-def _sum_of_parts(
-    sums: tl.tensor,
-    pair: tl.tensor,
-    col: tl.tensor,
-    real: tl.tensor,
-    width: tl.tensor,
-    num_pairs: tl.tensor,
-    SPLITS: tl.constexpr,
-) -> tl.tensor:
-    """Sums the parts of a pair's outputs in their order."""
-    place = sums + pair.to(tl.int64) * width + col
-    total = tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
-    for _ in tl.static_range(1, SPLITS):
-        place += num_pairs.to(tl.int64) * width
-        total += tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def _sum_of_pairs(
-    sums: tl.tensor,
-    bias: tl.tensor,
-    pair_weights: tl.tensor,
-    experts: tl.tensor,
-    token: tl.tensor,
-    col: tl.tensor,
-    real: tl.tensor,
-    width: tl.tensor,
-    num_pairs: tl.tensor,
-    TOP_K: tl.constexpr,
-    COLS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-) -> tl.tensor:
-    """Sums the outputs of a token's pairs in their order, each by its weight."""
-    total = tl.zeros([COLS], tl.float32)
-    for other in tl.static_range(TOP_K):
-        mate = token * TOP_K + other
-        of = tl.load(experts + mate)
-        counts = real & (of >= 0)
-        outputs = _sum_of_parts(sums, mate, col, counts, width, num_pairs, SPLITS)
-        if HAS_BIAS:
-            of_col = bias + of.to(tl.int64) * width + col
-            outputs += tl.load(of_col, mask=counts, other=0.0).to(tl.float32)
-        total += outputs * tl.load(pair_weights + mate)
-    return total
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_tile_rows", "num_tile_columns"])
-def mxfp4_pair_gemm_kernel(
-    x: tl.tensor,
+def _products(
+    inputs: tl.tensor,
     weight: tl.tensor,
-    bias: tl.tensor,
-    pair_weights: tl.tensor,
-    experts: tl.tensor,
-    out: tl.tensor,
-    sums: tl.tensor,
-    arrived: tl.tensor,
-    num_pairs: tl.tensor,
-    num_outputs: tl.tensor,
+    tile_row: tl.tensor,
+    size: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
     inner: tl.tensor,
-    x_stride: tl.tensor,
-    num_tile_rows: tl.tensor,
     num_tile_columns: tl.tensor,
-    limit: tl.tensor,
-    alpha: tl.tensor,
-    TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
-    SPLITS: tl.constexpr,
     GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Computes, in program (j, s, p), part s of outputs j * COLS and on of pair p.
-
-    GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, 544], out [pairs, I]. Else x
-    [pairs, I], weight [E, 1, ...], out [T, H]. `sums` [SPLITS, pairs, (2) outputs].
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    split, pair = tl.program_id(1), tl.program_id(2)
-    expert = tl.load(experts + pair)
-    exists = expert >= 0
-    if GATED:  # noqa: SIM102
-        if expert < 0:
-            return
-    kind: tl.constexpr = x.dtype.element_ty
+) -> tl.tensor:
+    """Returns the sums of outputs over steps `first` to `end`, [COLS] float32, and those of the
+    second part of the weight, which is `size` words further."""
+    kind: tl.constexpr = inputs.dtype.element_ty
     COLUMN_TILES: tl.constexpr = DEPTH // 64
     lane = tl.arange(0, DEPTH)
     row = tl.arange(0, ROWS)
-    row_of_x = pair // TOP_K if GATED else pair
-    inputs = x + row_of_x.to(tl.int64) * x_stride + (row * 0)[:, None] + lane[None, :]
-    part = tl.maximum(expert, 0).to(tl.int64) * (2 if GATED else 1)
-    size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
-    # Outputs behind the last tile are computed like those of the last, and not written.
-    tile_row = tl.program_id(0) * (COLS // 64) + tl.arange(0, COLS // 64)
-    tile_row = tl.minimum(tile_row, num_tile_rows - 1)
-    places = tile_places(weight + part * size, tile_row, num_tile_columns, COLUMN_TILES)
+    inputs += (row * 0)[:, None] + lane[None, :]
+    places = tile_places(weight, tile_row, num_tile_columns, COLUMN_TILES)
     acc = tl.zeros([COLS, ROWS], tl.float32)
     second = tl.zeros([COLS, ROWS], tl.float32)
-    num_steps = tl.cdiv(inner, DEPTH)
-    first = split * num_steps // SPLITS
-    end = tl.where(exists, (split + 1) * num_steps // SPLITS, first)
     for step in range(first, end):
         inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
         if EVEN:
@@ -157,14 +97,97 @@ def mxfp4_pair_gemm_kernel(
                 at + size, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
             )
             second = tl.dot(by, given.T, second, input_precision=PRECISION)
+    # All columns are the same.
+    sums = tl.sum(tl.where(row[None, :] == 0, acc, 0.0), axis=1)
+    return sums, tl.sum(tl.where(row[None, :] == 0, second, 0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tile_rows", "num_tile_columns"])
+def mxfp4_pair_gemm_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    pair_weights: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    sums: tl.tensor,
+    arrived: tl.tensor,
+    logits: tl.tensor,
+    slot_mapping: tl.tensor,
+    num_pairs: tl.tensor,
+    num_outputs: tl.tensor,
+    inner: tl.tensor,
+    x_stride: tl.tensor,
+    num_tile_rows: tl.tensor,
+    num_tile_columns: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    scaling: tl.tensor,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BY_WARP: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    WARPS: tl.constexpr,
+    ADDS: tl.constexpr,
+    LATE: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    """Computes, in program (j, s, p), part s of outputs j * COLS and on of pair p.
+
+    GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, 544], out [pairs, I]. Else x
+    [pairs, I], weight [E, 1, ...], out [T, H]. `sums` [SPLITS, pairs, (2) outputs]. NUM_EXPERTS:
+    experts are chosen here by `logits`; 0: they are given. ADDS: to what `out` has.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    split, pair = tl.program_id(1), tl.program_id(2)
+    expert = expert_of_pair(
+        logits, slot_mapping, pair_weights, experts, pair, scaling,
+        NUM_EXPERTS, LANES, TOP_K, RENORMALISE, WARPS,
+    )  # fmt: skip
+    exists = expert >= 0
+    if GATED:  # noqa: SIM102
+        if expert < 0:
+            return
+    row_of_x = pair // TOP_K if GATED else pair
+    inputs = x + row_of_x.to(tl.int64) * x_stride
+    part = tl.maximum(expert, 0).to(tl.int64) * (2 if GATED else 1)
+    size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
+    # Outputs behind the last tile are computed like those of the last, and not written.
+    tile_row = tl.program_id(0) * (COLS // 64) + tl.arange(0, COLS // 64)
+    tile_row = tl.minimum(tile_row, num_tile_rows - 1)
+    num_steps = tl.cdiv(num_tile_columns, UNROLL) if LATE else tl.cdiv(inner, DEPTH)
+    first = split * num_steps // SPLITS
+    end = tl.where(exists, (split + 1) * num_steps // SPLITS, first)
+    if LATE:
+        gates, ups = late_products(
+            inputs, weight + part * size, tile_row, size, first, end, inner, num_tile_columns,
+            UNROLL, GATED, EVEN, IN_PAIRS, PRECISION,
+        )  # fmt: skip
+    else:
+        gates, ups = _products(
+            inputs, weight + part * size, tile_row, size, first, end, inner, num_tile_columns,
+            ROWS, COLS, DEPTH, GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+        )  # fmt: skip
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     real = col < num_outputs
     width = 2 * num_outputs if GATED else num_outputs
     place = sums + (split.to(tl.int64) * num_pairs + pair) * width + col
-    # All columns are the same.
-    tl.store(place, tl.sum(tl.where(row[None, :] == 0, acc, 0.0), axis=1), mask=real & exists)
+    tl.store(place, gates, mask=real & exists)
     if GATED:
-        ups = tl.sum(tl.where(row[None, :] == 0, second, 0.0), axis=1)
         tl.store(place + num_outputs, ups, mask=real)
     tl.debug_barrier()
     row_of_out = pair if GATED else pair // TOP_K
@@ -174,25 +197,23 @@ def mxfp4_pair_gemm_kernel(
         return
     tl.store(counter, 0)
     if GATED:
-        gates = _sum_of_parts(sums, pair, col, real, width, num_pairs, SPLITS)
-        ups = _sum_of_parts(sums, pair, num_outputs + col, real, width, num_pairs, SPLITS)
+        gates = sum_of_parts(sums, pair, col, real, width, num_pairs, SPLITS)
+        ups = sum_of_parts(sums, pair, num_outputs + col, real, width, num_pairs, SPLITS)
         if HAS_BIAS:
             of_col = bias + expert.to(tl.int64) * width + col
             gates += tl.load(of_col, mask=real, other=0.0).to(tl.float32)
             ups += tl.load(of_col + num_outputs, mask=real, other=0.0).to(tl.float32)
         total = activated(gates, ups, limit, alpha, CLAMPED)
     else:
-        total = _sum_of_pairs(
+        total = sum_of_pairs(
             sums, bias, pair_weights, experts, row_of_out, col, real, width, num_pairs,
             TOP_K, COLS, SPLITS, HAS_BIAS,
         )  # fmt: skip
     to = out + row_of_out.to(tl.int64) * num_outputs + col
-    tl.store(to, total.to(out.dtype.element_ty), mask=real)
-
-
-def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> bool:
-    """Returns whether a GEMM runs as this tuning asks: there are counters for so many tiles."""
-    return tuning.each_pair and num_pairs * triton.cdiv(num_outputs, tuning.cols) <= MAX_TILES
+    total = total.to(out.dtype.element_ty)
+    if ADDS:
+        total = added(to, total, real)
+    tl.store(to, total, mask=real)
 
 
 def mxfp4_pair_gemm(
@@ -204,6 +225,9 @@ def mxfp4_pair_gemm(
     tuning: ExpertTuning,
     bias: Tensor | None = None,
     gate: ClampedGate | None = None,
+    choice: TokenChoice | None = None,
+    *,
+    adds: bool = False,
 ) -> None:
     """Computes one of the two GEMMs; the first where the weight has two parts.
 
@@ -214,6 +238,9 @@ def mxfp4_pair_gemm(
         out: [T * k, I], or [T, H], the sums over a token's pairs.
         bias: [E, 2 I], or [E, H]; None: none.
         gate: None: SiLU.
+        choice: Of the first GEMM: by it `pair_weights` and `experts` are written; None: they are
+            given.
+        adds: Of the second GEMM: the sums are added to `out`.
     """
     num_tokens, top_k = experts.shape
     num_pairs, num_outputs = experts.numel(), out.shape[1]
@@ -232,6 +259,8 @@ def mxfp4_pair_gemm(
         out,
         sums,
         arrival_counts(x.device),
+        None if choice is None else choice.logits,
+        None if choice is None else choice.slot_mapping,
         num_pairs,
         num_outputs,
         inner,
@@ -239,6 +268,7 @@ def mxfp4_pair_gemm(
         num_tile_rows,
         num_tile_columns,
         *((gate.limit, gate.alpha) if gate is not None else (0.0, 0.0)),
+        1.0 if choice is None else choice.scaling,
         TOP_K=top_k,
         ROWS=tuning.rows,
         COLS=tuning.cols,
@@ -248,11 +278,31 @@ def mxfp4_pair_gemm(
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,
         BY_WARP=tuning.num_warps < 4,
-        EVEN=inner % tuning.depth == 0,
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         OVERLAP=overlap,
+        **_constants_of(choice),
+        WARPS=tuning.num_warps,
+        ADDS=adds,
+        **_constants_of_turns(tuning, x),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlap else {}),
     )
+
+
+def _constants_of_turns(tuning: ExpertTuning, x: Tensor) -> dict[str, int | bool]:
+    """Returns how loops run. Half precision other than bfloat16 has no such small numbers as `late`
+    multiplies."""
+    late = tuning.late and x.dtype != torch.float16
+    depth = tuning.depth * (tuning.unroll if late else 1)
+    return {"LATE": late, "UNROLL": tuning.unroll, "EVEN": x.shape[1] % depth == 0}
+
+
+def _constants_of(choice: TokenChoice | None) -> dict[str, int | bool]:
+    num_experts = 0 if choice is None else choice.logits.shape[1]
+    return {
+        "NUM_EXPERTS": num_experts,
+        "LANES": triton.next_power_of_2(max(1, num_experts)),
+        "RENORMALISE": choice is not None and choice.renormalise,
+    }

@@ -90,14 +90,17 @@ def route_tokens_kernel(
     k = tl.arange(0, K_LANES)
     chosen = tl.full([K_LANES], -1, tl.int32)
     share = tl.zeros([K_LANES], tl.float32)
+    total = 0.0
     for i in tl.static_range(TOP_K):
         _, place = _best(by, lane)
         place = tl.minimum(place, NUM_EXPERTS - 1)  # Of scores that are NaN none is the best.
         chosen = tl.where(k == i, place, chosen)
-        share = tl.where(k == i, tl.sum(tl.where(lane == place, scores, 0.0), axis=0), share)
+        score = tl.sum(tl.where(lane == place, scores, 0.0), axis=0)
+        total += score
+        share = tl.where(k == i, score, share)
         by = tl.where(lane == place, lowest, by)
     if RENORMALISE:
-        share = share / (tl.sum(share, axis=0) + 1e-20)
+        share = share / (total + 1e-20)
     if COPIES > 0:
         chosen = tl.load(own_numbers + token % COPIES * NUM_EXPERTS + chosen, mask=k < TOP_K)
     if tl.load(slot_mapping + token) < 0:

@@ -21,10 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
-from tandem_kernels.gemm.few_row_shapes import VECTOR
-
-REGISTER_ROWS = 4
-"""The most rows for which products in registers take less time than the weights' bytes."""
+from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +31,21 @@ class FewRowTuning:
     Attributes:
         cols, depth: Outputs of a program, and how much of the inner dimension it takes at once.
         num_stages: Loads ahead, on matrix units.
+        max_registers: Of a thread, so that all programs of a launch fit on the SMs at once; None:
+            as many as the compiler likes.
     """
 
     cols: int
     depth: int
     num_warps: int
     num_stages: int = 1
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Returns what the compiler is told."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 def few_row_tuning(num_rows: int, num_outputs: int) -> FewRowTuning:
@@ -50,7 +56,99 @@ def few_row_tuning(num_rows: int, num_outputs: int) -> FewRowTuning:
         return FewRowTuning(cols=16 if few_outputs else 32, depth=512, num_warps=4, num_stages=5)
     if few_outputs:
         return FewRowTuning(cols=2, depth=2048, num_warps=4)
-    return FewRowTuning(cols=8 if num_outputs > 4096 else 2, depth=1024, num_warps=4)
+    if num_outputs > 4096:
+        if num_rows == 1:
+            return FewRowTuning(cols=8, depth=1024, num_warps=2)
+        return FewRowTuning(cols=8, depth=1024, num_warps=4, max_registers=96)
+    if num_rows == 1:
+        return FewRowTuning(cols=4, depth=512, num_warps=1)
+    return FewRowTuning(cols=4, depth=1024, num_warps=2)
+
+
+@triton.jit
+def word_places(x: tl.tensor, row: tl.tensor, stride: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """Returns addresses [rows, lanes] of words, two numbers of half precision each. `stride` is in
+    numbers, `lane` in words."""
+    words = x.to(tl.pointer_type(tl.int32))
+    return words + row.to(tl.int64)[:, None] * (stride // 2) + lane[None, :]
+
+
+@triton.jit
+def _numbers(words: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Returns the even and the odd numbers in float32. Of bfloat16, each takes one instruction."""
+    if KIND == tl.bfloat16:  # noqa: SIM300
+        even = (words << 16).to(tl.float32, bitcast=True)
+        odd = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        even = words.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+        odd = (words >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def load_words(
+    places: tl.tensor,
+    lane: tl.tensor,
+    START: tl.constexpr,
+    WORDS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> tl.tensor:
+    """Loads WORDS words from START on, of which those behind a row's end are zeros."""
+    if (START + WORDS) * 2 <= INNER:
+        words = tl.load(places + START)
+    else:
+        words = tl.load(places + START, mask=(START + lane < INNER // 2)[None, :], other=0)
+    return words
+
+
+@triton.jit
+def products_in_registers(
+    ahead: tl.tensor,
+    places: tl.tensor,
+    inputs: tl.tensor,
+    scales: tl.tensor,
+    lane: tl.tensor,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    INNER: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> tl.tensor:
+    """Returns products [COLS, ROWS] of weights and rows, and the sums of the rows' squares [ROWS].
+
+    `places` and `inputs` are `word_places` of both, of which WORDS are taken at once; `lane` counts
+    these. HAS_NORM: rows are multiplied by the norm's weight at `scales` as they are loaded; else
+    there are no squares. The caller has asked for the first weights, `ahead`, since they depend on
+    nothing; with OVERLAP, rows are loaded when the kernels in front have ended.
+    """
+    VECTOR: tl.constexpr = 4
+    LANES: tl.constexpr = WORDS // VECTOR
+    STEPS: tl.constexpr = (INNER + 2 * WORDS - 1) // (2 * WORDS)
+    sums = tl.zeros([COLS, ROWS, LANES], tl.float32)
+    squares = tl.zeros([ROWS, LANES], tl.float32)
+    if HAS_NORM:
+        scale_ahead = load_words(scales, lane, 0, WORDS, INNER)
+    if OVERLAP:
+        gdc_wait()
+    for step in tl.static_range(STEPS):
+        by = ahead
+        given = load_words(inputs, lane, step * WORDS, WORDS, INNER)
+        if step + 1 < STEPS:
+            ahead = load_words(places, lane, (step + 1) * WORDS, WORDS, INNER)
+        even_by, odd_by = _numbers(by.reshape(COLS, 1, LANES, VECTOR), KIND)
+        even, odd = _numbers(given.reshape(ROWS, LANES, VECTOR), KIND)
+        if HAS_NORM:
+            squares += tl.sum(even * even + odd * odd, axis=2)
+            even_scale, odd_scale = _numbers(scale_ahead.reshape(1, LANES, VECTOR), KIND)
+            even *= even_scale
+            odd *= odd_scale
+            if step + 1 < STEPS:
+                scale_ahead = load_words(scales, lane, (step + 1) * WORDS, WORDS, INNER)
+        sums += tl.sum(even_by * even[None, :, :, :], axis=3)
+        sums += tl.sum(odd_by * odd[None, :, :, :], axis=3)
+    return tl.sum(sums, axis=2), tl.sum(squares, axis=1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -61,13 +159,12 @@ def few_row_gemm_kernel(
     out: tl.tensor,
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
-    inner: tl.tensor,
     x_stride: tl.tensor,
     out_stride: tl.tensor,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
-    VECTOR: tl.constexpr,
+    INNER: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr,
@@ -77,33 +174,28 @@ def few_row_gemm_kernel(
     """Computes, in program j, outputs j * COLS and on of all rows. ADDS: to what `out` has."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     row = tl.arange(0, ROWS)
-    lane = tl.arange(0, DEPTH)
     real_col = (col < num_outputs)[:, None]
     real_row = (row < num_rows)[:, None]
-    places = weight + col.to(tl.int64)[:, None] * inner + lane[None, :]
-    inputs = x + row.to(tl.int64)[:, None] * x_stride + lane[None, :]
     if OVERLAP:
         gdc_launch_dependents()
     if IN_REGISTERS:
-        ahead = tl.load(places, mask=real_col & (lane < inner)[None, :], other=0.0)
-        if OVERLAP:
-            gdc_wait()
-        sums = tl.zeros([COLS, ROWS, DEPTH // VECTOR], tl.float32)
-        for start in range(0, inner, DEPTH):
-            by = ahead.to(tl.float32).reshape(COLS, 1, DEPTH // VECTOR, VECTOR)
-            after = start + DEPTH
-            inside = (after + lane < inner)[None, :]
-            ahead = tl.load(places + after, mask=real_col & inside, other=0.0)
-            inside = (start + lane < inner)[None, :]
-            given = tl.load(inputs + start, mask=real_row & inside, other=0.0).to(tl.float32)
-            sums += tl.sum(by * given.reshape(1, ROWS, DEPTH // VECTOR, VECTOR), axis=3)
-        acc = tl.sum(sums, axis=2)
+        lane = tl.arange(0, DEPTH // 2)
+        places = word_places(weight, tl.minimum(col, num_outputs - 1), INNER, lane)
+        inputs = word_places(x, tl.minimum(row, num_rows - 1), x_stride, lane)
+        ahead = load_words(places, lane, 0, DEPTH // 2, INNER)
+        acc, _ = products_in_registers(
+            ahead, places, inputs, None, lane, COLS, ROWS, DEPTH // 2, INNER,
+            weight.dtype.element_ty, False, OVERLAP,
+        )  # fmt: skip
     else:
+        lane = tl.arange(0, DEPTH)
+        places = weight + col.to(tl.int64)[:, None] * INNER + lane[None, :]
+        inputs = x + row.to(tl.int64)[:, None] * x_stride + lane[None, :]
         if OVERLAP:
             gdc_wait()
         acc = tl.zeros([COLS, ROWS], tl.float32)
-        for start in range(0, inner, DEPTH):
-            inside = (start + lane < inner)[None, :]
+        for start in range(0, INNER, DEPTH):
+            inside = (start + lane < INNER)[None, :]
             given = tl.load(inputs + start, mask=real_row & inside, other=0.0)
             by = tl.load(places + start, mask=real_col & inside, other=0.0)
             acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
@@ -153,19 +245,17 @@ def run_few_rows(
         out,
         num_rows,
         num_outputs,
-        weight.shape[1],
         x.stride(0),
         out.stride(0),
         ROWS=triton.next_power_of_2(num_rows if in_registers else max(8, num_rows)),
         COLS=tuning.cols,
         DEPTH=tuning.depth,
-        VECTOR=VECTOR,
+        INNER=weight.shape[1],
         IN_REGISTERS=in_registers,
         HAS_BIAS=bias is not None,
         ADDS=adds,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         OVERLAP=overlap,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        **tuning.options,
         **({"launch_pdl": True} if overlap else {}),
     )

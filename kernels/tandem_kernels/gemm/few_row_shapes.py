@@ -1,4 +1,4 @@
-"""The shapes that `few_row_gemm` can compute."""
+"""The shapes that `few_row_gemm` and `few_row_qkv` can compute."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 MAX_ROWS = 16
+REGISTER_ROWS = 4
+"""The most rows for which products in registers take less time than the weights' bytes."""
 _MANY_OUTPUTS, _MAX_ROWS_OF_MANY = 4096, 2
 """Layers with more outputs keep the library busy from fewer rows on."""
 VECTOR = 8
 """Numbers of half precision that one instruction loads."""
 _INNER_MULTIPLE = 16
+_HEAD_MULTIPLE = 16
+"""A program has at most 8 pairs of outputs, all of one head."""
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -25,4 +29,16 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and x.stride(0) % VECTOR == 0
         and x.stride(1) == 1
         and weight.is_contiguous()
+        and x.storage_offset() % VECTOR == weight.storage_offset() % VECTOR == 0
+    )
+
+
+def takes_heads(x: Tensor, weight: Tensor, kv_cache: Tensor) -> bool:
+    """Returns whether `few_row_qkv` takes `x` [T, K] and `weight` [(Hq + 2 Hkv) D, K], whose keys
+    and values go to `kv_cache` [N, 2, Hkv, B, D]."""
+    return (
+        len(x) <= REGISTER_ROWS
+        and takes(x, weight)
+        and kv_cache.dtype == x.dtype
+        and kv_cache.shape[-1] % _HEAD_MULTIPLE == 0
     )

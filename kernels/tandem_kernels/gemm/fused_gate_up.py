@@ -19,33 +19,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.device import has_copy_engine, num_programs
+from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
 
 ROWS, COLS, DEPTH = 128, 128, 64
 NUM_WARPS, NUM_STAGES = 8, 3
 """More stages take 1 % more time of a whole step, by power."""
 TILES_DOWN = 16
-"""Rows of tiles that are computed together, column by column: what they share stays in the L2
-cache."""
-
-
-@triton.jit
-def _rounded(x: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr) -> tl.tensor:
-    """Rounds to `kind` and back. In pairs, because conversions of single numbers to bfloat16, which
-    the compiler would take, are as slow as exponentials.
-    """
-    if IN_PAIRS:
-        x = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2
-        )
-    return x.to(kind).to(tl.float32)
+"""See `persistent_tiles.place_of_tile`."""
 
 
 @triton.jit
 def _activated(
     gate: tl.tensor, up: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr
 ) -> tl.tensor:
-    gate = _rounded(gate, kind, IN_PAIRS)
-    return (gate / (1.0 + tl.exp(-gate)) * _rounded(up, kind, IN_PAIRS)).to(kind)
+    gate = rounded(gate, kind, IN_PAIRS).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * rounded(up, kind, IN_PAIRS).to(tl.float32)).to(kind)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -68,11 +56,7 @@ def fused_gate_up_kernel(
     across = width // COLS
     kind: tl.constexpr = out.dtype
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
-        first = tile // (TILES_DOWN * across) * TILES_DOWN
-        height = tl.minimum(down - first, TILES_DOWN)
-        within = tile % (TILES_DOWN * across)
-        row = (first + within % height) * ROWS
-        col = within // height * COLS
+        row, col = place_of_tile(tile, down, across, ROWS, COLS, TILES_DOWN)
         sums = tl.zeros([ROWS, 2 * COLS], tl.float32)
         for step in range(tl.cdiv(inner, DEPTH)):
             given = x.load([row, step * DEPTH])

@@ -12,6 +12,28 @@ from torch import Tensor
 
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.reference import steady
+from tandem_kernels.reference.elementwise import fused_add_rms_norm, rms_norm
+from tandem_kernels.reference.gemm import few_row_gemm
+
+
+def normed_router(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Normalises few rows, and computes the logits of their router.
+
+    Args:
+        x: [T, H], contiguous.
+        norm_weight, eps: [H] of any precision, and what is added to the mean square; see
+            `rms_norm`.
+        weight: [E, H].
+        bias: [E] float32 or None, added to the logits.
+
+    Returns:
+        (logits [T, E] float32, normed [T, H]). Logits may be of rows that are not rounded between.
+    """
+    normed = rms_norm(x, norm_weight, eps)
+    logits = few_row_gemm(normed, weight, out_dtype=torch.float32)
+    return logits if bias is None else logits + bias, normed
 
 
 def route_tokens(
@@ -85,6 +107,7 @@ def fused_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts.
 
@@ -97,11 +120,13 @@ def fused_experts(
         fixed_order: A token gets the same bits whatever the others are.
         b13, b2: [E, 2 I] and [E, H], biases of both projections, or None.
         gate: None: silu(gate) * up.
+        summed: Else what `pairs_add_rms_norm` sums is returned.
 
     Returns:
-        [T, H] in the dtype of `x`: the sum over k of weight * w2(silu(gate) * up).
+        [T, H] in the dtype of `x`: the sum over k of weight * w2(silu(gate) * up). Not summed:
+        [T * k, H], a token's one behind the other; those of no expert are anything.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    outputs = x.new_zeros((*experts.shape, x.shape[1]), dtype=torch.float32)
     for expert in sorted(set(experts.flatten().tolist()) - {-1}):
         token, place = torch.where(experts == expert)
         rows = torch.split(token, 1) if fixed_order else (token,)
@@ -109,8 +134,38 @@ def fused_experts(
         parts = [
             _one_expert(x[row], w13[expert], w2[expert], up_bias, down_bias, gate) for row in rows
         ]
-        out.index_add_(0, token, torch.cat(parts) * weights[token, place, None])
-    return out.to(x.dtype)
+        outputs[token, place] = torch.cat(parts) * weights[token, place, None]
+    return of_tokens(outputs, summed).to(x.dtype)
+
+
+def of_tokens(outputs: Tensor, summed: bool) -> Tensor:
+    """Returns [T, k, H] as operations give it: [T, H] or, not summed, [T * k, H]."""
+    return outputs.sum(1) if summed else outputs.flatten(0, 1)
+
+
+def sum_pairs(parts: Tensor, experts: Tensor) -> Tensor:
+    """Sums the outputs of a token's experts, [T * k, H], in their order -> [T, H]. `experts` [T, k]
+    is int32; -1: none, and its output is anything."""
+    outputs = parts.view(*experts.shape, -1).float()
+    return outputs.masked_fill((experts < 0)[..., None], 0.0).sum(1).to(parts.dtype)
+
+
+def pairs_add_rms_norm(
+    parts: Tensor, experts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """Adds what experts give to the residual stream, and normalises it.
+
+    Args:
+        parts: [T * k, H], a token's outputs one behind the other.
+        experts: [T, k] int32; -1: none, and its output is anything.
+        residual: [T, H]; becomes the sum.
+        weight: [H].
+        eps: Added to the mean square.
+
+    Returns:
+        [T, H], as `fused_add_rms_norm` of what `sum_pairs` returns.
+    """
+    return fused_add_rms_norm(sum_pairs(parts, experts), residual, weight, eps)[0]
 
 
 def _one_expert(

@@ -1,4 +1,5 @@
-"""GEMMs of few rows, of gate and up, and such as do not depend on the batch, in plain torch."""
+"""GEMMs of few rows, of gate and up, of queries, keys and values, and such as do not depend on the
+batch, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem_kernels.reference.elementwise import silu_and_mul
+from tandem_kernels.reference.elementwise import rms_norm, rope_and_cache, silu_and_mul
 
 _ROWS = 16
 
@@ -46,6 +47,55 @@ def few_row_gemm(
 def fused_gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """Computes `small_m_gate_up` for many rows."""
     return small_m_gate_up(x, weight)
+
+
+def fused_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    keep_kv: bool = False,
+) -> Tensor:
+    """Multiplies [T, K] x [(Hq + 2 Hkv) D, K], and does what `rope_and_cache` does to the heads.
+
+    Args:
+        keep_kv: Keys, rotated, and values are in the result, too; else they are anything there, and
+            so they are for tokens that are written nowhere.
+
+    Returns:
+        [T, Hq + 2 Hkv, D], queries first, rotated.
+    """
+    num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+    heads = F.linear(x, weight, bias).view(len(x), -1, head_dim)
+    parts = [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
+    q, k, v = torch.split(heads, parts, dim=1)
+    angles = positions, cos_sin_cache
+    rope_and_cache(q, k, v, *angles, kv_cache, slot_mapping, keep_k=keep_kv)
+    return heads
+
+
+def few_row_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Does what `fused_qkv` does for few rows T, and keeps keys and values; with a `norm_weight`
+    [K], for the norm of the rows `x`."""
+    rows = x.float()
+    if norm_weight is not None:
+        rows = rms_norm(rows, norm_weight.float(), eps)
+    wide = weight.float(), None if bias is None else bias.float()
+    given = positions, cos_sin_cache, kv_cache, slot_mapping
+    return fused_qkv(rows, *wide, *given, keep_kv=True).to(x.dtype)
 
 
 def invariant_gemm(

@@ -51,6 +51,7 @@ def int4_experts(
     weights: Tensor,
     experts: Tensor,
     fixed_order: bool = False,
+    summed: bool = True,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does.
 
@@ -59,18 +60,18 @@ def int4_experts(
         packed13, groups13: [E, 2 I, H' / 4] and [E, H' / G, 2 I, 2], of each expert its gate, then
             its up projection.
         packed2, groups2: [E, H, I' / 4] and [E, I' / G, H, 2].
-        weights, experts, fixed_order: As in `fused_experts`.
+        weights, experts, fixed_order, summed: As in `fused_experts`.
 
     Returns:
-        [T, H] in the dtype of `x`.
+        What `fused_experts` returns.
     """
     used = sorted(set(experts.flatten().tolist()) - {-1})
     place = {expert: index for index, expert in enumerate(used)}
     chosen = torch.tensor([place.get(e, -1) for e in experts.flatten().tolist()])
     if not used:
-        return torch.zeros_like(x)
+        return x.new_zeros((len(x) if summed else experts.numel(), x.shape[1]))
     width = packed13.shape[1] // 2
     w13 = torch.stack([int4_dequantise(packed13[e], groups13[e], x.shape[1]) for e in used])
     w2 = torch.stack([int4_dequantise(packed2[e], groups2[e], width) for e in used])
     own = chosen.view(experts.shape).to(experts)
-    return fused_experts(x, w13, w2, weights, own, fixed_order)
+    return fused_experts(x, w13, w2, weights, own, fixed_order, summed=summed)

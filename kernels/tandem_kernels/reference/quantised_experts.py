@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.mxfp4_tiles import untile_mxfp4
-from tandem_kernels.reference.experts import activated, fused_experts
+from tandem_kernels.reference.experts import activated, fused_experts, of_tokens, route_tokens
 from tandem_kernels.reference.fp8 import BLOCK, dequantise_weight, quantise_fp8
 
 
@@ -23,6 +23,7 @@ def fp8_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does. What goes into
     either projection is quantised by `quantise_fp8`, each 128 numbers of a row.
@@ -34,12 +35,12 @@ def fp8_experts(
             [E, 2, I], one for each output.
         w2: [E, H, I] e4m3.
         s2: [E, ceil(H / 128), ceil(I / 128)] or [E, H], as `s13`.
-        weights, experts, fixed_order, b13, b2, gate: As in `fused_experts`.
+        weights, experts, fixed_order, b13, b2, gate, summed: As in `fused_experts`.
 
     Returns:
-        [T, H] in the dtype of `x`.
+        What `fused_experts` returns.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    outputs = x.new_zeros((*experts.shape, x.shape[1]), dtype=torch.float32)
     for expert in sorted(set(experts.flatten().tolist()) - {-1}):
         token, place = torch.where(experts == expert)
         gates, ups = (_product(x[token], w13[expert, i], s13[expert, i]) for i in (0, 1))
@@ -49,8 +50,8 @@ def fp8_experts(
         part = _product(activated(gates, ups, gate).to(x.dtype), w2[expert], s2[expert])
         if b2 is not None:
             part = part + b2[expert].float()
-        out.index_add_(0, token, part * weights[token, place, None])
-    return out.to(x.dtype)
+        outputs[token, place] = part * weights[token, place, None]
+    return of_tokens(outputs, summed).to(x.dtype)
 
 
 def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -72,6 +73,7 @@ def mxfp4_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does.
 
@@ -81,10 +83,11 @@ def mxfp4_experts(
             [I, H].
         w2: [E, ...], those of [H, I].
         width: I.
-        weights, experts, fixed_order, b13, b2, gate: As in `fused_experts`.
+        weights, experts, fixed_order, b13, b2, gate, summed: As in `fused_experts`. Experts of few
+            rows may be summed in any case: `pair_shapes.sums_itself`.
 
     Returns:
-        [T, H] in the dtype of `x`.
+        What `fused_experts` returns.
     """
     hidden = x.shape[1]
     plain13 = x.new_zeros((len(w13), 2 * width, hidden))
@@ -93,4 +96,38 @@ def mxfp4_experts(
         gates, ups = (untile_mxfp4(part, width, hidden) for part in w13[expert])
         plain13[expert] = torch.cat((gates, ups))
         plain2[expert] = untile_mxfp4(w2[expert], hidden, width)
-    return fused_experts(x, plain13, plain2, weights, experts, fixed_order, b13, b2, gate)
+    return fused_experts(x, plain13, plain2, weights, experts, fixed_order, b13, b2, gate, summed)
+
+
+def mxfp4_routed_experts(
+    x: Tensor,
+    logits: Tensor,
+    slot_mapping: Tensor,
+    residual: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    width: int,
+    top_k: int,
+    *,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Chooses each token's experts, and adds the weighted sum of what they compute to `residual`.
+
+    Args:
+        x: [T, H], normed.
+        logits, slot_mapping, top_k, renormalise, scaling: As in `route_tokens`.
+        residual: [T, H] in the dtype of `x`, contiguous; the sum is rounded before it is added.
+        w13, w2, width, b13, b2, gate: As in `mxfp4_experts`.
+
+    Returns:
+        (weights, experts) as `route_tokens` returns them.
+    """
+    weights, experts = route_tokens(
+        logits, slot_mapping, None, top_k, renormalise=renormalise, scaling=scaling
+    )
+    residual += mxfp4_experts(x, w13, w2, width, weights, experts, False, b13, b2, gate)
+    return weights, experts

@@ -29,10 +29,11 @@ CPU = torch.device("cpu")
 LAYERS = 2
 OWN = GemmPolicy(small_m_rows=16, fused_gate_up_rows=40, residual_rows=48)
 NEW = GemmPolicy(small_m_rows=16, residual_rows=48, few_rows=8, adds_few_rows=True)
+HEADS = replace(NEW, few_row_heads=4)
 EXACT = GemmPolicy(deterministic=True)
 _RECORDED = (
     "rms_norm", "fused_add_rms_norm", "small_m_gemm", "few_row_gemm", "invariant_gemm",
-    "small_m_gate_up", "fused_gate_up", "silu_and_mul", "rope_and_cache",
+    "small_m_gate_up", "fused_gate_up", "silu_and_mul", "rope_and_cache", "few_row_qkv",
 )  # fmt: skip
 
 
@@ -46,6 +47,11 @@ def steps_of(qkv: str, gate_up: str, row: str, head: str) -> list[str]:
 LIBRARY = steps_of("linear", "linear silu_and_mul", "linear", "linear")
 FEW = steps_of("small_m_gemm", "small_m_gate_up", "linear", "linear")
 ANY_SIZE = steps_of("few_row_gemm", "linear silu_and_mul", "few_row_gemm", "linear")
+ONE_FRONT = [
+    *["few_row_qkv", "few_row_gemm", "rms_norm", "linear", "silu_and_mul", "few_row_gemm"] * LAYERS,
+    "rms_norm",
+    "linear",
+]
 FUSED = steps_of("linear", "fused_gate_up", "linear", "linear")
 MANY = steps_of("linear", "fused_gate_up", "addmm_", "linear")
 MANY_APART = steps_of("linear", "linear silu_and_mul", "addmm_", "linear")
@@ -69,6 +75,9 @@ INVARIANT = steps_of(
         (NEW, "bfloat16", 256, {8: FEW, 9: FEW, 48: MANY_APART}),
         (NEW, "bfloat16", 128, {8: ANY_SIZE, 9: LIBRARY}),
         (NEW, "float32", 128, {8: LIBRARY}),
+        (HEADS, "bfloat16", 256, {4: FEW}),
+        (HEADS, "bfloat16", 128, {4: ONE_FRONT, 5: ANY_SIZE}),
+        (HEADS, "float32", 128, {4: LIBRARY}),
         (EXACT, "bfloat16", 256, {1: INVARIANT, 16: INVARIANT, 40: INVARIANT, 48: INVARIANT}),
     ],
 )
@@ -94,9 +103,14 @@ def test_the_policy_follows_device_and_settings(
     gate_up = 1024 if capability[0] == 9 else 0
     fp8 = capability[0] == 9
     assert choose() == GemmPolicy(
-        False, small_m, gate_up, 1024, 128, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0
-    )
-    four = GemmPolicy(False, small_m, gate_up, 0, 128, fp8, 512, few_rows=small_m)
+        False, small_m, gate_up, 1024, 128, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0,
+        few_row_heads=4 if small_m else 0, fused_router_rows=4 if small_m else 0,
+        fused_qkv_rows=4 * gate_up,
+    )  # fmt: skip
+    four = GemmPolicy(
+        False, small_m, gate_up, 0, 128, fp8, 512, few_rows=small_m,
+        few_row_heads=4 if small_m else 0, fused_qkv_rows=4 * gate_up,
+    )  # fmt: skip
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
     assert choose(tp_size=2) == two
@@ -106,6 +120,9 @@ def test_the_policy_follows_device_and_settings(
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
         ("few-row-gemm", "few_rows"),
+        ("few-row-qkv", "few_row_heads"),
+        ("fused-router", "fused_router_rows"),
+        ("fused-qkv", "fused_qkv_rows"),
         ("fused-gate-up", "fused_gate_up_rows"),
         ("residual-gemm", "residual_rows"),
         ("fp8-gemm", "fp8"),

@@ -129,5 +129,4 @@ def experts(group: ParallelGroup) -> Callable[[ResidualStream], None]:
     block: SparseMLP = sparse_mlp(HIDDEN, spec, shard_of(group))
     for parameter in block.parameters():
         parameter.normal_()
-    x = torch.randn(ROWS, HIDDEN)
-    return lambda stream: block(x, stream, torch.arange(ROWS))
+    return lambda stream: block(stream, None, torch.arange(ROWS))

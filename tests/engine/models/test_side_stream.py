@@ -38,8 +38,8 @@ def block(policy: GemmPolicy, hidden: int, dtype: torch.dtype, device: str) -> S
 
 
 def computed(mlp: SparseMLP, x: Tensor) -> Tensor:
-    stream = ResidualStream(torch.zeros_like(x))
-    mlp(x, stream, torch.arange(len(x), device=x.device))
+    stream = ResidualStream(x)
+    mlp(stream, None, torch.arange(len(x), device=x.device))
     return stream.read(None)
 
 

@@ -268,7 +268,8 @@ class _Batch:
         metadata = backend.metadata(self)
         inputs = AttentionInputs(self.positions, self.rotary, self.slots, metadata, backend)
         cache = self.kv_cache.clone()
-        found: Tensor = self.layer(self.qkv.clone(), cache, inputs)
+        heads = self.layer.write(self.qkv.clone(), cache, inputs)
+        found: Tensor = self.layer(heads, cache, inputs)
         return found.double()
 
 

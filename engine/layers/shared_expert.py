@@ -1,0 +1,57 @@
+"""The expert beside those of a mixture that every token goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from engine.layers.mlp import GatedMLP
+from engine.layers.shard import CheckpointWeight, Shard
+from tandem_kernels import ops
+
+
+class SharedExpert(nn.Module):
+    """Computes the block that every token goes through.
+
+    Args:
+        has_gate: Its output counts by the sigmoid of a projection of the token.
+    """
+
+    gate: nn.Parameter | None
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, shard: Shard, *, has_gate: bool
+    ) -> None:
+        super().__init__()
+        self.deterministic = shard.gemms.deterministic
+        self.mlp = GatedMLP(hidden_size, intermediate_size, shard)
+        self.gate = shard.parameter(1, hidden_size) if has_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes this rank's part of the sum over ranks, [T, H]."""
+        out = self.mlp.partial(x)
+        if self.gate is None:
+            return out
+        # Not torch's sigmoid, whose bits on CPU depend on how many tokens there are.
+        odds = 1.0 + torch.exp(-self._logits(x, self.gate))
+        return (out.float() / odds).to(x.dtype)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """Adds what `forward` returns to `out`, [T, H]; in the GEMM where it can."""
+        if self.gate is None:
+            self.mlp.accumulate(x, out)
+        else:
+            out.add_(self(x))
+
+    def _logits(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Computes [T, H] -> [T, 1] float32."""
+        if self.deterministic:
+            return ops.invariant_gemm(x, gate, None, torch.float32)
+        return (x.float() * gate.float()).sum(-1, keepdim=True)
+
+    def checkpoint_weights(self, prefix: str, gate: str) -> Iterator[CheckpointWeight]:
+        yield from self.mlp.checkpoint_weights(prefix, is_fused=False)
+        if self.gate is not None:
+            yield CheckpointWeight(gate, self.gate, tuple(self.gate.shape))

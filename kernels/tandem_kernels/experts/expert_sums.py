@@ -1,0 +1,142 @@
+"""The sum of what experts give a token: by itself, or where the residual stream is normed.
+
+A token's outputs lie beside each other, one of each of its experts, as the second GEMM has written
+them. By themselves sum and norm would write a tensor and read it again; together they are one
+launch, which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.device import uses_pdl
+
+
+@triton.jit
+def _sum_of_token(
+    parts: tl.tensor,
+    experts: tl.tensor,
+    token: tl.tensor,
+    col: tl.tensor,
+    inside: tl.tensor,
+    width: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Returns columns `col` [BLOCK] of a token's sum, in float32."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        real = inside & (tl.load(experts + pair) >= 0)
+        total += tl.load(parts + pair * width + col, mask=real, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def sum_pairs_kernel(
+    parts: tl.tensor,
+    experts: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Sums, in program (t, j), columns j * BLOCK and on of token t over its experts."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < width
+    total = _sum_of_token(parts, experts, token, col, inside, width, TOP_K, BLOCK)
+    tl.store(out + token * width + col, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pairs_add_rms_norm_kernel(
+    parts: tl.tensor,
+    experts: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    residual_stride: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Adds, in program t, token t's sum to its row of the residual stream, and normalises it. The
+    next kernel begins when the ones in front have ended: `route_tokens` says why."""
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    inside = col < width
+    scale = tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    kind = out.dtype.element_ty
+    place = residual + token * residual_stride + col
+    carried = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    total = _sum_of_token(parts, experts, token, col, inside, width, TOP_K, BLOCK)
+    value = (total.to(kind).to(tl.float32) + carried).to(kind)
+    tl.store(place, value, mask=inside)
+    wide = value.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=0) / width
+    normed = wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * scale
+    tl.store(out + token * width + col, normed.to(kind), mask=inside)
+
+
+def sum_pairs(parts: Tensor, experts: Tensor) -> Tensor:
+    """See `reference.experts.sum_pairs`."""
+    num_tokens, width = len(experts), parts.shape[1]
+    out = torch.empty((num_tokens, width), dtype=parts.dtype, device=parts.device)
+    if num_tokens == 0:
+        return out
+    block = min(1024, triton.next_power_of_2(width))
+    grid = (num_tokens, triton.cdiv(width, block))
+    overlap = uses_pdl(out.device)
+    sum_pairs_kernel[grid](
+        parts,
+        experts,
+        out,
+        width,
+        TOP_K=experts.shape[1],
+        BLOCK=block,
+        OVERLAP=overlap,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return out
+
+
+def pairs_add_rms_norm(
+    parts: Tensor, experts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """See `reference.experts.pairs_add_rms_norm`."""
+    num_tokens, width = residual.shape
+    out = torch.empty((num_tokens, width), dtype=residual.dtype, device=residual.device)
+    if num_tokens == 0:
+        return out
+    block = triton.next_power_of_2(width)
+    overlap = uses_pdl(out.device)
+    pairs_add_rms_norm_kernel[(num_tokens,)](
+        parts,
+        experts,
+        residual,
+        weight,
+        out,
+        residual.stride(0),
+        width,
+        eps,
+        TOP_K=experts.shape[1],
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=min(max(block // 512, 1), 16),
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return out

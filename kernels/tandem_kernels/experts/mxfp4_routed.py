@@ -1,0 +1,45 @@
+"""MXFP4 experts of few rows, from the router's logits to the residual stream, in two launches:
+the choice with gate·up of each (token, expert) pair, and down, whose sums are added to the stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem_kernels.device import gpu_name
+from tandem_kernels.elementwise.clamped_gate import ClampedGate
+from tandem_kernels.experts.mxfp4_pairs import TokenChoice, mxfp4_pair_gemm
+from tandem_kernels.experts.pair_shapes import mxfp4_pair_tunings
+
+
+def mxfp4_routed_experts(
+    x: Tensor,
+    logits: Tensor,
+    slot_mapping: Tensor,
+    residual: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    width: int,
+    top_k: int,
+    *,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.quantised_experts.mxfp4_routed_experts`; only for what `mxfp4_pair_tunings`
+    has tunings for."""
+    num_tokens, hidden_size = x.shape
+    num_pairs = num_tokens * top_k
+    tunings = mxfp4_pair_tunings(len(w13), width, hidden_size, num_pairs, gpu_name(x.device))
+    assert tunings is not None, "steps of more rows are routed by themselves"
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x.device)
+    experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
+    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+    choice = TokenChoice(logits, slot_mapping, renormalise, scaling)
+    mxfp4_pair_gemm(x, w13, weights, experts, hidden, tunings[0], b13, gate, choice)
+    w2 = w2.unsqueeze(1)
+    mxfp4_pair_gemm(hidden, w2, weights, experts, residual, tunings[1], b2, adds=True)
+    return weights, experts

@@ -1,0 +1,62 @@
+"""The sums over what programs of `mxfp4_pairs` have written, always in the same order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_of_parts(
+    sums: tl.tensor,
+    pair: tl.tensor,
+    col: tl.tensor,
+    real: tl.tensor,
+    width: tl.tensor,
+    num_pairs: tl.tensor,
+    SPLITS: tl.constexpr,
+) -> tl.tensor:
+    """Sums the parts of a pair's outputs in their order."""
+    place = sums + pair.to(tl.int64) * width + col
+    total = tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
+    for _ in tl.static_range(1, SPLITS):
+        place += num_pairs.to(tl.int64) * width
+        total += tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def sum_of_pairs(
+    sums: tl.tensor,
+    bias: tl.tensor,
+    pair_weights: tl.tensor,
+    experts: tl.tensor,
+    token: tl.tensor,
+    col: tl.tensor,
+    real: tl.tensor,
+    width: tl.tensor,
+    num_pairs: tl.tensor,
+    TOP_K: tl.constexpr,
+    COLS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
+    """Sums the outputs of a token's pairs in their order, each by its weight."""
+    total = tl.zeros([COLS], tl.float32)
+    for other in tl.static_range(TOP_K):
+        mate = token * TOP_K + other
+        of = tl.load(experts + mate)
+        counts = real & (of >= 0)
+        outputs = sum_of_parts(sums, mate, col, counts, width, num_pairs, SPLITS)
+        if HAS_BIAS:
+            of_col = bias + of.to(tl.int64) * width + col
+            outputs += tl.load(of_col, mask=counts, other=0.0).to(tl.float32)
+        total += outputs * tl.load(pair_weights + mate)
+    return total
+
+
+@triton.jit
+def added(to: tl.tensor, total: tl.tensor, real: tl.tensor) -> tl.tensor:
+    """Adds rounded sums to what is at `to`, and rounds again, as a norm does that they wait for."""
+    carried = tl.load(to, mask=real, other=0.0).to(tl.float32)
+    return (total.to(tl.float32) + carried).to(total.dtype)
