@@ -19,12 +19,12 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from decode_node.disagg.prefill_events import (
-    NO_MESSAGE,
     WRONG_ANSWER,
     PrefillError,
     PrefillEvent,
     PrefillEvents,
 )
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
@@ -79,7 +79,7 @@ class _Node:
             channel = await self.channel.get()
         except (PlaintextRefused, ValueError) as error:
             raise PrefillError("not_dialled", str(error)) from None
-        return prefill_pb2_grpc.PrefillStub(channel)  # type: ignore[no-untyped-call]
+        return prefill_pb2_grpc.PrefillStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
 
 
 class PrefillClient:
@@ -128,11 +128,13 @@ class PrefillClient:
         events = PrefillEvents(request.prefill_spec, self._vocab_size, num_groups)
         try:
             async for message in call:
-                event = events.read(message)
+                event = events.read(readable(message))
                 if event is not None:
                     yield event
         except grpc.aio.AioRpcError as error:
             raise self._disappointed(node, _name(error), f"{address}: {error.details()}") from None
+        except GarbledAnswer as error:
+            raise self._disappointed(node, WRONG_ANSWER, f"{address}: {error}") from None
         except PrefillError as error:
             raise self._disappointed(node, error.code, f"{address}: {error}") from None
         finally:
@@ -154,13 +156,12 @@ class PrefillClient:
             raise PrefillError(AVOIDED, f"{address} did not answer a moment ago")
         try:
             stub = await node.stub()
-            reply: prefill_pb2.HandshakeReply | None = await stub.Handshake(
+            answer: prefill_pb2.HandshakeReply | None = await stub.Handshake(
                 prefill_pb2.HandshakeRequest(decode=peer_to_proto(self._us)),
                 timeout=self._handshake_timeout_s,
                 metadata=self._credentials.metadata(),
             )
-            if reply is None:  # gRPC could not read it.
-                raise PeerLost(f"it answered with {NO_MESSAGE}")
+            reply = readable(answer)
             peer = peer_from_proto(reply.prefill)
             self._us.layout.check_compatible(peer.layout)
             check_endpoints(peer)
@@ -170,7 +171,7 @@ class PrefillClient:
         except HandshakeMismatch as error:
             node.avoid_until = time.monotonic() + _AVOID_S
             raise PrefillError("handshake_mismatch", f"{address}: {error}") from None
-        except PeerLost as error:
+        except (GarbledAnswer, PeerLost) as error:
             node.avoid_until = time.monotonic() + _AVOID_S
             raise PrefillError(WRONG_ANSWER, f"{address}: {error}") from None
         if reply.load.draining:

@@ -26,7 +26,6 @@ from tandem_pb import prefill_pb2
 WRONG_ANSWER = "wrong_answer"
 CANNOT_FOLLOW = "cannot_follow"
 """The request itself is why its answer ends: every node would say the same."""
-NO_MESSAGE = "bytes that are no message"
 _ITEM_BYTES = 4
 _MAX_REASON = 500
 _LONGEST_S = 86_400.0
@@ -95,12 +94,9 @@ class PrefillEvents:
         self._next_position = 1
         self._has_token = False
 
-    def read(self, message: prefill_pb2.PrefillEvent | None) -> PrefillEvent | None:
+    def read(self, message: prefill_pb2.PrefillEvent) -> PrefillEvent | None:
         """Returns the event, or None for a message that means nothing to us. Raises
-        `PrefillError`: the node reports a failure, or says what cannot be. `message` None: gRPC
-        could not read it."""
-        if message is None:
-            raise PrefillError(WRONG_ANSWER, f"it answered with {NO_MESSAGE}")
+        `PrefillError`: the node reports a failure, or says what cannot be."""
         match message.WhichOneof("event"):
             case "accepted" if self._num_groups:
                 group = message.accepted.group

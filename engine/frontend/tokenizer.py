@@ -2,7 +2,7 @@
 
     tokenizer.json           the vocabulary and the rules of splitting and joining
     tokenizer_config.json    names of special tokens, and often the chat template
-    special_tokens_map.json  names of special tokens that the former leaves out
+    special_tokens_map.json  more such names
     chat_template.jinja      the chat template, where it has a file of its own
     chat_template.json       the same, as older releases of models with images have it
 
@@ -24,12 +24,9 @@ import tokenizers.pre_tokenizers
 
 from engine.config import ModelConfig
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
+from engine.models.errors import CheckpointError
+from engine.models.special_tokens import read_special_tokens
 
-_SPECIAL_TOKENS = (
-    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
-)  # fmt: skip
-_NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
-"""Objects with special tokens of this model, by name; the former may be a list without names."""
 _STAND_IN_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _TEMPLATE_FILES = {
@@ -91,11 +88,12 @@ class Tokenizer:
             raise TokenizerError(
                 f"{file} cannot be read: {error}; copy the checkpoint's files again"
             ) from error
-        config = _read_json(folder / "tokenizer_config.json")
-        sources = _chat_template_sources(folder, config)
-        special_tokens = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        sources = _chat_template_sources(folder)
         try:
+            special_tokens = read_special_tokens(folder)
             named = {name: ChatTemplate(text, special_tokens) for name, text in sources.items()}
+        except CheckpointError as error:
+            raise TokenizerError(str(error)) from error
         except ChatTemplateError as error:
             raise TokenizerError(
                 f"{folder}: {error}; copy the checkpoint's files again, or correct the template"
@@ -276,34 +274,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _special_tokens(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens by name, as transformers finds them: `beside`, the file of their
-    own, names more of them, and those of every model with more weight, unless the configuration
-    lists all tokens."""
-    usual = {name: beside[name] for name in _SPECIAL_TOKENS if name in beside}
-    if "added_tokens_decoder" in config:
-        values = {**usual, **config}
-    else:
-        values = {**beside, **config, **usual}
-    tokens = {name: value for name, value in values.items() if name.endswith("_token")}
-    for name in _NAMED_TOKENS:
-        named = values.get(name)
-        tokens |= named if isinstance(named, dict) else {}
-    texts = ((name, _text_of(value)) for name, value in tokens.items())
-    return {name: text for name, text in texts if text is not None}
-
-
-def _text_of(token: object) -> str | None:
-    """Returns the text of a special token: a string, or an object with the string in `content`."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _chat_template_sources(folder: Path) -> dict[str, str]:
     """Returns the chat templates by name. Files of their own win; a list in the configuration holds
     named ones."""
     found: dict[str, str] = {}
-    source = config.get("chat_template")
+    source = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if source is None:
         source = _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(source, str):

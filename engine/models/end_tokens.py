@@ -11,16 +11,11 @@ of a turn in the tokenizer's files alone. As in vLLM and SGLang both count.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
-
-
-class _TokenizerConfig(msgspec.Struct):
-    eos_token: Any = None
-    added_tokens_decoder: Any = None
+from engine.models.special_tokens import read_special_tokens
 
 
 class _AddedToken(msgspec.Struct):
@@ -28,8 +23,22 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
+class _Piece(msgspec.Struct, array_like=True):
+    text: str
+    score: float
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[_Piece] = {}
+    """The ids by text, or what has them in this order."""
+
+
 class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
+
+
+class _WholeFile(msgspec.Struct):
+    model: _Model = msgspec.field(default_factory=_Model)
 
 
 def find_end_tokens(folder: Path, file: ConfigFile) -> tuple[int, ...]:
@@ -55,23 +64,14 @@ def _of_configuration(folder: Path, file: ConfigFile) -> list[int]:
 def _of_tokenizer(folder: Path) -> int | None:
     """Returns the id of the tokenizer's own end; None where it has none."""
     path = folder / "tokenizer.json"
-    text = _end_text(folder)
+    text = read_special_tokens(folder).get("eos_token")
     if text is None or not path.is_file():
         return None
-    tokens = read_json(path, _TokenizerFile).added_tokens
-    return next((token.id for token in tokens if token.content == text), None)
-
-
-def _end_text(folder: Path) -> str | None:
-    """Returns the text of the tokenizer's end. The map counts for more, unless the configuration
-    lists all tokens, as transformers has it."""
-    config = _read(folder / "tokenizer_config.json")
-    beside = _read(folder / "special_tokens_map.json")
-    first, second = (beside, config) if config.added_tokens_decoder is None else (config, beside)
-    found = second.eos_token if first.eos_token is None else first.eos_token
-    text = found.get("content") if isinstance(found, dict) else found
-    return text if isinstance(text, str) else None
-
-
-def _read(path: Path) -> _TokenizerConfig:
-    return read_json(path, _TokenizerConfig) if path.is_file() else _TokenizerConfig()
+    for token in read_json(path, _TokenizerFile).added_tokens:
+        if token.content == text:
+            return token.id
+    # Seldom, and a second reading, because a vocabulary takes much longer to read than to skip.
+    vocabulary = read_json(path, _WholeFile).model.vocab
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(text)
+    return next((id_ for id_, piece in enumerate(vocabulary) if piece.text == text), None)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import grpc
 
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 1.0
 _AVOID_S = 5.0
 _MAX_PEERS = 256
+_NO_ANSWER = (GarbledAnswer, HandshakeMismatch, PeerLost, PlaintextRefused, ValueError)
 _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -58,7 +60,7 @@ class PrefixClient:
             return await self._offer(holder, ask.names[:MAX_NAMES])
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
-        except (HandshakeMismatch, PeerLost, PlaintextRefused, ValueError) as error:
+        except _NO_ANSWER as error:
             why = str(error)
         self._avoid_until[holder] = time.monotonic() + _AVOID_S
         logger.warning("%s gives no prefixes for %g s: %s", ask.peer, _AVOID_S, why)
@@ -71,12 +73,15 @@ class PrefixClient:
     async def _offer(self, holder: PrefixHolder, names: list[bytes]) -> PeerAnswer:
         channel = await (await self._channel(holder)).get()
         us = self._us()
-        stub = prefixes_pb2_grpc.PrefixesStub(channel)  # type: ignore[no-untyped-call]
-        reply: prefixes_pb2.OfferReply = await stub.Offer(
+        stub = prefixes_pb2_grpc.PrefixesStub(  # type: ignore[no-untyped-call]
+            QuietChannel(channel)
+        )
+        answer: prefixes_pb2.OfferReply | None = await stub.Offer(
             prefixes_pb2.OfferRequest(asker=peer_to_proto(us), names=names),
             timeout=_TIMEOUT_S,
             metadata=self._credentials.metadata(),
         )
+        reply = readable(answer)
         num_blocks = min(reply.num_blocks, len(names))
         if not num_blocks:
             return None, 0

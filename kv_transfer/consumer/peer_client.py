@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 
 import grpc
 import grpc.aio
 
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
 from kv_transfer.metadata import KVPeer, ReleaseMeta
@@ -24,6 +25,8 @@ from kv_transfer.wire.handshake import (
 )
 from kv_transfer.wire.rpc_method import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 15.0
 _LEAST_HANDSHAKE_S = 5.0
@@ -70,22 +73,26 @@ class PeerClient:
             complete=meta.complete,
         )
         channel = await self._channels.get(address, CONTROL)
-        release: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseRequest, pb.ReleaseReply] = (
-            channel.unary_unary(
-                f"/{SERVICE}/Release",
-                request_serializer=pb.ReleaseRequest.SerializeToString,
-                response_deserializer=pb.ReleaseReply.FromString,
-            )
+        release = QuietChannel(channel).unary_unary(
+            f"/{SERVICE}/Release",
+            request_serializer=pb.ReleaseRequest.SerializeToString,
+            response_deserializer=pb.ReleaseReply.FromString,
         )
         # The peer's process may be starting again just now: without waiting for the channel to
         # be ready, the call would be refused from the backoff of an earlier one.
-        with suppress(grpc.aio.AioRpcError):
-            await release(
-                request,
-                timeout=_RELEASE_TIMEOUT_S,
-                wait_for_ready=True,
-                metadata=self._credentials.metadata(),
+        try:
+            readable(
+                await release(
+                    request,
+                    timeout=_RELEASE_TIMEOUT_S,
+                    wait_for_ready=True,
+                    metadata=self._credentials.metadata(),
+                )
             )
+        except grpc.aio.AioRpcError:
+            pass
+        except GarbledAnswer as error:
+            logger.warning("%s is left to its lease: %s", address, error)
 
     def forget(self, addresses: set[str]) -> None:
         self._known = {
@@ -99,19 +106,23 @@ class PeerClient:
         await self._channels.close()
 
     async def _ask(self, channel: grpc.aio.Channel, address: str) -> pb.KVPeer:
-        handshake: grpc.aio.UnaryUnaryMultiCallable[pb.KVPeer, pb.KVPeer] = channel.unary_unary(
+        handshake = QuietChannel(channel).unary_unary(
             f"/{SERVICE}/Handshake",
             request_serializer=pb.KVPeer.SerializeToString,
             response_deserializer=pb.KVPeer.FromString,
         )
         try:
-            return await handshake(
+            answer: pb.KVPeer | None = await handshake(
                 self._introduction(),
                 timeout=self._timeout_s,
                 metadata=self._credentials.metadata(),
             )
+            return readable(answer)
         except grpc.aio.AioRpcError as error:
             raise _lost(address, error) from error
+        except GarbledAnswer as error:
+            logger.warning("no KV from %s: %s", address, error)
+            raise PeerLost(f"{address}: {error}") from error
 
     def _introduction(self) -> pb.KVPeer:
         message = peer_to_proto(self._me)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.nodes.node import Node
@@ -57,15 +58,14 @@ class AdapterAsker:
         try:
             await self.credentials.meet(target)
             async with self.credentials.channel(target, role, _OPTIONS) as channel:
-                stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+                stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
                 metadata = self.credentials.metadata()
                 is_load = isinstance(request, LoadAdapterRequest)
                 method = stub.LoadAdapter if is_load else stub.UnloadAdapter
                 timeout_s = _LOAD_TIMEOUT_S if is_load else _UNLOAD_TIMEOUT_S
                 answer: Adapter | None = await method(request, timeout=timeout_s, metadata=metadata)
-                if answer is None:  # gRPC could not read it.
-                    return failure("it answered with bytes that are no message")
-                return NodeAnswer(LOADED, answer.digest) if is_load else NodeAnswer(UNLOADED)
+                digest = readable(answer).digest
+                return NodeAnswer(LOADED, digest) if is_load else NodeAnswer(UNLOADED)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return NodeAnswer(UNKNOWN)
@@ -73,5 +73,5 @@ class AdapterAsker:
                 return NodeAnswer(OUTDATED)
             logger.warning("%s: %s for an adapter", node.address, error.code().name)
             return failure(error.details() or error.code().name)
-        except PlaintextRefused as error:
+        except (GarbledAnswer, PlaintextRefused) as error:
             return failure(str(error))

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.standstill import is_done_within
@@ -41,7 +42,7 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 1 << 20),
 )
-_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
+_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake", "no message")
 
 
 class WatchEvents(Protocol):
@@ -118,7 +119,7 @@ class LoadMonitor:
         role = Role(address.role)
         await self._credentials.meet(address.status_target)
         async with self._credentials.channel(address.status_target, role, _OPTIONS) as channel:
-            stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+            stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
             return await self._follow(stub, address)
 
     async def _follow(self, stub: NodeStatusStub, address: NodeAddress) -> int:
@@ -127,7 +128,7 @@ class LoadMonitor:
         call = stub.Watch(self._request, metadata=self._credentials.metadata())
         try:
             while True:
-                load = await self._read(call)
+                load = readable(await self._read(call))
                 if not isinstance(load, NodeLoad):
                     logger.info("%s node %s ended its reports", address.role, address)
                     return num_reports
@@ -135,6 +136,8 @@ class LoadMonitor:
                 self._take(address, load)
         except TimeoutError:
             self._log_loss(address, num_reports, "it has fallen silent")
+        except GarbledAnswer as error:
+            self._log_loss(address, num_reports, str(error))
         except grpc.aio.AioRpcError as error:
             self._log_loss(address, num_reports, f"{error.code().name}: {error.details()}")
         finally:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.nodes.address import NodeAddress
@@ -46,17 +47,16 @@ class PrefixCaches:
         try:
             await self.credentials.meet(target)
             async with self.credentials.channel(target, role, _OPTIONS) as channel:
-                stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+                stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
                 answer: ResetPrefixCacheAnswer | None = await stub.ResetPrefixCache(
                     ResetPrefixCacheRequest(),
                     timeout=_TIMEOUT_S,
                     metadata=self.credentials.metadata(),
                 )
+            is_reset = readable(answer).is_reset
         except grpc.aio.AioRpcError as error:
             logger.warning("%s: its cache cannot be reset: %s", address, error.code().name)
             return f"failed: {error.code().name}"
-        except PlaintextRefused as error:
+        except (GarbledAnswer, PlaintextRefused) as error:
             return f"failed: {error}"
-        if answer is None:  # gRPC could not read it.
-            return "failed: it answered with bytes that are no message"
-        return RESET if answer.is_reset else IN_USE
+        return RESET if is_reset else IN_USE

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.http.errors import NotFound
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
@@ -78,12 +79,14 @@ class RoleChanges:
             await self.credentials.meet(target)
             listed = Role(node.address.role)
             async with self.credentials.channel(target, listed, _OPTIONS) as channel:
-                stub = NodeStatusStub(channel)  # type: ignore[no-untyped-call]
+                stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
                 metadata = self.credentials.metadata()
-                await stub.SwitchRole(request, timeout=_TIMEOUT_S, metadata=metadata)
+                readable(await stub.SwitchRole(request, timeout=_TIMEOUT_S, metadata=metadata))
         except grpc.aio.AioRpcError as error:
             logger.warning("%s does not change its role: %s", node.address, error.code().name)
             said = error.details() or error.code().name
             raise NodesRefused(f"{node.address} does not change its role: {said}") from None
+        except GarbledAnswer as error:
+            raise NodesRefused(f"{node.address} does not change its role: {error}") from None
         except PlaintextRefused as error:
             raise NodesRefused(f"{node.address} is not asked: {error}") from None

@@ -26,6 +26,7 @@ from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from tandem_pb import node_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.decode_node.decode_fakes import kv_peer, until
 from tests.engine.core.tiny_engine import tiny_config
+from tests.garbled_server import GARBAGE
 
 US = kv_peer(tiny_config())
 THEM = msgspec.structs.replace(kv_peer(tiny_config()), endpoints=(("10.0.0.1:9",),))
@@ -245,25 +246,28 @@ class _Garbled(grpc.GenericRpcHandler):
     async def _handshake(self, request: bytes, context: Any) -> bytes:
         self.num_right -= 1
         reply = prefill_pb2.HandshakeReply(prefill=peer_to_proto(THEM))
-        return b"\xff" if self.num_right < 0 else reply.SerializeToString()
+        return GARBAGE if self.num_right < 0 else reply.SerializeToString()
 
     async def _prefill(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        yield b"\xff"
+        yield GARBAGE
 
 
-async def test_bytes_that_are_no_message_are_a_wrong_answer() -> None:
+async def test_bytes_that_are_no_message_are_a_wrong_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((_Garbled(num_right=1),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with prefill_client() as client:
         await client.handshake(address)
-        with pytest.raises(PrefillError) as caught:
+        with pytest.raises(PrefillError, match=f"{address}: .*no message; see that") as caught:
             await events(client, address)
         assert caught.value.code == "wrong_answer"
-        with pytest.raises(PrefillError) as caught:
+        with pytest.raises(PrefillError, match=f"{address}: .*no message; see that") as caught:
             await client.handshake(address)
         assert caught.value.code == "wrong_answer", "it has forgotten the first handshake"
+    assert not [record for record in caplog.records if record.exc_info]
     await server.stop(0)
 
 

@@ -1,4 +1,4 @@
-"""Short calls to a process that was away for a moment."""
+"""Short calls to a process that was away for a moment, or is none of ours."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import asyncio
 
 import grpc
 import grpc.aio
+import pytest
 from kv_caches import layout
 
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
 from kv_transfer.consumer.peer_client import PeerClient
+from kv_transfer.errors import PeerLost
 from kv_transfer.metadata import KVPeer, ReleaseMeta
 from kv_transfer.wire.channels import CONTROL
 from kv_transfer.wire.rpc_method import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
+from tests.garbled_server import garbled_server, only_warning
 
 PEER = KVPeer(engine_id="prefill", epoch=7, layout=layout())
 
@@ -60,4 +63,16 @@ async def test_a_release_waits_for_a_peer_that_starts_again() -> None:
     finally:
         release.cancel()
         await server.stop(None)
+        await client.close()
+
+
+async def test_bytes_that_are_no_message_are_a_lost_peer(caplog: pytest.LogCaptureFixture) -> None:
+    client = PeerClient(PEER, 5.0, Credentials(SecurityConfig()))
+    async with garbled_server() as address:
+        with pytest.raises(PeerLost, match=f"{address}: .*no message; see that"):
+            await client.handshake(PEER, address)
+        assert not client.knows(PEER, address)
+        assert f"{address}: it answered with bytes that are no message" in only_warning(caplog)
+        await client.release(address, ReleaseMeta("b" * 32, 0, PEER, False))
+        assert "left to its lease: it answered with bytes" in only_warning(caplog)
         await client.close()

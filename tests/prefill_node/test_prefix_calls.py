@@ -25,6 +25,7 @@ from engine.prefix_holder import PrefixHolder, checked_holder
 from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer
 from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
+from tests.garbled_server import garbled_server, only_warning
 
 LAYOUT = KVLayout(
     groups=(attention_group(layers=[0], heads=1, head_dim=4, dtype="float32", block_size=16),),
@@ -128,6 +129,21 @@ async def test_a_peer_that_does_not_fit_is_left_alone(node: Node, peer: KVPeer) 
     asked = len(node.engine.asked)
     assert await node.ask() == (None, 0)
     assert len(node.engine.asked) == asked, "it is avoided for a while"
+
+
+@pytest.mark.asyncio
+async def test_a_peer_of_bytes_that_are_no_message_is_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = PrefixClient(lambda: US, Credentials(SecurityConfig()))
+    async with garbled_server() as address:
+        ask = PrefixAsk("r", f"prefill/{address}", [b"%032d" % 0])
+        assert await client.ask(ask) == (None, 0)
+        told = only_warning(caplog)
+        assert f"prefill/{address} gives no prefixes" in told and "no message; see that" in told
+        assert await client.ask(ask) == (None, 0)
+        assert not caplog.records, "it is avoided for a while"
+        await client.close()
 
 
 @pytest.mark.asyncio

@@ -6,23 +6,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from unittest.mock import Mock
 
-import grpc
 import pytest
 from aiohttp import web
 
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
-from router.errors import NodeLost
+from router.errors import NodeLost, NodesRefused
 from router.nodes.adapter_asker import AdapterAsker
 from router.nodes.address import NodeAddress, NodeRole
+from router.nodes.load_monitor import LoadMonitor
 from router.nodes.node import Node
 from router.nodes.prefix_caches import PrefixCaches
 from router.nodes.registry import NodeRegistry
+from router.nodes.role_changes import RoleChanges
 from router.nodes.transport import HttpTransport
 from tandem_pb.node_pb2 import LoadAdapterRequest, UnloadAdapterRequest
+from tests.garbled_server import garbled_server, only_warning
 from tests.router.cluster import TIMEOUT_S, Cluster, eventually
+from tests.router.factories import report
 from tests.router.fakes import Handler, event, open_stream
 
 BODY = {"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}
@@ -77,32 +80,19 @@ async def test_who_reads_a_garbled_answer_later_hears_of_it(cluster: Cluster) ->
 @asynccontextmanager
 async def garbled_node() -> AsyncIterator[NodeAddress]:
     """Answers every call for its status with bytes that are no message."""
-
-    class Garbled(grpc.GenericRpcHandler):
-        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-            return grpc.unary_unary_rpc_method_handler(self._answer)
-
-        async def _answer(self, request: bytes, context: object) -> bytes:
-            return b"\xff"
-
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Garbled(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield NodeAddress(NodeRole.PREFILL, f"127.0.0.1:{port}", f"127.0.0.1:{port}")
-    finally:
-        await server.stop(0)
+    async with garbled_server() as target:
+        yield NodeAddress(NodeRole.PREFILL, target, target)
 
 
 @pytest.mark.parametrize("wish", [LoadAdapterRequest(), UnloadAdapterRequest()])
 async def test_a_garbled_answer_about_an_adapter_is_a_failure(
-    wish: LoadAdapterRequest | UnloadAdapterRequest,
+    wish: LoadAdapterRequest | UnloadAdapterRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with garbled_node() as address:
         asker = AdapterAsker(Credentials(SecurityConfig()))
         answer = await asker.ask(Node(address), wish)
     assert answer.failed and "no message" in answer.said
+    assert not caplog.records, "gRPC would log a traceback"
 
 
 async def test_a_garbled_answer_about_a_cache_is_of_that_node_alone(cluster: Cluster) -> None:
@@ -117,3 +107,29 @@ async def test_a_garbled_answer_about_a_cache_is_of_that_node_alone(cluster: Clu
         said = await caches.reset()
     assert "no message" in said[f"prefill {address}"]
     assert (said[f"prefill {target}"], good.status.num_resets) == ("reset", 1)
+
+
+async def test_garbled_reports_are_told_once_and_asked_for_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures: list[NodeRole] = []
+    events = Mock(watch_failed=failures.append)
+    monitor = LoadMonitor(NodeRegistry(), events, 0.05, Credentials(SecurityConfig()))
+    async with garbled_node() as address:
+        monitor.set_members([address])
+        await eventually(lambda: len(failures) > 1)
+        await monitor.close()
+    assert "no message" in only_warning(caplog)
+    assert not events.report_came.called
+
+
+async def test_a_garbled_answer_about_a_role_is_no_change() -> None:
+    registry = NodeRegistry()
+    async with garbled_node() as address:
+        registry.set_members([address])
+        registry.apply_report(address, report(NodeRole.PREFILL))
+        changes = RoleChanges(registry=registry, credentials=Credentials(SecurityConfig()))
+        with pytest.raises(NodesRefused, match="no message"):
+            await changes.change(address.target, NodeRole.DECODE, 1.0)
+    [node] = registry.all_nodes()
+    assert registry.usable(NodeRole.PREFILL) == [node], "it is not taken for one that drains"

@@ -1,0 +1,65 @@
+"""Tells answers over gRPC from bytes that are no message.
+
+A peer that is broken, of another release or not ours may answer with anything. gRPC itself logs a
+traceback for an answer that it cannot read, and gives None to whoever asked.
+
+    stub = PrefixesStub(QuietChannel(channel))      logs nothing
+    reply = readable(await stub.Offer(request))     raises `GarbledAnswer`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+_Message = TypeVar("_Message")
+_Read: TypeAlias = Callable[[bytes], _Message]
+
+
+class GarbledAnswer(Exception):
+    """A peer answered with bytes that are no message; says what to look at."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it answered with bytes that are no message; see that a node of the same release "
+            "serves at this address"
+        )
+
+
+class QuietChannel:
+    """Makes the calls of stubs on `channel`. Each answer has to be `readable`."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def unary_unary(
+        self, method: str, *, response_deserializer: _Read[Any], **options: Any
+    ) -> grpc.aio.UnaryUnaryMultiCallable[Any, Any]:
+        read = _or_none(response_deserializer)
+        return self._channel.unary_unary(method, response_deserializer=read, **options)
+
+    def unary_stream(
+        self, method: str, *, response_deserializer: _Read[Any], **options: Any
+    ) -> grpc.aio.UnaryStreamMultiCallable[Any, Any]:
+        read = _or_none(response_deserializer)
+        return self._channel.unary_stream(method, response_deserializer=read, **options)
+
+
+def readable(answer: _Message | None) -> _Message:
+    """Returns an answer that came over a `QuietChannel`. Raises `GarbledAnswer`."""
+    if answer is None:
+        raise GarbledAnswer
+    return answer
+
+
+def _or_none(read: _Read[_Message]) -> _Read[_Message | None]:
+    def read_quietly(content: bytes) -> _Message | None:
+        try:
+            return read(content)
+        except DecodeError:
+            return None
+
+    return read_quietly
