@@ -15,7 +15,7 @@ _SMALL_M_ROWS = 16
 """The largest number of rows: with more, or on older devices, the library is faster."""
 _FUSED_GATE_UP_ROWS = 1024
 """The smallest size: with fewer, there are too few tiles for all SMs."""
-_FUSED_QKV_ROWS = 4096
+FUSED_QKV_ROWS = 4096
 """The smallest size: with fewer, tiles fill the last wave of SMs too badly."""
 _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
@@ -96,7 +96,7 @@ class GemmPolicy:
         return cls(
             small_m_rows=_SMALL_M_ROWS if small_m else 0,
             fused_gate_up_rows=_FUSED_GATE_UP_ROWS if gate_up else 0,
-            fused_qkv_rows=_FUSED_QKV_ROWS if qkv else 0,
+            fused_qkv_rows=FUSED_QKV_ROWS if qkv else 0,
             residual_rows=_RESIDUAL_ROWS if residual and tp_size == 1 else 0,
             shared_residual_rows=_RESIDUAL_ROWS if residual and tp_size == 2 else 0,
             int4_rows=int4_rows,

@@ -7,12 +7,14 @@ may want of their sampling. Prompts of one token run as decodes do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig, ModelConfig
+from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from engine.sched.draft_length import lengths_up_to
@@ -151,6 +153,8 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
     many = min(_MANY_TOKENS, longest)
     steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
+    if config.scheduler.max_num_batched_tokens >= FUSED_QKV_ROWS:
+        steps += _steps_of_many_tokens(FUSED_QKV_ROWS, max_num_reqs, max_model_len)
     heads = max(1, config.model.num_heads // config.parallel.tensor_parallel_size)
     chunk = max(_CHUNK, _CHUNK_ROWS // heads + 1)
     chunk = min(chunk, longest - 1, max_model_len - _CHUNK_CONTEXT)
@@ -170,6 +174,21 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
             steps.append(DummyStep([1] * count, unfiltered))
     steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]
     return steps
+
+
+def _steps_of_many_tokens(
+    num_tokens: int, max_num_reqs: int, max_model_len: int
+) -> Iterator[DummyStep]:
+    """Yields steps whose prompts have so many tokens together: new ones, and some behind cached
+    tokens. The GEMM of queries, keys and values keeps keys where a library reads new ones, and else
+    not. The profiling run has both kinds on some devices alone, and it does not run where the size
+    of the cache is given."""
+    for num_cached in (0, min(_CHUNK_CONTEXT, max_model_len - 1)):
+        most = max_model_len - num_cached
+        count = -(-num_tokens // most)
+        if count <= max_num_reqs:
+            lengths = dummy_lengths(num_tokens, count, most)
+            yield DummyStep(lengths, SamplingParams(temperature=1.0, top_p=0.5), num_cached)
 
 
 def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> SamplingParams:

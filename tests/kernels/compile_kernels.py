@@ -146,6 +146,7 @@ BEGIN_LATE = (
     rms_norm.rms_norm_kernel,
     route_tokens.route_tokens_kernel,
     normed_router.normed_router_kernel,
+    expert_sums.pairs_add_rms_norm_kernel,
 )
 """Let the next kernel begin when the ones in front have ended, and no sooner."""
 

@@ -135,7 +135,8 @@ class AttentionBackend(ABC):
         """Returns what all layers of a KV group share in a step."""
 
     def reads_new_keys(self, metadata: AttentionMetadata) -> bool:
-        """Returns whether `attend` reads this step's keys from `heads` and not from the cache."""
+        """Returns whether `attend` reads this step's keys and values from `heads` and not from the
+        cache."""
         return False
 
     @abstractmethod
@@ -145,8 +146,8 @@ class AttentionBackend(ABC):
         """Attends, once the step's keys and values are in the cache.
 
         Args:
-            heads: [T, Hq + 2 Hkv, D], queries, keys and values; queries rotated, keys only where
-                `reads_new_keys`.
+            heads: [T, Hq + 2 Hkv, D], queries, rotated, keys and values. Where it does not read new
+                keys (`reads_new_keys`), keys and values may be anything.
             kv_cache: [N, 2, Hkv, B, D].
 
         Returns:

@@ -1,5 +1,5 @@
-"""Warm-up computes a step of each tuning of the attention kernel of long queries that a step of the
-scheduler may take, so that none is compiled while somebody waits."""
+"""Warm-up computes a step of each way in which steps of the scheduler may run kernels of prompts,
+so that none is compiled while somebody waits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from engine.config import EngineConfig
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
+from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from engine.worker.dummy_steps import warm_up_steps
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.experts.expert_rows import MAX_SEARCHED_PAIRS, ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertShape, expert_tuning
 
@@ -80,11 +82,26 @@ def tunings_of(
             found.add((tuning.rows, tuning.tile, tuning.num_warps, tuning.num_stages))
         return q
 
-    paged = PagedBackend(kernel)
-    backend: AttentionBackend = paged
-    if min_tokens:
-        library = LibraryOf(min_tokens)
-        backend = UncachedPrefillBackend(library, paged, recorded_tokens=PROMPT_TOKENS[-1])
+    backend = backend_of(min_tokens, PagedBackend(kernel))
+    metadata = metadata_of(backend, requests)
+    heads = torch.empty(
+        sum(tokens for tokens, _ in requests), num_heads + 2 * num_kv_heads, HEAD_DIM,
+        device="meta", dtype=torch.half,
+    )  # fmt: skip
+    spec: Any = Spec(num_heads)
+    backend.attend(spec, heads, cache, metadata)
+    return found
+
+
+def backend_of(min_tokens: int, paged: PagedBackend) -> AttentionBackend:
+    if not min_tokens:
+        return paged
+    library = LibraryOf(min_tokens)
+    return UncachedPrefillBackend(library, paged, recorded_tokens=PROMPT_TOKENS[-1])
+
+
+def metadata_of(backend: AttentionBackend, requests: list[tuple[int, int]]) -> AttentionMetadata:
+    """Returns the metadata of a step, of tensors that have a shape alone."""
     decodes = [request for request in requests if request[0] == 1]
     prompts = [
         PrefillChunk(row, *request) for row, request in enumerate(requests) if request[0] > 1
@@ -95,14 +112,7 @@ def tunings_of(
     order = Order(query_lens, seq_lens, len(decodes))
     starts = torch.tensor([0, *np.cumsum(query_lens)], device="meta")
     shape = torch.empty(len(both), device="meta")
-    metadata = backend.metadata(Batch(order, shape[:, None], starts, shape))
-    heads = torch.empty(
-        int(query_lens.sum()), num_heads + 2 * num_kv_heads, HEAD_DIM, device="meta",
-        dtype=torch.half,
-    )  # fmt: skip
-    spec: Any = Spec(num_heads)
-    backend.attend(spec, heads, cache, metadata)
-    return found
+    return backend.metadata(Batch(order, shape[:, None], starts, shape))
 
 
 @dataclass
@@ -148,6 +158,40 @@ def test_every_tuning_is_warmed_up(
                 continue
             requests = [(1, context) for context in decodes] + [(tokens, cached)]
             assert tunings_of(config, min_tokens, requests) <= warm, requests
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1024, 4096], ids=["none", "FlashAttention", "cuDNN"])
+@pytest.mark.parametrize(
+    ("max_model_len", "budget", "max_num_seqs"),
+    [(9216, 8192, 64), (9216, 8192, 1), (FUSED_QKV_ROWS, 8192, 64), (3000, 8192, 16)],
+)
+def test_both_kinds_of_fused_projection_are_warmed_up(
+    make_config: Any, max_model_len: int, budget: int, max_num_seqs: int, min_tokens: int
+) -> None:
+    """Steps of many tokens rotate in the GEMM, which keeps keys where a library reads new ones. The
+    profiling run does not count: there is none where the operator gives the cache's size."""
+    config = make_config()
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    config = replace(
+        config,
+        model=replace(config.model, max_model_len=max_model_len),
+        scheduler=replace(config.scheduler, **limits),
+    )
+    backend = backend_of(min_tokens, PagedBackend())
+
+    def kinds(steps: Iterator[list[tuple[int, int]]]) -> set[bool]:
+        many = (step for step in steps if sum(tokens for tokens, _ in step) >= FUSED_QKV_ROWS)
+        return {backend.reads_new_keys(metadata_of(backend, step)) for step in many}
+
+    warm = kinds(
+        [(length, step.num_cached) for length in step.lengths] for step in warm_up_steps(config)
+    )
+    possible = kinds(
+        [(tokens, cached)] * count
+        for tokens, cached, count in itertools.product((256, 1400, 2990, 4096), (0, 10), (1, 2, 16))
+        if tokens + cached <= max_model_len and tokens * count <= budget and count <= max_num_seqs
+    )
+    assert possible and possible <= warm
 
 
 @pytest.mark.parametrize(
