@@ -27,7 +27,7 @@ from bench.record import write_result
 from tandem_kernels import ops
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.normed_router import TUNING, RouterTuning, run_normed_router
-from tandem_kernels.experts.pair_shapes import MAX_ROUTED_ROWS
+from tandem_kernels.experts.router_shapes import MAX_ROUTED_ROWS
 
 SHAPE = SHAPES["gpt-oss-120b"]
 _LAYERS = 16

@@ -41,7 +41,7 @@ from engine.speed.offline_engine import OfflineEngine, offline_engine
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
-from tandem_kernels.experts.mxfp4_experts import FORMAT, mxfp4_gemm
+from tandem_kernels.experts.mxfp4.experts import FORMAT, mxfp4_gemm
 
 SHAPES = "gpt-oss-20b", "gpt-oss-120b"
 _KERNEL = "mxfp4_expert_gemm_kernel"

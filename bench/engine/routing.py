@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.engine.models.shapes import SHAPES, shape_config
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.layers.sparse_mlp import Router
+from engine.layers.router import Router
 from engine.speed.offline_engine import offline_engine
 
 _BATCHES = (1, 16, 64, 256)

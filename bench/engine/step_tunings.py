@@ -30,8 +30,9 @@ from engine.speed.measurements import decode_steps
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from tandem_kernels.attention import decode_attention
 from tandem_kernels.attention.decode_tuning import DecodeTuning
-from tandem_kernels.experts import mxfp4_experts, pair_shapes
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
+from tandem_kernels.experts.mxfp4 import pair_shapes
 from tandem_kernels.gemm import few_row_gemm, few_row_qkv
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 

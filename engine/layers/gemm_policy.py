@@ -8,7 +8,7 @@ import torch
 
 from engine.config import DeviceConfig
 from tandem_kernels.device import has_warpgroup_mma, multiplies_halves, supports_pdl
-from tandem_kernels.experts.pair_shapes import MAX_ROUTED_ROWS
+from tandem_kernels.experts.router_shapes import MAX_ROUTED_ROWS
 from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
 
 _SMALL_M_ROWS = 16

@@ -17,10 +17,8 @@ router, the choice with the first GEMM, and the second GEMM adds to the residual
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.expert_methods.base import PROJECTIONS, ExpertLayer, ExpertPart, ExpertSizes
@@ -30,119 +28,12 @@ from engine.layers.expert_share import ExpertShare
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
+from engine.layers.router import Router, RouterOptions
 from engine.layers.rows import PairOutputs, PartialSum
 from engine.layers.shard import CheckpointWeight, Shard, unread
 from engine.layers.shared_expert import SharedExpert
 from engine.layers.side_stream import SideStream, is_recording, side_stream
-from tandem_kernels import ops
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.pair_shapes import takes_router
-from tandem_kernels.gemm import few_row_shapes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterOptions:
-    """Says how a router chooses; see `tandem_kernels.reference.experts.route_tokens`."""
-
-    top_k: int
-    sigmoid: bool = False
-    renormalise: bool = True
-    scaling: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    has_bias: bool = False
-    has_logit_bias: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Returns whether the experts chosen are those of the largest logits."""
-        return not self.sigmoid and not self.has_bias and self.num_groups == 1
-
-
-class Router(nn.Module):
-    """[T, H] -> (weights [T, k] float32, experts [T, k] int32, as this rank numbers its own). Whole
-    on every rank, in float32 from the logits on.
-
-    Args:
-        share: Of the experts; None: all are on this rank.
-
-    Attributes:
-        own_numbers: See `tandem_kernels.reference.experts.route_tokens`; overwritten where experts
-            move.
-        loads: [slots of this rank] int64, to which routed tokens are added; None: nobody counts.
-    """
-
-    bias: nn.Parameter | None
-    logit_bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        options: RouterOptions,
-        shard: Shard,
-        share: ExpertShare | None = None,
-    ) -> None:
-        super().__init__()
-        self.options = options
-        self.own_numbers = None if share is None else share.own_numbers(shard.device)
-        self.loads: Tensor | None = None
-        self.deterministic = shard.gemms.deterministic
-        self.few_rows = shard.gemms.few_rows
-        self.weight = shard.parameter(num_experts, hidden_size)
-        self.bias, self.logit_bias = (
-            shard.parameter(num_experts, dtype=torch.float32) if has_one else None
-            for has_one in (options.has_bias, options.has_logit_bias)
-        )
-
-    def forward(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-        options = self.options
-        return ops.route_tokens(
-            self._logits(x),
-            slot_mapping,
-            self.bias,
-            options.top_k,
-            sigmoid=options.sigmoid,
-            renormalise=options.renormalise,
-            scaling=options.scaling,
-            num_groups=options.num_groups,
-            top_groups=options.top_groups,
-            logit_bias=self.logit_bias,
-            own_numbers=self.own_numbers,
-            loads=self.loads,
-        )
-
-    def leaves_choice(self, x: Tensor) -> bool:
-        """Returns whether `normed_logits` takes rows [T, H], by which experts are then chosen as
-        this would."""
-        uncounted = self.own_numbers is None and self.loads is None
-        return self.options.is_plain and uncounted and takes_router(x, self.weight)
-
-    def normed_logits(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Computes few rows [T, H] of the residual stream -> (logits [T, E], with their bias, and
-        the normed rows)."""
-        return ops.normed_router(x, norm.weight, norm.eps, self.weight, self.logit_bias)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        if self.deterministic:
-            return ops.invariant_gemm(x, self.weight, None, torch.float32)
-        if len(x) <= self.few_rows and few_row_shapes.takes(x, self.weight):
-            return ops.few_row_gemm(x, self.weight, out_dtype=torch.float32)
-        if x.is_cuda and x.dtype != torch.float32:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return F.linear(x.float(), self.weight.float())
-
-    def checkpoint_weights(
-        self, weight: str, bias: str, logit_bias: str
-    ) -> Iterator[CheckpointWeight]:
-        for parameter, name in (
-            (self.weight, weight),
-            (self.bias, bias),
-            (self.logit_bias, logit_bias),
-        ):
-            if parameter is not None:
-                yield CheckpointWeight(name, parameter, tuple(parameter.shape))
-
 
 PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.layers.expert_share import ExpertShare
+from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.shared_expert import SharedExpert
-from engine.layers.sparse_mlp import Experts, Router, RouterOptions, SparseMLP
+from engine.layers.sparse_mlp import Experts, SparseMLP
 from engine.models.specs.experts import ExpertNames, ExpertSpec
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 

@@ -58,7 +58,7 @@ def test_a_sweep_writes_times_beside_a_peers(tmp_path, monkeypatch, capsys) -> N
     engine = TimedEngine()
     for module in (record, lengths):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    monkeypatch.setattr(lengths, "offline_engine", lambda config: nullcontext(engine))
+    monkeypatch.setattr(lengths, "offline_engine", lambda config, executor: nullcontext(engine))
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: engine.now)
     peer = tmp_path / "peer.json"
     peer.write_text(json.dumps({"337": 674.0}))

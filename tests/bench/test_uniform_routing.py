@@ -7,8 +7,8 @@ import torch
 
 from bench.engine.models.uniform_routing import uniform_routing
 from engine.layers.norm import RMSNorm
+from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import Shard
-from engine.layers.sparse_mlp import Router, RouterOptions
 from engine.parallel import ParallelPlace
 
 TOKENS, EXPERTS, TOP_K = 512, 32, 4

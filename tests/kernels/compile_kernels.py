@@ -53,11 +53,11 @@ from tandem_kernels.experts import (
     fp8_experts,
     fused_experts,
     int4_experts,
-    mxfp4_experts,
-    mxfp4_pairs,
     normed_router,
     route_tokens,
 )
+from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
+from tandem_kernels.experts.mxfp4 import pairs as mxfp4_pairs
 from tandem_kernels.gemm import (
     few_row_gemm,
     few_row_qkv,

@@ -17,8 +17,10 @@ from interpreted_fixtures import (  # noqa: F401
 )
 
 from tandem_kernels import ops
-from tandem_kernels.experts import mxfp4_experts, mxfp4_pairs, pair_shapes
 from tandem_kernels.experts.expert_tuning import ExpertTuning
+from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
+from tandem_kernels.experts.mxfp4 import pair_shapes
+from tandem_kernels.experts.mxfp4 import pairs as mxfp4_pairs
 
 pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
 

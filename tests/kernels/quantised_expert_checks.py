@@ -12,9 +12,9 @@ from torch import Tensor
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertTuning
-from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
-from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm
-from tandem_kernels.experts.mxfp4_tiles import tile_mxfp4, tiles_of
+from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
+from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
+from tandem_kernels.experts.mxfp4.tiles import tile_mxfp4, tiles_of
 
 Op = Callable[..., Any]
 Sizes = tuple[int, int, int, int, int]

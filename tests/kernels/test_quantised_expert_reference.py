@@ -8,7 +8,7 @@ import routed_expert_checks as routed
 import torch
 
 from tandem_kernels import ops
-from tandem_kernels.experts.mxfp4_tiles import tile_mxfp4, tiles_of, untile_mxfp4
+from tandem_kernels.experts.mxfp4.tiles import tile_mxfp4, tiles_of, untile_mxfp4
 from tandem_kernels.reference.mxfp4 import dequantise_mxfp4
 
 

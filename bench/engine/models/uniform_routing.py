@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
-from engine.layers.sparse_mlp import Router
+from engine.layers.router import Router
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.fp8_experts import fp8_gemm
 from tandem_kernels.experts.fused_experts import expert_gemm
 from tandem_kernels.experts.int4_experts import int4_expert_gemm
-from tandem_kernels.experts.mxfp4_experts import mxfp4_gemm
-from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm
-from tandem_kernels.experts.mxfp4_tiles import NUMBER_WORDS, tiles_of
-from tandem_kernels.experts.pair_shapes import takes_each_pair
+from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
+from tandem_kernels.experts.mxfp4.pair_shapes import takes_each_pair
+from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
+from tandem_kernels.experts.mxfp4.tiles import NUMBER_WORDS, tiles_of
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.int4_packing import padded_inputs
 from tandem_kernels.reference.fp8 import GROUP
@@ -47,7 +47,7 @@ _UNROLLED_MANY = (
 """Rows, cols, depth, warps and stages of three steps in a turn, which take fewer instructions a
 weight."""
 POWERS = -0x08080809
-"""Four bytes 0xf7, exponents as `mxfp4_tiles` keeps them: weights of at most 0.1, like those of
+"""Four bytes 0xf7, exponents as `mxfp4.tiles` keeps them: weights of at most 0.1, like those of
 models."""
 
 

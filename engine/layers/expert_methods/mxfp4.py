@@ -16,8 +16,8 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Mxfp4Scheme
 from tandem_kernels import ops
 from tandem_kernels.device import gpu_name, multiplies_halves
-from tandem_kernels.experts.mxfp4_tiles import SIDE, tile_mxfp4, tiles_of
-from tandem_kernels.experts.pair_shapes import mxfp4_pair_tunings, sums_itself
+from tandem_kernels.experts.mxfp4.pair_shapes import mxfp4_pair_tunings, sums_itself
+from tandem_kernels.experts.mxfp4.tiles import SIDE, tile_mxfp4, tiles_of
 
 
 def mxfp4_experts(scheme: Mxfp4Scheme, shard: Shard) -> ExpertMethod | None:
@@ -29,7 +29,7 @@ def mxfp4_experts(scheme: Mxfp4Scheme, shard: Shard) -> ExpertMethod | None:
 
 
 class Mxfp4Experts(ExpertMethod):
-    """Holds tiles (`tandem_kernels.experts.mxfp4_tiles`) of gates and ups, `w13` [E, 2, ...], and
+    """Holds tiles (`tandem_kernels.experts.mxfp4.tiles`) of gates and ups, `w13` [E, 2, ...], and
     of down projections, `w2` [E, ...]. One expert at a time is there in both forms.
     """
 

@@ -98,7 +98,7 @@ def normed_router_kernel(
 def normed_router(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.experts.normed_router`; only for what `pair_shapes.takes_router` says."""
+    """See `reference.experts.normed_router`; only for what `router_shapes.takes_router` says."""
     logits = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
     normed = torch.empty_like(x)
     run_normed_router(x, norm_weight, eps, weight, bias, logits, normed, TUNING)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.mxfp4_tiles import untile_mxfp4
+from tandem_kernels.experts.mxfp4.tiles import untile_mxfp4
 from tandem_kernels.reference.experts import activated, fused_experts, of_tokens, route_tokens
 from tandem_kernels.reference.fp8 import BLOCK, dequantise_weight, quantise_fp8
 
@@ -79,12 +79,12 @@ def mxfp4_experts(
 
     Args:
         x: [T, H].
-        w13: [E, 2, ...] int32, tiles (`mxfp4_tiles`) of each expert's gate, then its up projection,
+        w13: [E, 2, ...] int32, tiles (`mxfp4.tiles`) of each expert's gate, then its up projection,
             [I, H].
         w2: [E, ...], those of [H, I].
         width: I.
         weights, experts, fixed_order, b13, b2, gate, summed: As in `fused_experts`. Experts of few
-            rows may be summed in any case: `pair_shapes.sums_itself`.
+            rows may be summed in any case: `mxfp4.pair_shapes.sums_itself`.
 
     Returns:
         What `fused_experts` returns.

@@ -23,7 +23,7 @@ from engine.parallel import ParallelPlace
 from engine.quantization import Mxfp4Scheme, Quantization, SchemeRule
 from engine.token_exchange import Replicated
 from tandem_kernels import ops
-from tandem_kernels.experts.mxfp4_tiles import NUMBER_WORDS
+from tandem_kernels.experts.mxfp4.tiles import NUMBER_WORDS
 from tests.engine.models.fake_group import FakeGroup
 
 HIDDEN, ROWS = 64, 4

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from engine.config import DeviceConfig, EngineConfig
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.gemm_policy import GemmPolicy
+from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import Shard
-from engine.layers.sparse_mlp import Router, RouterOptions
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.models.llama import LlamaForCausalLM
 from engine.models.registry import spec_of

@@ -32,7 +32,7 @@ from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.quantization import Fp8Scheme, Mxfp4Scheme, Quantization, SchemeRule
 from kv_transfer.config import KVTransferConfig
-from tandem_kernels.experts.mxfp4_tiles import untile_mxfp4
+from tandem_kernels.experts.mxfp4.tiles import untile_mxfp4
 from tandem_kernels.reference import quantised_experts
 from tandem_kernels.reference.fp8 import dequantise_weight
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over

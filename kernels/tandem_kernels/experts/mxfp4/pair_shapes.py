@@ -1,19 +1,9 @@
-"""The steps of few rows whose (token, expert) pairs are computed by themselves, and those whose
-routers leave the choice of experts to them."""
+"""The steps of few rows whose (token, expert) pairs are computed by themselves."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from tandem_kernels.experts.arrival_counts import MAX_TILES
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
-from tandem_kernels.gemm import few_row_shapes
-
-MAX_ROUTED_ROWS = 4
-"""A router of more rows multiplies on matrix units, and so many programs would look for the same
-experts that a launch costs less."""
-_MAX_HIDDEN = 8192
-"""A program of the router holds whole rows in registers."""
 
 
 def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> bool:
@@ -38,13 +28,3 @@ def sums_itself(num_experts: int, width: int, hidden: int, num_pairs: int, gpu: 
     shape = ExpertShape(num_experts, width, hidden, "mxfp4")
     tuning = expert_tuning(shape, num_pairs, gpu, gated=False)
     return takes_each_pair(tuning, num_pairs, hidden)
-
-
-def takes_router(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether `normed_router` takes rows `x` [T, H] and a router's `weight` [E, H]."""
-    return (
-        len(x) <= MAX_ROUTED_ROWS
-        and few_row_shapes.takes(x, weight)
-        and x.is_contiguous()
-        and x.shape[1] <= _MAX_HIDDEN
-    )

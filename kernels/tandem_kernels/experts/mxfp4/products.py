@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem_kernels.experts.mxfp4_numbers import in_order_of_warps, mxfp4_weights
+from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, mxfp4_weights
 
 
 @triton.jit

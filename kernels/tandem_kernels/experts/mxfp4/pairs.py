@@ -30,9 +30,9 @@ from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import arrival_counts
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_tuning import ExpertTuning
-from tandem_kernels.experts.mxfp4_late import late_products
-from tandem_kernels.experts.mxfp4_numbers import in_order_of_warps, mxfp4_weights, tile_places
-from tandem_kernels.experts.pair_sums import added, sum_of_pairs, sum_of_parts
+from tandem_kernels.experts.mxfp4.late import late_products
+from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, mxfp4_weights, tile_places
+from tandem_kernels.experts.mxfp4.pair_sums import added, sum_of_pairs, sum_of_parts
 from tandem_kernels.experts.top_experts import expert_of_pair
 
 

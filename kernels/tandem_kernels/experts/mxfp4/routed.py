@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.mxfp4_pairs import TokenChoice, mxfp4_pair_gemm
-from tandem_kernels.experts.pair_shapes import mxfp4_pair_tunings
+from tandem_kernels.experts.mxfp4.pair_shapes import mxfp4_pair_tunings
+from tandem_kernels.experts.mxfp4.pairs import TokenChoice, mxfp4_pair_gemm
 
 
 def mxfp4_routed_experts(

@@ -1,4 +1,4 @@
-"""Experts whose weights are MXFP4, and stay so in memory (`mxfp4_tiles`).
+"""Experts whose weights are MXFP4, and stay so in memory (`tiles`).
 
     1. gate·up of each (token, expert) pair, bias, activation         [pairs, I]
     2. down, bias, times the pair's weight                            [pairs, H]
@@ -8,7 +8,7 @@ Weights become half precision in registers, in the order in which warps multiply
 they are the first operand, and rows the second. Four warps multiply together, with rows in shared
 memory; fewer multiply each by itself, which takes fewer instructions where rows are few. Where
 there are few tiles, the inner dimension is split, too; and of few rows a tuning may ask that each
-pair be computed by itself (`mxfp4_pairs`).
+pair be computed by itself (`pairs`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
-from tandem_kernels.experts.mxfp4_expert_tile import expert_tile
-from tandem_kernels.experts.mxfp4_pairs import mxfp4_pair_gemm
-from tandem_kernels.experts.pair_shapes import takes_each_pair
+from tandem_kernels.experts.mxfp4.expert_tile import expert_tile
+from tandem_kernels.experts.mxfp4.pair_shapes import takes_each_pair
+from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
 
 FORMAT = "mxfp4"
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.experts.expert_outputs import write_pairs
-from tandem_kernels.experts.mxfp4_numbers import tile_places
-from tandem_kernels.experts.mxfp4_products import products
+from tandem_kernels.experts.mxfp4.numbers import tile_places
+from tandem_kernels.experts.mxfp4.products import products
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The sums over what programs of `mxfp4_pairs` have written, always in the same order."""
+"""The sums over what programs of `pairs` have written, always in the same order."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""MXFP4 numbers become half precision in registers; `mxfp4_tiles` says where they lie.
+"""MXFP4 numbers become half precision in registers; `tiles` says where they lie.
 
 Eight numbers of a word are four registers of two bf16 by 11 operations, and their exponent is one
 multiplication each: less than two operations a number. More than three would keep memory waiting.
 Of few rows, where there are as many weights as products, even that multiplication is spared: see
-`mxfp4_late`.
+`late`.
 """
 
 from __future__ import annotations
