@@ -153,8 +153,10 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
     many = min(_MANY_TOKENS, longest)
     steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
-    if config.scheduler.max_num_batched_tokens >= FUSED_QKV_ROWS:
-        steps += _steps_of_many_tokens(FUSED_QKV_ROWS, max_num_reqs, max_model_len)
+    budget = config.scheduler.max_num_batched_tokens
+    for num_tokens in sorted({FUSED_QKV_ROWS, budget}):
+        if FUSED_QKV_ROWS <= num_tokens <= budget:
+            steps += _steps_of_many_tokens(num_tokens, max_num_reqs, max_model_len)
     heads = max(1, config.model.num_heads // config.parallel.tensor_parallel_size)
     chunk = max(_CHUNK, _CHUNK_ROWS // heads + 1)
     chunk = min(chunk, longest - 1, max_model_len - _CHUNK_CONTEXT)
@@ -181,8 +183,8 @@ def _steps_of_many_tokens(
 ) -> Iterator[DummyStep]:
     """Yields steps whose prompts have so many tokens together: new ones, and some behind cached
     tokens. The GEMM of queries, keys and values keeps keys where a library reads new ones, and else
-    not. The profiling run has both kinds on some devices alone, and it does not run where the size
-    of the cache is given."""
+    not; experts of the largest steps have tiles of their own. The profiling run has both kinds on
+    some devices alone, and it does not run where the size of the cache is given."""
     for num_cached in (0, min(_CHUNK_CONTEXT, max_model_len - 1)):
         most = max_model_len - num_cached
         count = -(-num_tokens // most)

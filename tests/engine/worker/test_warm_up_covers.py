@@ -4,7 +4,7 @@ so that none is compiled while somebody waits."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,6 +192,30 @@ def test_both_kinds_of_fused_projection_are_warmed_up(
         if tokens + cached <= max_model_len and tokens * count <= budget and count <= max_num_seqs
     )
     assert possible and possible <= warm
+
+
+@pytest.mark.parametrize("budget", [2048, 5000, 8192])
+def test_every_tiling_of_the_experts_of_long_steps_is_warmed_up(
+    make_config: Any, budget: int
+) -> None:
+    """Steps of up to 2048 tokens are recorded, which compiles theirs."""
+    config = make_config()
+    config = replace(
+        config,
+        model=replace(config.model, max_model_len=9216),
+        scheduler=replace(config.scheduler, max_num_seqs=64, max_num_batched_tokens=budget),
+    )
+    shape, top_k = ExpertShape(128, 2880, 2880, "mxfp4"), 4
+
+    def tunings(sizes: Iterable[int]) -> set[tuple[bool, object]]:
+        return {
+            (gated, expert_tuning(shape, top_k * size, "NVIDIA_H200", gated=gated))
+            for size in sizes
+            for gated in (True, False)
+        }
+
+    warm = tunings(sum(step.lengths) for step in warm_up_steps(config))
+    assert tunings(range(2048, budget + 1)) <= warm
 
 
 @pytest.mark.parametrize(
