@@ -41,7 +41,8 @@ from engine.speed.offline_engine import OfflineEngine, offline_engine
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
-from tandem_kernels.experts.mxfp4.experts import FORMAT, mxfp4_gemm
+from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
+from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT
 
 SHAPES = "gpt-oss-20b", "gpt-oss-120b"
 _KERNEL = "mxfp4_expert_gemm_kernel"

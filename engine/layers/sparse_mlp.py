@@ -175,7 +175,8 @@ class SparseMLP(nn.Module):
         """Computes the block of the normed `x`, [T, H]."""
         if self.is_alone:
             chosen = self.router(x, slot_mapping)
-            stream.add(self.experts.unsummed(x, *chosen) or self.experts(x, *chosen))
+            pairs = self.experts.unsummed(x, *chosen)
+            stream.add(self.experts(x, *chosen) if pairs is None else pairs)
             return
         if self.shared is not None and len(x) <= self.beside_rows and is_recording(x):
             side = SideStream(x.device)

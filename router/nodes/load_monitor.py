@@ -42,7 +42,7 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 1 << 20),
 )
-_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake", "no message")
+_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
 
 
 class WatchEvents(Protocol):
@@ -137,9 +137,11 @@ class LoadMonitor:
         except TimeoutError:
             self._log_loss(address, num_reports, "it has fallen silent")
         except GarbledAnswer as error:
-            self._log_loss(address, num_reports, str(error))
+            self._log_loss(address, num_reports, str(error), is_refusal=True)
         except grpc.aio.AioRpcError as error:
-            self._log_loss(address, num_reports, f"{error.code().name}: {error.details()}")
+            reason = f"{error.code().name}: {error.details()}"
+            is_refusal = any(word in reason for word in _REFUSALS)
+            self._log_loss(address, num_reports, reason, is_refusal=is_refusal)
         finally:
             call.cancel()
         return num_reports
@@ -154,10 +156,11 @@ class LoadMonitor:
         finally:
             reading.cancel()
 
-    def _log_loss(self, address: NodeAddress, num_reports: int, reason: str) -> None:
+    def _log_loss(
+        self, address: NodeAddress, num_reports: int, reason: str, *, is_refusal: bool = False
+    ) -> None:
         """Logs a lost watch. A node that is away stays away for many attempts: its leaving is news,
         and that it does not believe us, or we it."""
-        is_refusal = any(word in reason for word in _REFUSALS)
         is_news = num_reports > 0 or (is_refusal and self._refusals.get(address) != reason)
         if is_refusal:
             self._refusals[address] = reason

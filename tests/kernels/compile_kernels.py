@@ -57,6 +57,7 @@ from tandem_kernels.experts import (
     route_tokens,
 )
 from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
+from tandem_kernels.experts.mxfp4 import pair_shapes
 from tandem_kernels.experts.mxfp4 import pairs as mxfp4_pairs
 from tandem_kernels.gemm import (
     few_row_gemm,
@@ -730,7 +731,7 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
         **named("*fp32", "pair_weights", "sums"),
         "arrived": "*i32",
     }
-    shape = expert_tuning.ExpertShape(128, 2880, 2880, mxfp4_experts.FORMAT)
+    shape = expert_tuning.ExpertShape(128, 2880, 2880, pair_shapes.FORMAT)
     many = capability >= 90
     for num_pairs, gated in itertools.product((4, 8192, 32768) if many else (4,), (True, False)):
         tuning = expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=gated)

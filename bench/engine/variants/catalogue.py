@@ -10,19 +10,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from engine.layers.attention.block import AttentionBlock
-from engine.layers.attention.layer import AttentionInputs
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.mlp import GatedMLP
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import Rows, UnnormedRows
 from engine.models.llama import LlamaForCausalLM
-from tandem_kernels import device, ops
+from tandem_kernels import device
 from tandem_kernels.attention import decode_attention, prefill_attention
 from tandem_kernels.attention.decode_tuning import DecodeTuning
 from tandem_kernels.attention.prefill_tuning import PrefillTuning
-from tandem_kernels.gemm import fused_qkv_shapes, small_m_gemm
+from tandem_kernels.gemm import small_m_gemm
 from tandem_kernels.gemm.small_m_gemm import SmallMTuning
 
 DECODE_CASES = (
@@ -36,8 +33,8 @@ class Variant:
     """A way to compute. None leaves a part as it is. `library`: no GEMMs by kernels of ours.
     `residual_rows`: rows from which row layers add to the residual; `gate_up_rows`: those from
     which gate·up and its activation are one GEMM; `mlp_rows`: rows that an MLP computes at a time;
-    `fused_qkv`: queries, keys and values are one kernel with their rotation and the write into the
-    cache; `blas`: the library of GEMMs; `long_pdl`: small kernels start early in long steps, too.
+    `qkv_rows`: those from which queries, keys and values are rotated and cached by their GEMM;
+    `blas`: the library of GEMMs; `long_pdl`: small kernels start early in long steps, too.
     """
 
     name: str
@@ -51,7 +48,7 @@ class Variant:
     residual_rows: int | None = None
     gate_up_rows: int | None = None
     mlp_rows: int | None = None
-    fused_qkv: bool = False
+    qkv_rows: int | None = None
     blas: str | None = None
     long_pdl: bool = False
 
@@ -119,7 +116,7 @@ def long_prompt_variants() -> list[Variant]:
         Variant("norms add", residual_rows=_NEVER),
         Variant("activation apart", gate_up_rows=_NEVER),
         Variant("activation in the GEMM", gate_up_rows=_ALWAYS),
-        Variant("fused qkv", fused_qkv=True),
+        Variant("rotation apart", qkv_rows=_NEVER),
         Variant("MLP by 4096", residual_rows=_ALWAYS, mlp_rows=4096),
         Variant("cuBLASLt", blas="cublaslt"),
         Variant("PDL", long_pdl=True),
@@ -154,8 +151,6 @@ def applied(variant: Variant, model: LlamaForCausalLM, present: GemmPolicy) -> I
             if variant.mlp_rows is not None:
                 by_parts = _mlp_by_parts(variant.mlp_rows)
                 patches.enter_context(patch.object(GatedMLP, "forward", by_parts))
-            if variant.fused_qkv:
-                patches.enter_context(patch.object(AttentionBlock, "forward", _fused_qkv))
             yield
     finally:
         device.enable_pdl(True)
@@ -167,11 +162,15 @@ def applied(variant: Variant, model: LlamaForCausalLM, present: GemmPolicy) -> I
 def _policy(variant: Variant, present: GemmPolicy) -> GemmPolicy:
     if variant.deterministic:
         return GemmPolicy(deterministic=True)
-    policy = replace(present, small_m_rows=0, fused_gate_up_rows=0) if variant.library else present
+    policy = present
+    if variant.library:
+        policy = replace(present, small_m_rows=0, fused_gate_up_rows=0, fused_qkv_rows=0)
     if variant.gate_up_rows is not None:
         policy = replace(policy, fused_gate_up_rows=variant.gate_up_rows)
     if variant.residual_rows is not None:
         policy = replace(policy, residual_rows=variant.residual_rows)
+    if variant.qkv_rows is not None:
+        policy = replace(policy, fused_qkv_rows=variant.qkv_rows)
     return policy
 
 
@@ -180,29 +179,6 @@ def _use(model: LlamaForCausalLM, policy: GemmPolicy) -> None:
         if isinstance(layer, MergedColumnParallelLinear | RowParallelLinear):
             layer.method = layer.choose_method(policy)
     model.lm_head.deterministic = policy.deterministic
-
-
-def _fused_qkv(
-    self: AttentionBlock,
-    x: Rows | UnnormedRows,
-    stream: ResidualStream,
-    kv_cache: Tensor,
-    inputs: AttentionInputs,
-    kept: Tensor | None = None,
-) -> None:
-    """Computes the block for all rows, of heads without norms and gates."""
-    x = x.normed() if isinstance(x, UnnormedRows) else x
-    assert isinstance(x, Tensor) and kept is None, "plain rows, all of which go on"
-    assert self.q_norm is None and self.num_gates == 0, "the kernel has no norms and no gates"
-    weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-    takes = fused_qkv_shapes.takes(x, weight, kv_cache) or not x.is_cuda
-    assert takes, "not a shape of the kernel"
-    places = inputs.positions, inputs.cos_sin_cache, kv_cache, inputs.slot_mapping
-    backend = inputs.backend
-    keep_kv = backend.reads_new_keys(inputs.metadata)
-    heads = ops.fused_qkv(x, weight, bias, *places, keep_kv)
-    attended = backend.attend(self.attention.spec, heads, kv_cache, inputs.metadata)
-    self.o_proj.add_to(stream, attended.flatten(1), self.norm)
 
 
 def _mlp_by_parts(rows: int) -> Callable[[GatedMLP, Tensor, ResidualStream], None]:

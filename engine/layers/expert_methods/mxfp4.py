@@ -16,7 +16,8 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Mxfp4Scheme
 from tandem_kernels import ops
 from tandem_kernels.device import gpu_name, multiplies_halves
-from tandem_kernels.experts.mxfp4.pair_shapes import mxfp4_pair_tunings, sums_itself
+from tandem_kernels.experts.expert_tuning import ExpertShape
+from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, mxfp4_pair_tunings, sums_itself
 from tandem_kernels.experts.mxfp4.tiles import SIDE, tile_mxfp4, tiles_of
 
 
@@ -84,17 +85,15 @@ class Mxfp4Experts(ExpertMethod):
         )
 
     def leaves_sums(self, layer: ExpertLayer, num_pairs: int) -> bool:
-        sizes, gpu = layer.sizes, gpu_name(layer.w13.device)
-        shape = sizes.count, sizes.width, sizes.hidden
-        return layer.fixed_order or not sums_itself(*shape, num_pairs, gpu)
+        gpu = gpu_name(layer.w13.device)
+        return layer.fixed_order or not sums_itself(_shape(layer), num_pairs, gpu)
 
     def takes_logits(self, layer: ExpertLayer, num_rows: int, top_k: int) -> bool:
-        sizes, gpu = layer.sizes, gpu_name(layer.w13.device)
-        shape = sizes.count, sizes.width, sizes.hidden
+        gpu = gpu_name(layer.w13.device)
         return (
-            sizes.count == sizes.total
+            layer.sizes.count == layer.sizes.total
             and not layer.fixed_order
-            and mxfp4_pair_tunings(*shape, num_rows * top_k, gpu) is not None
+            and mxfp4_pair_tunings(_shape(layer), num_rows * top_k, gpu) is not None
         )
 
     def add_routed(
@@ -124,6 +123,11 @@ class Mxfp4Experts(ExpertMethod):
             b2=layer.b2,
             gate=layer.gate,
         )
+
+
+def _shape(layer: ExpertLayer) -> ExpertShape:
+    """Returns the shape by which tilings are chosen."""
+    return ExpertShape(layer.sizes.count, layer.sizes.width, layer.sizes.hidden, FORMAT)
 
 
 def _fill_turns(name: str, target: Tensor, blocks: Tensor, exponents: Tensor) -> None:

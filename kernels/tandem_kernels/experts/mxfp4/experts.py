@@ -25,10 +25,9 @@ from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 from tandem_kernels.experts.mxfp4.expert_tile import expert_tile
-from tandem_kernels.experts.mxfp4.pair_shapes import takes_each_pair
+from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, takes_each_pair
 from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
 
-FORMAT = "mxfp4"
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
 
@@ -135,9 +134,8 @@ def mxfp4_experts(
     num_tokens, hidden_size = x.shape
     num_experts = len(w13)
     num_pairs = experts.numel()
-    out = torch.empty_like(x)
     if num_tokens == 0:
-        return out
+        return torch.empty_like(x)
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
     first, second = (
         FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
@@ -151,6 +149,7 @@ def mxfp4_experts(
     else:
         mxfp4_gemm(x, w13, weights, rows, hidden, first, bias=b13, gate=gate)
     if takes_each_pair(second, num_pairs, hidden_size):
+        out = torch.empty_like(x)
         mxfp4_pair_gemm(hidden, w2, weights, experts, out, second, bias=b2)
         return out
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)

@@ -59,6 +59,17 @@ def _number(
 
 
 @triton.jit
+def _joined(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor,
+    e: tl.tensor, f: tl.tensor, g: tl.tensor, h: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Joins the eight numbers of each word in three dimensions, as `mxfp4_numbers` says."""
+    low = tl.join(tl.join(a, b), tl.join(c, d))
+    high = tl.join(tl.join(e, f), tl.join(g, h))
+    return tl.join(low, high)
+
+
+@triton.jit
 def mxfp4_numbers(
     words: tl.tensor, powers: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr
 ) -> tl.tensor:
@@ -94,9 +105,7 @@ def mxfp4_numbers(
         f = _number(words, powers, kind, 5)
         g = _number(words, powers, kind, 6)
         h = _number(words, powers, kind, 7)
-    low = tl.join(tl.join(a, b), tl.join(c, d))
-    high = tl.join(tl.join(e, f), tl.join(g, h))
-    return tl.join(low, high)
+    return _joined(a, b, c, d, e, f, g, h)
 
 
 @triton.jit
@@ -130,9 +139,7 @@ def tiny_mxfp4_numbers(words: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.conste
         f = _tiny_number(words, 5).to(kind)
         g = _tiny_number(words, 6).to(kind)
         h = _tiny_number(words, 7).to(kind)
-    low = tl.join(tl.join(a, b), tl.join(c, d))
-    high = tl.join(tl.join(e, f), tl.join(g, h))
-    return tl.join(low, high)
+    return _joined(a, b, c, d, e, f, g, h)
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tandem_kernels.experts.arrival_counts import MAX_TILES
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
 
+FORMAT = "mxfp4"
+
 
 def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> bool:
     """Returns whether a GEMM runs as this tuning asks: there are counters for so many tiles."""
@@ -12,19 +14,16 @@ def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> b
 
 
 def mxfp4_pair_tunings(
-    num_experts: int, width: int, hidden: int, num_pairs: int, gpu: str
+    shape: ExpertShape, num_pairs: int, gpu: str
 ) -> tuple[ExpertTuning, ExpertTuning] | None:
     """Returns the tunings of both GEMMs, if both compute each pair by itself; else None."""
-    shape = ExpertShape(num_experts, width, hidden, "mxfp4")
-    first, second = (expert_tuning(shape, num_pairs, gpu, gated=gated) for gated in (True, False))
-    by_pair = takes_each_pair(first, num_pairs, width) and takes_each_pair(
-        second, num_pairs, hidden
-    )
-    return (first, second) if by_pair else None
+    first = expert_tuning(shape, num_pairs, gpu, gated=True)
+    if not takes_each_pair(first, num_pairs, shape.width) or not sums_itself(shape, num_pairs, gpu):
+        return None
+    return first, expert_tuning(shape, num_pairs, gpu, gated=False)
 
 
-def sums_itself(num_experts: int, width: int, hidden: int, num_pairs: int, gpu: str) -> bool:
-    """Returns whether the second MXFP4 GEMM computes each pair by itself, and sums a token's."""
-    shape = ExpertShape(num_experts, width, hidden, "mxfp4")
+def sums_itself(shape: ExpertShape, num_pairs: int, gpu: str) -> bool:
+    """Returns whether the second GEMM computes each pair by itself, and sums a token's."""
     tuning = expert_tuning(shape, num_pairs, gpu, gated=False)
-    return takes_each_pair(tuning, num_pairs, hidden)
+    return takes_each_pair(tuning, num_pairs, shape.hidden)

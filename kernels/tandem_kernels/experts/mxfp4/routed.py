@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.mxfp4.pair_shapes import mxfp4_pair_tunings
+from tandem_kernels.experts.expert_tuning import ExpertShape
+from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, mxfp4_pair_tunings
 from tandem_kernels.experts.mxfp4.pairs import TokenChoice, mxfp4_pair_gemm
 
 
@@ -33,7 +34,8 @@ def mxfp4_routed_experts(
     has tunings for."""
     num_tokens, hidden_size = x.shape
     num_pairs = num_tokens * top_k
-    tunings = mxfp4_pair_tunings(len(w13), width, hidden_size, num_pairs, gpu_name(x.device))
+    shape = ExpertShape(len(w13), width, hidden_size, FORMAT)
+    tunings = mxfp4_pair_tunings(shape, num_pairs, gpu_name(x.device))
     assert tunings is not None, "steps of more rows are routed by themselves"
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x.device)
     experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
