@@ -27,6 +27,7 @@ from tandem_kernels.collectives.peer_memory import (
     tell_and_wait,
     write_to_others,
 )
+from tandem_kernels.elementwise.rms_norm import normed_row
 
 MAX_HIDDEN = 16384
 
@@ -74,9 +75,7 @@ def peer_reduce_norm_kernel(
         before = tl.load(carried, mask=inside, other=0.0).to(tl.float32)
         value = (total.to(kind).to(tl.float32) + before).to(kind)
         tl.store(carried, value, mask=inside)
-        wide = value.to(tl.float32)
-        mean_square = tl.sum(wide * wide, axis=0) / width
-        normed = wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * scale
+        normed = normed_row(value, scale, width, eps)
         tl.store(out + place, normed.to(kind), mask=inside)
     end_call(own, call, blocks, SEQUENCE)
 

@@ -12,6 +12,14 @@ from tandem_kernels.device import uses_pdl
 
 
 @triton.jit
+def normed_row(value: tl.tensor, scale: tl.tensor, width: tl.tensor, eps: tl.tensor) -> tl.tensor:
+    """Returns the norm of a row of `width` numbers, with zeros behind them, in float32."""
+    wide = value.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=0) / width
+    return wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * scale
+
+
+@triton.jit
 def rms_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
@@ -43,9 +51,7 @@ def rms_norm_kernel(
         carried = tl.load(place, mask=inside, other=0.0)
         value = (value.to(tl.float32) + carried.to(tl.float32)).to(kind)
         tl.store(place, value, mask=inside)
-    wide = value.to(tl.float32)
-    mean_square = tl.sum(wide * wide, axis=0) / hidden_size
-    normed = wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * scale
+    normed = normed_row(value, scale, hidden_size, eps)
     tl.store(out + row * out_stride + column, normed.to(kind), mask=inside)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import uses_pdl
+from tandem_kernels.elementwise.rms_norm import normed_row
 
 
 @triton.jit
@@ -86,9 +87,7 @@ def pairs_add_rms_norm_kernel(
     total = _sum_of_token(parts, experts, token, col, inside, width, TOP_K, BLOCK)
     value = (total.to(kind).to(tl.float32) + carried).to(kind)
     tl.store(place, value, mask=inside)
-    wide = value.to(tl.float32)
-    mean_square = tl.sum(wide * wide, axis=0) / width
-    normed = wide * (1.0 / tl.sqrt_rn(mean_square + eps)) * scale
+    normed = normed_row(value, scale, width, eps)
     tl.store(out + token * width + col, normed.to(kind), mask=inside)
 
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from tandem_kernels.part_sums import sum_of_parts
+
 TICKETS = tl.constexpr(0)
 DONE = tl.constexpr(1)
 PASSED = tl.constexpr(2)
@@ -101,15 +103,6 @@ def prefetch_factors(
 
 
 @triton.jit
-def _given(places: tl.tensor, own: tl.tensor, apart: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """Returns the sums over pieces, which lie `apart`."""
-    total = tl.load(places, mask=own, other=0.0, cache_modifier=".cg")
-    for number in tl.static_range(1, PIECES):
-        total += tl.load(places + number * apart, mask=own, other=0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
 def await_shrinks(
     counters: tl.tensor,
     programs: tl.tensor,
@@ -127,10 +120,10 @@ def await_shrinks(
     while tl.atomic_add(counters + DONE, 0, sem="acquire") < programs:
         pass
     passed = tl.atomic_add(counters + PASSED, 1, sem="relaxed")
-    given = _given(left, own, apart, PIECES)
+    given = sum_of_parts(left, apart, own, PIECES)
     given_up = given
     if GATED:
-        given_up = _given(left + RANK, own, apart, PIECES)
+        given_up = sum_of_parts(left + RANK, apart, own, PIECES)
     return passed, given, given_up
 
 
@@ -153,7 +146,7 @@ def sum_of_splits(
     is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
         tl.store(arrived, 0)
-        acc = _given(places, real, apart, SPLITS)
+        acc = sum_of_parts(places, apart, real, SPLITS)
     return acc, real & is_last
 
 

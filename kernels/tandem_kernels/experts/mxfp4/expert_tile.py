@@ -8,6 +8,7 @@ import triton.language as tl
 from tandem_kernels.experts.expert_outputs import write_pairs
 from tandem_kernels.experts.mxfp4.numbers import tile_places
 from tandem_kernels.experts.mxfp4.products import products
+from tandem_kernels.part_sums import sum_of_parts
 
 
 @triton.jit
@@ -27,17 +28,6 @@ def _inputs(
         row = pair // TOP_K
     row = tl.where(pair < num_pairs, row, 0).to(tl.int64)
     return x + row[:, None] * x_stride + lane[None, :]
-
-
-@triton.jit
-def _sum_of_splits(
-    place: tl.tensor, of_split: tl.tensor, written: tl.tensor, SPLITS: tl.constexpr
-) -> tl.tensor:
-    """Sums the parts that programs have written, in their order."""
-    total = tl.load(place, mask=written, other=0.0, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(place + split * of_split, mask=written, other=0.0, cache_modifier=".cg")
-    return total
 
 
 @triton.jit
@@ -163,9 +153,9 @@ def expert_tile(
         finishes = tl.atomic_add(arrived + tl.program_id(0), 1) == SPLITS - 1
         if finishes:
             tl.store(arrived + tl.program_id(0), 0)
-            acc = _sum_of_splits(place, of_split, written, SPLITS)
+            acc = sum_of_parts(place, of_split, written, SPLITS)
             if GATED:
-                second = _sum_of_splits(place + num_outputs, of_split, written, SPLITS)
+                second = sum_of_parts(place + num_outputs, of_split, written, SPLITS)
     of_part = part * num_outputs
     if finishes:
         _write_strips(

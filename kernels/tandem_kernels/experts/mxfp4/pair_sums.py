@@ -5,24 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def sum_of_parts(
-    sums: tl.tensor,
-    pair: tl.tensor,
-    col: tl.tensor,
-    real: tl.tensor,
-    width: tl.tensor,
-    num_pairs: tl.tensor,
-    SPLITS: tl.constexpr,
-) -> tl.tensor:
-    """Sums the parts of a pair's outputs in their order."""
-    place = sums + pair.to(tl.int64) * width + col
-    total = tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
-    for _ in tl.static_range(1, SPLITS):
-        place += num_pairs.to(tl.int64) * width
-        total += tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
-    return total
+from tandem_kernels.part_sums import sum_of_parts
 
 
 @triton.jit
@@ -47,7 +30,8 @@ def sum_of_pairs(
         mate = token * TOP_K + other
         of = tl.load(experts + mate)
         counts = real & (of >= 0)
-        outputs = sum_of_parts(sums, mate, col, counts, width, num_pairs, SPLITS)
+        place = sums + mate.to(tl.int64) * width + col
+        outputs = sum_of_parts(place, num_pairs.to(tl.int64) * width, counts, SPLITS)
         if HAS_BIAS:
             of_col = bias + of.to(tl.int64) * width + col
             outputs += tl.load(of_col, mask=counts, other=0.0).to(tl.float32)

@@ -32,8 +32,9 @@ from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 from tandem_kernels.experts.mxfp4.late import late_products
 from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, mxfp4_weights, tile_places
-from tandem_kernels.experts.mxfp4.pair_sums import added, sum_of_pairs, sum_of_parts
+from tandem_kernels.experts.mxfp4.pair_sums import added, sum_of_pairs
 from tandem_kernels.experts.top_experts import expert_of_pair
+from tandem_kernels.part_sums import sum_of_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,10 @@ def mxfp4_pair_gemm_kernel(
         return
     tl.store(counter, 0)
     if GATED:
-        gates = sum_of_parts(sums, pair, col, real, width, num_pairs, SPLITS)
-        ups = sum_of_parts(sums, pair, num_outputs + col, real, width, num_pairs, SPLITS)
+        place = sums + pair.to(tl.int64) * width + col
+        apart = num_pairs.to(tl.int64) * width
+        gates = sum_of_parts(place, apart, real, SPLITS)
+        ups = sum_of_parts(place + num_outputs, apart, real, SPLITS)
         if HAS_BIAS:
             of_col = bias + expert.to(tl.int64) * width + col
             gates += tl.load(of_col, mask=real, other=0.0).to(tl.float32)
