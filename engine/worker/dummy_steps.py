@@ -7,7 +7,6 @@ may want of their sampling. Prompts of one token run as decodes do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -154,9 +153,11 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     many = min(_MANY_TOKENS, longest)
     steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
     budget = config.scheduler.max_num_batched_tokens
-    for num_tokens in sorted({FUSED_QKV_ROWS, budget}):
-        if FUSED_QKV_ROWS <= num_tokens <= budget:
-            steps += _steps_of_many_tokens(num_tokens, max_num_reqs, max_model_len)
+    if budget >= FUSED_QKV_ROWS:
+        cached = min(_CHUNK_CONTEXT, max_model_len - 1)
+        sizes = {(FUSED_QKV_ROWS, 0), (FUSED_QKV_ROWS, cached), (budget, 0)}
+        for num_tokens, num_cached in sorted(sizes):
+            steps += _step_of_many_tokens(num_tokens, num_cached, max_num_reqs, max_model_len)
     heads = max(1, config.model.num_heads // config.parallel.tensor_parallel_size)
     chunk = max(_CHUNK, _CHUNK_ROWS // heads + 1)
     chunk = min(chunk, longest - 1, max_model_len - _CHUNK_CONTEXT)
@@ -178,19 +179,19 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     return steps
 
 
-def _steps_of_many_tokens(
-    num_tokens: int, max_num_reqs: int, max_model_len: int
-) -> Iterator[DummyStep]:
-    """Yields steps whose prompts have so many tokens together: new ones, and some behind cached
-    tokens. The GEMM of queries, keys and values keeps keys where a library reads new ones, and else
+def _step_of_many_tokens(
+    num_tokens: int, num_cached: int, max_num_reqs: int, max_model_len: int
+) -> list[DummyStep]:
+    """Returns a step whose prompts have so many tokens together, if they have room. The GEMM of
+    queries, keys and values keeps keys where a library reads new ones, and behind cached tokens
     not; experts of the largest steps have tiles of their own. The profiling run has both kinds on
     some devices alone, and it does not run where the size of the cache is given."""
-    for num_cached in (0, min(_CHUNK_CONTEXT, max_model_len - 1)):
-        most = max_model_len - num_cached
-        count = -(-num_tokens // most)
-        if count <= max_num_reqs:
-            lengths = dummy_lengths(num_tokens, count, most)
-            yield DummyStep(lengths, SamplingParams(temperature=1.0, top_p=0.5), num_cached)
+    most = max_model_len - num_cached
+    count = -(-num_tokens // most)
+    if count > max_num_reqs:
+        return []
+    lengths = dummy_lengths(num_tokens, count, most)
+    return [DummyStep(lengths, SamplingParams(temperature=1.0, top_p=0.5), num_cached)]
 
 
 def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> SamplingParams:
