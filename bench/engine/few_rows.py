@@ -3,11 +3,13 @@
     python -m bench.engine.few_rows
     python -m bench.engine.few_rows --rows 1,4 --only qkv,router
     python -m bench.engine.few_rows --rows 1,2 --only front
+    python -m bench.engine.few_rows --rows 1,2,4 --only head,head-8b
 
-The shapes are gpt-oss-120b's, with their biases; each time is in microseconds inside a CUDA graph
-over weights that together exceed the cache. The floor is the weights' bytes over what a copy
-reaches. A star marks the tiles that `few_row_tuning` takes. `front` is norm, q, k and v, rotation
-and the write into the cache: in three launches, and in one. Writes bench/results/few-rows.json.
+The shapes are gpt-oss-120b's, with their biases, and the head of Llama-3.1-8B. Each time is in
+microseconds inside a CUDA graph over weights that together exceed the cache. The floor is the
+weights' bytes over what a copy reaches. A star marks the tiles that `few_row_tuning` takes.
+`front` is norm, q, k and v, rotation and the write into the cache: in three launches, and in one.
+Writes bench/results/few-rows.json.
 """
 
 from __future__ import annotations
@@ -28,10 +30,18 @@ from bench.record import write_result
 from tandem_kernels import ops
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning, few_row_tuning, run_few_rows
 from tandem_kernels.gemm.few_row_qkv import run_few_row_qkv
-from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS, takes_heads
+from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS, REGISTER_ROWS, takes_heads
 
-SHAPES = {"qkv": (5120, 2880), "o": (2880, 4096), "router": (128, 2880)}
+SHAPES = {
+    "qkv": (5120, 2880),
+    "o": (2880, 4096),
+    "router": (128, 2880),
+    "head": (201088, 2880),
+    "head-8b": (128256, 4096),
+}
 """Outputs and inputs."""
+WIDE = ("router", "head", "head-8b")
+"""Layers without biases whose outputs are float32."""
 ROWS = (1, 2, 4, 8, 16)
 FRONT, MOST_FRONT_ROWS = "front", 2
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 64, 8, 64, 64
@@ -44,7 +54,10 @@ def tunings(num_rows: int, num_outputs: int) -> Iterator[FewRowTuning]:
         for cols, depth, stages in itertools.product((16, 32), (128, 256, 512), (3, 4, 5)):
             yield FewRowTuning(cols, depth, 4, stages)
         return
-    for cols, depth, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):
+    sizes = (1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)
+    if num_outputs > MANY_OUTPUTS:
+        sizes = (4, 8, 16), (512, 1024, 2048), (1, 2, 4)
+    for cols, depth, warps in itertools.product(*sizes):
         numbers = cols * depth // (32 * warps)
         if numbers >= 8 and numbers * num_rows <= 128:
             yield FewRowTuning(cols, depth, warps)
@@ -115,25 +128,25 @@ def measure_front(num_rows: int, bytes_per_us: float) -> dict[str, object]:
     }
 
 
-def library(x: Tensor, weight: Tensor, bias: Tensor, is_router: bool) -> Tensor:
+def library(x: Tensor, weight: Tensor, bias: Tensor, is_wide: bool) -> Tensor:
     """Computes what the engine leaves to the library."""
-    if is_router:
+    if is_wide:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x, weight, bias)
 
 
 def measure(name: str, num_rows: int, bytes_per_us: float) -> dict[str, object]:
     num_outputs, inner = SHAPES[name]
-    is_router = name == "router"
+    is_wide = name in WIDE
     with torch.device("cuda"):
         x = torch.randn(num_rows, inner, dtype=torch.bfloat16)
         sets = rotations(2 * num_outputs * inner)
         weights = torch.randn(sets, num_outputs, inner, dtype=torch.bfloat16)
         bias = torch.randn(num_outputs, dtype=torch.bfloat16)
-        kind = torch.float32 if is_router else torch.bfloat16
+        kind = torch.float32 if is_wide else torch.bfloat16
         out = torch.empty(num_rows, num_outputs, dtype=kind)
-    added = None if is_router else bias
-    usual = graph_us([partial(library, x, weight, bias, is_router) for weight in weights])
+    added = None if is_wide else bias
+    usual = graph_us([partial(library, x, weight, bias, is_wide) for weight in weights])
     floor = weights[0].nbytes / bytes_per_us
     print(f"{name} rows={num_rows}: library {usual:.1f} us, floor {floor:.1f}")
     times = compare_tiles(

@@ -18,6 +18,7 @@ from engine.layers.methods.weight_format import WeightFormat, matrix_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.vocab_part import VocabCut, VocabPart
 from tandem_kernels import ops
+from tandem_kernels.gemm import few_row_shapes
 
 _ROWS_MULTIPLE = 64
 
@@ -38,6 +39,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group = shard.tp
         self.shape = (vocab_size, hidden_size)
         self.deterministic = shard.gemms.deterministic
+        self.few_rows = shard.gemms.few_rows
         unit = _ROWS_MULTIPLE * shard.tp.size
         self.start, self.num_rows = shard.part(-(-vocab_size // unit) * unit)
         self.num_filled = max(0, min(self.num_rows, vocab_size - self.start))
@@ -112,6 +114,8 @@ class LMHead(VocabParallelEmbedding):
         """Multiplies. On a GPU the GEMM's own sums, without a rounding to half precision."""
         if self.deterministic:
             return ops.invariant_gemm(hidden, self.weight, None, torch.float32)
+        if len(hidden) <= self.few_rows and few_row_shapes.takes(hidden, self.weight):
+            return ops.few_row_gemm(hidden, self.weight, out_dtype=torch.float32)
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         return F.linear(hidden, self.weight).float()

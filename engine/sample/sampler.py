@@ -209,12 +209,12 @@ class Sampler:
         seq_lens: torch.Tensor,
         has_filters: bool = True,
     ) -> torch.Tensor:
-        """Returns [L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], with `seq_lens` [L]
-        tokens before each place: a new token's index. `has_filters`: False promises that no row
-        cuts its distribution, as a part of the vocabulary does."""
+        """Returns [L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], below 0 nobody's,
+        with `seq_lens` [L] tokens before each place: a new token's index. `has_filters`: False
+        promises that no row cuts its distribution, as a part of the vocabulary does."""
         if isinstance(logits, VocabPart):
-            params = self._params.gather(idx_mapping)
-            return logits.best(params.temperature, params.seeds, seq_lens.long())
+            params = self._params.gather(idx_mapping, seq_lens)
+            return logits.best(params.temperature, params.seeds, params.positions)
         return self._draw_for(has_filters, logits, idx_mapping, seq_lens)
 
     def _draw_for(
@@ -226,7 +226,7 @@ class Sampler:
         seeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Draws with `seeds` [L] in place of the rows' own, if given."""
-        params = self._params.gather(idx_mapping)
+        params = self._params.gather(idx_mapping, seq_lens)
         return ops.sample(
             logits,
             params.temperature,
@@ -234,7 +234,7 @@ class Sampler:
             params.top_p,
             params.min_p,
             params.seeds if seeds is None else seeds,
-            seq_lens.long(),
+            params.positions,
             has_filters,
             self._deterministic,
         )

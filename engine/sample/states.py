@@ -2,7 +2,7 @@
 
 1. `add_request` writes a row on the host.
 2. what changed is carried to the device with `carried`.
-3. `gather` picks the rows of a batch, in batch order.
+3. `gather` picks the rows of a batch's places, in one operation.
 4. `remove_request` has nothing to clear: the next owner writes every field.
 """
 
@@ -16,6 +16,7 @@ import torch
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor
 from engine.batch.input_batch import Int32Array
 from engine.sampling_params import SamplingParams
+from tandem_kernels import ops
 
 NO_LOGPROBS = -1
 
@@ -29,13 +30,15 @@ _COLDEST = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class BatchSamplingParams:
-    """Parameters of the S requests that sample, all `[S]` and in batch order."""
+    """Parameters of the L places where a step chooses tokens, all `[L]`."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
     seeds: torch.Tensor
+    positions: torch.Tensor
+    """Int64, the index that each place's new token will have."""
 
 
 class SamplingStates:
@@ -73,15 +76,18 @@ class SamplingStates:
         self.num_logprobs_np[row] = NO_LOGPROBS
         self._logprob_token_ids.pop(row, None)
 
-    def gather(self, idx_mapping: torch.Tensor) -> BatchSamplingParams:
-        """Returns the parameters of a batch's rows. `idx_mapping` is [S] int32 on the device."""
-        floats = self._floats.tensor.index_select(1, idx_mapping)
+    def gather(self, idx_mapping: torch.Tensor, seq_lens: torch.Tensor) -> BatchSamplingParams:
+        """Returns the parameters of places. `idx_mapping`, their rows, and `seq_lens` are [L] int32
+        on the device; a row below 0 is nobody's."""
+        tables = self._floats.tensor, self._top_k.tensor, self._seeds.tensor
+        floats, top_k, seeds, positions = ops.pick_parameters(idx_mapping, seq_lens, *tables)
         return BatchSamplingParams(
             temperature=floats[_TEMPERATURE],
-            top_k=self._top_k.tensor.index_select(0, idx_mapping),
+            top_k=top_k,
             top_p=floats[_TOP_P],
             min_p=floats[_MIN_P],
-            seeds=self._seeds.tensor.index_select(0, idx_mapping),
+            seeds=seeds,
+            positions=positions,
         )
 
     def has_filters(self, rows: Int32Array) -> bool:

@@ -78,8 +78,6 @@ class ModelRunner:
     """All of them by block, as `engine.worker.kv_cache.KVCache` has them."""
     _query_len: int
     """Tokens of each decode in the next step: fewer than there may be, if the scheduler says so."""
-    _graph_token_ids: torch.Tensor
-    """[largest size, decode_query_len] int64, written by graphs that sample."""
 
     def __init__(
         self,
@@ -126,6 +124,8 @@ class ModelRunner:
         )
         self._attention = attention_of(config, device, longest_prompt(self._prompt_keys))
         self._graphs: CudaGraphManager | None = None
+        self._graph_tokens: dict[GraphKey, torch.Tensor] = {}
+        """[requests, decode_query_len] int64, written by each graph that samples."""
         self.drafts = Drafts(config, self._row_tables[0])
         """Asked for after each step, if decodes have more than one token."""
         self._network = self._create_network(draft)
@@ -223,8 +223,6 @@ class ModelRunner:
         shorter = shorter_sizes(self._config, self.states.max_num_reqs)
         kinds = self.adapters.kinds, self._network is not None
         graphs = CudaGraphManager(sizes, self._device, self._prompt_keys, (width,), shorter, *kinds)
-        shape = graphs.most_reqs, width
-        self._graph_token_ids = torch.empty(shape, dtype=torch.int64, device=self._device)
         self._logits.allocate(graphs.most_places, self._device)
         graphs.capture(with_drafts(self._network, graphs, self._record_step), report)
         self._graphs = graphs
@@ -232,6 +230,7 @@ class ModelRunner:
     def drop_graphs(self) -> None:
         """Drops all graphs: decode steps launch their kernels one by one again."""
         self._graphs = None
+        self._graph_tokens.clear()
         if self._network is not None:
             self._network.passes.drop_graphs()
 
@@ -341,7 +340,7 @@ class ModelRunner:
             on_layer(layer)
         if key.samples:
             # The next replay overwrites its own output, maybe before this one is copied.
-            return SamplerOutput(self._graph_token_ids[:num_reqs, : key.width].clone(), None)
+            return SamplerOutput(self._graph_tokens[key][:num_reqs].clone(), None)
         batch = self._input_buffers.loaded(order)
         sampled = self._choose(self._logits.read(num_reqs * key.width), batch)
         self._advance_rows(batch, sampled)
@@ -358,10 +357,10 @@ class ModelRunner:
             self._logits.write(hidden)
             return
         places, logits = batch.places(), self._model.compute_choices(hidden)
-        chosen = self.sampler.draw(logits, places.idx_mapping.clamp(min=0), places.seq_lens)
+        chosen = self.sampler.draw(logits, places.idx_mapping, places.seq_lens)
         token_ids = places.accept(chosen)
         ops.post_update(batch.idx_mapping, batch.query_start_loc, token_ids, self._row_tables[0])
-        self._graph_token_ids[: key.num_reqs, : key.width].copy_(token_ids)
+        self._graph_tokens[key] = token_ids
 
     def _forward(
         self, batch: InputBatch, on_layer: OnLayer, wanted: torch.Tensor | None = None

@@ -26,6 +26,7 @@ from tandem_kernels.attention import (
     attention_sink,
     context_gather,
     decode_attention,
+    decode_merge,
     decode_tuning,
     latent_attention,
     latent_decode,
@@ -89,7 +90,14 @@ from tandem_kernels.lora import (
     lora_shrink,
     lora_slots,
 )
-from tandem_kernels.sampler import filter_floor, logprobs, penalties, sampling, token_masks
+from tandem_kernels.sampler import (
+    filter_floor,
+    logprobs,
+    parameters,
+    penalties,
+    sampling,
+    token_masks,
+)
 
 MULTIPLES = (
     "_stride",
@@ -534,14 +542,20 @@ def attention_cases(capability: int) -> Iterator[Case]:
         plain = {"WINDOW": 0, "HAS_SINKS": False, "sinks": None}
         rare = {"WINDOW": 1024, "HAS_SINKS": True}
         shape_of_tile = {**shape, "TILE": decode.tile, "OVERLAP": capability >= 90}
-        for block_size in (16, 64) if vary else (64,):
+        few = not is_fp8 and (vary or head_dim == 64)
+        decodes = [(64, False), *([(16, False)] if vary else []), *([(64, True)] if few else [])]
+        for block_size, ahead in decodes:
+            decode = decode_tuning.decode_tuning(8 if ahead else 8 * 64, head_dim, cached)
             yield Case(
                 decode_attention.decode_attention_kernel,
-                f"{label} block_size={block_size}",
+                f"{label} block_size={block_size} ahead={ahead}",
                 {**types, **({"kv_cache": "*i16"} if is_fp8 else {})},
                 {
-                    **shape_of_tile,
+                    **shape,
                     **kind,
+                    "TILE": decode.tile,
+                    "OVERLAP": capability >= 90,
+                    "AHEAD": ahead,
                     "NATIVE": True,
                     "BLOCK_SIZE": block_size,
                     "ROWS": 16,
@@ -570,8 +584,10 @@ def attention_cases(capability: int) -> Iterator[Case]:
                 },
                 {"num_warps": 4},
             )
-        merge = {**shape_of_tile, "PARTS": 16, **(rare if vary else plain)}
-        yield Case(decode_attention.merge_kernel, label, types, merge)
+        for by_head in (False, True) if vary else (False,):
+            merge = {**shape_of_tile, "PARTS": 16, "BY_HEAD": by_head}
+            merge |= rare if vary else plain
+            yield Case(decode_merge.merge_kernel, f"{label} by_head={by_head}", types, merge)
         few = ((16, 16, 64), (256, 2048, 128))
         more = (*few, (8192, 2**20, 16)) if vary else few if is_fp8 else ()
         for max_rows, total_rows, block_size in ((8192, 2**20, 128), *more):
@@ -1030,7 +1046,8 @@ def batch_cases(capability: int) -> Iterator[Case]:
     )
     requests = {"REQUESTS": batch_prep.REQUESTS_PER_PROGRAM}
     for width in (1, 4):
-        yield Case(batch_prep.post_update_kernel, f"{width}", types, {**requests, "WIDTH": width})
+        advanced = {**requests, "WIDTH": width, "OVERLAP": capability >= 90}
+        yield Case(batch_prep.post_update_kernel, f"{width}", types, advanced)
     yield Case(
         batch_prep.write_drafts_kernel,
         "",
@@ -1093,14 +1110,20 @@ def sampling_cases(capability: int) -> Iterator[Case]:
         **named("*i64", "seeds", "positions", "sampled", "ids", "ranks", "token_ids"),
         "output_counts": "*i32",
     }
-    block = {"BLOCK": filter_floor.SEARCH_BLOCK}
+    picked = {"idx_mapping": "*i32", "seq_lens": "*i32", "floats": "*fp32", "out_floats": "*fp32"}
+    picked |= {"out_top_k": "*i32", "out_seeds": "*i64", "out_positions": "*i64"}
+    turn = {"OVERLAP": capability >= 90}
+    sizes = {"NUM_FLOATS": 3, "BLOCK": 128, **turn}
+    yield Case(parameters.pick_parameters_kernel, "", {**types, **picked}, sizes)
+    block = {"BLOCK": filter_floor.SEARCH_BLOCK, **turn}
     search = {**block, "BLOCKS": 32}
     yield Case(filter_floor.range_kernel, "", types, block, {"num_warps": 8})
     yield Case(filter_floor.weigh_kernel, "", types, search, {"num_warps": 8})
     yield Case(filter_floor.filter_floor_kernel, "", types, search, {"num_warps": 16})
     floors = {"HAS_FLOORS": True}
-    yield Case(sampling.block_argmax_kernel, "", types, {"BLOCK": 4096, **floors}, {"num_warps": 8})
-    blocks = {"BLOCKS": 128, "WITH_VALUES": False}
+    stretch = {"BLOCK": 4096, **floors, **turn}
+    yield Case(sampling.block_argmax_kernel, "", types, stretch, {"num_warps": 8})
+    blocks = {"BLOCKS": 128, "WITH_VALUES": False, **turn}
     yield Case(sampling.row_argmax_kernel, "", types, blocks, {"num_warps": 1})
     pairs = {**types, "sampled": "*fp32", "parts": "*fp32", "chosen": "*i64"}
     blocks = {**blocks, "WITH_VALUES": True}

@@ -54,6 +54,11 @@ def test_noise_has_the_bits_of_the_reference(seed: int, position: int) -> None:
     torch.testing.assert_close(noise, gumbel_noise(*keys, 1024)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_places", [0, 1, 200])
+def test_pick_parameters(num_places: int) -> None:
+    check.pick_parameters(ops.pick_parameters.kernel, num_places)
+
+
 @pytest.mark.parametrize("vocab_size", [50, 4200])
 def test_sample(vocab_size: int) -> None:
     check.sample(ops.sample.kernel, torch.randn(12, vocab_size) * 3)

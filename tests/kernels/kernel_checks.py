@@ -445,6 +445,22 @@ def sampling_parameters(rows: int, device: str = "cpu") -> list[Tensor]:
     return [column.to(device) for column in columns]
 
 
+def pick_parameters(op: Callable[..., Any], num_places: int, device: str = "cpu") -> None:
+    """Expects the columns of each place's row, and those of the first where there is none."""
+    num_rows = 300
+    floats = torch.randn(3, num_rows, device=device)
+    top_k = torch.randint(0, 99, (num_rows,), dtype=torch.int32, device=device)
+    seeds = torch.randint(-(2**62), 2**62, (num_rows,), device=device)
+    rows = torch.randint(-1, num_rows, (num_places,), dtype=torch.int32, device=device)
+    seq_lens = torch.randint(0, 2**30, (num_places,), dtype=torch.int32, device=device)
+    picked = op(rows, seq_lens, floats, top_k, seeds)
+    own = [max(row, 0) for row in rows.tolist()]
+    expected = floats[:, own], top_k[own], seeds[own], seq_lens.long()
+    for found, wanted in zip(picked, expected, strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+
+
 def sample(op: Op, logits: Tensor) -> None:
     """Expects the same tokens as the reference, which its own tests tie to the definition.
 

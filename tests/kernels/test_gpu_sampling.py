@@ -13,6 +13,11 @@ from tandem_kernels.reference.gumbel import gumbel_noise, hash_bits
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("num_places", [0, 1, 200])
+def test_pick_parameters(num_places: int) -> None:
+    check.pick_parameters(ops.pick_parameters, num_places, "cuda")
+
+
 @pytest.mark.parametrize("rows", [1, 17, 256])
 @pytest.mark.parametrize("vocab_size", [50, 657, 32000, 128256])
 def test_sample(rows: int, vocab_size: int) -> None:

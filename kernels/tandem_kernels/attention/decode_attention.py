@@ -10,15 +10,16 @@ device, every program streams the same number of bytes, and lengths are read on 
       program 0         program 1         program 2
 
 A program that owns a whole (request, head) writes its output. A cut one leaves a partial softmax
-state in its slot 0 (a run that begins inside a head) or slot 1 (a run that ends inside one). There
-are fewer cuts than programs, so `merge_kernel` has a program for each run that ends in a cut. The
-query heads that share a KV head are the rows of one tile: each byte of the cache is read once.
+state in its slot 0 (a run that begins inside a head) or slot 1 (a run that ends inside one), which
+`decode_merge` joins. The query heads that share a KV head are the rows of one tile: each byte of
+the cache is read once.
 
 With a window the line has only the tiles that the window reaches. A sink joins where a softmax
 state is complete: in the program that owns a whole head, or in the merge.
 
 On Hopper both kernels launch before their predecessor has drained (programmatic dependent
-launch) and wait for its writes where they first need them.
+launch) and wait for its writes where they first need them. Of few requests, programs ask for their
+first tile before that: see `decode_ahead`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.decode_ahead import ask_ahead, attend_ahead
 from tandem_kernels.attention.decode_line import find, line, skipped
+from tandem_kernels.attention.decode_merge import merge_kernel
 from tandem_kernels.attention.decode_tuning import DecodeTuning, decode_tuning
 from tandem_kernels.attention.fp8_cache import in_half, unpacked
 from tandem_kernels.attention.kv_scales import KVScales, pointers
@@ -41,6 +44,9 @@ from tandem_kernels.attention.soft_cap import soft_capped
 from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
 
 LOG2_E = 1.4426950408889634
+_FEW_UNITS = 16
+"""Requests times KV heads that leave most programs one tile or none: then a program asks for its
+first tile ahead, heads are merged by programs of their own, and what follows may begin early."""
 
 
 @triton.jit
@@ -55,6 +61,9 @@ def _attend(
     value_stride: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -67,7 +76,7 @@ def _attend(
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
     """Returns the softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one
-    head.
+    head, and over what `peak`, `total` and `acc` are of.
 
     `kv_cache` points at the head's keys in block 0; scores are in powers of two. FP8: at pairs of
     numbers, see `fp8_cache`.
@@ -76,9 +85,6 @@ def _attend(
     width: tl.constexpr = BLOCK_DIM // 2 if FP8 else BLOCK_DIM
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, width)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, width], tl.float32)
     if FP8:
         acc_odd = tl.zeros([ROWS, width], tl.float32)
         kind: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
@@ -162,12 +168,20 @@ def decode_attention_kernel(
     PRECISION: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Computes one run of the line in each program."""
+    """Computes one run of the line in each program. AHEAD: its first tile is asked for before the
+    kernel in front has ended."""
     program = tl.program_id(0)
     _, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     run = tl.cdiv(length, tl.num_programs(0))
+    if AHEAD:
+        keys, values, older, own, has_newest = ask_ahead(
+            kv_cache, block_tables, seq_lens, ends, program * run, length,
+            block_stride, value_stride, head_stride, table_stride,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, TILE, WINDOW,
+        )  # fmt: skip
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -190,17 +204,32 @@ def decode_attention_kernel(
         if FP8:
             of_keys = tl.load(k_scale + head)
             own_scale, own_cap = scale * of_keys, cap / of_keys
+        query = tl.load(q + place, mask=real, other=0.0)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_DIM // 2 if FP8 else BLOCK_DIM], tl.float32)
+        walked = first_tile
+        if AHEAD:  # noqa: SIM102
+            if here == program * run:
+                peak, total, acc = attend_ahead(
+                    query, keys, values, older, own, has_newest, value_stride,
+                    own_scale, own_cap, HEAD_DIM, BLOCK_DIM, CAPPED, PRECISION,
+                )  # fmt: skip
+                walked += 1
         peak, total, acc = _attend(
-            tl.load(q + place, mask=real, other=0.0),
+            query,
             kv_cache + head.to(tl.int64) * head_stride,
             block_tables + r.to(tl.int64) * table_stride,
-            first + first_tile,
+            first + walked,
             first + last_tile,
             seq_len,
             block_stride,
             value_stride,
             own_scale,
             own_cap,
+            peak,
+            total,
+            acc,
             HEAD_DIM,
             BLOCK_DIM,
             BLOCK_SIZE,
@@ -229,84 +258,6 @@ def decode_attention_kernel(
         here += last_tile - first_tile
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
-def merge_kernel(
-    seq_lens: tl.tensor,
-    sinks: tl.tensor,
-    out: tl.tensor,
-    partial_acc: tl.tensor,
-    partial_state: tl.tensor,
-    num_reqs: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    REQS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Merges, in program (p, g), query head g of the KV head whose first part is the end of run p.
-
-    Outputs of requests without a context become zero, those of request p, p + programs, ... here.
-    """
-    program = tl.program_id(0)
-    g = tl.program_id(1)
-    dim = tl.arange(0, BLOCK_DIM)
-    kind = out.dtype.element_ty
-    seq_len, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
-    request = tl.arange(0, REQS)
-    own = (request % tl.num_programs(0) == program) & (request < num_reqs)
-    if tl.sum((own & (seq_len == 0)).to(tl.int32), axis=0) > 0:
-        for r in range(program, num_reqs, tl.num_programs(0)):
-            if tl.load(seq_lens + r) == 0:
-                for head in range(NUM_KV_HEADS):
-                    to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
-                    tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
-
-    if OVERLAP:
-        # Even where nothing is to be merged: the next kernel may wait for this one only.
-        gdc_wait()
-    run = tl.cdiv(length, tl.num_programs(0))
-    end = (program + 1) * run
-    if end >= length:
-        return
-    r, begin = find(ends, end - 1)
-    own_len = tl.sum(tl.where(request == r, seq_len, 0), axis=0)
-    tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
-    head = (end - 1 - begin) // tiles
-    begin += head * tiles
-    if (begin + tiles == end) | (begin < end - run):
-        return
-    last = (begin + tiles - 1) // run
-    peak = -3.0e38
-    total = 0.0
-    acc = tl.zeros([BLOCK_DIM], tl.float32)
-    for first in range(program, last + 1, PARTS):
-        part = first + tl.arange(0, PARTS)
-        known = part <= last
-        slot = part * 2 + (part == program).to(tl.int32)
-        state = partial_state + slot * (2 * GROUP) + g
-        part_peak = tl.load(state, mask=known, other=-3.0e38)
-        part_total = tl.load(state + GROUP, mask=known, other=0.0)
-        place = (slot * GROUP + g)[:, None] * HEAD_DIM + dim[None, :]
-        real = known[:, None] & (dim < HEAD_DIM)[None, :]
-        parts = tl.load(partial_acc + place, mask=real, other=0.0)
-        higher = tl.maximum(peak, tl.max(part_peak, axis=0))
-        shrink = tl.exp2(peak - higher)
-        part_shrink = tl.exp2(part_peak - higher)
-        total = total * shrink + tl.sum(part_total * part_shrink, axis=0)
-        acc = acc * shrink + tl.sum(parts * part_shrink[:, None], axis=0)
-        peak = higher
-    query_head = head * GROUP + g
-    if HAS_SINKS:
-        total = with_sink(total, peak, sinks, query_head, g < GROUP)
-    to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim
-    tl.store(out + to, (acc / total).to(kind), mask=dim < HEAD_DIM)
-
-
 def decode_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -333,9 +284,9 @@ def decode_attention(
     """
     num_reqs, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[2]
-    is_fp8 = kv_scales is not None
-    group = num_q_heads // num_kv_heads
-    tuning = tuning or decode_tuning(num_reqs * num_kv_heads, head_dim, kv_cache.dtype)
+    num_units, group = num_reqs * num_kv_heads, num_q_heads // num_kv_heads
+    is_fp8, few = kv_scales is not None, num_units <= _FEW_UNITS
+    tuning = tuning or decode_tuning(num_units, head_dim, kv_cache.dtype)
     programs = num_programs(q.device, tuning.programs_per_sm)
     partial_acc = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
     partial_state = torch.empty((programs, 2, 2, group), dtype=torch.float32, device=q.device)
@@ -362,18 +313,21 @@ def decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         FP8=is_fp8,
         NATIVE=has_e4m3(q.device),
+        AHEAD=few and not is_fp8,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **shape,
     )
-    merge_kernel[(programs, group)](
+    merge_kernel[(num_units if few else programs, group)](
         metadata.seq_lens,
         sinks,
         out,
         partial_acc,
         partial_state,
         num_reqs,
+        programs,
         PARTS=16,
+        BY_HEAD=few,
         num_warps=4,
         **shape,
     )

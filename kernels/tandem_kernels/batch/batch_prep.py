@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
+from tandem_kernels.small_launches import in_turn, take_turn
 
 CHUNK = 1024
 REQUESTS_PER_PROGRAM = 128
@@ -161,8 +162,10 @@ def post_update_kernel(
     token_stride: tl.tensor,
     REQUESTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Updates one request in each lane; rows of a step are all different."""
+    take_turn(OVERLAP)
     r = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)
     row = tl.load(idx_mapping + r, mask=r < num_reqs, other=-1).to(tl.int64)
     live = row >= 0
@@ -200,6 +203,7 @@ def post_update(
         REQUESTS=REQUESTS_PER_PROGRAM,
         WIDTH=width,
         num_warps=4,
+        **in_turn(sampled.device, num_reqs),
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 MAX_ROWS = 16
 REGISTER_ROWS = 4
 """The most rows for which products in registers take less time than the weights' bytes."""
-_MANY_OUTPUTS, _MAX_ROWS_OF_MANY = 4096, 2
+MANY_OUTPUTS, _MAX_ROWS_OF_MANY = 4096, 2
 """Layers with more outputs keep the library busy from fewer rows on."""
 VECTOR = 8
 """Numbers of half precision that one instruction loads."""
@@ -20,7 +20,7 @@ _HEAD_MULTIPLE = 16
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Returns whether the kernel takes `x` [T, K] and `weight` [N, K]: half precision, few rows,
     and rows of both that begin where vectors may."""
-    most = _MAX_ROWS_OF_MANY if len(weight) > _MANY_OUTPUTS else MAX_ROWS
+    most = _MAX_ROWS_OF_MANY if len(weight) > MANY_OUTPUTS else MAX_ROWS
     return (
         0 < len(x) <= most
         and weight.dtype in (torch.float16, torch.bfloat16)

@@ -101,6 +101,27 @@ def _unpacked(words: Tensor, vocab_size: int) -> Tensor:
     return torch.from_numpy(bits[:, :vocab_size]).bool()
 
 
+def pick_parameters(
+    idx_mapping: Tensor, seq_lens: Tensor, floats: Tensor, top_k: Tensor, seeds: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns what `sample` reads at L places, from tables of R rows.
+
+    Args:
+        idx_mapping: [L] int32, the row of each place; below 0 nobody's, which is drawn for as if it
+            were row 0.
+        seq_lens: [L] int32.
+        floats: [P, R] float32, parameters of each row.
+        top_k: [R] int32.
+        seeds: [R] int64.
+
+    Returns:
+        [P, L], [L], [L] of each place's row, and `seq_lens` as int64.
+    """
+    rows = idx_mapping.clamp(min=0)
+    of_rows = floats.index_select(1, rows), top_k.index_select(0, rows)
+    return *of_rows, seeds.index_select(0, rows), seq_lens.long()
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.sampler.threshold_search import eighth_of, one_round, search_between, weigh
+from tandem_kernels.small_launches import in_turn, take_turn
 
 SEARCH_BLOCK = 4096
 
@@ -49,8 +50,10 @@ def range_kernel(
     logits_stride: tl.tensor,
     vocab_size: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Finds, in program (s, j), the smallest finite and largest logit of stretch j of row s."""
+    take_turn(OVERLAP)
     s = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + s), tl.load(top_k + s)
     if _has_filters(t, k, tl.load(top_p + s), tl.load(min_p + s)):
@@ -75,10 +78,12 @@ def weigh_kernel(
     vocab_size: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Weighs, in program (s, j), stretch j of row s above the pivots; counted for top-k, else
     weighed.
     """
+    take_turn(OVERLAP)
     s = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + s), tl.load(top_k + s)
     p, least_p = tl.load(top_p + s), tl.load(min_p + s)
@@ -113,8 +118,10 @@ def filter_floor_kernel(
     num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Searches one row in each program; a row without filters costs one load of each parameter."""
+    take_turn(OVERLAP)
     s = tl.program_id(0).to(tl.int64)
     t, k = tl.load(temperature + s), tl.load(top_k + s)
     p, least_p = tl.load(top_p + s), tl.load(min_p + s)
@@ -168,11 +175,13 @@ def filter_floor(
     given = (logits, temperature, top_k, top_p, min_p, ranges)
     shape = (logits.stride(0), vocab_size)
     blocks = triton.next_power_of_2(num_blocks)
-    range_kernel[(num_rows, num_blocks)](*given, *shape, BLOCK=block, num_warps=8)
+    turn = in_turn(logits.device, num_rows)
+    range_kernel[(num_rows, num_blocks)](*given, *shape, BLOCK=block, num_warps=8, **turn)
     weigh_kernel[(num_rows, num_blocks)](
-        *given, sums, *shape, BLOCK=block, BLOCKS=blocks, num_warps=8
+        *given, sums, *shape, BLOCK=block, BLOCKS=blocks, num_warps=8, **turn
     )
     filter_floor_kernel[(num_rows,)](
-        *given, sums, floors, copies, *shape, num_blocks, BLOCK=block, BLOCKS=blocks, num_warps=16
-    )
+        *given, sums, floors, copies, *shape, num_blocks, BLOCK=block, BLOCKS=blocks, num_warps=16,
+        **turn,
+    )  # fmt: skip
     return floors

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tandem_kernels.sampler.filter_floor import filter_floor
 from tandem_kernels.sampler.gumbel import row_key, small_exponential, uniform
+from tandem_kernels.small_launches import in_turn, take_turn
 
 
 @triton.jit(do_not_specialize=["num_blocks", "first_token"])
@@ -37,9 +38,11 @@ def block_argmax_kernel(
     first_token: tl.tensor,
     BLOCK: tl.constexpr,
     HAS_FLOORS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Finds, in program (s, j), the best noisy logit among tokens j * BLOCK and on of row s; token
     0 of `logits` is `first_token` of the vocabulary."""
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -75,10 +78,12 @@ def row_argmax_kernel(
     num_blocks: tl.tensor,
     BLOCKS: tl.constexpr,
     WITH_VALUES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Reduces one row in each program; blocks are in order of token ids, so equals go to the lowest
     id. WITH_VALUES: `sampled` [S, 2] gets the best value and its id, in float32.
     """
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCKS)
     inside = lane < num_blocks
@@ -167,6 +172,7 @@ def _find_best(
     num_blocks = triton.cdiv(vocab_size, block)
     best_values = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     best_ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
+    turn = in_turn(logits.device, num_rows)
     block_argmax_kernel[(num_rows, num_blocks)](
         logits,
         temperature,
@@ -182,6 +188,7 @@ def _find_best(
         BLOCK=block,
         HAS_FLOORS=floors is not None,
         num_warps=4 if block <= 1024 else 8,
+        **turn,
     )
     row_argmax_kernel[(num_rows,)](
         best_values,
@@ -191,4 +198,5 @@ def _find_best(
         BLOCKS=triton.next_power_of_2(num_blocks),
         WITH_VALUES=out.dim() == 2,
         num_warps=1,
+        **turn,
     )

@@ -1,0 +1,115 @@
+"""The second kernel of `decode_attention`: parts of a head that was cut become its output.
+
+There are fewer cuts than runs, so a program is for the head whose first part ends a run, and most
+have nothing to do. Where there are fewer heads than runs, a program is for a head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.decode_line import find, line, skipped
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_runs"])
+def merge_kernel(
+    seq_lens: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    partial_acc: tl.tensor,
+    partial_state: tl.tensor,
+    num_reqs: tl.tensor,
+    num_runs: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    REQS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+) -> None:
+    """Merges, in program (i, g), query head g of a KV head, if that is cut. BY_HEAD: of head i, as
+    heads are counted through all requests; else of the one whose first part is the end of run i.
+
+    Outputs of requests without a context become zero: of head i, or of requests i, i + programs,
+    and so on.
+    """
+    g = tl.program_id(1)
+    dim = tl.arange(0, BLOCK_DIM)
+    kind = out.dtype.element_ty
+    seq_len, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
+    run = tl.cdiv(length, num_runs)
+    request = tl.arange(0, REQS)
+    if BY_HEAD:
+        r = tl.program_id(0) // NUM_KV_HEADS
+        head = tl.program_id(0) % NUM_KV_HEADS
+        own_len = tl.sum(tl.where(request == r, seq_len, 0), axis=0)
+        tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
+        begin = tl.sum(tl.where(request == r, ends, 0), axis=0) - (NUM_KV_HEADS - head) * tiles
+        program = begin // tl.maximum(run, 1)
+        if own_len == 0:
+            to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
+            tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
+    else:
+        program = tl.program_id(0)
+        own = (request % num_runs == program) & (request < num_reqs)
+        if tl.sum((own & (seq_len == 0)).to(tl.int32), axis=0) > 0:
+            for r in range(program, num_reqs, num_runs):
+                if tl.load(seq_lens + r) == 0:
+                    for head in range(NUM_KV_HEADS):
+                        to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
+                        tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
+
+    if OVERLAP:
+        # Even where nothing is to be merged: the next kernel may wait for this one only.
+        gdc_wait()
+        if BY_HEAD:
+            gdc_launch_dependents()
+    if BY_HEAD:
+        if own_len == 0:
+            return
+    else:
+        end = (program + 1) * run
+        if end >= length:
+            return
+        r, begin = find(ends, end - 1)
+        own_len = tl.sum(tl.where(request == r, seq_len, 0), axis=0)
+        tiles = tl.cdiv(own_len, TILE) - skipped(own_len, TILE, WINDOW)
+        head = (end - 1 - begin) // tiles
+        begin += head * tiles
+        if begin < end - run:
+            return
+    if begin + tiles <= (program + 1) * run:
+        return
+    last = (begin + tiles - 1) // run
+    peak = -3.0e38
+    total = 0.0
+    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    for first in range(program, last + 1, PARTS):
+        part = first + tl.arange(0, PARTS)
+        known = part <= last
+        slot = part * 2 + (part == program).to(tl.int32)
+        state = partial_state + slot * (2 * GROUP) + g
+        part_peak = tl.load(state, mask=known, other=-3.0e38)
+        part_total = tl.load(state + GROUP, mask=known, other=0.0)
+        place = (slot * GROUP + g)[:, None] * HEAD_DIM + dim[None, :]
+        real = known[:, None] & (dim < HEAD_DIM)[None, :]
+        parts = tl.load(partial_acc + place, mask=real, other=0.0)
+        higher = tl.maximum(peak, tl.max(part_peak, axis=0))
+        shrink = tl.exp2(peak - higher)
+        part_shrink = tl.exp2(part_peak - higher)
+        total = total * shrink + tl.sum(part_total * part_shrink, axis=0)
+        acc = acc * shrink + tl.sum(parts * part_shrink[:, None], axis=0)
+        peak = higher
+    query_head = head * GROUP + g
+    if HAS_SINKS:
+        total = with_sink(total, peak, sinks, query_head, g < GROUP)
+    to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim
+    tl.store(out + to, (acc / total).to(kind), mask=dim < HEAD_DIM)
