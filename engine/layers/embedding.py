@@ -47,12 +47,8 @@ class VocabParallelEmbedding(nn.Module):
         self.weight[self.num_filled :].zero_()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return F.embedding(input_ids, self.weight)
-        local = input_ids - self.start
-        foreign = (local < 0) | (local >= self.num_rows)
-        rows = F.embedding(local.masked_fill_(foreign, 0), self.weight)
-        return self.group.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+        rows = ops.embedding(input_ids, self.weight, self.start)
+        return rows if self.group.size == 1 else self.group.all_reduce(rows)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         rows = self.weight[: self.num_filled]

@@ -57,6 +57,7 @@ class Op(Generic[P, R]):
         return self.kernel(*args, **kwargs) if on_gpu else self.reference(*args, **kwargs)
 
 
+embedding = Op(elementwise.embedding, "elementwise.embedding")
 rms_norm = Op(elementwise.rms_norm, "elementwise.rms_norm")
 fused_add_rms_norm = Op(elementwise.fused_add_rms_norm, "elementwise.rms_norm")
 small_m_gemm = Op(gemm.small_m_gemm, "gemm.small_m_gemm")

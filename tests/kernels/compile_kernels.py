@@ -46,7 +46,7 @@ from tandem_kernels.collectives import (
     peer_reduce,
     peer_reduce_norm,
 )
-from tandem_kernels.elementwise import rms_norm, sigmoid_and_mul, silu_and_mul
+from tandem_kernels.elementwise import embedding, rms_norm, sigmoid_and_mul, silu_and_mul
 from tandem_kernels.experts import (
     expert_rows,
     expert_sums,
@@ -186,6 +186,12 @@ def elementwise_cases(capability: int) -> Iterator[Case]:
                 },
                 {"num_warps": 8},
             )
+        yield Case(
+            embedding.embedding_kernel,
+            dtype,
+            {**named(f"*{dtype}", "table", "out"), "token_ids": "*i32"},
+            {"WIDTH": 2880, "COLS": 1024, "OVERLAP": capability >= 90},
+        )
         for is_gelu in (False, True):
             yield Case(
                 silu_and_mul.silu_and_mul_kernel,

@@ -38,6 +38,7 @@ from tandem_kernels.lora.lora_gemm_tuning import LoraGemmTuning
 
 @dtypes
 def test_norms_and_activation(dtype: torch.dtype) -> None:
+    check.embedding(ops.embedding.kernel, 7, 1100, dtype)
     check.rms_norm(ops.rms_norm.kernel, 3, 80, dtype)
     check.fused_add_rms_norm(ops.fused_add_rms_norm.kernel, 3, 96, dtype)
     check.silu_and_mul(ops.silu_and_mul.kernel, 3, 1100, dtype)

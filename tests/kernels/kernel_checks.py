@@ -26,6 +26,18 @@ ELEMENTWISE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 ATTENTION = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
+def embedding(op: Op, num_tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Expects each token's row of a table that begins with token 40, and zeros for others."""
+    table = torch.randn(60, width, device=device).to(dtype)
+    ids = torch.randint(0, 140, (num_tokens,), dtype=torch.int32, device=device)
+    ids[1::2] = ids[1::2] % 60 + 40
+    wide = torch.zeros(200, width, dtype=dtype, device=device)
+    wide[40:100] = table
+    for given in (ids, ids.long()):
+        assert torch.equal(op(given, table, 40), wide[given.long()])
+    assert torch.equal(op(ids % 60, table), table[(ids % 60).long()])
+
+
 def rms_norm(op: Op, rows: int, width: int, dtype: torch.dtype, device: str = "cpu") -> None:
     x = (torch.randn(rows, width, device=device) * 3).to(dtype)
     for weight_dtype in {dtype, torch.float32}:

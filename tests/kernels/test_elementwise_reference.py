@@ -25,6 +25,7 @@ def _seeded() -> None:
 @dtypes
 @shapes
 def test_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.embedding(ops.embedding, rows, width, dtype)
     check.rms_norm(ops.rms_norm, rows, width, dtype)
 
 

@@ -23,6 +23,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("rows", [1, 7, 256, 2049])
 @pytest.mark.parametrize("width", [64, 896, 1000, 4096, 8192])
 def test_norms_and_activation(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.embedding(ops.embedding, rows, width, dtype, "cuda")
     check.rms_norm(ops.rms_norm, rows, width, dtype, "cuda")
     check.fused_add_rms_norm(ops.fused_add_rms_norm, rows, width, dtype, "cuda")
     check.silu_and_mul(ops.silu_and_mul, rows, width, dtype, "cuda")

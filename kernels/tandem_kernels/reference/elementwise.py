@@ -14,6 +14,15 @@ from tandem_kernels.reference.fp8_cache import quantise
 from tandem_kernels.reference.steady import sigmoid
 
 
+def embedding(token_ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
+    """Returns rows [T, H] of `table` [V, H], which begins with token `first`; zeros for tokens that
+    it does not have. `token_ids`: [T] int32 or int64."""
+    local = token_ids - first
+    known = (local >= 0) & (local < len(table))
+    rows = F.embedding(torch.where(known, local, 0), table)
+    return rows.masked_fill_(~known.unsqueeze(1), 0)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., H] to unit mean square, then by `weight` [H], which may be more
     exact than `x`."""
