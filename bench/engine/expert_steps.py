@@ -38,9 +38,8 @@ from bench.record import write_result
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.layers.sparse_mlp import Experts
 from engine.speed.offline_engine import OfflineEngine, offline_engine
-from tandem_kernels.device import gpu_name
-from tandem_kernels.experts.expert_rows import ExpertRows
-from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
+from tandem_kernels.experts.expert_plan import ExpertPlan
+from tandem_kernels.experts.expert_tuning import ExpertShape
 from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
 from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT
 
@@ -66,9 +65,9 @@ class ExpertCall:
         sizes = self.layer.sizes
         return ExpertShape(sizes.count, sizes.width, sizes.hidden, FORMAT)
 
-    def tuning(self, *, gated: bool) -> ExpertTuning:
-        name = gpu_name(self.x.device)
-        return expert_tuning(self.shape, self.chosen.numel(), name, gated=gated)
+    @property
+    def plan(self) -> ExpertPlan:
+        return ExpertPlan.of(self.chosen, self.shape)
 
     def gemms(
         self, between: Tensor, out: Tensor, *, plain: bool
@@ -77,12 +76,11 @@ class ExpertCall:
         without biases, and with SiLU."""
         layer = self.layer
         b13, gate, b2 = (None,) * 3 if plain else (layer.b13, layer.gate, layer.b2)
-        rows = ExpertRows.of(self.chosen, self.shape.num_experts)
-        first, second = (self.tuning(gated=gated) for gated in (True, False))
-        given = self.weights, rows
+        plan = self.plan
+        given = self.weights, plan.rows
         return (
-            partial(mxfp4_gemm, self.x, layer.w13, *given, between, first, b13, gate),
-            partial(mxfp4_gemm, between, layer.w2.unsqueeze(1), *given, out, second, b2),
+            partial(mxfp4_gemm, self.x, layer.w13, *given, between, plan.gate_up, b13, gate),
+            partial(mxfp4_gemm, between, layer.w2.unsqueeze(1), *given, out, plan.down, b2),
         )
 
     def as_swept(self) -> ExpertCall:
@@ -160,10 +158,10 @@ def report(
     figures: dict[str, object] = {}
     print(f"{'us a layer':16}{'gate-up':>20}{'down':>20}{'tiles':>14}   first, last replays")
     heights = []
-    for gated, times in zip((True, False), steps, strict=True):
-        tuning = calls[0].tuning(gated=gated)
+    plan = calls[0].plan
+    tunings = {"gate-up": plan.gate_up, "down": plan.down}
+    for (name, tuning), times in zip(tunings.items(), steps, strict=True):
         heights.append(tuning.rows + tuning.extra_rows)
-        name = "gate-up" if gated else "down"
         figures[name] = {"tuning": repr(tuning), "in the step": times}
         print(f"{name}: {tuning}")
     medians = [statistics.fmean(times) for times in steps]

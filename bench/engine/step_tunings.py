@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 from bench.engine.models.shapes import shape_config
 from bench.engine.models.uniform_routing import uniform_routing
@@ -30,9 +31,8 @@ from engine.speed.measurements import decode_steps
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from tandem_kernels.attention import decode_attention
 from tandem_kernels.attention.decode_tuning import DecodeTuning
+from tandem_kernels.experts import expert_tuning
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
-from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
-from tandem_kernels.experts.mxfp4 import pair_shapes
 from tandem_kernels.gemm import few_row_gemm, few_row_qkv
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 
@@ -50,10 +50,11 @@ class Candidate:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
+        modules: tuple[ModuleType, ...]
         if isinstance(self.tuning, FewRowTuning):
             modules, name = (few_row_gemm, few_row_qkv), "few_row_tuning"
         elif isinstance(self.tuning, ExpertTuning):
-            modules, name = (pair_shapes, mxfp4_experts), "expert_tuning"
+            modules, name = (expert_tuning,), "expert_tuning"
         else:
             modules, name = (decode_attention,), "decode_tuning"
         own = getattr(modules[0], name)

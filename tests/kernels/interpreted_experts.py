@@ -17,6 +17,7 @@ from interpreted_fixtures import (  # noqa: F401
 )
 
 from tandem_kernels import ops
+from tandem_kernels.experts import expert_tuning
 from tandem_kernels.experts.expert_tuning import ExpertTuning
 from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
 from tandem_kernels.experts.mxfp4 import pair_shapes
@@ -85,7 +86,7 @@ def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     for chosen, parts in (((pairs, usual), [2]), ((usual, pairs), [1])):
         monkeypatch.setattr(
-            mxfp4_experts, "expert_tuning",
+            expert_tuning, "expert_tuning",
             lambda *args, gated, chosen=chosen: chosen[0] if gated else chosen[1],
         )  # fmt: skip
         launched.clear()

@@ -1,4 +1,9 @@
-"""Rows of the embedding table, picked so that the first layer is in place meanwhile."""
+"""Rows of the embedding table, picked while the first layer is put into place.
+
+This kernel itself begins when all in front of it has ended, as any launch does that asks for
+nothing else. So kernels behind it may read what a step was prepared with, lengths, places and
+blocks, before their own wait.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from tandem_kernels.small_launches import in_turn, take_turn
+from tandem_kernels.device import uses_pdl
 
 _COLS = 1024
 
@@ -24,7 +30,8 @@ def embedding_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Copies, in program (t, j), columns j * COLS and on of token t's row."""
-    take_turn(OVERLAP)
+    if OVERLAP:
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = col < WIDTH
@@ -41,6 +48,6 @@ def embedding(token_ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
     if num_tokens > 0:
         embedding_kernel[(num_tokens, triton.cdiv(width, _COLS))](
             token_ids, table, out, len(table), first, WIDTH=width, COLS=_COLS, num_warps=4,
-            **in_turn(table.device, num_tokens),
+            OVERLAP=uses_pdl(table.device, num_tokens),
         )  # fmt: skip
     return out

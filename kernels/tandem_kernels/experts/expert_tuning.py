@@ -183,6 +183,12 @@ def expert_tuning(
     return nearest_table(shape, gpu, tables).choose(num_pairs / shape.num_experts, gated=gated)
 
 
+def gemm_tunings(shape: ExpertShape, num_pairs: int, gpu: str) -> tuple[ExpertTuning, ExpertTuning]:
+    """Chooses for both GEMMs of a step, gate·up first."""
+    first, second = (expert_tuning(shape, num_pairs, gpu, gated=gated) for gated in (True, False))
+    return first, second
+
+
 @cache
 def nearest_table(shape: ExpertShape, gpu: str, tables: Path) -> ExpertTable:
     """Returns the table of a shape, or of the nearest one: of the same format if any GPU has one,

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_gate import activated
+from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
-from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
+from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.fp8_rows import fp8_scale, to_fp8
 from tandem_kernels.reference.fp8 import GROUP
@@ -220,27 +220,23 @@ def fp8_experts(
     if num_tokens == 0:
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
-    first, second = (
-        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
-        for gated in (True, False)
-    )
-    rows = ExpertRows.of(experts, num_experts)
-    hidden: tuple[Tensor, Tensor]
-    if first.cols == GROUP:
-        hidden = (
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
+    between: tuple[Tensor, Tensor | None]
+    if plan.gate_up.cols == GROUP:
+        between = (
             torch.empty((num_pairs, width), dtype=torch.float8_e4m3fn, device=x.device),
             torch.empty((triton.cdiv(width, GROUP), num_pairs), device=x.device),
         )
-        fp8_gemm(
-            quantise_fp8(x, GROUP), (w13, s13), weights, rows, hidden, first, bias=b13, gate=gate
-        )
     else:
-        plain = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
-        given = quantise_fp8(x, GROUP)
-        fp8_gemm(given, (w13, s13), weights, rows, (plain, None), first, bias=b13, gate=gate)
-        hidden = quantise_fp8(plain, GROUP)
+        between = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device), None
+    fp8_gemm(
+        quantise_fp8(x, GROUP), (w13, s13), weights, plan.rows, between, plan.gate_up, b13, gate
+    )
+    numbers, scales = between
+    hidden = quantise_fp8(numbers, GROUP) if scales is None else (numbers, scales)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    fp8_gemm(hidden, (w2.unsqueeze(1), s2.unsqueeze(1)), weights, rows, (parts, None), second, b2)
+    down = w2.unsqueeze(1), s2.unsqueeze(1)
+    fp8_gemm(hidden, down, weights, plan.rows, (parts, None), plan.down, b2)
     return sum_pairs(parts, experts) if summed else parts
 
 

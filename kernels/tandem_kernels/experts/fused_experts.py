@@ -16,18 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_outputs import write_pairs
+from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
-from tandem_kernels.experts.expert_tuning import (
-    FIXED,
-    ExpertShape,
-    ExpertTuning,
-    expert_tuning,
-    weight_format,
-)
+from tandem_kernels.experts.expert_tuning import FIXED, ExpertShape, ExpertTuning, weight_format
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])
@@ -128,20 +122,15 @@ def fused_experts(
     """See `reference.experts.fused_experts`."""
     num_tokens, hidden_size = x.shape
     num_experts, doubled, _ = w13.shape
-    top_k = experts.shape[1]
-    num_pairs = num_tokens * top_k
+    num_pairs = experts.numel()
     if num_tokens == 0:
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, doubled // 2, hidden_size, weight_format(w13.dtype))
-    first, second = (
-        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
-        for gated in (True, False)
-    )
-    rows = ExpertRows.of(experts, num_experts)
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
     hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    expert_gemm(x, w13, weights, rows, hidden, first, gated=True, bias=b13, gate=gate)
-    expert_gemm(hidden, w2, weights, rows, parts, second, gated=False, bias=b2)
+    expert_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, gated=True, bias=b13, gate=gate)
+    expert_gemm(hidden, w2, weights, plan.rows, parts, plan.down, gated=False, bias=b2)
     return sum_pairs(parts, experts) if summed else parts
 
 

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_gate import activated
+from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
-from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
+from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.gemm.int4_packing import block_size, packed_group_size
 from tandem_kernels.gemm.int4_tiles import gate_and_up, multiplied_strip, strip_columns
 
@@ -126,15 +126,11 @@ def int4_experts(
     if num_tokens == 0:
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, doubled // 2, hidden_size, FORMAT)
-    first, second = (
-        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
-        for gated in (True, False)
-    )
-    rows = ExpertRows.of(experts, num_experts)
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
     hidden = torch.empty((num_pairs, doubled // 2), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    int4_expert_gemm(x, (packed13, groups13), weights, rows, hidden, first, gated=True)
-    int4_expert_gemm(hidden, (packed2, groups2), weights, rows, parts, second, gated=False)
+    int4_expert_gemm(x, (packed13, groups13), weights, plan.rows, hidden, plan.gate_up, gated=True)
+    int4_expert_gemm(hidden, (packed2, groups2), weights, plan.rows, parts, plan.down, gated=False)
     return sum_pairs(parts, experts) if summed else parts
 
 

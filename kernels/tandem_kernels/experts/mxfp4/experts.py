@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
+from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
-from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
+from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.mxfp4.expert_tile import expert_tile
 from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, takes_each_pair
 from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
@@ -137,23 +137,19 @@ def mxfp4_experts(
     if num_tokens == 0:
         return torch.empty_like(x)
     shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
-    first, second = (
-        FIXED if fixed_order else expert_tuning(shape, num_pairs, gpu_name(x.device), gated=gated)
-        for gated in (True, False)
-    )
-    rows = ExpertRows.of(experts, num_experts)
+    plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     w2 = w2.unsqueeze(1)
-    if takes_each_pair(first, num_pairs, width):
-        mxfp4_pair_gemm(x, w13, weights, experts, hidden, first, bias=b13, gate=gate)
+    if takes_each_pair(plan.gate_up, num_pairs, width):
+        mxfp4_pair_gemm(x, w13, weights, experts, hidden, plan.gate_up, bias=b13, gate=gate)
     else:
-        mxfp4_gemm(x, w13, weights, rows, hidden, first, bias=b13, gate=gate)
-    if takes_each_pair(second, num_pairs, hidden_size):
+        mxfp4_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, bias=b13, gate=gate)
+    if takes_each_pair(plan.down, num_pairs, hidden_size):
         out = torch.empty_like(x)
-        mxfp4_pair_gemm(hidden, w2, weights, experts, out, second, bias=b2)
+        mxfp4_pair_gemm(hidden, w2, weights, experts, out, plan.down, bias=b2)
         return out
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    mxfp4_gemm(hidden, w2, weights, rows, parts, second, bias=b2)
+    mxfp4_gemm(hidden, w2, weights, plan.rows, parts, plan.down, bias=b2)
     return sum_pairs(parts, experts) if summed else parts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem_kernels.experts.arrival_counts import MAX_TILES
-from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, expert_tuning
+from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, gemm_tunings
 
 FORMAT = "mxfp4"
 
@@ -17,13 +17,13 @@ def mxfp4_pair_tunings(
     shape: ExpertShape, num_pairs: int, gpu: str
 ) -> tuple[ExpertTuning, ExpertTuning] | None:
     """Returns the tunings of both GEMMs, if both compute each pair by itself; else None."""
-    first = expert_tuning(shape, num_pairs, gpu, gated=True)
-    if not takes_each_pair(first, num_pairs, shape.width) or not sums_itself(shape, num_pairs, gpu):
-        return None
-    return first, expert_tuning(shape, num_pairs, gpu, gated=False)
+    first, second = gemm_tunings(shape, num_pairs, gpu)
+    if takes_each_pair(first, num_pairs, shape.width) and sums_itself(shape, num_pairs, gpu):
+        return first, second
+    return None
 
 
 def sums_itself(shape: ExpertShape, num_pairs: int, gpu: str) -> bool:
     """Returns whether the second GEMM computes each pair by itself, and sums a token's."""
-    tuning = expert_tuning(shape, num_pairs, gpu, gated=False)
-    return takes_each_pair(tuning, num_pairs, shape.hidden)
+    _, second = gemm_tunings(shape, num_pairs, gpu)
+    return takes_each_pair(second, num_pairs, shape.hidden)
