@@ -9,7 +9,7 @@ The shapes are gpt-oss-120b's, with their biases, and the head of Llama-3.1-8B. 
 microseconds inside a CUDA graph over weights that together exceed the cache. The floor is the
 weights' bytes over what a copy reaches. A star marks the tiles that `few_row_tuning` takes.
 `front` is norm, q, k and v, rotation and the write into the cache: in three launches, and in one.
-Writes bench/results/few-rows.json.
+Writes bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS)
     names = [*SHAPES, FRONT]
     parser.add_argument("--only", type=names_among(names), default=names)
+    parser.add_argument("--name", default="few-rows", help="of the result")
     given = parser.parse_args()
     bytes_per_us = copy_bytes_per_us()
     figures = [
@@ -175,7 +176,7 @@ def main() -> None:
         for rows in given.rows
         if name != FRONT or rows <= MOST_FRONT_ROWS
     ]
-    print(write_result("few-rows", {"gemms": figures}))
+    print(write_result(given.name, {"gemms": figures}))
 
 
 if __name__ == "__main__":
