@@ -47,8 +47,9 @@ class VocabParallelEmbedding(nn.Module):
         self.weight[self.num_filled :].zero_()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        rows = ops.embedding(input_ids, self.weight, self.start)
-        return rows if self.group.size == 1 else self.group.all_reduce(rows)
+        if self.group.size == 1:
+            return ops.embedding(input_ids, self.weight)
+        return self.group.all_reduce(ops.embedding(input_ids, self.weight, self.start))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         rows = self.weight[: self.num_filled]

@@ -32,7 +32,7 @@ _FEWEST_PROMPTS = 16
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
 _SMALL_BATCHES = (1, 2, 4, 8)
-"""Of few rows, kernels are compiled for each of these."""
+"""Kernels of few rows are compiled for each of these."""
 
 
 def step_without_rows(states: RowStates) -> SchedulerOutput:

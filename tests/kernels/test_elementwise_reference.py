@@ -22,10 +22,20 @@ def _seeded() -> None:
     torch.manual_seed(7)
 
 
+def test_a_token_that_no_table_has_is_told() -> None:
+    with pytest.raises(IndexError):
+        ops.embedding(torch.tensor([3, 60]), torch.zeros(60, 8))
+
+
+@dtypes
+@shapes
+def test_embedding(dtype: torch.dtype, rows: int, width: int) -> None:
+    check.embedding(ops.embedding, rows, width, dtype)
+
+
 @dtypes
 @shapes
 def test_rms_norm(dtype: torch.dtype, rows: int, width: int) -> None:
-    check.embedding(ops.embedding, rows, width, dtype)
     check.rms_norm(ops.rms_norm, rows, width, dtype)
 
 

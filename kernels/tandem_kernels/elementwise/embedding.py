@@ -41,13 +41,13 @@ def embedding_kernel(
     tl.store(out + t * WIDTH + col, numbers, mask=inside)
 
 
-def embedding(token_ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor, first: int | None = None) -> Tensor:
     """See `reference.elementwise.embedding`."""
     num_tokens, width = len(token_ids), table.shape[1]
     out = torch.empty((num_tokens, width), dtype=table.dtype, device=table.device)
     if num_tokens > 0:
         embedding_kernel[(num_tokens, triton.cdiv(width, _COLS))](
-            token_ids, table, out, len(table), first, WIDTH=width, COLS=_COLS, num_warps=4,
+            token_ids, table, out, len(table), first or 0, WIDTH=width, COLS=_COLS, num_warps=4,
             OVERLAP=uses_pdl(table.device, num_tokens),
         )  # fmt: skip
     return out

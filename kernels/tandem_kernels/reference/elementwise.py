@@ -14,9 +14,20 @@ from tandem_kernels.reference.fp8_cache import quantise
 from tandem_kernels.reference.steady import sigmoid
 
 
-def embedding(token_ids: Tensor, table: Tensor, first: int = 0) -> Tensor:
-    """Returns rows [T, H] of `table` [V, H], which begins with token `first`; zeros for tokens that
-    it does not have. `token_ids`: [T] int32 or int64."""
+def embedding(token_ids: Tensor, table: Tensor, first: int | None = None) -> Tensor:
+    """Returns rows [T, H] of a table.
+
+    Args:
+        token_ids: [T] int32 or int64.
+        table: [V, H].
+        first: The table's first token: it is a part, and tokens that it lacks get zeros; None: it
+            has all tokens there are.
+
+    Raises:
+        IndexError: There is no such token. A GPU does not look, and gives zeros.
+    """
+    if first is None:
+        return F.embedding(token_ids, table)
     local = token_ids - first
     known = (local >= 0) & (local < len(table))
     rows = F.embedding(torch.where(known, local, 0), table)
