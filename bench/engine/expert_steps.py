@@ -38,8 +38,9 @@ from bench.record import write_result
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.layers.sparse_mlp import Experts
 from engine.speed.offline_engine import OfflineEngine, offline_engine
+from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_plan import ExpertPlan
-from tandem_kernels.experts.expert_tuning import ExpertShape
+from tandem_kernels.experts.expert_tuning import ExpertShape, gemm_tunings
 from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
 from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT
 
@@ -65,10 +66,6 @@ class ExpertCall:
         sizes = self.layer.sizes
         return ExpertShape(sizes.count, sizes.width, sizes.hidden, FORMAT)
 
-    @property
-    def plan(self) -> ExpertPlan:
-        return ExpertPlan.of(self.chosen, self.shape)
-
     def gemms(
         self, between: Tensor, out: Tensor, *, plain: bool
     ) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -76,7 +73,7 @@ class ExpertCall:
         without biases, and with SiLU."""
         layer = self.layer
         b13, gate, b2 = (None,) * 3 if plain else (layer.b13, layer.gate, layer.b2)
-        plan = self.plan
+        plan = ExpertPlan.of(self.chosen, self.shape)
         given = self.weights, plan.rows
         return (
             partial(mxfp4_gemm, self.x, layer.w13, *given, between, plan.gate_up, b13, gate),
@@ -158,9 +155,9 @@ def report(
     figures: dict[str, object] = {}
     print(f"{'us a layer':16}{'gate-up':>20}{'down':>20}{'tiles':>14}   first, last replays")
     heights = []
-    plan = calls[0].plan
-    tunings = {"gate-up": plan.gate_up, "down": plan.down}
-    for (name, tuning), times in zip(tunings.items(), steps, strict=True):
+    first = calls[0]
+    tunings = gemm_tunings(first.shape, first.chosen.numel(), gpu_name(first.x.device))
+    for name, tuning, times in zip(("gate-up", "down"), tunings, steps, strict=True):
         heights.append(tuning.rows + tuning.extra_rows)
         figures[name] = {"tuning": repr(tuning), "in the step": times}
         print(f"{name}: {tuning}")

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.layers.float32_sums import float32_sums
 from engine.layers.methods.base import LinearPart
 from engine.layers.methods.registry import format_of
 from engine.layers.methods.weight_format import WeightFormat, matrix_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.vocab_part import VocabCut, VocabPart
 from tandem_kernels import ops
-from tandem_kernels.gemm import few_row_shapes
 
 _ROWS_MULTIPLE = 64
 
@@ -38,8 +37,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = shard.tp
         self.shape = (vocab_size, hidden_size)
-        self.deterministic = shard.gemms.deterministic
-        self.few_rows = shard.gemms.few_rows
+        self.gemms = shard.gemms
         unit = _ROWS_MULTIPLE * shard.tp.size
         self.start, self.num_rows = shard.part(-(-vocab_size // unit) * unit)
         self.num_filled = max(0, min(self.num_rows, vocab_size - self.start))
@@ -92,7 +90,7 @@ class LMHead(VocabParallelEmbedding):
         """Returns whether parts may be sampled from: every rank has tokens. Not in deterministic
         mode, where it must not count how the vocabulary is cut."""
         filled_by_others = (self.group.size - 1) * self.num_rows
-        return 0 < filled_by_others < self.shape[0] and not self.deterministic
+        return 0 < filled_by_others < self.shape[0] and not self.gemms.deterministic
 
     def part(self, hidden: Tensor) -> VocabPart:
         """Computes this rank's part of the logits of [S, H]."""
@@ -108,11 +106,5 @@ class LMHead(VocabParallelEmbedding):
         return logits
 
     def _product(self, hidden: Tensor) -> Tensor:
-        """Multiplies. On a GPU the GEMM's own sums, without a rounding to half precision."""
-        if self.deterministic:
-            return ops.invariant_gemm(hidden, self.weight, None, torch.float32)
-        if len(hidden) <= self.few_rows and few_row_shapes.takes(hidden, self.weight):
-            return ops.few_row_gemm(hidden, self.weight, out_dtype=torch.float32)
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-        return F.linear(hidden, self.weight).float()
+        sums = float32_sums(hidden, self.weight, self.gemms)
+        return F.linear(hidden, self.weight).float() if sums is None else sums

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.expert_share import ExpertShare
+from engine.layers.float32_sums import float32_sums
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.experts.router_shapes import takes_router
-from tandem_kernels.gemm import few_row_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,7 @@ class Router(nn.Module):
         self.options = options
         self.own_numbers = None if share is None else share.own_numbers(shard.device)
         self.loads: Tensor | None = None
-        self.deterministic = shard.gemms.deterministic
-        self.few_rows = shard.gemms.few_rows
+        self.gemms = shard.gemms
         self.weight = shard.parameter(num_experts, hidden_size)
         self.bias, self.logit_bias = (
             shard.parameter(num_experts, dtype=torch.float32) if has_one else None
@@ -105,13 +104,8 @@ class Router(nn.Module):
         return ops.normed_router(x, norm.weight, norm.eps, self.weight, self.logit_bias)
 
     def _logits(self, x: Tensor) -> Tensor:
-        if self.deterministic:
-            return ops.invariant_gemm(x, self.weight, None, torch.float32)
-        if len(x) <= self.few_rows and few_row_shapes.takes(x, self.weight):
-            return ops.few_row_gemm(x, self.weight, out_dtype=torch.float32)
-        if x.is_cuda and x.dtype != torch.float32:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return F.linear(x.float(), self.weight.float())
+        sums = float32_sums(x, self.weight, self.gemms)
+        return F.linear(x.float(), self.weight.float()) if sums is None else sums
 
     def checkpoint_weights(
         self, weight: str, bias: str, logit_bias: str

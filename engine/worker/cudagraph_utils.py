@@ -222,11 +222,6 @@ class CudaGraphManager:
         ]
 
     @property
-    def most_reqs(self) -> int:
-        """Returns the most requests of any graph."""
-        return max(key.num_reqs for key in self.keys)
-
-    @property
     def most_places(self) -> int:
         """Returns the most places at which any graph chooses tokens."""
         return max(key.num_reqs * key.width for key in self.keys)

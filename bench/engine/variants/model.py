@@ -169,7 +169,7 @@ class VariantModel:
         )  # fmt: skip
 
         def run() -> Tensor:
-            ordered = replace(metadata, fixed_order=self.model.lm_head.deterministic)
+            ordered = replace(metadata, fixed_order=self.model.lm_head.gemms.deterministic)
             hidden: Tensor = self.model(
                 ForwardInputs(
                     ids,

@@ -84,8 +84,10 @@ def attend_ahead(
     BLOCK_DIM: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    ABSENT: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the softmax state of `q` over the tile that was asked for ahead."""
+    """Returns the softmax state of `q` over positions that were asked for ahead and the newest, at
+    `own`. ABSENT: the score of the newest if it is elsewhere."""
     known = has_newest & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)
     own_key = tl.load(own, mask=known, other=0.0)
     own_value = tl.load(own + value_stride, mask=known, other=0.0).to(tl.float32)
@@ -95,7 +97,7 @@ def attend_ahead(
         scores = soft_capped(scores, cap)
         own_score = soft_capped(own_score, cap)
     scores = tl.where(older[None, :], scores * scale, float("-inf"))
-    own_score = tl.where(has_newest, own_score * scale, float("-inf"))
+    own_score = tl.where(has_newest, own_score * scale, ABSENT)
     peak = tl.maximum(tl.max(scores, axis=1), own_score)
     weights = tl.exp2(scores - peak[:, None])
     own_weight = tl.exp2(own_score - peak)

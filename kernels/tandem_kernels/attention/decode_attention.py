@@ -213,7 +213,7 @@ def decode_attention_kernel(
             if here == program * run:
                 peak, total, acc = attend_ahead(
                     query, keys, values, older, own, has_newest, value_stride,
-                    own_scale, own_cap, HEAD_DIM, BLOCK_DIM, CAPPED, PRECISION,
+                    own_scale, own_cap, HEAD_DIM, BLOCK_DIM, CAPPED, PRECISION, float("-inf"),
                 )  # fmt: skip
                 walked += 1
         peak, total, acc = _attend(

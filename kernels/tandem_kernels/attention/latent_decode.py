@@ -20,13 +20,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.fp8_cache import in_half
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.prefill_attention import LOG2_E
-from tandem_kernels.device import num_programs, uses_pdl
+from tandem_kernels.device import num_programs
+from tandem_kernels.small_launches import in_turn, take_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,7 @@ def latent_decode_kernel(
     """Walks, in program (i, r, s), part s of the context of request r for its i-th tile of rows.
     Writes [T, H, L], or with SPLITS > 1 float32 [T, H, SPLITS, L] and its softmax state.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(OVERLAP)
     r = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens + r)
@@ -215,9 +213,7 @@ def latent_merge_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Joins the parts of one row in each program."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_LATENT)
@@ -265,8 +261,7 @@ def latent_decode(
             torch.empty((*rows, width), dtype=torch.float32, device=out.device)
             for width in (latent, 2)
         )
-    overlap = uses_pdl(out.device, num_decodes * query_len)
-    launch = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
+    launch = in_turn(out.device, num_decodes * query_len)
     shape = {"LATENT": latent, "BLOCK_LATENT": triton.next_power_of_2(latent), "SPLITS": splits}
     latent_decode_kernel[(row_tiles, num_decodes, splits)](
         q_latent,

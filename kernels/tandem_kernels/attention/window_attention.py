@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.attention_sink import with_sink
-from tandem_kernels.attention.soft_cap import soft_capped
+from tandem_kernels.attention.decode_ahead import attend_ahead
 from tandem_kernels.device import supports_pdl
 
 LOG2_E = 1.4426950408889634
@@ -92,29 +92,17 @@ def window_attention_kernel(
         gdc_wait()
         gdc_launch_dependents()
     own = of_head + own_block * block_stride + newest % BLOCK_SIZE * HEAD_DIM + dim
-    known = (newest >= 0) & (dim < HEAD_DIM)
-    own_key = tl.load(own, mask=known, other=0.0)
-    own_value = tl.load(own + value_stride, mask=known, other=0.0).to(tl.float32)
     query_head = head * GROUP + row
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     at = r * q_stride + query_head[:, None] * HEAD_DIM + dim[None, :]
     query = tl.load(q + at, mask=real, other=0.0)
-    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
-    own_score = tl.sum(query.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1)
-    own_score = tl.where(newest >= 0, own_score, 0.0)
-    if CAPPED:
-        scores = soft_capped(scores, cap)
-        own_score = soft_capped(own_score, cap)
-    scores = tl.where(older[None, :], scores * scale, float("-inf"))
-    own_score = own_score * scale
-    peak = tl.maximum(tl.max(scores, axis=1), own_score)
-    weights = tl.exp2(scores - peak[:, None])
-    own_weight = tl.exp2(own_score - peak)
-    total = tl.sum(weights, axis=1) + own_weight
+    # A request without a context has one position, of zeros.
+    peak, total, acc = attend_ahead(
+        query, keys, values, older, own, newest >= 0, value_stride, scale, cap,
+        HEAD_DIM, BLOCK_DIM, CAPPED, PRECISION, 0.0,
+    )  # fmt: skip
     if HAS_SINKS:
         total = with_sink(total, peak, sinks, query_head, row < GROUP)
-    acc = own_weight[:, None] * own_value[None, :]
-    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
     to = (r * NUM_KV_HEADS * GROUP + query_head[:, None]) * HEAD_DIM + dim[None, :]
     tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
 

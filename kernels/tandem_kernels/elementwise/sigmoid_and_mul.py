@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import uses_pdl
+from tandem_kernels.small_launches import in_turn, take_turn
 
 
 @triton.jit
@@ -21,9 +20,7 @@ def sigmoid_and_mul_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Changes, in program (t, j), columns j * BLOCK and on of row t."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -38,7 +35,6 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     num_tokens, width = x.shape
     if num_tokens > 0:
         block = min(1024, triton.next_power_of_2(width))
-        overlap = uses_pdl(x.device, num_tokens)
         sigmoid_and_mul_kernel[(num_tokens, triton.cdiv(width, block))](
             x,
             gate,
@@ -46,8 +42,7 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
             gate.stride(0),
             width,
             BLOCK=block,
-            OVERLAP=overlap,
             num_warps=4,
-            **({"launch_pdl": True} if overlap else {}),
+            **in_turn(x.device, num_tokens),
         )
     return x

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import uses_pdl
 from tandem_kernels.elementwise.rms_norm import normed_row
+from tandem_kernels.small_launches import in_turn, take_turn
 
 
 @triton.jit
@@ -48,9 +48,7 @@ def sum_pairs_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Sums, in program (t, j), columns j * BLOCK and on of token t over its experts."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
@@ -99,7 +97,6 @@ def sum_pairs(parts: Tensor, experts: Tensor) -> Tensor:
         return out
     block = min(1024, triton.next_power_of_2(width))
     grid = (num_tokens, triton.cdiv(width, block))
-    overlap = uses_pdl(out.device)
     sum_pairs_kernel[grid](
         parts,
         experts,
@@ -107,8 +104,7 @@ def sum_pairs(parts: Tensor, experts: Tensor) -> Tensor:
         width,
         TOP_K=experts.shape[1],
         BLOCK=block,
-        OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}),
+        **in_turn(out.device),
     )
     return out
 
@@ -122,7 +118,6 @@ def pairs_add_rms_norm(
     if num_tokens == 0:
         return out
     block = triton.next_power_of_2(width)
-    overlap = uses_pdl(out.device)
     pairs_add_rms_norm_kernel[(num_tokens,)](
         parts,
         experts,
@@ -134,8 +129,7 @@ def pairs_add_rms_norm(
         eps,
         TOP_K=experts.shape[1],
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=min(max(block // 512, 1), 16),
-        **({"launch_pdl": True} if overlap else {}),
+        **in_turn(out.device),
     )
     return out

@@ -10,13 +10,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.batch.state_metadata import StateMetadata
-from tandem_kernels.device import uses_pdl
 from tandem_kernels.linear_attention.delta_chunks import delta_chunks
 from tandem_kernels.linear_attention.delta_gates import decay_and_rate, unit_length
 from tandem_kernels.linear_attention.delta_tuning import FIXED, DeltaTuning, decode_tuning
+from tandem_kernels.small_launches import in_turn, take_turn
 
 
 @triton.jit
@@ -44,9 +43,7 @@ def delta_rule_kernel(
 ) -> None:
     """Takes in, in program (r, h, j), all tokens of request r for columns j * VALUES and on of
     the state of value head h."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(OVERLAP)
     r = tl.program_id(0)
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + r)
@@ -130,7 +127,6 @@ def delta_tokens(
     tuning = tuning or decode_tuning(num_reqs)
     _, num_values, key_dim, value_dim = states.shape
     num_keys = (mixed.shape[1] - num_values * value_dim) // (2 * key_dim)
-    overlap = uses_pdl(mixed.device, len(mixed))
     grid = (num_reqs, num_values, triton.cdiv(value_dim, tuning.values))
     delta_rule_kernel[grid](
         mixed,
@@ -152,7 +148,6 @@ def delta_tokens(
         VALUE_DIM=value_dim,
         BLOCK_KEY=triton.next_power_of_2(key_dim),
         VALUES=tuning.values,
-        OVERLAP=overlap,
         num_warps=tuning.num_warps,
-        **({"launch_pdl": True} if overlap else {}),
+        **in_turn(mixed.device, len(mixed)),
     )

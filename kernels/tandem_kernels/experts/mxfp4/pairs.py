@@ -23,9 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem_kernels.device import uses_pdl
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import arrival_counts
 from tandem_kernels.experts.expert_gate import activated
@@ -35,6 +33,7 @@ from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, mxfp4_weight
 from tandem_kernels.experts.mxfp4.pair_sums import added, sum_of_pairs
 from tandem_kernels.experts.top_experts import expert_of_pair
 from tandem_kernels.part_sums import sum_of_parts
+from tandem_kernels.small_launches import in_turn, take_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +150,7 @@ def mxfp4_pair_gemm_kernel(
     [pairs, I], weight [E, 1, ...], out [T, H]. `sums` [SPLITS, pairs, (2) outputs]. NUM_EXPERTS:
     experts are chosen here by `logits`; 0: they are given. ADDS: to what `out` has.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(OVERLAP)
     split, pair = tl.program_id(1), tl.program_id(2)
     expert = expert_of_pair(
         logits, slot_mapping, pair_weights, experts, pair, scaling,
@@ -251,7 +248,6 @@ def mxfp4_pair_gemm(
     inner = x.shape[1]
     size = tuning.splits, num_pairs, num_parts * num_outputs
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
-    overlap = uses_pdl(x.device, num_tokens)
     grid = triton.cdiv(num_outputs, tuning.cols), tuning.splits, num_pairs
     mxfp4_pair_gemm_kernel[grid](
         x,
@@ -283,14 +279,13 @@ def mxfp4_pair_gemm(
         BY_WARP=tuning.num_warps < 4,
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        OVERLAP=overlap,
         **_constants_of(choice),
         WARPS=tuning.num_warps,
         ADDS=adds,
         **_constants_of_turns(tuning, x),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        **({"launch_pdl": True} if overlap else {}),
+        **in_turn(x.device, num_tokens),
     )
 
 
