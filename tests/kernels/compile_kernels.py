@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from registers_in_flight import disassembled, multiplies_from_registers, written_in_flight
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -158,6 +159,13 @@ BEGIN_LATE = (
     expert_sums.pairs_add_rms_norm_kernel,
 )
 """Let the next kernel begin when the ones in front have ended, and no sooner."""
+
+
+def check_registers(case: Case, ptx: str, cubin: bytes) -> None:
+    """Products in flight keep the registers that they read."""
+    if multiplies_from_registers(ptx):
+        faults = written_in_flight(disassembled(cubin))
+        assert not faults, (case.kernel.__name__, case.label, faults[:3])
 
 
 def check_order(case: Case, ptx: str) -> None:
@@ -754,17 +762,23 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
         "arrived": "*i32",
     }
     shape = expert_tuning.ExpertShape(128, 2880, 2880, pair_shapes.FORMAT)
-    many = capability >= 90
-    for num_pairs, gated in itertools.product((4, 8192, 32768) if many else (4,), (True, False)):
-        tuning = expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=gated)
-        if num_pairs == 8192 and not gated:
-            tuning = expert_tuning.ExpertTuning(
-                64, 128, 64, 4, 2, extra_rows=16, spares_extra=True, unroll=3, strips=2
-            )
+    sizes = (4, 2048, 8192, 32768) if capability >= 90 else (4,)
+    cases = [
+        (
+            num_pairs,
+            gated,
+            expert_tuning.expert_tuning(shape, num_pairs, "NVIDIA_H200", gated=gated),
+        )
+        for num_pairs, gated in itertools.product(sizes, (True, False))
+    ]
+    if capability >= 90:
+        unrolled = {"extra_rows": 16, "spares_extra": True, "unroll": 3, "strips": 2}
+        cases.append((8192, False, expert_tuning.ExpertTuning(64, 128, 64, 4, 2, **unrolled)))
+    for num_pairs, gated, tuning in cases:
         is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
         yield Case(
             mxfp4_experts.mxfp4_expert_gemm_kernel,
-            f"pairs={num_pairs} gated={gated}",
+            f"pairs={num_pairs} gated={gated} strips={tuning.strips}",
             types,
             {
                 "TOP_K": 4,
@@ -790,10 +804,11 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "CLAMPED": gated,
                 "EVEN": gated,
                 "IN_PAIRS": True,
+                "WAITS": tuning.num_warps >= 4 and capability == 90,
                 "PRECISION": "tf32",
                 **({} if is_sorted else {"order": None, "counts": None}),
             },
-            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+            tuning.options,
         )
 
 
@@ -824,6 +839,7 @@ def mxfp4_pair_cases(capability: int) -> Iterator[Case]:
                 "BY_WARP": num_warps < 4,
                 "EVEN": gated or is_late,
                 "IN_PAIRS": True,
+                "WAITS": num_warps >= 4 and capability == 90,
                 "PRECISION": "tf32",
                 "OVERLAP": capability >= 90,
                 "NUM_EXPERTS": 128 if is_routed else 0,
@@ -1285,6 +1301,7 @@ def compile_all(capability: int) -> None:
         shared = compiled.metadata.shared
         assert shared <= SHARED_BYTES[capability], (case.label, shared)
         check_order(case, compiled.asm["ptx"])
+        check_registers(case, compiled.asm["ptx"], compiled.asm["cubin"])
         print(capability, "|", case.kernel.__name__, case.label, "|", shared, flush=True)
 
 

@@ -174,3 +174,13 @@ def test_parts_of_the_inner_dimension_are_written_where_there_are_several() -> N
     written = table.to_json()
     assert written.count(b"splits") == 1
     assert ExpertTable.from_json(written) == table
+
+
+def test_a_launch_is_told_of_registers_only_where_they_are_few() -> None:
+    usual = ExpertTuning(rows=64, cols=128, depth=64, num_warps=4, num_stages=3)
+    assert usual.options == {"num_warps": 4, "num_stages": 3}
+    few = msgspec.structs.replace(usual, registers=168)
+    assert few.options == {**usual.options, "maxnreg": 168}
+    part = Range(None, few)
+    table = ExpertTable((part,), (part,))
+    assert ExpertTable.from_json(table.to_json()) == table

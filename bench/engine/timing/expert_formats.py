@@ -301,7 +301,18 @@ class Mxfp4Weights(ExpertWeights):
                 yield ExpertTuning(*size, extra_rows=extra, spares_extra=spares, unroll=unroll)
             for size in ((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 8, 3)):
                 yield ExpertTuning(*size, extra_rows=16, spares_extra=True)
+            yield from _narrow()
             yield from _stripped()
+
+
+def _narrow() -> Iterator[ExpertTuning]:
+    """Yields tiles of many rows with so few registers that more programs share an SM: three or four
+    of four warps, two of eight."""
+    sizes = (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 64, 64, 4, 3)
+    for size, registers in itertools.product(sizes, (128, 168)):
+        yield ExpertTuning(*size, extra_rows=16, spares_extra=True, registers=registers)
+    for size in ((128, 128, 64, 8, 3), (64, 256, 64, 8, 3), (128, 256, 64, 8, 2)):
+        yield ExpertTuning(*size, extra_rows=16, spares_extra=True, registers=128)
 
 
 def _stripped() -> Iterator[ExpertTuning]:

@@ -50,6 +50,8 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             those of a token; in formats that can.
         late: Of each pair by itself: weights are multiplied without the exponents of their groups,
             which multiply sums. Of 8 rows, 64 inputs and fewer than 4 warps; in formats that can.
+        registers: Of a thread at most, so that more programs share an SM; 0: as many as the
+            compiler wants. In formats that can.
     """
 
     rows: int
@@ -65,6 +67,13 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strips: int = 1
     each_pair: bool = False
     late: bool = False
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Returns the options of a launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**options, "maxnreg": self.registers} if self.registers else options
 
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -152,6 +161,7 @@ _USUAL = {
     "strips": 1,
     "each_pair": False,
     "late": False,
+    "registers": 0,
 }
 
 

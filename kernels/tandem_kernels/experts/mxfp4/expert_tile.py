@@ -99,6 +99,7 @@ def expert_tile(
     CLAMPED: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes outputs `first_col` and on, COLS of them, of `pair` [ROWS], and of `pair2` [EXTRA],
@@ -129,13 +130,13 @@ def expert_tile(
         acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
             inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
             ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, EXTRA > 0,
-            GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
         )  # fmt: skip
     else:
         acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
             inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
             ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, False,
-            GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
         )  # fmt: skip
     acc = acc.T
     second = second.T

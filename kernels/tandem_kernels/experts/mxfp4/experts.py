@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
 from tandem_kernels.experts.expert_plan import ExpertPlan
@@ -77,6 +78,7 @@ def mxfp4_expert_gemm_kernel(
     CLAMPED: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes one tile of pairs times one tile of outputs in each program.
@@ -106,14 +108,14 @@ def mxfp4_expert_gemm_kernel(
             x, weight, bias, pair_weights, out, sums, arrived, expert, pair, pair2, col_tile * COLS,
             num_pairs, num_outputs, inner, x_stride, num_tile_rows, num_tile_columns, limit, alpha,
             TOP_K, ROWS, COLS, DEPTH, SPLITS, BY_WARP, EXTRA, SPARES_EXTRA, UNROLL, STRIPS,
-            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, PRECISION,
+            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION,
         )  # fmt: skip
     else:
         expert_tile(
             x, weight, bias, pair_weights, out, sums, arrived, expert, pair, pair2, col_tile * COLS,
             num_pairs, num_outputs, inner, x_stride, num_tile_rows, num_tile_columns, limit, alpha,
             TOP_K, ROWS, COLS // 2, DEPTH, SPLITS, BY_WARP, EXTRA, SPARES_EXTRA, UNROLL, STRIPS,
-            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, PRECISION,
+            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION,
         )  # fmt: skip
 
 
@@ -217,10 +219,10 @@ def mxfp4_gemm(
         CLAMPED=gate is not None,
         EVEN=x.shape[1] % tuning.depth == 0,
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
+        WAITS=tuning.num_warps >= 4 and has_warpgroup_mma(x.device),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **constants,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        **tuning.options,
         **rows.launch,
     )
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, tiny_mxfp4_numbers
+from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, in_place, tiny_mxfp4_numbers
 
 _UP = tl.constexpr(2.0**96)
 _DOWN = tl.constexpr(2.0**-96)
@@ -36,14 +36,16 @@ def _tiny_weights(
     """Loads a tile of each row of tiles, [ROW_TILES] addresses -> [64 * ROW_TILES, 64], as
     `tiny_mxfp4_numbers` and in the order of one warp. EVEN: there is one."""
     ROW_TILES: tl.constexpr = tiles.shape[0]
-    lane = tl.arange(0, 512)[None, :]
+    lane = tl.arange(0, 256)[None, :]
     if EVEN:
-        words = tl.load(tiles[:, None] + lane)
+        first, second = tl.load(tiles[:, None] + lane), tl.load(tiles[:, None] + 256 + lane)
     else:
-        words = tl.load(tiles[:, None] + lane, mask=inside, other=0)
-    words = words.reshape(ROW_TILES, 4, 8, 4, 2, 2).permute(0, 1, 5, 2, 4, 3)
-    numbers = tiny_mxfp4_numbers(words.reshape(64 * ROW_TILES, 2, 4), kind, IN_PAIRS)
-    return numbers.permute(0, 1, 5, 2, 4, 3).reshape(64 * ROW_TILES, 64)
+        first = tl.load(tiles[:, None] + lane, mask=inside, other=0)
+        second = tl.load(tiles[:, None] + 256 + lane, mask=inside, other=0)
+    first = first.reshape(ROW_TILES, 4, 8, 4, 2).permute(0, 1, 2, 4, 3)
+    second = second.reshape(ROW_TILES, 4, 8, 4, 2).permute(0, 1, 2, 4, 3)
+    first, second = first.reshape(32 * ROW_TILES, 2, 4), second.reshape(32 * ROW_TILES, 2, 4)
+    return in_place(tiny_mxfp4_numbers(first, second, kind, IN_PAIRS), True)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """MXFP4 numbers become half precision in registers; `tiles` says where they lie.
 
-Eight numbers of a word are four registers of two bf16 by 11 operations, and their exponent is one
-multiplication each: less than two operations a number. More than three would keep memory waiting.
-Of few rows, where there are as many weights as products, even that multiplication is spared: see
-`late`.
+The sixteen numbers of two words are eight registers of two bf16 by sixteen operations, and their
+exponent is one multiplication each: one and a half operations a number. More than three would keep
+memory waiting, and on a GPU that computes much each costs power. Of few rows, where there are as
+many weights as products, even that multiplication is spared: see `late`.
 """
 
 from __future__ import annotations
@@ -11,51 +11,78 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem_kernels.warpgroup_waits import after_products
+
 _MASK = "0x81C081C0"
+_FIRST, _SECOND = tl.constexpr(0x06030603), tl.constexpr(0x180C180C)
+"""Bits of the two words, the second one's 2 further, from which a word of both is made."""
 
 
 def _unpacked(*, scaled: bool) -> tl.constexpr:
-    """Returns the instructions that make eight bf16 of a word ($8), `scaled` by a factor ($9)."""
-    lines = ["{ .reg .b32 none, t, p<4>; mov.b32 none, 0x80008000;", f"and.b32 p0, $8, {_MASK};"]
-    for pair, shift in ((1, 3), (2, 6)):
-        lines.append(f"shl.b32 t, $8, {shift}; and.b32 p{pair}, t, {_MASK};")
-    lines.append("shl.b32 t, $8, 1; and.b32 p3, t, 0x80008000;")
-    for shift, mask in ((5, "0x01000100"), (4, "0x00C000C0")):
-        # p3 | (t & mask)
-        lines.append(f"shr.u32 t, $8, {shift}; lop3.b32 p3, t, {mask}, p3, 0xEA;")
-    for pair in range(4):
-        if scaled:
-            lines.append(f"fma.rn.bf16x2 p{pair}, p{pair}, $9, none;")
-        lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, p{pair};")
+    """Returns the instructions that make sixteen bf16 of two words ($16, $17), `scaled` by their
+    factors ($18, $19)."""
+    lines = ["{ .reg .b32 none, both, t, p; mov.b32 none, 0x80008000;"]
+    # (first & mask) | (second << 2 & ~mask): what else it has nobody reads.
+    lines.append("shl.b32 t, $17, 2; lop3.b32 both, $16, t, 0x06030603, 0xE4;")
+    for word, last in ((0, 6), (1, 12)):
+        own = f"${16 + word}"
+        for pair, (given, shift) in enumerate(((own, 0), (own, 4), (own, 10), ("both", last))):
+            if 0 < shift < 8:
+                lines.append(f"shl.b32 t, {given}, {shift};")
+            elif shift:
+                lines.append(f"shf.l.wrap.b32 t, {given}, {given}, {shift};")
+            lines.append(f"and.b32 p, {'t' if shift else given}, {_MASK};")
+            if scaled:
+                lines.append(f"fma.rn.bf16x2 p, p, ${18 + word}, none;")
+            place = 8 * word + 2 * pair
+            lines.append(f"mov.b32 {{${place}, ${place + 1}}}, p;")
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
 _UNPACKED, _TINY = _unpacked(scaled=True), _unpacked(scaled=False)
-_REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
-_TINY_REGISTERS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+_OUT = ",".join(["=h"] * 16)
+_REGISTERS, _TINY_REGISTERS = tl.constexpr(f"{_OUT},r,r,r,r"), tl.constexpr(f"{_OUT},r,r")
+_SIXTEEN = tl.constexpr((tl.bfloat16,) * 16)
 
 
 @triton.jit
-def _tiny_number(word: tl.tensor, INDEX: tl.constexpr) -> tl.tensor:
-    """Returns number INDEX of each word times 2 ** -126, in float32."""
-    low = word >> (16 * (INDEX % 2))
-    if INDEX // 2 == 0:
-        bits = low & 0x81C0
-    elif INDEX // 2 == 1:
-        bits = (low << 3) & 0x81C0
-    elif INDEX // 2 == 2:
-        bits = (low << 6) & 0x81C0
-    else:
-        bits = ((low << 1) & 0x8000) | ((low >> 5) & 0x0100) | ((low >> 4) & 0x00C0)
-    return (bits << 16).to(tl.float32, bitcast=True)
+def _rotated(word: tl.tensor, LEFT: tl.constexpr) -> tl.tensor:
+    word = word.to(tl.uint32, bitcast=True)
+    return ((word << LEFT) | (word >> (32 - LEFT))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _number(
-    word: tl.tensor, power: tl.tensor, kind: tl.constexpr, INDEX: tl.constexpr
+def _tiny_number(
+    own: tl.tensor, both: tl.tensor, LAST: tl.constexpr, INDEX: tl.constexpr
 ) -> tl.tensor:
-    """Returns number INDEX of each word, times the power, by way of float32."""
-    return (_tiny_number(word, INDEX) * (power << 23).to(tl.float32, bitcast=True)).to(kind)
+    """Returns number INDEX of each word times 2 ** -126, in float32. LAST: by how many bits the
+    word of both is rotated for its fourth pair."""
+    if INDEX // 2 == 0:
+        bits = own
+    elif INDEX // 2 == 1:
+        bits = own << 4
+    elif INDEX // 2 == 2:
+        bits = _rotated(own, 10)
+    else:
+        bits = _rotated(both, LAST)
+    if INDEX % 2 == 0:
+        bits = bits << 16
+    return (bits & -0x7E400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _tiny_word(own: tl.tensor, both: tl.tensor, LAST: tl.constexpr) -> tl.tensor:
+    """Returns all eight numbers of each word, as `_joined` does, in float32."""
+    return _joined(
+        _tiny_number(own, both, LAST, 0),
+        _tiny_number(own, both, LAST, 1),
+        _tiny_number(own, both, LAST, 2),
+        _tiny_number(own, both, LAST, 3),
+        _tiny_number(own, both, LAST, 4),
+        _tiny_number(own, both, LAST, 5),
+        _tiny_number(own, both, LAST, 6),
+        _tiny_number(own, both, LAST, 7),
+    )
 
 
 @triton.jit
@@ -63,83 +90,65 @@ def _joined(
     a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor,
     e: tl.tensor, f: tl.tensor, g: tl.tensor, h: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Joins the eight numbers of each word in three dimensions, as `mxfp4_numbers` says."""
+    """Joins the eight numbers of each word in three dimensions: the number of a pair, and the
+    pair's lower and upper bit."""
     low = tl.join(tl.join(a, b), tl.join(c, d))
     high = tl.join(tl.join(e, f), tl.join(g, h))
     return tl.join(low, high)
 
 
 @triton.jit
+def _factors(powers: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """Returns powers' bytes as float32, for the eight numbers of a word."""
+    factors = (powers << 23).to(tl.float32, bitcast=True)
+    return tl.expand_dims(tl.expand_dims(tl.expand_dims(factors, -1), -1), -1)
+
+
+@triton.jit
 def mxfp4_numbers(
-    words: tl.tensor, powers: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr
+    first: tl.tensor,
+    second: tl.tensor,
+    powers: tl.tensor,
+    powers2: tl.tensor,
+    kind: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ) -> tl.tensor:
-    """Unpacks words [..., 4] and their powers' bytes -> [..., 4, 2, 2, 2]: the last dimensions are
-    the number of a pair, and the pair's lower and upper bit.
+    """Unpacks words of both sides, [..., 4] each, and their powers' bytes -> [..., 4, 2, 2, 2, 2]:
+    the last dimensions are the number of a pair, the pair's lower and upper bit, and the side.
 
     IN_PAIRS: in bf16, two at once.
     """
     if IN_PAIRS:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2 = tl.inline_asm_elementwise(
             _UNPACKED,
             _REGISTERS,
-            [words, powers * 0x00800080],
-            (
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
+            [first, second, powers * 0x00800080, powers2 * 0x00800080],
+            _SIXTEEN,
             True,
             1,
         )
-    else:
-        a = _number(words, powers, kind, 0)
-        b = _number(words, powers, kind, 1)
-        c = _number(words, powers, kind, 2)
-        d = _number(words, powers, kind, 3)
-        e = _number(words, powers, kind, 4)
-        f = _number(words, powers, kind, 5)
-        g = _number(words, powers, kind, 6)
-        h = _number(words, powers, kind, 7)
-    return _joined(a, b, c, d, e, f, g, h)
+        low = _joined(a, b, c, d, e, f, g, h)
+        return tl.join(low, _joined(a2, b2, c2, d2, e2, f2, g2, h2))
+    both = (first & _FIRST) | ((second << 2) & _SECOND)
+    low = (_tiny_word(first, both, 6) * _factors(powers, kind)).to(kind)
+    high = (_tiny_word(second, both, 12) * _factors(powers2, kind)).to(kind)
+    return tl.join(low, high)
 
 
 @triton.jit
-def tiny_mxfp4_numbers(words: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr) -> tl.tensor:
+def tiny_mxfp4_numbers(
+    first: tl.tensor, second: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr
+) -> tl.tensor:
     """Unpacks words as `mxfp4_numbers` does, in bf16 or float32, but leaves their exponents out:
     the numbers are multiplied by 2 ** -126, which is how their bits lie. Some are denormal."""
     if IN_PAIRS:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _TINY,
-            _TINY_REGISTERS,
-            [words],
-            (
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
-            True,
-            1,
+        a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2 = tl.inline_asm_elementwise(
+            _TINY, _TINY_REGISTERS, [first, second], _SIXTEEN, True, 1
         )
-    else:
-        a = _tiny_number(words, 0).to(kind)
-        b = _tiny_number(words, 1).to(kind)
-        c = _tiny_number(words, 2).to(kind)
-        d = _tiny_number(words, 3).to(kind)
-        e = _tiny_number(words, 4).to(kind)
-        f = _tiny_number(words, 5).to(kind)
-        g = _tiny_number(words, 6).to(kind)
-        h = _tiny_number(words, 7).to(kind)
-    return _joined(a, b, c, d, e, f, g, h)
+        low = _joined(a, b, c, d, e, f, g, h)
+        return tl.join(low, _joined(a2, b2, c2, d2, e2, f2, g2, h2))
+    both = (first & _FIRST) | ((second << 2) & _SECOND)
+    return tl.join(_tiny_word(first, both, 6).to(kind), _tiny_word(second, both, 12).to(kind))
 
 
 @triton.jit
@@ -164,6 +173,20 @@ def in_order_of_warps(given: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def in_place(numbers: tl.tensor, BY_WARP: tl.constexpr) -> tl.tensor:
+    """Arranges numbers [ROWS, GROUPS, 4, 2, 2, 2, 2] as weights [2 * ROWS, 32 * GROUPS]; see
+    `mxfp4_numbers` and `mxfp4_weights`."""
+    ROWS: tl.constexpr = numbers.shape[0]
+    GROUPS: tl.constexpr = numbers.shape[1]
+    numbers = numbers.reshape(ROWS // 8, 8, GROUPS, 4, 2, 2, 2, 2)
+    if BY_WARP:
+        numbers = numbers.permute(0, 7, 1, 2, 6, 3, 5, 4)
+    else:
+        numbers = numbers.permute(0, 7, 1, 2, 6, 5, 3, 4)
+    return numbers.reshape(2 * ROWS, 32 * GROUPS)
+
+
+@triton.jit
 def mxfp4_weights(
     places: tl.tensor,
     inside: tl.tensor,
@@ -173,6 +196,7 @@ def mxfp4_weights(
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    WAITS: tl.constexpr,
 ) -> tl.tensor:
     """Loads tiles: a part [64 * ROW_TILES, 64 * COLUMN_TILES] of a weight.
 
@@ -181,26 +205,31 @@ def mxfp4_weights(
         inside: [COLUMN_TILES], tiles that there are. EVEN: all.
 
     BY_WARP: inputs are ordered as one warp multiplies, else as four do together: in each 16 inputs,
-    two and two of those that in order lie 8 apart are beside each other.
+    two and two of those that in order lie 8 apart are beside each other. WAITS: see
+    `after_products`.
     """
-    OUTPUTS: tl.constexpr = 64 * ROW_TILES
+    ROWS: tl.constexpr = 32 * ROW_TILES
     GROUPS: tl.constexpr = 2 * COLUMN_TILES
-    lane = tl.arange(0, 512)[None, None, :]
+    lane = tl.arange(0, 256)[None, None, :]
     byte_lane = tl.arange(0, 32)[None, None, :]
     if EVEN:
-        words = tl.load(places + lane)
+        first, second = tl.load(places + lane), tl.load(places + 256 + lane)
         exponents = tl.load(places + 512 + byte_lane)
     else:
-        words = tl.load(places + lane, mask=inside[None, :, None], other=0)
+        first = tl.load(places + lane, mask=inside[None, :, None], other=0)
+        second = tl.load(places + 256 + lane, mask=inside[None, :, None], other=0)
         exponents = tl.load(places + 512 + byte_lane, mask=inside[None, :, None], other=0)
-    words = words.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2).permute(0, 2, 6, 3, 1, 5, 4)
-    exponents = exponents.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 1, 1)
-    shift = tl.arange(0, 4).reshape(1, 1, 1, 1, 2, 2) * 8
-    powers = ((exponents >> shift) & 255).permute(0, 2, 5, 3, 1, 4)
-    powers = tl.broadcast_to(powers.reshape(OUTPUTS, GROUPS, 1), (OUTPUTS, GROUPS, 4))
-    numbers = mxfp4_numbers(words.reshape(OUTPUTS, GROUPS, 4), powers, kind, IN_PAIRS)
-    if BY_WARP:  # noqa: SIM108
-        numbers = numbers.permute(0, 1, 5, 2, 4, 3)
-    else:
-        numbers = numbers.permute(0, 1, 5, 4, 2, 3)
-    return numbers.reshape(OUTPUTS, 32 * GROUPS)
+    if WAITS:
+        first, second = after_products(first, second)
+    first = first.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 4, 2).permute(0, 2, 3, 1, 5, 4)
+    second = second.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 4, 2).permute(0, 2, 3, 1, 5, 4)
+    exponents = exponents.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 1).permute(0, 2, 3, 1, 4)
+    # By a reshape, or the compiler moves the numbers through shared memory.
+    shift = tl.arange(0, 2).reshape(1, 1, 1, 1, 2) * 16
+    powers = ((exponents >> shift) & 255).reshape(ROWS, GROUPS, 1)
+    powers2 = ((exponents >> (shift + 8)) & 255).reshape(ROWS, GROUPS, 1)
+    powers = tl.broadcast_to(powers, (ROWS, GROUPS, 4))
+    powers2 = tl.broadcast_to(powers2, (ROWS, GROUPS, 4))
+    first, second = first.reshape(ROWS, GROUPS, 4), second.reshape(ROWS, GROUPS, 4)
+    numbers = mxfp4_numbers(first, second, powers, powers2, kind, IN_PAIRS)
+    return in_place(numbers, BY_WARP)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import arrival_counts
 from tandem_kernels.experts.expert_gate import activated
@@ -68,6 +69,7 @@ def _products(
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Returns the sums of outputs over steps `first` to `end`, [COLS] float32, and those of the
@@ -90,11 +92,13 @@ def _products(
         if BY_WARP:
             given = in_order_of_warps(given)
         at = places + step * (COLUMN_TILES * 544)
-        by = mxfp4_weights(at, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
+        by = mxfp4_weights(
+            at, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS
+        )
         acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
         if GATED:
             by = mxfp4_weights(
-                at + size, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS
+                at + size, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS
             )
             second = tl.dot(by, given.T, second, input_precision=PRECISION)
     # All columns are the same.
@@ -134,6 +138,7 @@ def mxfp4_pair_gemm_kernel(
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -178,7 +183,7 @@ def mxfp4_pair_gemm_kernel(
     else:
         gates, ups = _products(
             inputs, weight + part * size, tile_row, size, first, end, inner, num_tile_columns,
-            ROWS, COLS, DEPTH, GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+            ROWS, COLS, DEPTH, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
         )  # fmt: skip
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     real = col < num_outputs
@@ -278,6 +283,7 @@ def mxfp4_pair_gemm(
         CLAMPED=gate is not None,
         BY_WARP=tuning.num_warps < 4,
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
+        WAITS=tuning.num_warps >= 4 and has_warpgroup_mma(x.device),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **_constants_of(choice),
         WARPS=tuning.num_warps,

@@ -44,16 +44,19 @@ def _strip(
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Adds what a step's rows, and extra ones, give with the tiles of a strip at `at`."""
-    by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
+    by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS)
     gate = tl.dot(by, given.T, gate, input_precision=PRECISION)
     if HAS_EXTRA:
         gate2 = tl.dot(by, given2.T, gate2, input_precision=PRECISION)
     if GATED:
         at += next_part
-        by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS)
+        by = mxfp4_weights(
+            at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS
+        )
         up = tl.dot(by, given.T, up, input_precision=PRECISION)
         if HAS_EXTRA:
             up2 = tl.dot(by, given2.T, up2, input_precision=PRECISION)
@@ -83,6 +86,7 @@ def products(
     BY_WARP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Multiplies steps `first` to before `end` of the inner dimension.
@@ -112,12 +116,13 @@ def products(
         at = places + step * (COLUMN_TILES * 544)
         gate, up, gate2, up2 = _strip(
             at, next_part, inside, given, given2, gate, up, gate2, up2, kind,
-            ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+            ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
         )  # fmt: skip
         if STRIPS > 1:
             at += next_strip
             next_gate, next_up, next_gate2, next_up2 = _strip(
                 at, next_part, inside, given, given2, next_gate, next_up, next_gate2, next_up2,
-                kind, ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, PRECISION,
+                kind, ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS,
+                PRECISION,
             )  # fmt: skip
     return gate, up, gate2, up2, next_gate, next_up, next_gate2, next_up2

@@ -4,21 +4,27 @@
     tiles  [..., N / 64, K / 64, 544] int32     512 words of numbers, then 32 of exponents
 
 A tile is 64 outputs x 64 inputs, all its bytes beside each other, so a program streams through
-memory. The word of numbers at (warp, group, lane, half, side), these indices from the slowest to
+memory. The word of numbers at (side, warp, group, lane, half), these indices from the slowest to
 the fastest, has eight inputs of output 16 * warp + 8 * side + group: with i = 32 * half + 2 * lane,
 these are i, i + 1, i + 8, i + 9, i + 16, i + 17, i + 24 and i + 25. Thread (warp, group, lane) of a
 multiplication by four warps needs just these, and no others.
 
-Within a word, a pair of numbers becomes two bf16 by a shift and a mask: their sign belongs into bit
-15, exponent and fraction into bits 8 to 6, and the three first pairs lie 0, 3 and 6 bits below
-that. The fourth takes the bits that are left. An exponent's byte is that of the power of two, in
-bf16, that makes such a number its value: 126 more than in e8m0. So 128, a scale of 2, is the
-largest that can be kept, and weights are scaled by far less.
+A pair of numbers becomes two bf16 by a shift and a mask: their sign belongs into bit 15, exponent
+and fraction into bits 8 to 6 of each half. Of eight numbers in 32 bits only three pairs can lie so
+(their places would have to tile a half, and do not): 0, 4 and 10 bits below that, the last by a
+rotation. The bits that are left in the words of both sides make one word together, the second one's
+2 bits further, in which the fourth pairs lie so, 6 and 12 bits below, by a rotation.
+
+An exponent's byte is that of the power of two, in bf16, that makes such a number its value: 126
+more than in e8m0. So 128, a scale of 2, is the largest that can be kept, and weights are scaled by
+far less.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +38,16 @@ NUMBER_WORDS = 512
 TILE_WORDS = 544
 MAX_EXPONENT = 128
 _ADDED_EXPONENT = 126
-_SHIFTS = (0, 3, 6)
+_SHIFTS = (0, 4, 10)
+"""By how many bits a word is rotated until a pair, but the fourth, is in place."""
+_LAST_SHIFTS = (6, 12)
+"""The same of fourth pairs, by side, in the word of both."""
+_LEFT = (0, 1, 9, 10)
+"""Bits of each half that three pairs leave."""
+_MOVED = 2
+"""By how many bits those of the second word are further in the word of both."""
 _PLACES = (15, 8, 7, 6)
 """Bits that sign, exponent and fraction must come to."""
-_LAST_PLACES = (14, 13, 11, 10)
-"""Bits where those of the fourth pair lie."""
 
 
 def tile_mxfp4(blocks: Tensor, exponents: Tensor, out: Tensor) -> None:
@@ -56,12 +67,16 @@ def tile_mxfp4(blocks: Tensor, exponents: Tensor, out: Tensor) -> None:
     exponents = F.pad(exponents + _ADDED_EXPONENT, (0, missing[1], 0, missing[0]))
     blocks = F.pad(blocks, (0, 0, 0, missing[1], 0, missing[0]))
     # A word has four bytes of a block, of which each is a pair: byte 4 * pair + lane.
-    first = 256 * torch.arange(4, dtype=torch.int32, device=blocks.device)
-    index = blocks.view(*blocks.shape[:2], 4, 4).to(torch.int32) + first[:, None]
-    spread = _spread_bytes(blocks.device).index_select(0, index.flatten()).view_as(index)
-    words = spread.sum(dim=2, dtype=torch.int32)
+    first = 256 * torch.arange(4, dtype=torch.int32, device=blocks.device)[:, None]
+    side = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device) // 8 % 2
+    index = blocks.view(*blocks.shape[:2], 4, 4) + first + 1024 * side.view(-1, 1, 1, 1)
+    own, other = _spread_bytes(blocks.device)
+    words = own.index_select(0, index.flatten()).view_as(index).sum(dim=2, dtype=torch.int32)
+    last = index[:, :, 3]
+    lent = other.index_select(0, last.flatten()).view(-1, 2, 8, *last.shape[1:])
+    words += lent.flip(1).view_as(words)
     # Outputs (tile, warp, side, group), inputs (tile, half) and lanes.
-    words = words.view(num_rows, 4, 2, 8, num_columns, 2, 4).permute(0, 4, 1, 3, 6, 5, 2)
+    words = words.view(num_rows, 4, 2, 8, num_columns, 2, 4).permute(0, 4, 2, 1, 3, 6, 5)
     out[..., :NUMBER_WORDS] = words.reshape(num_rows, num_columns, NUMBER_WORDS)
     powers = exponents.view(num_rows, 4, 2, 8, num_columns, 2).permute(0, 4, 1, 3, 5, 2)
     out[..., NUMBER_WORDS:] = powers.reshape(num_rows, num_columns, -1).view(torch.int32)
@@ -69,22 +84,35 @@ def tile_mxfp4(blocks: Tensor, exponents: Tensor, out: Tensor) -> None:
 
 @cache
 def _spread_bytes(device: torch.device) -> Tensor:
-    """Returns what each byte of a block adds to its word, [4 * 256]: of all bytes for each pair."""
+    """Returns what each byte of a block adds to the word of its side, and to that of the other one,
+    [2, 2 * 4 * 256]: of all bytes for each side and pair. Others get bits of fourth pairs alone."""
     byte = torch.arange(256, dtype=torch.int32, device=device)
-    pairs = []
-    for pair in range(4):
-        spread = torch.zeros_like(byte)
-        for bit, place in zip((3, 2, 1, 0), _places(pair), strict=True):
-            spread |= (byte >> bit & 1) << place | (byte >> bit + 4 & 1) << place + 16
-        pairs.append(spread)
-    return torch.cat(pairs)
+    spread = torch.zeros((2, 2, 4, 256), dtype=torch.int32, device=device)
+    for side, pair, number in product(range(2), range(4), range(2)):
+        for bit, (word, place) in zip((3, 2, 1, 0), _places(side, pair, number), strict=True):
+            spread[word ^ side, side, pair] |= (byte >> bit + 4 * number & 1) << place
+    return spread.view(2, -1)
 
 
-def _places(pair: int) -> tuple[int, ...]:
-    """Returns where a word has the four bits of a pair's first number, the sign first."""
+def _places(side: int, pair: int, number: int) -> list[tuple[int, int]]:
+    """Returns where the four bits of a number are, the sign first: in which side's word, and at
+    which bit of it."""
+    shift = _SHIFTS[pair] if pair < len(_SHIFTS) else _LAST_SHIFTS[side]
+    places = [(place + 16 * number - shift) % 32 for place in _PLACES]
     if pair < len(_SHIFTS):
-        return tuple(place - _SHIFTS[pair] for place in _PLACES)
-    return _LAST_PLACES
+        return [(side, place) for place in places]
+    return [(0, place) if place % 16 in _LEFT else (1, place - _MOVED) for place in places]
+
+
+def _codes(words: Sequence[Tensor], side: int) -> Tensor:
+    """Returns the eight numbers of each word of a side, in e2m1, from the words [...] of both."""
+    codes = []
+    for pair, number in product(range(4), range(2)):
+        code = torch.zeros_like(words[side])
+        for word, place in _places(side, pair, number):
+            code = 2 * code + (words[word] >> place & 1)
+        codes.append(code)
+    return torch.stack(codes, dim=-1)
 
 
 def tiles_of(num_outputs: int, num_inputs: int) -> tuple[int, int, int]:
@@ -95,19 +123,14 @@ def tiles_of(num_outputs: int, num_inputs: int) -> tuple[int, int, int]:
 def untile_mxfp4(tiles: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
     """Returns a weight [N, K] in float32."""
     num_rows, num_columns, _ = tiles.shape
-    words = tiles[..., :NUMBER_WORDS].view(num_rows, num_columns, 4, 8, 4, 2, 2)
-    codes = []
-    for pair in range(4):
-        for number in range(2):
-            low = words >> 16 * number
-            bits = [low >> place & 1 for place in _places(pair)]
-            codes.append(8 * bits[0] + 4 * bits[1] + 2 * bits[2] + bits[3])
+    words = tiles[..., :NUMBER_WORDS].view(num_rows, num_columns, 2, 4, 8, 4, 2).unbind(2)
+    codes = torch.stack([_codes(words, side) for side in range(2)], dim=-2)
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=tiles.device)
-    values = torch.cat((magnitudes, -magnitudes))[torch.stack(codes, dim=-1).long()]
+    values = torch.cat((magnitudes, -magnitudes))[codes.long()]
     scale_words = tiles[..., NUMBER_WORDS:].view(num_rows, num_columns, 4, 8, 1, 1, 1, 1)
     shifts = 8 * torch.arange(4, dtype=torch.int32, device=tiles.device)
     powers = (scale_words >> shifts.view(2, 2, 1)) & 255
     values = values * torch.exp2(powers.float() - _ADDED_EXPONENT - 127)
     # (row, column, warp, group, lane, half, side, pair * 2 + number) back to outputs and inputs.
-    values = values.view(*words.shape, 4, 2).permute(0, 2, 6, 3, 1, 5, 7, 4, 8)
+    values = values.view(*words[0].shape, 2, 4, 2).permute(0, 2, 6, 3, 1, 5, 7, 4, 8)
     return values.reshape(num_rows * SIDE, num_columns * SIDE)[:num_outputs, :num_inputs]
