@@ -4,9 +4,9 @@
                  warps go on: ── next operand is computed ──┐
                                                             └ may its registers be written yet?
 
-Triton 3.6 does not ask: in a loop whose first operand is computed, what the next turn computes may
-land in registers that products of this turn have still to read (triton-lang/triton#9433; 3.7 copies
-them first). Results were wrong where more programs shared an SM, and right by luck elsewhere.
+Triton does not ask: in a loop whose first operand is computed, what the next turn computes may land
+in registers that products of this turn have still to read (triton-lang/triton#9433; we saw it with
+3.6 and 3.7). Results were wrong where more programs shared an SM, and right by luck elsewhere.
 ptxas keeps the registers of products untouched up to a wait that it sees, so such a loop has one.
 `tests/kernels/registers_in_flight.py` reads the compiled code of all kernels for this fault.
 """

@@ -23,7 +23,7 @@ def _unpacked(*, scaled: bool) -> tl.constexpr:
     factors ($18, $19)."""
     lines = ["{ .reg .b32 none, both, t, p; mov.b32 none, 0x80008000;"]
     # (first & mask) | (second << 2 & ~mask): what else it has nobody reads.
-    lines.append("shl.b32 t, $17, 2; lop3.b32 both, $16, t, 0x06030603, 0xE4;")
+    lines.append(f"shl.b32 t, $17, 2; lop3.b32 both, $16, t, {_FIRST.value:#x}, 0xE4;")
     for word, last in ((0, 6), (1, 12)):
         own = f"${16 + word}"
         for pair, (given, shift) in enumerate(((own, 0), (own, 4), (own, 10), ("both", last))):
@@ -47,6 +47,7 @@ _SIXTEEN = tl.constexpr((tl.bfloat16,) * 16)
 
 @triton.jit
 def _rotated(word: tl.tensor, LEFT: tl.constexpr) -> tl.tensor:
+    """Rotates words by LEFT bits."""
     word = word.to(tl.uint32, bitcast=True)
     return ((word << LEFT) | (word >> (32 - LEFT))).to(tl.int32, bitcast=True)
 

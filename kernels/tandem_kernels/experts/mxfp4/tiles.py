@@ -39,13 +39,13 @@ TILE_WORDS = 544
 MAX_EXPONENT = 128
 _ADDED_EXPONENT = 126
 _SHIFTS = (0, 4, 10)
-"""By how many bits a word is rotated until a pair, but the fourth, is in place."""
+"""A word is rotated by so many bits until a pair, but the fourth, is in place."""
 _LAST_SHIFTS = (6, 12)
-"""The same of fourth pairs, by side, in the word of both."""
+"""The word of both is rotated by so many until the fourth pair of a side is."""
 _LEFT = (0, 1, 9, 10)
 """Bits of each half that three pairs leave."""
 _MOVED = 2
-"""By how many bits those of the second word are further in the word of both."""
+"""Those of the second word are so many bits further in the word of both."""
 _PLACES = (15, 8, 7, 6)
 """Bits that sign, exponent and fraction must come to."""
 
