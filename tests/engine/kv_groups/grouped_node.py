@@ -4,7 +4,6 @@ real."""
 from __future__ import annotations
 
 import secrets
-import select
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -154,12 +153,12 @@ class GroupedNode:
 def run_until(nodes: list[GroupedNode], is_done: object) -> None:
     """Steps `nodes` whenever something happens. Raises AssertionError when it takes too long."""
     assert callable(is_done)
-    poller = select.poll()
+    poller = zmq.Poller()
     for node in nodes:
         for source in node.executor.poll_sources:
-            poller.register(source if isinstance(source, int) else source.fileno())
+            poller.register(source, zmq.POLLIN)
         if node.core.connector.fileno() >= 0:
-            poller.register(node.core.connector.fileno())
+            poller.register(node.core.connector.fileno(), zmq.POLLIN)
     deadline = time.monotonic() + TIMEOUT_S
     while not is_done():
         assert time.monotonic() < deadline, [node.core.scheduler.check_empty() for node in nodes]
