@@ -4,7 +4,10 @@ token for token, and the prompt is computed once."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +17,7 @@ from engine.config import SchedulerConfig
 from engine.messages import EngineCoreRequest
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from tests.engine.worker.conftest import tiny_config
 from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
 
 HOT = {"temperature": 1.5, "logprobs": 2}
@@ -69,6 +73,24 @@ def check_equal(engine: OneEngine, expected: OneEngine) -> None:
             assert found.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.fixture(scope="module")
+def chosen_alone(checkpoint: Path) -> Callable[[int], OneEngine]:
+    """Returns an engine that had one choice of `workload(num_choices)` after another."""
+
+    @cache
+    def run(num_choices: int) -> OneEngine:
+        engine = OneEngine(tiny_config(checkpoint, enable_prefix_caching=False), depth=1)
+        for message in workload(num_choices):
+            for index in range(num_choices):
+                engine.add(alone(message, index))
+                engine.finish()
+        check_empty(engine)
+        del engine.tokens["last"], engine.logprobs["last"]
+        return engine
+
+    return run
+
+
 @pytest.mark.parametrize("num_choices", [4, 8])
 @pytest.mark.parametrize(
     ("caching", "num_blocks", "rows", "decode_query_len"),
@@ -77,6 +99,7 @@ def check_equal(engine: OneEngine, expected: OneEngine) -> None:
 )
 def test_choices_are_requests_with_their_seeds(
     make_config: Any,
+    chosen_alone: Callable[[int], OneEngine],
     num_choices: int,
     caching: bool,
     num_blocks: int,
@@ -89,19 +112,11 @@ def test_choices_are_requests_with_their_seeds(
         decode_query_len=decode_query_len,
     )
     messages = workload(num_choices)
-    expected = OneEngine(make_config(enable_prefix_caching=False), depth=1)
-    for message in messages:
-        for index in range(num_choices):
-            expected.add(alone(message, index))
-            expected.finish()
-    check_empty(expected)
-
     engine = OneEngine(config, depth=2)
     for message in messages:
         add(engine, message)
     engine.finish()
-    del expected.tokens["last"], expected.logprobs["last"]
-    check_equal(engine, expected)
+    check_equal(engine, chosen_alone(num_choices))
     stats = engine.scheduler.stats()
     num_prompt_tokens = sum(len(message.spec.prompt_token_ids) for message in messages)
     if num_blocks == 64:
