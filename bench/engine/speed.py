@@ -4,7 +4,8 @@
 Decode: all requests of a batch have 1024 tokens of prompt; the time of each of the next 128 steps.
 Short: one prompt of up to 512 tokens alone, until its first token. Prefill: the same for long
 prompts, and many at once, prompt tokens per second.
-Row, prompt: the first of decode and of prefill alone, for comparisons.
+Row, prompt: the first of decode and of prefill alone, for comparisons. Rested: that prompt on a GPU
+that has rested half a second, as one finds it that has a node to itself.
 Throughput: 256 requests at once, 2000 tokens in, 150 out. Small: fewer of both, as measured for
 mixtures of experts.
 
@@ -49,6 +50,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 _CONTEXT, _STEPS = 1024, 128
+_REST_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,10 @@ def measure_decode(engine: OfflineEngine, batch: int) -> Figure:
     )
 
 
-def measure_single_prefill(engine: OfflineEngine, length: int) -> Figure:
-    times = [1e3 * seconds for seconds in prompts_alone(engine, length)]
+def measure_single_prefill(engine: OfflineEngine, length: int, rest_s: float = 0.0) -> Figure:
+    times = [1e3 * seconds for seconds in prompts_alone(engine, length, rest_s)]
     return Figure(
-        f"prefill {length} alone",
+        f"prefill {length} {'rested' if rest_s else 'alone'}",
         round(statistics.median(times), 2),
         "ms",
         round(statistics.median(times), 2),
@@ -114,6 +116,7 @@ CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
     ],
     "row": [lambda engine: measure_decode(engine, 1)],
     "prompt": [lambda engine: measure_single_prefill(engine, 2048)],
+    "rested": [lambda engine: measure_single_prefill(engine, 2048, _REST_S)],
     "many": [
         lambda engine: measure_prefill(engine, 16, 2048),
         lambda engine: measure_prefill(engine, 4, 8192),
@@ -178,7 +181,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cases",
         type=names_among(CASES),
-        default=[case for case in CASES if case not in ("row", "prompt", "many", "small")],
+        default=[
+            case for case in CASES if case not in ("row", "prompt", "rested", "many", "small")
+        ],
         help="comma separated",
     )
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")

@@ -41,9 +41,17 @@ def decode_steps(
     return StepSpread(mean_s, statistics.median(gaps), gaps[int(0.99 * len(gaps))])
 
 
-def prompts_alone(engine: OfflineEngine, length: int) -> list[float]:
-    """Returns the seconds from a prompt to its first token, sorted, without the first one's."""
-    times = [duration_s(engine, [engine.request(length, 1)]) for _ in range(_PROMPTS_ALONE)]
+def prompts_alone(engine: OfflineEngine, length: int, rest_s: float = 0.0) -> list[float]:
+    """Returns the seconds from a prompt to its first token, sorted, without the first one's.
+
+    Args:
+        rest_s: The device rests so long in front of each prompt; 0: they come back to back, and a
+            GPU is as hot as prompts make it.
+    """
+    times = []
+    for _ in range(_PROMPTS_ALONE):
+        time.sleep(rest_s)
+        times.append(duration_s(engine, [engine.request(length, 1)]))
     return sorted(times[1:])
 
 
