@@ -13,13 +13,21 @@ ptxas keeps the registers of products untouched up to a wait that it sees, so su
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from tandem_kernels.device import has_warpgroup_mma
 
 _WAIT = tl.constexpr(
     "wgmma.wait_group.sync.aligned 0;"
     "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;"
 )
+
+
+def waits_for_products(device: torch.device, num_warps: int) -> bool:
+    """Returns whether products run on while so many warps of a program do other things."""
+    return num_warps >= 4 and has_warpgroup_mma(device)
 
 
 @triton.jit

@@ -473,7 +473,7 @@ def int4_expert_cases(steps: tuple[int, ...], *, overlaps: bool) -> Iterator[Cas
                 "IN_PAIRS": True,
                 **({} if is_sorted else {"order": None, "counts": None}),
             },
-            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+            tuning.options,
         )
 
 
@@ -705,7 +705,7 @@ def expert_cases(capability: int) -> Iterator[Case]:
                 "EVEN": num_pairs != 8192,
                 "PRECISION": "tf32",
             },
-            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+            tuning.options,
         )
 
 
@@ -749,7 +749,7 @@ def fp8_expert_cases(capability: int) -> Iterator[Case]:
                 **({} if quantises else {"out_scales": None}),
                 **({} if is_sorted else {"order": None, "counts": None}),
             },
-            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+            tuning.options,
         )
 
 

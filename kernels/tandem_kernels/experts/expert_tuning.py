@@ -51,7 +51,7 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         late: Of each pair by itself: weights are multiplied without the exponents of their groups,
             which multiply sums. Of 8 rows, 64 inputs and fewer than 4 warps; in formats that can.
         registers: Of a thread at most, so that more programs share an SM; 0: as many as the
-            compiler wants. In formats that can.
+            compiler wants.
     """
 
     rows: int

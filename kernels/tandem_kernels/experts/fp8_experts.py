@@ -298,7 +298,6 @@ def fp8_gemm(
         WIDE=tuning.rows >= _MIN_WIDE_ROWS,
         EVEN=inner % GROUP == 0 and num_outputs % tuning.cols == 0,
         **constants,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        **tuning.options,
         **rows.launch,
     )

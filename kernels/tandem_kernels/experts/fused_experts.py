@@ -186,7 +186,6 @@ def expert_gemm(
         EVEN=inner % tuning.depth == 0 and num_outputs % tuning.cols == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **constants,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        **tuning.options,
         **rows.launch,
     )

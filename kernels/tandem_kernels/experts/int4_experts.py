@@ -185,7 +185,6 @@ def int4_expert_gemm(
         IN_PAIRS=x.is_cuda,
         LATE=tuning.rows <= LATE_ROWS,
         **constants,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        **tuning.options,
         **rows.launch,
     )

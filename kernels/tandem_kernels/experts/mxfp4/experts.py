@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import MAX_TILES, arrival_counts
 from tandem_kernels.experts.expert_plan import ExpertPlan
@@ -28,6 +27,7 @@ from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.mxfp4.expert_tile import expert_tile
 from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, takes_each_pair
 from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
+from tandem_kernels.warpgroup_waits import waits_for_products
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
@@ -219,7 +219,7 @@ def mxfp4_gemm(
         CLAMPED=gate is not None,
         EVEN=x.shape[1] % tuning.depth == 0,
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
-        WAITS=tuning.num_warps >= 4 and has_warpgroup_mma(x.device),
+        WAITS=waits_for_products(x.device, tuning.num_warps),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **constants,
         **tuning.options,

@@ -8,30 +8,41 @@ many weights as products, even that multiplication is spared: see `late`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import triton
 import triton.language as tl
 
+from tandem_kernels.experts.mxfp4.tiles import LAST_SHIFTS, LEFT, MOVED, PLACES, SHIFTS
 from tandem_kernels.warpgroup_waits import after_products
 
-_MASK = "0x81C081C0"
-_FIRST, _SECOND = tl.constexpr(0x06030603), tl.constexpr(0x180C180C)
-"""Bits of the two words, the second one's 2 further, from which a word of both is made."""
+
+def _mask(bits: Iterable[int]) -> int:
+    """Returns a word that has these bits in both halves."""
+    return sum(0x00010001 << bit for bit in bits)
+
+
+_NUMBER = _mask(PLACES)
+_FIRST, _SECOND = (tl.constexpr(_mask(bit + moved for bit in LEFT)) for moved in (0, MOVED))
+"""A word of both has these bits of the two words, the second one's `MOVED` further."""
 
 
 def _unpacked(*, scaled: bool) -> tl.constexpr:
     """Returns the instructions that make sixteen bf16 of two words ($16, $17), `scaled` by their
     factors ($18, $19)."""
     lines = ["{ .reg .b32 none, both, t, p; mov.b32 none, 0x80008000;"]
-    # (first & mask) | (second << 2 & ~mask): what else it has nobody reads.
-    lines.append(f"shl.b32 t, $17, 2; lop3.b32 both, $16, t, {_FIRST.value:#x}, 0xE4;")
-    for word, last in ((0, 6), (1, 12)):
+    # (first & mask) | (second << MOVED & ~mask): what else it has nobody reads.
+    lines.append(f"shl.b32 t, $17, {MOVED}; lop3.b32 both, $16, t, {_FIRST.value:#x}, 0xE4;")
+    for word, last in enumerate(LAST_SHIFTS):
         own = f"${16 + word}"
-        for pair, (given, shift) in enumerate(((own, 0), (own, 4), (own, 10), ("both", last))):
-            if 0 < shift < 8:
+        pairs = [*((own, shift) for shift in SHIFTS), ("both", last)]
+        for pair, (given, shift) in enumerate(pairs):
+            if 0 < shift <= min(PLACES):
+                # Nothing comes from the other end.
                 lines.append(f"shl.b32 t, {given}, {shift};")
             elif shift:
                 lines.append(f"shf.l.wrap.b32 t, {given}, {given}, {shift};")
-            lines.append(f"and.b32 p, {'t' if shift else given}, {_MASK};")
+            lines.append(f"and.b32 p, {'t' if shift else given}, {_NUMBER:#x};")
             if scaled:
                 lines.append(f"fma.rn.bf16x2 p, p, ${18 + word}, none;")
             place = 8 * word + 2 * pair
@@ -43,6 +54,11 @@ _UNPACKED, _TINY = _unpacked(scaled=True), _unpacked(scaled=False)
 _OUT = ",".join(["=h"] * 16)
 _REGISTERS, _TINY_REGISTERS = tl.constexpr(f"{_OUT},r,r,r,r"), tl.constexpr(f"{_OUT},r,r")
 _SIXTEEN = tl.constexpr((tl.bfloat16,) * 16)
+_OWN_SHIFT, _OWN_ROTATION = (tl.constexpr(shift) for shift in SHIFTS[1:])
+_LAST_SHIFT, _LAST_ROTATION = (tl.constexpr(shift) for shift in LAST_SHIFTS)
+_MOVED = tl.constexpr(MOVED)
+_UPPER_NUMBER = tl.constexpr((_NUMBER & 0xFFFF0000) - 2**32)
+"""As int32."""
 
 
 @triton.jit
@@ -61,14 +77,14 @@ def _tiny_number(
     if INDEX // 2 == 0:
         bits = own
     elif INDEX // 2 == 1:
-        bits = own << 4
+        bits = own << _OWN_SHIFT
     elif INDEX // 2 == 2:
-        bits = _rotated(own, 10)
+        bits = _rotated(own, _OWN_ROTATION)
     else:
         bits = _rotated(both, LAST)
     if INDEX % 2 == 0:
         bits = bits << 16
-    return (bits & -0x7E400000).to(tl.float32, bitcast=True)
+    return (bits & _UPPER_NUMBER).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -87,6 +103,13 @@ def _tiny_word(own: tl.tensor, both: tl.tensor, LAST: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
+def _tiny_words(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Returns the numbers of words of both sides, as `_tiny_word` does."""
+    both = (first & _FIRST) | ((second << _MOVED) & _SECOND)
+    return _tiny_word(first, both, _LAST_SHIFT), _tiny_word(second, both, _LAST_ROTATION)
+
+
+@triton.jit
 def _joined(
     a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor,
     e: tl.tensor, f: tl.tensor, g: tl.tensor, h: tl.tensor,
@@ -99,7 +122,15 @@ def _joined(
 
 
 @triton.jit
-def _factors(powers: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+def _sides(numbers: tl.tuple) -> tl.tensor:
+    """Joins the sixteen numbers of two words, those of a word as `_joined` does."""
+    a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2 = numbers
+    low = _joined(a, b, c, d, e, f, g, h)
+    return tl.join(low, _joined(a2, b2, c2, d2, e2, f2, g2, h2))
+
+
+@triton.jit
+def _factors(powers: tl.tensor) -> tl.tensor:
     """Returns powers' bytes as float32, for the eight numbers of a word."""
     factors = (powers << 23).to(tl.float32, bitcast=True)
     return tl.expand_dims(tl.expand_dims(tl.expand_dims(factors, -1), -1), -1)
@@ -120,7 +151,7 @@ def mxfp4_numbers(
     IN_PAIRS: in bf16, two at once.
     """
     if IN_PAIRS:
-        a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2 = tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
             _UNPACKED,
             _REGISTERS,
             [first, second, powers * 0x00800080, powers2 * 0x00800080],
@@ -128,12 +159,9 @@ def mxfp4_numbers(
             True,
             1,
         )
-        low = _joined(a, b, c, d, e, f, g, h)
-        return tl.join(low, _joined(a2, b2, c2, d2, e2, f2, g2, h2))
-    both = (first & _FIRST) | ((second << 2) & _SECOND)
-    low = (_tiny_word(first, both, 6) * _factors(powers, kind)).to(kind)
-    high = (_tiny_word(second, both, 12) * _factors(powers2, kind)).to(kind)
-    return tl.join(low, high)
+        return _sides(numbers)
+    low, high = _tiny_words(first, second)
+    return tl.join((low * _factors(powers)).to(kind), (high * _factors(powers2)).to(kind))
 
 
 @triton.jit
@@ -143,13 +171,12 @@ def tiny_mxfp4_numbers(
     """Unpacks words as `mxfp4_numbers` does, in bf16 or float32, but leaves their exponents out:
     the numbers are multiplied by 2 ** -126, which is how their bits lie. Some are denormal."""
     if IN_PAIRS:
-        a, b, c, d, e, f, g, h, a2, b2, c2, d2, e2, f2, g2, h2 = tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
             _TINY, _TINY_REGISTERS, [first, second], _SIXTEEN, True, 1
         )
-        low = _joined(a, b, c, d, e, f, g, h)
-        return tl.join(low, _joined(a2, b2, c2, d2, e2, f2, g2, h2))
-    both = (first & _FIRST) | ((second << 2) & _SECOND)
-    return tl.join(_tiny_word(first, both, 6).to(kind), _tiny_word(second, both, 12).to(kind))
+        return _sides(numbers)
+    low, high = _tiny_words(first, second)
+    return tl.join(low.to(kind), high.to(kind))
 
 
 @triton.jit

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem_kernels.device import has_warpgroup_mma
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import arrival_counts
 from tandem_kernels.experts.expert_gate import activated
@@ -35,6 +34,7 @@ from tandem_kernels.experts.mxfp4.pair_sums import added, sum_of_pairs
 from tandem_kernels.experts.top_experts import expert_of_pair
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.small_launches import in_turn, take_turn
+from tandem_kernels.warpgroup_waits import waits_for_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,14 +283,13 @@ def mxfp4_pair_gemm(
         CLAMPED=gate is not None,
         BY_WARP=tuning.num_warps < 4,
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
-        WAITS=tuning.num_warps >= 4 and has_warpgroup_mma(x.device),
+        WAITS=waits_for_products(x.device, tuning.num_warps),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **_constants_of(choice),
         WARPS=tuning.num_warps,
         ADDS=adds,
         **_constants_of_turns(tuning, x),
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        **tuning.options,
         **in_turn(x.device, num_tokens),
     )
 

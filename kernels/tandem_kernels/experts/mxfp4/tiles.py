@@ -38,15 +38,15 @@ NUMBER_WORDS = 512
 TILE_WORDS = 544
 MAX_EXPONENT = 128
 _ADDED_EXPONENT = 126
-_SHIFTS = (0, 4, 10)
+SHIFTS = (0, 4, 10)
 """A word is rotated by so many bits until a pair, but the fourth, is in place."""
-_LAST_SHIFTS = (6, 12)
+LAST_SHIFTS = (6, 12)
 """The word of both is rotated by so many until the fourth pair of a side is."""
-_LEFT = (0, 1, 9, 10)
+LEFT = (0, 1, 9, 10)
 """Bits of each half that three pairs leave."""
-_MOVED = 2
+MOVED = 2
 """Those of the second word are so many bits further in the word of both."""
-_PLACES = (15, 8, 7, 6)
+PLACES = (15, 8, 7, 6)
 """Bits that sign, exponent and fraction must come to."""
 
 
@@ -97,11 +97,11 @@ def _spread_bytes(device: torch.device) -> Tensor:
 def _places(side: int, pair: int, number: int) -> list[tuple[int, int]]:
     """Returns where the four bits of a number are, the sign first: in which side's word, and at
     which bit of it."""
-    shift = _SHIFTS[pair] if pair < len(_SHIFTS) else _LAST_SHIFTS[side]
-    places = [(place + 16 * number - shift) % 32 for place in _PLACES]
-    if pair < len(_SHIFTS):
+    shift = SHIFTS[pair] if pair < len(SHIFTS) else LAST_SHIFTS[side]
+    places = [(place + 16 * number - shift) % 32 for place in PLACES]
+    if pair < len(SHIFTS):
         return [(side, place) for place in places]
-    return [(0, place) if place % 16 in _LEFT else (1, place - _MOVED) for place in places]
+    return [(0, place) if place % 16 in LEFT else (1, place - MOVED) for place in places]
 
 
 def _codes(words: Sequence[Tensor], side: int) -> Tensor:
