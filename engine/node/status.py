@@ -170,6 +170,7 @@ class NodeStatus:
             fingerprint=fingerprint(config.kv_layout),
             serves_prefixes=self.serves_prefixes,
             http_port=self.switch.http_port,
+            max_model_len=config.model.max_model_len,
             adapters=[
                 node_pb2.Adapter(name=one.name, digest=one.digest)
                 for one in self.adapters.known.values()

@@ -121,9 +121,10 @@ class ProxyEndpoint:
         name = record.trace.request_id
         is_long = len(body) > long_work.LONG_BODY
         tenant = _tenant(scope)
-        route = self.models.table.route
-        read = partial(read_request_info, scope["path"], name, headers, body, tenant, route)
+        table = self.models.table
+        read = partial(read_request_info, scope["path"], name, headers, body, tenant, table.route)
         info = await long_work.run(is_long, read)
+        info = info.bounded(table.max_model_lens.get(info.model, 0))
         record.read(info)
         return ClientRequest(info, headers, body, record)
 

@@ -42,6 +42,8 @@ class ModelTable:
         expected: Models without a node, which should have or lately had one.
         adapters: By name: the adapter's digest and its model. Of several digests, the one that most
             decode nodes have.
+        max_model_lens: Tokens that prompt and answer may have together, by model, as the decode
+            node says that takes the most.
         is_settling: A decode node has yet to say for the first time what it serves.
     """
 
@@ -49,6 +51,7 @@ class ModelTable:
     served: Mapping[str, str]
     expected: Collection[str] = ()
     adapters: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    max_model_lens: Mapping[str, int] = field(default_factory=dict)
     is_settling: bool = False
 
     def route(self, asked: str) -> ModelRoute:
@@ -161,6 +164,7 @@ class KnownModels:
             served=served,
             expected=expected,
             adapters=adapters,
+            max_model_lens=max_model_lens(node.report for node in decodes if node.report),
             is_settling=self._is_settling(decodes, now),
         )
         self._counts = num_computing(decodes, registry.nodes(NodeRole.PREFILL))
@@ -203,6 +207,16 @@ def served_names(reports: Iterable[NodeReport]) -> dict[str, str]:
     known = sorted({(report.model_name, report.model_aliases) for report in reports})
     aliases = {alias: model for model, others in known for alias in others}
     return aliases | {model: model for model, _ in known if model}
+
+
+def max_model_lens(reports: Iterable[NodeReport]) -> dict[str, int]:
+    """Returns the length of each model of which a node has said it."""
+    longest: dict[str, int] = {}
+    for report in reports:
+        if report.max_model_len:
+            model = report.model_name
+            longest[model] = max(longest.get(model, 0), report.max_model_len)
+    return longest
 
 
 def served_adapters(decodes: Iterable[Node]) -> dict[str, tuple[str, str]]:

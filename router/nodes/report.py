@@ -85,6 +85,8 @@ class NodeReport:
     version: str = ""
     http_port: int = 0
     """Port of its API while it is a decode node, if it changes its role; else 0."""
+    max_model_len: int = 0
+    """Tokens that a prompt and its answer may have together; 0: it has not said."""
     num_receiving: int = 0
     num_held: int = 0
     totals: NodeTotals = NodeTotals()
@@ -117,6 +119,7 @@ class NodeReport:
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=load.version[:_MAX_VERSION],
             http_port=load.http_port if load.http_port <= _MAX_PORT else 0,
+            max_model_len=load.max_model_len,
             num_receiving=load.num_receiving,
             num_held=load.num_held,
             totals=NodeTotals(

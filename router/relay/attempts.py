@@ -128,7 +128,11 @@ class Attempts:
         outcome = PrefillOutcome.from_headers(exchange.node_headers())
         exchange.outcome = outcome
         self.policy.observe(info, exchange.placement, outcome)
-        self.scaling.of(info.model).observe(info, outcome)
+        signal = self.scaling.of(info.model)
+        if 400 <= exchange.status < 500:
+            signal.unfit(info)
+        else:
+            signal.observe(info, outcome)
         return None
 
     def node_failed(self, node: Node, failure: Failure, reason: str, info: RequestInfo) -> Failure:

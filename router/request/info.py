@@ -1,15 +1,17 @@
 """Reads of a request what the router needs to place it, and no more.
 
 Nothing is checked beyond JSON syntax: the decode node validates, with the tokenizer at hand. A
-field of a wrong type counts as absent here and is refused there.
+field of a wrong type counts as absent here and is refused there. So a prompt may be of any length
+here: it counts for what the model can take at most (`RequestInfo.bounded`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 import msgspec
 import xxhash
@@ -79,6 +81,7 @@ class RequestInfo:
         prefix_blocks: Hash chain of the prompt's text (`router.request.prompt_blocks`).
         tokens_per_block: About so many tokens are in each block.
         max_tokens: Longest answer that the client wants; 0 when it does not say.
+        num_prompts: So many it has, each with an answer of its own.
         num_answers: So many that it wants, to all prompts together.
         priority: Never better than the tenant's.
         ttft_deadline_s: The client's time to the first token, in seconds; 0 when it does not say.
@@ -100,10 +103,25 @@ class RequestInfo:
     prefix_blocks: tuple[int, ...] = ()
     tokens_per_block: float = 0.0
     max_tokens: int = 0
+    num_prompts: int = 1
     num_answers: int = 1
     tenant: Tenant = ANYONE
     priority: Priority = Priority.STANDARD
     ttft_deadline_s: float = 0.0
+
+    def bounded(self, max_model_len: int) -> Self:
+        """Returns it with no more tokens than its model can take, whose nodes refuse what is
+        longer. 0: the model's length is not known."""
+        if not max_model_len:
+            return self
+        num_tokens = min(self.num_prompt_tokens, max_model_len * self.num_prompts)
+        share = num_tokens / self.num_prompt_tokens if num_tokens else 1.0
+        return replace(
+            self,
+            num_prompt_tokens=num_tokens,
+            tokens_per_block=self.tokens_per_block * share,
+            max_tokens=min(self.max_tokens, max_model_len),
+        )
 
 
 def read_request_info(
@@ -135,6 +153,7 @@ def read_request_info(
     session_key = _session_key(tenant, led.name + led.adapter_digest, source, session)
     version = led.version(session_key or request_id.encode())
     num_tokens = estimate_tokens(prompt)
+    num_prompts = _num_prompts(given)
     return RequestInfo(
         path=path,
         request_id=request_id,
@@ -152,7 +171,8 @@ def read_request_info(
         prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, version + led.adapter_digest)),
         tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
         max_tokens=next(filter(None, (_count(fields.get(k)) for k in form.max_tokens)), 0),
-        num_answers=max((1, *(_count(fields.get(k)) for k in form.answers))) * _num_prompts(given),
+        num_prompts=num_prompts,
+        num_answers=max((1, *(_count(fields.get(k)) for k in form.answers))) * num_prompts,
         tenant=tenant,
         priority=_priority(headers, tenant),
         ttft_deadline_s=_milliseconds(headers.get(names.TTFT_DEADLINE, "")) / 1000,

@@ -96,12 +96,25 @@ class ScalingSignal:
         if not request.generates:
             return
         now = self.clock()
-        tokens = request.num_prompt_tokens * self._computed / self._guessed
+        tokens = self._work(request)
         self._works.append(tokens)
         self._tokens.add(now, tokens)
-        output = min(self._output, request.max_tokens or self._output)
-        self._outputs.add(now, output)
+        self._outputs.add(now, self._answer(request))
         self._prompt += (request.num_prompt_tokens - self._prompt) / min(_MEMORY, len(self._works))
+
+    def unfit(self, request: RequestInfo) -> None:
+        """Hears that a request that had arrived is a mistake of its client's, such as a prompt that
+        is too long: nothing of it is computed."""
+        if not request.generates or not self._works:
+            return
+        now = self.clock()
+        tokens = self._work(request)
+        before = min(_MEMORY, len(self._works)) - 1
+        surplus = (request.num_prompt_tokens - self._prompt) / before if before else self._prompt
+        self._prompt = max(0.0, self._prompt - surplus)
+        self._works.remove(min(self._works, key=lambda work: abs(work - tokens)))
+        self._tokens.take_back(now, tokens)
+        self._outputs.take_back(now, self._answer(request))
 
     def observe(self, request: RequestInfo, outcome: PrefillOutcome) -> None:
         """Hears what was computed of a prompt."""
@@ -165,6 +178,13 @@ class ScalingSignal:
             return None
         waiting = min(node.predicted_tokens for node in nodes)
         return (waiting + statistics.fmean(self._works)) / speed
+
+    def _work(self, request: RequestInfo) -> float:
+        """Returns the tokens that will have to be computed of a prompt."""
+        return request.num_prompt_tokens * self._computed / self._guessed
+
+    def _answer(self, request: RequestInfo) -> float:
+        return min(self._output, request.max_tokens or self._output)
 
     def _objective(self, role: NodeRole) -> float:
         return self.objectives.ttft_s if role is NodeRole.PREFILL else self.objectives.itl_s

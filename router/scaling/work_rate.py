@@ -28,12 +28,11 @@ class WorkRate:
     _peaks: deque[tuple[float, float]] = field(default_factory=deque)
 
     def add(self, now: float, work: float) -> None:
-        second = math.floor(now)
-        if self._sums and self._sums[-1][0] == second:
-            _, total, squares = self._sums.pop()
-        else:
-            total = squares = 0.0
-        self._sums.append((second, total + work, squares + work * work))
+        self._change(now, work, work * work)
+
+    def take_back(self, now: float, work: float) -> None:
+        """Counts off what was added a short time ago, and does not come after all."""
+        self._change(now, -work, -work * work)
 
     def rate(self, now: float) -> float:
         """Returns work in a second."""
@@ -44,8 +43,9 @@ class WorkRate:
         fast_s = min(_FAST_S, seen_s)
         recent = [(total, squares) for at, total, squares in self._sums if at > now - fast_s]
         fast = sum(total for total, _ in recent)
-        error = math.sqrt(sum(squares for _, squares in recent))
-        return max(slow, (fast - _ERRORS * error) / fast_s)
+        # Of work that was taken back the addition may be older than what is summed.
+        error = math.sqrt(max(0.0, sum(squares for _, squares in recent)))
+        return max(0.0, slow, (fast - _ERRORS * error) / fast_s)
 
     def peak(self, now: float) -> float:
         """Returns the greatest rate of the last minute, as far as anybody asked for it."""
@@ -57,3 +57,11 @@ class WorkRate:
         while peaks[0][0] <= now - _PEAK_S:
             peaks.popleft()
         return peaks[0][1]
+
+    def _change(self, now: float, work: float, square: float) -> None:
+        second = math.floor(now)
+        if self._sums and self._sums[-1][0] == second:
+            _, total, squares = self._sums.pop()
+        else:
+            total = squares = 0.0
+        self._sums.append((second, total + work, squares + square))

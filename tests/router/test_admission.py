@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,13 +23,14 @@ from router.admission.retry_after import RetryAfter
 from router.admission.ticket import Ticket
 from router.admission.token_bucket import TokenBucket
 from router.errors import NoNodeAvailable, Overloaded, RateLimited
+from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.placement.policy import Placement
 from router.request.info import RequestInfo
 from router.request.tenants import Priority, Tenant
-from tests.router.cluster import Cluster, eventually
+from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.factories import ManualClock, address, request
-from tests.router.fakes import never_answer
+from tests.router.fakes import never_answer, stream_tokens
 
 BATCH, STANDARD, INTERACTIVE = Priority.BATCH, Priority.STANDARD, Priority.INTERACTIVE
 
@@ -438,3 +440,37 @@ async def test_a_client_hears_of_a_full_router_in_the_form_of_the_api(cluster: C
     for task in open_ones:
         task.cancel()
     await asyncio.wait(open_ones)
+
+
+async def test_prompts_that_no_node_can_take_put_nobody_off(cluster: Cluster) -> None:
+    """Each counted for what 8 MB of text would take: half an hour on every node."""
+    may_refuse = asyncio.Event()
+
+    async def refuse_long_ones(incoming: web.Request) -> web.StreamResponse:
+        if len(await incoming.read()) < 1 << 20:
+            return await stream_tokens(3)(incoming)
+        await may_refuse.wait()
+        return web.json_response({"error": {"message": "the context is 4096"}}, status=400)
+
+    node, prefill = await cluster.decode(handler=refuse_long_ones), await cluster.prefill()
+    for one in (node, prefill):
+        await one.status.change(max_model_len=4096, prefill_tokens_per_s=1000.0)
+    router = await cluster.router(node, prefill, max_body_bytes=16 << 20)
+    endless = {"model": "demo", "prompt": "x" * (8 << 20), "stream": True}
+    long_ones = [asyncio.create_task(status_of(router, endless)) for _ in range(3)]
+    await eventually(lambda: node.num_open == 3)
+    [decode] = router.services.registry.nodes(NodeRole.DECODE)
+    [computes] = router.services.registry.nodes(NodeRole.PREFILL)
+    assert computes.work.num_tokens <= 3 * 4096
+    assert decode.work.num_tokens <= 3 * 2 * 4096
+    short = {"model": "demo", "prompt": "hello", "stream": True}
+    assert [await status_of(router, short) for _ in range(20)] == [200] * 20
+    may_refuse.set()
+    assert await asyncio.gather(*long_ones) == [400] * 3
+    assert sum(router.services.gates.of("demo").refusals.values()) == 0
+
+
+async def status_of(router: RunningRouter, body: object) -> int:
+    async with router.post(body) as response:
+        await response.read()
+        return int(response.status)

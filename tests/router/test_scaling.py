@@ -167,6 +167,35 @@ def test_the_signal_follows_the_load() -> None:
     assert cached is not None and cached < high / 3, "nine tenths of prompts are cached"
 
 
+def test_prompts_that_their_node_refuses_ask_for_no_node() -> None:
+    """Also while others are on their way: the signal stays what it would be without them."""
+    quiet, flooded = Site(), Site()
+    unfit = request(num_prompt_tokens=100_000)
+
+    def flood() -> None:
+        for _ in range(10):
+            flooded.signal.arrived(unfit)
+        for _ in range(10):
+            flooded.signal.unfit(unfit)
+
+    quiet.learn_steps()
+    flooded.learn_steps()
+    quiet.run(5, 200)
+    flooded.run(5, 200, each=flood)
+    for role in (PREFILL, DECODE):
+        wanted = quiet.signal.desired(role)
+        assert flooded.signal.desired(role) == pytest.approx(wanted, rel=0.02), role
+
+
+def test_what_is_taken_back_late_is_no_negative_work() -> None:
+    work = WorkRate(0.0)
+    work.add(1.0, 500.0)
+    work.take_back(200.0, 500.0)
+    assert work.rate(200.0) == 0.0
+    work.add(201.0, 500.0)
+    assert work.rate(201.0) >= 0.0
+
+
 def test_constant_load_never_flaps() -> None:
     """Poisson arrivals, read every 15 s: one number of nodes, but for the beginning."""
     for rate in (7.0, 31.0):

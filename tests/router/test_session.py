@@ -16,6 +16,7 @@ from edge.http.errors import BadRequest
 from router.nodes.session import Rendezvous, node_hash_seed
 from router.request.info import SessionSource, estimate_tokens, read_request_info
 from router.request.tenants import Priority, Tenant
+from tests.router.factories import request
 
 
 @dataclass(frozen=True)
@@ -319,3 +320,32 @@ def test_a_response_to_a_text_is_placed_as_a_completion_is() -> None:
 def test_a_question_to_the_tokenizer_is_no_prompt() -> None:
     info = _read({"model": "m", "prompt": "x" * 4000, "messages": [HELLO]}, "/tokenize")
     assert (info.generates, info.num_prompt_tokens, info.session_key) == (False, 0, b"")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 3 << 20), st.integers(0, 1 << 18), st.integers(1, 4))
+def test_a_prompt_counts_for_no_more_than_its_model_takes(
+    num_tokens: int, max_model_len: int, num_prompts: int
+) -> None:
+    asked = request(
+        num_prompt_tokens=num_tokens,
+        tokens_per_block=256.0,
+        num_prompts=num_prompts,
+        max_tokens=1 << 30,
+    )
+    found = asked.bounded(max_model_len)
+    if not max_model_len:
+        assert found == asked, "nobody has said how long it is"
+        return
+    most = max_model_len * num_prompts
+    assert found.num_prompt_tokens == min(num_tokens, most)
+    assert found.max_tokens == max_model_len
+    share = found.num_prompt_tokens / num_tokens if num_tokens else 1.0
+    assert found.tokens_per_block == pytest.approx(256 * share), "as many of it are cached"
+
+
+def test_each_of_several_prompts_may_be_as_long_as_the_model() -> None:
+    body = json.dumps({"prompt": ["a" * 4000, "b" * 4000], "n": 3}).encode()
+    found = read_request_info("/v1/completions", "r", {}, body)
+    assert (found.num_prompts, found.num_answers) == (2, 6)
+    assert found.bounded(600).num_prompt_tokens == 1200

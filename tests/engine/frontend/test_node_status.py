@@ -115,6 +115,7 @@ def test_a_report_says_what_the_engine_does(engine: StillEngine, status: NodeSta
     assert (load.num_drafts, list(load.num_accepted_per_pos)) == (9, [6, 3] + [1] * 14)
     assert load.version == importlib.metadata.version("tandem")
     assert status.load().sequence == load.sequence + 1
+    assert load.max_model_len == engine.config.model.max_model_len
 
 
 def test_before_the_first_step_all_blocks_are_free(status: NodeStatus) -> None:
