@@ -126,6 +126,10 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         default=False,
         description="Tell reasoning as `reasoning` too, not only as `reasoning_content`.",
     )
+    chat_template: Path | None = Field(
+        default=None,
+        description="File with a chat template in place of the checkpoint's, for all chats.",
+    )
     trust_request_chat_template: bool = Field(
         default=False,
         description="Let requests bring a chat template of their own (`chat_template`). It runs in "

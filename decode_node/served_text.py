@@ -3,14 +3,19 @@ requests that do not say are sampled."""
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
+from decode_node.chat_templates.probe import ARGUMENTS, PARAMETERS, TOOL_NAME, Probe, probe
 from decode_node.config import DecodeNodeSettings
-from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
+from decode_node.parsers.output_parsers import OutputParsers, UnknownParser, WrittenCall
+from decode_node.protocol.tools import Tool
 from engine.config import ModelConfig
-from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.chat_template import ChatTemplateError
+from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.models.sampling_defaults import SamplingDefaults, not_applied
 from engine.node.settings import SettingsError
 
@@ -29,7 +34,7 @@ class ServedText:
     def read(cls, settings: DecodeNodeSettings, model: ModelConfig) -> Self:
         """Reads it from the checkpoint. Raises `TokenizerError`, `CannotStartError`,
         `SettingsError`."""
-        tokenizer = Tokenizer.of_model(model)
+        tokenizer = with_template(Tokenizer.of_model(model), settings.chat_template)
         defaults = find_defaults(settings, model)
         parsers = create_parsers(settings, tokenizer)
         logger.info(
@@ -37,6 +42,12 @@ class ServedText:
             parsers.tool_call_parser or "text",
             parsers.reasoning_parser or "text",
         )
+        if parsers.is_unread:
+            logger.warning(
+                "the chat template writes tool calls in a format that no parser reads: requests "
+                "with tools are refused, unless their tool_choice is required or a function"
+            )
+        logger.info("the chat template takes %s", json.dumps(template_forms(tokenizer)))
         return cls(tokenizer, parsers, defaults)
 
 
@@ -61,14 +72,50 @@ def find_defaults(settings: DecodeNodeSettings, model: ModelConfig) -> SamplingD
     return defaults
 
 
+def with_template(tokenizer: Tokenizer, file: Path | None) -> Tokenizer:
+    """Returns the tokenizer with the operator's chat template, if there is one. Raises
+    `SettingsError`."""
+    if file is None:
+        return tokenizer
+    try:
+        return tokenizer.with_chat_template(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
+        raise SettingsError(f"--chat-template {file}: {error}") from None
+
+
+def template_forms(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Returns what the template of chats with tools wants; None without a template."""
+    found = _probe(tokenizer)
+    return found.forms.told() if found else None
+
+
+def chat_format(parsers: OutputParsers, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns how chats are written and read, for the model's card."""
+    return {
+        "tool_call_parser": parsers.tool_call_parser or None,
+        "reasoning_parser": parsers.reasoning_parser or None,
+        "template": template_forms(tokenizer),
+    }
+
+
+def _probe(tokenizer: Tokenizer) -> Probe | None:
+    try:
+        return probe(tokenizer.chat_template_for(has_tools=True))
+    except (TokenizerError, ChatTemplateError):
+        return None
+
+
 def create_parsers(settings: DecodeNodeSettings, tokenizer: Tokenizer) -> OutputParsers:
     """Chooses the parsers of the model's output. Raises `SettingsError`."""
+    found = _probe(tokenizer)
+    tool = Tool(TOOL_NAME, PARAMETERS, strict=False, raw={})
     try:
         return OutputParsers.of_model(
             tokenizer,
             tokenizer.template_sources,
             reasoning_parser=_unless_none(settings.reasoning_parser),
             tool_call_parser=_unless_none(settings.tool_call_parser),
+            written=WrittenCall(found.written_call, tool, ARGUMENTS) if found else None,
         )
     except UnknownParser as error:
         raise SettingsError(str(error)) from None

@@ -35,7 +35,7 @@ from decode_node.images.create_reader import create_image_reader
 from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefix_sharing import only_kept_answers, serve_answers
-from decode_node.served_text import ServedText, create_parsers
+from decode_node.served_text import ServedText, chat_format, create_parsers
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.model_cards import ModelCards, ServedModel
@@ -357,7 +357,7 @@ def create_node_app(
         defaults=defaults,
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
-    cards = ModelCards(served, settings.model, defaults)
+    cards = ModelCards(served, settings.model, defaults, chat_format(parsers, tokenizer))
     asked = TokenizerServing(served, tokenizer, serving.prompts, serving.images)
     api = Api(
         settings,

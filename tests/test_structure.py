@@ -107,7 +107,7 @@ DECODE_NODE_ORDER = [
     {"observe"},
     {"disagg", "protocol"},
     {"parsers", "grammar", "images"},
-    {"answer", "metrics"},
+    {"answer", "chat_templates", "metrics"},
     {"serving"},
     {"http"},
     {"app", "prefix_sharing", "served_text"},

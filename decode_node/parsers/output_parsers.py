@@ -8,13 +8,17 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from decode_node.grammar.grammar_text import Expression, GrammarText
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
 from decode_node.parsers.call_grammar import CallGrammar
 from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.deltas import CallArguments, CallStart, ContentText
 from decode_node.parsers.families import (
     CALL_FAMILIES,
     REASONING_FAMILIES,
@@ -41,6 +45,9 @@ from decode_node.protocol.tools import Tool, ToolUse
 
 AUTO = "auto"
 
+ANY_MODEL = JsonObjectFormat(begin="", may_be_bare=True, separator=", ")
+"""Calls of a model whose own format is not known, which a grammar has to force."""
+
 
 class UnknownParser(ValueError):
     """No parser has this name. The text lists those there are."""
@@ -53,6 +60,21 @@ class ModelTexts(Protocol):
     def added_token_ids(self) -> Mapping[str, int]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call as the chat template writes it for an earlier turn: as the model has learned it.
+
+    Attributes:
+        text: What the answer was, from its beginning; "" where the template writes no calls.
+        tool: The function that is called.
+        arguments: The arguments of the call.
+    """
+
+    text: str
+    tool: Tool
+    arguments: Mapping[str, Any]
+
+
 class OutputParsers:
     """Holds the formats of one model.
 
@@ -60,6 +82,7 @@ class OutputParsers:
         marker_token_ids: Tokens that a parser wants to see as pieces of their own.
         reasoning_parser, tool_call_parser: The names of the parsers, "" for none.
         reasoning_format: What the model writes around its reasoning; None for none.
+        is_unread: The chat template writes calls, and no parser reads them.
     """
 
     def __init__(
@@ -70,6 +93,7 @@ class OutputParsers:
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
+        self.is_unread = False
         self.reasoning_parser = reasoning.names[0] if reasoning else ""
         self.tool_call_parser = calls.names[0] if calls else ""
         self._harmony = _harmony(reasoning, calls)
@@ -77,6 +101,7 @@ class OutputParsers:
         texts = literals(reasoning) if reasoning else []
         texts += literals(calls.form) if calls else []
         texts += literals(self._harmony) if self._harmony else []
+        self._token_ids = added_token_ids
         self._markers = MarkerTokens(added_token_ids, texts)
         self.marker_token_ids = self._markers.token_ids
 
@@ -105,19 +130,46 @@ class OutputParsers:
         *,
         reasoning_parser: str = AUTO,
         tool_call_parser: str = AUTO,
+        written: WrittenCall | None = None,
     ) -> OutputParsers:
         """Chooses parsers by their names; `auto` recognises the format in the chat template's
-        source, and "" is none. Raises `UnknownParser`."""
+        source, and "" is none. With a call that the template wrote, `auto` takes the parser that
+        reads it, and none where none does. Raises `UnknownParser`."""
         known = tokenizer.added_token_ids
         if reasoning_parser == AUTO:
             reasoning = next((f for f in REASONING_FAMILIES if _fits(f, template, known)), None)
         else:
             reasoning = _named(REASONING_FAMILIES, reasoning_parser, "reasoning")
-        if tool_call_parser == AUTO:
-            calls = next((f for f in CALL_FAMILIES if _has_signs(f, template, known)), None)
-        else:
+        if tool_call_parser != AUTO:
             calls = _named(CALL_FAMILIES, tool_call_parser, "tool call")
-        return cls(known, reasoning, calls)
+            return cls(known, reasoning, calls)
+        likely = [f for f in CALL_FAMILIES if _has_signs(f, template, known)]
+        if written is None or not written.text:
+            return cls(known, reasoning, next(iter(likely), None))
+        for family in (*likely, *(f for f in CALL_FAMILIES if f not in likely)):
+            found = cls(known, reasoning, family)
+            if found.reads(written):
+                return found
+        found = cls(known, reasoning)
+        found.is_unread = True
+        return found
+
+    def reads(self, written: WrittenCall) -> bool:
+        """Says whether the parser finds this call in its text, and before it nothing but the edges
+        of reasoning."""
+        parser = OutputParsers(self._token_ids, None, self._calls).parser([written.tool])
+        deltas = parser.push(self._markers.pieces(written.text)) + parser.finish()
+        names = [delta.name for delta in deltas if isinstance(delta, CallStart)]
+        before = itertools.takewhile(lambda delta: not isinstance(delta, CallStart), deltas)
+        said = "".join(delta.text for delta in before if isinstance(delta, ContentText))
+        for marker in literals(self._reasoning) if self._reasoning else ():
+            said = said.replace(marker, "")
+        arguments = "".join(delta.text for delta in deltas if isinstance(delta, CallArguments))
+        try:
+            is_right = json.loads(arguments or "null") == written.arguments
+        except ValueError:
+            is_right = False
+        return is_right and names == [written.tool.name] and not said.strip()
 
     def call_grammar(
         self, text: GrammarText, use: ToolUse, end_ids: Collection[int]
@@ -133,9 +185,9 @@ class OutputParsers:
         Raises:
             BadRequest: A strict tool asks for what this model's format cannot be held to.
         """
-        if self._calls is None or not use.may_call:
+        if not use.may_call:
             return None
-        grammar = CallGrammar(text, self._calls.form, self._markers)
+        grammar = CallGrammar(text, self._calls.form if self._calls else ANY_MODEL, self._markers)
         most = None if use.is_parallel else 1
         if use.mode == "named":
             return grammar.calls([tool for tool in use.tools if tool.name == use.name], most=1)
@@ -163,17 +215,18 @@ class OutputParsers:
             stage = HarmonyStage(self._harmony, sink, tools, markers, is_open=is_reasoning_open)
             return OutputParser(markers, sink, stage)
         stage = PlainContent(sink)
-        if self._calls is not None and tools:
-            stage = _call_stage(self._calls.form, sink, tools, markers)
+        if tools:
+            form = self._calls.form if self._calls else ANY_MODEL
+            stage = _call_stage(form, sink, tools, markers)
         if self._reasoning is not None:
-            form = self._reasoning
+            around = self._reasoning
             stage = ReasoningStage(
-                markers.translate(form.begin),
-                markers.translate(form.end),
+                markers.translate(around.begin),
+                markers.translate(around.end),
                 sink,
                 stage,
                 is_open=is_reasoning_open,
-                ends_before=markers.translate(form.ends_before),
+                ends_before=markers.translate(around.ends_before),
             )
         return OutputParser(markers, sink, stage)
 

@@ -1,18 +1,16 @@
-"""Reads the messages of a chat and gives them the shape that chat templates expect.
+"""Reads the messages of a chat.
 
 Clients send answers back as they got them, so messages may hold more fields than the API lists;
-templates see all that are set.
+templates see all that are set (`decode_node/chat_templates/history.py`).
 """
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from decode_node.protocol.body import Name
-from decode_node.protocol.valid_strings import with_valid_strings
 
 MAX_TOOL_CALLS = 256
 """Limit of calls in one message."""
@@ -107,12 +105,6 @@ class CalledFunction(_OpenBody):
     arguments: str | dict[str, Any] | None = None
     """Its arguments."""
 
-    def for_template(self) -> dict[str, Any]:
-        """Returns the function with an object as its arguments, as templates expect; text that is
-        no JSON object stays as it is, because templates alone know whether they can write it.
-        Clients send back what a model wrote, whose strings are valid nearly always."""
-        return {**self.model_dump(exclude_none=True), "arguments": _as_object(self.arguments)}
-
 
 class PastToolCall(_OpenBody):
     """A call that an assistant's message made."""
@@ -124,10 +116,6 @@ class PastToolCall(_OpenBody):
     function: CalledFunction
     """The function and its arguments."""
 
-    def for_template(self) -> dict[str, Any]:
-        call = self.model_dump(exclude_none=True)
-        return {**call, "type": "function", "function": self.function.for_template()}
-
 
 class ChatMessage(_OpenBody):
     """One message of any role. An assistant's may hold the calls that it made and what it thought
@@ -136,8 +124,7 @@ class ChatMessage(_OpenBody):
     role: Name
     """The speaker, in the template's words."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    """The text, or parts: texts, which become one text, a line each, and images, where the model
-    sees any."""
+    """The text, or parts: texts, which become one text, and images, where the model sees any."""
     tool_calls: Annotated[list[PastToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     """The calls that an assistant made."""
     reasoning_content: str | None = None
@@ -145,45 +132,19 @@ class ChatMessage(_OpenBody):
     reasoning: str | None = None
     """Another name for `reasoning_content`."""
 
-    def for_template(self) -> dict[str, Any]:
-        """Returns the message as templates take it: text parts become one text, a line each; the
-        content is always there, null beside calls and else empty, where a client left it out."""
-        dump = self.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
-        message: dict[str, Any] = {"role": self.role, "content": self._content()}
-        message |= {k: v for k, v in dump.items() if v != []}
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if thought := self.reasoning_content or self.reasoning:
-            message |= {"reasoning_content": thought, "reasoning": thought}
-        return message
+    @property
+    def thought(self) -> str:
+        """Returns the reasoning, by whichever of its names it came."""
+        other = (self.model_extra or {}).get("thinking")
+        return self.reasoning_content or self.reasoning or (other if isinstance(other, str) else "")
+
+    @property
+    def refusal_text(self) -> str:
+        """Returns what an assistant said in place of a content; "" for nothing."""
+        said = (self.model_extra or {}).get("refusal")
+        return said if isinstance(said, str) else ""
 
     def images(self) -> list[tuple[int, ImagePart]]:
         """Returns the images among the parts, with their indices."""
         parts = self.content if isinstance(self.content, list) else []
         return [(j, part) for j, part in enumerate(parts) if isinstance(part, ImagePart)]
-
-    def _content(self) -> str | list[dict[str, str]] | None:
-        """Returns text, or with images parts, which templates of models that see images take."""
-        if isinstance(self.content, list):
-            texts = [part.text for part in self.content if not isinstance(part, ImagePart)]
-            if len(texts) == len(self.content):
-                return "\n".join(texts)
-            return [
-                {"type": "image"}
-                if isinstance(part, ImagePart)
-                else {"type": "text", "text": part.text}
-                for part in self.content
-            ]
-        if self.content is None:
-            return None if self.tool_calls else ""
-        return self.content
-
-
-def _as_object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        found = json.loads(with_valid_strings(arguments) or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments

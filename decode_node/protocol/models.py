@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -23,7 +25,13 @@ class ModelPermission(msgspec.Struct, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """Describes a model. `root` is what the operator called it: a folder or a name on the hub."""
+    """Describes a model.
+
+    Attributes:
+        root: What the operator called it: a folder or a name on the hub.
+        chat_format: How its chats are written and read: the names of the parsers, and what the chat
+            template takes.
+    """
 
     id: str
     object: str = "model"
@@ -34,6 +42,7 @@ class Model(msgspec.Struct, kw_only=True):
     max_model_len: int
     default_sampling_params: dict[str, float]
     permission: list[ModelPermission]
+    chat_format: dict[str, Any] = {}
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
 
+from decode_node.chat_templates.history import history, shown_tools
+from decode_node.chat_templates.probe import probe
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.tools import ToolUse
 from edge.http.errors import BadRequest
@@ -41,13 +43,14 @@ class ChatPrompt:
             )
         tools = [tool.raw for tool in tool_use.tools] if tool_use.may_call else []
         template = self._template(body, has_tools=bool(tools))
-        if tools:
-            self._warn_if_ignored(template)
         wants_prompt = not body.continue_final_message and body.add_generation_prompt is not False
+        forms = probe(template).forms
+        if tools and not forms.shows_tools:
+            self._warn_of_hidden_tools()
         with _as_bad_request("messages"):
             return template.render(
-                [_known_role(message.for_template(), template) for message in body.messages],
-                tools=tools,
+                history(body.messages, forms),
+                tools=shown_tools(tools, forms),
                 documents=body.documents,
                 add_generation_prompt=wants_prompt,
                 continue_final_message=bool(body.continue_final_message),
@@ -71,10 +74,10 @@ class ChatPrompt:
                 f"chat_template has more than {MAX_TEMPLATE} characters", param="chat_template"
             )
         with _as_bad_request("chat_template"):
-            return template.replaced_by(own)
+            return _replaced(template, own)
 
-    def _warn_if_ignored(self, template: ChatTemplate) -> None:
-        if template.takes_tools or self._has_warned:
+    def _warn_of_hidden_tools(self) -> None:
+        if self._has_warned:
             return
         self._has_warned = True
         logger.warning(
@@ -83,11 +86,10 @@ class ChatPrompt:
         )
 
 
-def _known_role(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
-    """Returns a developer's message as the system's, for the templates that know only that name."""
-    if message["role"] != "developer" or "developer" in template.source:
-        return message
-    return {**message, "role": "system"}
+@lru_cache(maxsize=8)
+def _replaced(template: ChatTemplate, source: str) -> ChatTemplate:
+    """Returns a client's template, which is compiled and probed once while it is in use."""
+    return template.replaced_by(source)
 
 
 @contextmanager

@@ -39,10 +39,13 @@ class ChatReading:
         """Raises `BadRequest` for calls that nobody here could find in the answer."""
         if not tool_use.may_call:
             return
-        if not self.parsers.tool_call_parser:
+        if not self.parsers.tool_call_parser and not tool_use.must_call:
+            why = "none was recognised in its chat template"
+            if self.parsers.is_unread:
+                why = "none reads the calls that its chat template writes"
             raise BadRequest(
-                "tools need a parser of this model's calls, and none was recognised in its chat "
-                "template; the operator may name one with --tool-call-parser",
+                f"tools need a parser of this model's calls, and {why}; send tool_choice required "
+                "or a function, which need none; the operator may name one with --tool-call-parser",
                 param="tools",
             )
         if tool_use.mode == "auto" and not self._allows_auto:

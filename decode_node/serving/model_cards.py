@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from decode_node.errors import Unavailable
 from decode_node.protocol.models import Model, ModelPermission
@@ -19,12 +20,17 @@ class ModelCards:
     """Knows the names of the model. `root` is what the operator called it."""
 
     def __init__(
-        self, model: ServedModel, root: str, defaults: SamplingDefaults = NO_DEFAULTS
+        self,
+        model: ServedModel,
+        root: str,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+        chat_format: Mapping[str, Any] | None = None,
     ) -> None:
         self._served = model
         self._model = model.config
         self._root = root
         self._defaults = defaults
+        self._chat_format = dict(chat_format or {})
         self._created = int(time.time())
 
     def all(self) -> list[Model]:
@@ -54,6 +60,7 @@ class ModelCards:
             max_model_len=self._model.max_model_len,
             default_sampling_params=self._defaults.told(),
             permission=[permission],
+            chat_format=self._chat_format,
         )
 
 

@@ -8,7 +8,6 @@ Jinja's sandbox with the functions and the `generation` block that templates on 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -27,7 +26,6 @@ RESERVED_VARIABLES = frozenset(
 )
 """Names that a client's template arguments may not replace."""
 
-_TOOLS = re.compile(r"\btools\b")
 _CONTINUE_HERE = "\ufdd0continue\ufdd1"
 """Marks the end of a message that the answer continues. Unicode keeps these characters out of
 text."""
@@ -66,11 +64,6 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
         self.source = source
-
-    @property
-    def takes_tools(self) -> bool:
-        """Says whether the template mentions the tools at all."""
-        return _TOOLS.search(self.source) is not None
 
     def replaced_by(self, source: str) -> ChatTemplate:
         """Returns another template for the same special tokens. Raises `ChatTemplateError`."""

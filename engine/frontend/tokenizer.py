@@ -58,12 +58,14 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         chat_template: ChatTemplate | None = None,
         tool_template: ChatTemplate | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
         self.chat_template = chat_template
         self._tool_template = tool_template
+        self._special_tokens = dict(special_tokens or {})
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_length = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         """The number of characters of the longest token: n tokens hold at most n times as many."""
@@ -98,7 +100,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"{folder}: {error}; copy the checkpoint's files again, or correct the template"
             ) from error
-        return cls(backend, named.get(_DEFAULT), named.get(_WITH_TOOLS))
+        return cls(backend, named.get(_DEFAULT), named.get(_WITH_TOOLS), special_tokens)
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Tokenizer:
@@ -117,6 +119,12 @@ class Tokenizer:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         return cls(backend, ChatTemplate(_STAND_IN_TEMPLATE, {}))
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """Returns this tokenizer with another chat template for all chats. Raises
+        `ChatTemplateError`."""
+        template = ChatTemplate(source, self._special_tokens)
+        return Tokenizer(self._backend, template, special_tokens=self._special_tokens)
 
     def to_json(self) -> str:
         """Returns the text of its tokenizer.json."""

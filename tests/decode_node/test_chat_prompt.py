@@ -59,7 +59,7 @@ def test_a_history_of_calls_reaches_the_template_with_arguments_as_objects() -> 
         {"role": "critic", "content": "any role", "name": "x"},
     ]
     (_, answer, result, other), _, _ = shown({"messages": history})
-    assert answer["content"] is None
+    assert answer["content"] == ""
     assert answer["tool_calls"] == [
         {**CALL, "function": {"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}}
     ]
@@ -84,17 +84,17 @@ def test_a_content_that_is_missing_is_empty_where_there_are_no_calls(
     assert shown({"messages": [message]})[0][0]["content"] == ""
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_thoughts_of_the_history_have_both_names(name: str) -> None:
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_of_the_history_have_the_name_that_the_template_shows(name: str) -> None:
     (answer,), _, _ = shown({"messages": [{"role": "assistant", "content": "a", name: "why"}]})
-    assert (answer["reasoning_content"], answer["reasoning"]) == ("why", "why")
+    assert answer["reasoning_content"] == "why"
 
 
 def test_a_developer_is_the_system_where_the_template_knows_no_other() -> None:
     body = {"messages": [{"role": "developer", "content": "be kind"}, USER]}
-    show = "{% for m in messages %}{{ m.role }} {% endfor %}"
-    assert prompt_of(show, body) == "system user "
-    assert prompt_of(show + "{# developer #}", body) == "developer user "
+    show = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    assert prompt_of(show, body) == "system be kind user hi "
+    assert prompt_of(show + "{# developer #}", body) == "developer be kind user hi "
 
 
 def test_tools_and_documents_are_the_client_s_own() -> None:

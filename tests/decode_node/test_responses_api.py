@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from decode_node.chat_templates.forms import TemplateForms
+from decode_node.chat_templates.history import history
 from decode_node.protocol.parse_body import parse_body
 from decode_node.protocol.responses import ResponsesRequest
 from edge.http.errors import BadRequest
@@ -140,7 +142,8 @@ def test_items_of_one_turn_become_one_message() -> None:
         ]},
         {**call, "call_id": "c3"},
     ]  # fmt: skip
-    messages = [m.for_template() for m in chat_of({"input": items, "instructions": "s"}).messages]
+    chat = chat_of({"input": items, "instructions": "s"})
+    messages = history(chat.messages, TemplateForms(reasoning="reasoning_content"))
     assert [m["role"] for m in messages] == [
         "system", "user", "assistant", "tool", "tool", "assistant",
     ]  # fmt: skip

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from decode_node.chat_templates.forms import TemplateForms
+from decode_node.chat_templates.history import history
 from decode_node.http.ignored_fields import IgnoredFields
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.not_built import NOT_BUILT
@@ -87,8 +89,9 @@ def test_extra_keys_of_messages_go_to_the_template_and_are_no_unknown_fields() -
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     body = {"messages": [{**USER, "weight": 1}, {"role": "user", "content": [part]}]}
     parsed = parse_body(_json(body), ChatCompletionRequest)
-    assert parsed.messages[0].for_template()["weight"] == 1
-    assert parsed.messages[1].for_template()["content"] == "a"
+    first, second = history(parsed.messages, TemplateForms())
+    assert first["weight"] == 1
+    assert second["content"] == "a"
     assert parsed.unknown_fields() == []
 
 

@@ -1,0 +1,60 @@
+"""Holds what one chat template wants of its messages: `probe.py` finds it, `history.py` follows it.
+
+Templates on the hub agree on roles and contents and on little else. Nothing here is chosen by a
+model's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
+    """The forms that a template takes. The defaults are those of most templates.
+
+    Attributes:
+        shows_tools: A tool of the request is in the prompt.
+        shows_calls: A call of an earlier turn is in the prompt.
+        empty_content: What stands for no content beside calls: an empty text, null, or no key.
+        arguments: A call's arguments are an object, or JSON text.
+        takes_broken_arguments: Arguments that are no object may stay text.
+        parallel_calls: One turn may hold several calls.
+        call_ids: Whose ids of calls are taken: anybody's, Mistral's nine letters and digits, or
+            Kimi's `functions.NAME:INDEX`.
+        names_results: A tool's message needs the name of its function.
+        tool_fields: Fields that a tool must have, of `description` and `parameters`.
+        reasoning: The name of an assistant's reasoning; "parts" for a part of type `thinking` in
+            the content, "" where the template shows none.
+        joins_reasoning: Reasoning and content beside calls are refused; they become one text.
+        content_parts: A content is a list of parts; one that is text is not shown.
+        text_joint: What stands between two text parts of one content.
+        system: Where messages of the system may stand.
+        knows_developer: There is a role `developer`.
+        repeats_roles: Two turns of one role may follow each other.
+        user_after_tool: A user's turn may follow a tool's result.
+    """
+
+    shows_tools: bool = True
+    shows_calls: bool = True
+    empty_content: Literal["text", "null", "absent"] = "text"
+    arguments: Literal["object", "text"] = "object"
+    takes_broken_arguments: bool = True
+    parallel_calls: bool = True
+    call_ids: Literal["any", "mistral", "kimi_k2"] = "any"
+    names_results: bool = False
+    tool_fields: tuple[str, ...] = ()
+    reasoning: Literal["", "reasoning_content", "reasoning", "thinking", "parts"] = ""
+    joins_reasoning: bool = False
+    content_parts: bool = False
+    text_joint: str = "\n"
+    system: Literal["anywhere", "first", "nowhere"] = "anywhere"
+    knows_developer: bool = False
+    repeats_roles: bool = True
+    user_after_tool: bool = True
+
+    def told(self) -> dict[str, Any]:
+        """Returns the forms by name, as JSON has them."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found

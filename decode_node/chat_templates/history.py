@@ -1,0 +1,261 @@
+"""Gives the messages and tools of a chat the forms that its template takes.
+
+    messages ─▶ plain ─▶ roles ─▶ calls and results ─▶ order of turns ─▶ contents
+
+What a template has no place for moves to where it has one: nothing that was said is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from decode_node.chat_templates.forms import TemplateForms
+from decode_node.protocol.chat_messages import ChatMessage, ImagePart
+from decode_node.protocol.valid_strings import with_valid_strings
+
+Message = dict[str, Any]
+
+_GAP = "\n\n"
+"""Stands between what two turns said where they become one."""
+_NUM_MISTRAL = 9
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+_KIMI_ID = re.compile(r"functions\..+:\d+")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Message]:
+    """Returns the messages as the template takes them."""
+    found = [_plain(message, forms) for message in messages]
+    if not forms.knows_developer:
+        found = [m | {"role": "system"} if m["role"] == "developer" else m for m in found]
+    if forms.system != "anywhere":
+        found = _with_system_in_front(found, forms)
+    if not forms.parallel_calls:
+        found = _one_call_a_turn(found)
+    if forms.call_ids != "any" or forms.names_results:
+        _name_calls(found, forms)
+    if not forms.user_after_tool:
+        found = _users_within_results(found)
+    if not forms.repeats_roles:
+        found = _joined_turns(found)
+    for message in found:
+        _finish(message, forms)
+    return found
+
+
+def shown_tools(tools: Iterable[Mapping[str, Any]], forms: TemplateForms) -> list[Message]:
+    """Returns tools with the fields that the template needs."""
+    empty: Message = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    needed = {field: empty[field] for field in forms.tool_fields}
+    return [_with_fields(dict(tool), needed) for tool in tools]
+
+
+def _with_fields(tool: Message, needed: Mapping[str, Any]) -> Message:
+    function = tool["function"]
+    more = {k: v for k, v in needed.items() if function.get(k) is None}
+    given = function.get("parameters")
+    if "parameters" in needed and isinstance(given, dict):
+        more["parameters"] = needed["parameters"] | given
+    return {**tool, "function": {**function, **more}} if more else tool
+
+
+def _plain(message: ChatMessage, forms: TemplateForms) -> Message:
+    """Returns a message with text, or parts if there are images, and its reasoning under one
+    name."""
+    hidden = {"content", "tool_calls", "refusal", *_REASONING}
+    dump = message.model_dump(exclude_none=True, exclude=hidden)
+    found: Message = {"role": message.role, "content": _content(message, forms)}
+    found |= {k: v for k, v in dump.items() if v != []}
+    if message.tool_calls:
+        found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+    if thought := message.thought:
+        found["reasoning"] = thought
+    return found
+
+
+def _content(message: ChatMessage, forms: TemplateForms) -> str | list[Message]:
+    if not isinstance(message.content, list):
+        return message.content or message.refusal_text
+    texts = [part.text for part in message.content if not isinstance(part, ImagePart)]
+    if len(texts) == len(message.content):
+        return forms.text_joint.join(texts)
+    return [
+        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+        for part in message.content
+    ]
+
+
+def _with_system_in_front(messages: list[Message], forms: TemplateForms) -> list[Message]:
+    """Makes one message of all that the system says, and puts it in front; where there is no such
+    role, it is what the user says first."""
+    system = [message for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    if not system:
+        return messages
+    whole = dict(system[0])
+    for more in system[1:]:
+        whole["content"] = _both(whole["content"], more["content"])
+    if forms.system == "first":
+        return [whole, *others]
+    if others and others[0]["role"] == "user":
+        content = _both(whole["content"], others[0]["content"])
+        return [{**others[0], "content": content}, *others[1:]]
+    return [{**whole, "role": "user"}, *others]
+
+
+def _one_call_a_turn(messages: list[Message]) -> list[Message]:
+    """Makes a turn of each call, before its result."""
+    found: list[Message] = []
+    waiting: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool" and waiting:
+            turn = next((t for t in waiting if _answers(message, t)), waiting[0])
+            waiting.remove(turn)
+            found += [turn, message]
+            continue
+        found += waiting
+        calls = message.get("tool_calls") or ()
+        waiting = [{"role": message["role"], "content": "", "tool_calls": [call]} for call in calls]
+        if waiting:
+            waiting[0] = {**message, "tool_calls": calls[:1]}
+        else:
+            found.append(message)
+    return found + waiting
+
+
+def _answers(result: Message, turn: Message) -> bool:
+    named = result.get("tool_call_id")
+    return named is not None and turn["tool_calls"][0].get("id") == named
+
+
+def _name_calls(messages: list[Message], forms: TemplateForms) -> None:
+    """Gives calls and their results the ids that the template takes, and results the name of their
+    function."""
+    known: dict[str, tuple[str, str]] = {}
+    waiting: list[tuple[str, str]] = []
+    num_calls = 0
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            given, name = call.get("id") or "", call["function"]["name"]
+            call["id"] = _id(given, name, num_calls, forms)
+            waiting.append((call["id"], name))
+            if given:
+                known[given] = waiting[-1]
+            num_calls += 1
+        if message["role"] != "tool":
+            continue
+        given = message.get("tool_call_id") or ""
+        if given not in known and not waiting:
+            continue
+        found = known[given] if given in known else waiting[0]
+        if found in waiting:
+            waiting.remove(found)
+        message["tool_call_id"] = found[0]
+        if forms.names_results:
+            message.setdefault("name", found[1])
+
+
+def _id(given: str, name: str, index: int, forms: TemplateForms) -> str:
+    if forms.call_ids == "kimi_k2":
+        return given if _KIMI_ID.fullmatch(given) else f"functions.{name}:{index}"
+    if forms.call_ids == "mistral" and not _MISTRAL_ID.fullmatch(given):
+        text = given or f"{name}/{index}"
+        return hashlib.blake2s(text.encode("utf-8", "replace")).hexdigest()[:_NUM_MISTRAL]
+    return given
+
+
+def _users_within_results(messages: list[Message]) -> list[Message]:
+    """Puts what a user says next to the result of a tool into the result."""
+    found: list[Message] = []
+    for message in messages:
+        if message["role"] == "user" and found and found[-1]["role"] == "tool":
+            content = _both(found[-1]["content"], message["content"])
+            found[-1] = {**found[-1], "content": content}
+        else:
+            found.append(message)
+    return found
+
+
+def _joined_turns(messages: list[Message]) -> list[Message]:
+    """Makes one turn of those of one role that follow each other."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else None
+        if last is None or last["role"] != message["role"] or message["role"] == "tool":
+            found.append(message)
+            continue
+        joined = {**message, **last, "content": _both(last["content"], message["content"])}
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            joined["tool_calls"] = calls
+        if thoughts := [m["reasoning"] for m in (last, message) if "reasoning" in m]:
+            joined["reasoning"] = _GAP.join(thoughts)
+        found[-1] = joined
+    return found
+
+
+def _both(first: str | list[Message], second: str | list[Message]) -> str | list[Message]:
+    """Returns two contents as one."""
+    if not first or not second:
+        return first or second
+    if isinstance(first, str) and isinstance(second, str):
+        return first + _GAP + second
+    return [*_parts(first), {"type": "text", "text": _GAP}, *_parts(second)]
+
+
+def _parts(content: str | list[Message]) -> list[Message]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _finish(message: Message, forms: TemplateForms) -> None:
+    """Gives one message its last forms: arguments, reasoning, content."""
+    calls = message.get("tool_calls")
+    if calls:
+        message["tool_calls"] = [_call(call, forms) for call in calls]
+    thought = message.pop("reasoning", "")
+    if thought:
+        _set_reasoning(message, thought, forms)
+    if calls and message["content"] == "" and forms.empty_content != "text":
+        message["content"] = None
+        if forms.empty_content == "absent":
+            del message["content"]
+    if forms.content_parts and isinstance(message.get("content"), str):
+        message["content"] = _parts(message["content"])
+
+
+def _set_reasoning(message: Message, thought: str, forms: TemplateForms) -> None:
+    if forms.reasoning == "parts":
+        text = _parts(message["content"]) if message["content"] else []
+        message["content"] = [{"type": "thinking", "thinking": thought}, *text]
+        return
+    if forms.joins_reasoning and message.get("tool_calls") and message["content"]:
+        thought, message["content"] = f"{thought}{_GAP}{message['content']}", ""
+    names = (forms.reasoning,) if forms.reasoning else _REASONING
+    message.update(dict.fromkeys(names, thought))
+
+
+def _call(call: Message, forms: TemplateForms) -> Message:
+    function = call["function"]
+    arguments = _arguments(function.get("arguments"), forms)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: str | Message | None, forms: TemplateForms) -> str | Message:
+    """Returns arguments as the template takes them. Text that is no JSON object stays text, or
+    becomes the object's only value."""
+    if forms.arguments == "text":
+        if isinstance(given, str):
+            return given or "{}"
+        return json.dumps(given or {}, ensure_ascii=False)
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        found = json.loads(with_valid_strings(given) or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    return given if forms.takes_broken_arguments else {"arguments": given}
