@@ -26,7 +26,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -125,17 +125,33 @@ class Load:
     seed: int
     drain_s: float
     session_ids: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
 
     async def open_loop(self, rate: float, duration_s: float) -> Span:
         """Prompts are made before the clock starts."""
-        arrivals = [
-            Conversation(session, self.style, self.seed)
-            for session in sessions(self.preset, rate, duration_s, self.seed)
+        arrivals = self.arrivals(rate, duration_s)
+        return await self.send(arrivals, time.perf_counter(), duration_s)
+
+    def arrivals(
+        self, rate: float, duration_s: float, share: int = 0, num_shares: int = 1
+    ) -> list[tuple[Conversation, str]]:
+        """Returns the sessions and their URLs: of several clients that send the load together, each
+        has a share."""
+        all_of_them = zip(
+            sessions(self.preset, rate, duration_s, self.seed), itertools.cycle(self.urls)
+        )
+        return [
+            (Conversation(session, self.style, self.seed), url)
+            for session, url in itertools.islice(all_of_them, share, None, num_shares)
         ]
-        start = time.perf_counter()
+
+    async def send(
+        self, arrivals: Sequence[tuple[Conversation, str]], start: float, duration_s: float
+    ) -> Span:
+        """Sends each when it is due, counted from `start`, and waits for the answers."""
         tasks = []
-        for conversation, url in zip(arrivals, itertools.cycle(self.urls), strict=False):
+        for conversation, url in arrivals:
             due = start + conversation.session.start_s
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             run = self._run_session(conversation, url, due, start + duration_s)
@@ -167,7 +183,7 @@ class Load:
         self, conversation: Conversation, url: str, due: float, until: float
     ) -> None:
         """Runs turn after turn; begins no turn after `until`, and none after an error."""
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **self.headers}
         if self.session_ids:
             headers["x-session-id"] = conversation.session.session_id
         for index, turn in enumerate(conversation.session.turns):

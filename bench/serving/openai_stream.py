@@ -17,6 +17,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    """Whatever else servers send is skipped unread: at 18,000 events a second the client's own time
+    would be among what it measures."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    timeline: dict[str, Any] | None = None
+
+
+_read_event = msgspec.json.Decoder(_Event).decode
 
 
 @dataclass(slots=True)
@@ -34,6 +68,8 @@ class Outcome:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None
+    timeline: dict[str, Any] | None = None
+    """Tells what tandem says of the request, where it was asked to (`x-tandem-timeline`)."""
 
     @property
     def complete(self) -> bool:
@@ -99,27 +135,34 @@ async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> No
             if data == b"[DONE]":
                 done = True
             else:
-                _take_event(json.loads(data), now, outcome)
+                _take_event(_read_event(data), now, outcome)
     if not done and outcome.error is None:
         outcome.error = "the stream ended without [DONE]"
 
 
-def _take_event(event: dict[str, Any], now: float, outcome: Outcome) -> None:
-    if "error" in event:
-        outcome.error = f"in the stream: {event['error']}"[:200]
+def _take_event(event: _Event, now: float, outcome: Outcome) -> None:
+    if event.error is not None:
+        outcome.error = f"in the stream: {event.error}"[:200]
         return
-    if usage := event.get("usage"):
-        outcome.output_tokens = usage.get("completion_tokens", outcome.output_tokens)
-        outcome.prompt_tokens = usage.get("prompt_tokens", outcome.prompt_tokens)
-        details = usage.get("prompt_tokens_details") or {}
-        outcome.cached_tokens = details.get("cached_tokens", outcome.cached_tokens)
-    for choice in event.get("choices") or ():
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        token_ids = choice.get("token_ids") or []
-        if text or token_ids:
+    if (usage := event.usage) is not None:
+        _take_usage(usage, outcome)
+    outcome.timeline = event.timeline or outcome.timeline
+    for choice in event.choices or ():
+        text = choice.text or (choice.delta.content if choice.delta is not None else "") or ""
+        if text or choice.token_ids:
             outcome.chunks.append(now)
             outcome.text += text
-            outcome.token_ids += token_ids
+            outcome.token_ids += choice.token_ids or ()
+
+
+def _take_usage(usage: _Usage, outcome: Outcome) -> None:
+    if usage.completion_tokens is not None:
+        outcome.output_tokens = usage.completion_tokens
+    if usage.prompt_tokens is not None:
+        outcome.prompt_tokens = usage.prompt_tokens
+    details = usage.prompt_tokens_details
+    if details is not None and details.cached_tokens is not None:
+        outcome.cached_tokens = details.cached_tokens
 
 
 def _error_text(body: str) -> str:

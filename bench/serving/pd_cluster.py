@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.engine.models.shapes import SHAPES
 from cli.cluster import UpSettings, cluster_specs
-from cli.supervisor import Listener, Supervisor
+from cli.supervisor import Listener, Service, Supervisor
 from cli.up import wait_routable
 
 _CONFIG = {
@@ -66,12 +66,13 @@ def model_folder(shape: str) -> Iterator[Path]:
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """A running cluster. `url`: the router's. `decode_metrics`, `prefill_metrics`: where each node
-    tells what it counts.
+    tells what it counts. `services`: the router, decode nodes, prefill nodes.
     """
 
     url: str
     decode_metrics: list[str]
     prefill_metrics: list[str]
+    services: list[Service]
 
 
 @asynccontextmanager
@@ -85,7 +86,9 @@ async def running(
     lines: list[str] = []
     listener = Listener(on_log=lambda service, line: lines.append(f"{service.spec.name}: {line}"))
     transports = _KV_TRANSPORTS[setup.transport]
-    specs = cluster_specs(settings, [*node_args, "--kv-transports", transports])
+    specs = cluster_specs(
+        settings, [*node_args, "--kv-transports", transports], ["--metrics-port", "0"]
+    )
     supervisor = Supervisor(specs, listener)
     started = time.monotonic()
     try:
@@ -93,22 +96,27 @@ async def running(
             await supervisor.start()
             await wait_routable(specs[0].endpoint, settings)
         print(f"{setup.name}: ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
-        decodes = [spec.endpoint for spec in specs if spec.name.startswith("decode")]
-        ports = [
-            spec.argv[spec.argv.index("--metrics-port") + 1]
-            for spec in specs
-            if spec.name.startswith("prefill")
-        ]
+        services = supervisor.services
         yield Cluster(
             specs[0].endpoint,
-            [f"{endpoint}/metrics" for endpoint in decodes],
-            [f"http://127.0.0.1:{port}/metrics" for port in ports],
+            [f"{probes_url(one)}/metrics" for one in services if _is_of(one, "decode")],
+            [f"{probes_url(one)}/metrics" for one in services if _is_of(one, "prefill")],
+            services,
         )
     except BaseException:
         print("\n".join(lines[-60:]), file=sys.stderr)
         raise
     finally:
         await supervisor.stop()
+
+
+def probes_url(service: Service) -> str:
+    """Returns where a node that is ready answers probes, scrapers and operators."""
+    return f"http://127.0.0.1:{service.ready_info['metrics_port']}"
+
+
+def _is_of(service: Service, tier: str) -> bool:
+    return service.spec.name.startswith(tier)
 
 
 @asynccontextmanager

@@ -20,14 +20,25 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Says what counts as good: first token within `ttft_ms`, `tpot_ms` per token after that."""
+    """Says what counts as good: first token within `ttft_ms`, `tpot_ms` per token after that, and
+    99 in 100 of an answer's times between tokens within `itl_ms`."""
 
     ttft_ms: float
-    tpot_ms: float
+    tpot_ms: float = math.inf
+    itl_ms: float = math.inf
 
     def met_by(self, outcome: Outcome) -> bool:
         tpot_s = outcome.tpot_s or 0.0
-        return outcome.ttft_s * 1e3 <= self.ttft_ms and tpot_s * 1e3 <= self.tpot_ms
+        return (
+            outcome.ttft_s * 1e3 <= self.ttft_ms
+            and tpot_s * 1e3 <= self.tpot_ms
+            and _p99_gap_s(outcome) * 1e3 <= self.itl_ms
+        )
+
+
+def _p99_gap_s(outcome: Outcome) -> float:
+    gaps_s = outcome.gaps_s
+    return percentile(sorted(gaps_s), 0.99) if gaps_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,12 +59,14 @@ from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.local_socket import connect_socket
 from host.message_reader import MessageReader
+from host.pause_log import PauseKind, PauseLog
 from host.termination import termination_fd
 from kv_transfer.metadata import KVPeer
 
 _STATS_INTERVAL_S = 0.1
 """While busy. An engine that becomes idle reports at once."""
 _REPORT_TIMEOUT_S = 5.0
+_LONG_TURN_S = 0.002
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,9 @@ class EngineCoreProc:
         if config.life_signs is not None:
             self._signs = LifeSigns.attach(config.life_signs)
         self._step_log = StepLog.attach(config.step_log) if config.step_log is not None else None
+        self._pauses = PauseLog.attach(config.pauses) if config.pauses is not None else None
+        if self._pauses is not None:
+            self._pauses.watch_garbage()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._client = connect_socket(self._context, zmq.PAIR, config.client_address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -162,6 +167,7 @@ class EngineCoreProc:
             if self._signs is not None:
                 self._signs.give(CORE_PLACE)
             ready = dict(self._poller.poll(self._timeout_ms(core)))
+            woken_at = time.monotonic()
             if termination in ready:
                 return
             if self._client in ready and not self._handle_messages(core):
@@ -170,6 +176,13 @@ class EngineCoreProc:
             self._send_results(core, core.step())
             self._profiles.check()
             self._check_role(core)
+            self._note_turn(woken_at)
+
+    def _note_turn(self, woken_at: float) -> None:
+        """Notes a turn that took long: what workers need next waited for its end."""
+        now = time.monotonic()
+        if self._pauses is not None and now - woken_at >= _LONG_TURN_S:
+            self._pauses.add(PauseKind.TURN, now, now - woken_at)
 
     def _poll_sources(self, core: EngineCore, termination: int) -> list[PollSource]:
         executor = self._executor.poll_sources

@@ -92,6 +92,7 @@ class AsyncLLM:
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
+        self.history = self._client.history
         self.profiles = ProfileCalls(self._client.send)
         self.adapters = AdapterCalls(config, self._client.send)
         self.prefixes = PrefixCalls(self._client.send)

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.core.core_config import CORE_MODULE, CoreProcConfig
 from engine.crash_facts import EngineFacts
 from engine.frontend.crash_reporter import CrashReporter
+from engine.frontend.step_history import StepHistory
 from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
 from engine.messages import (
     DescribeEngine,
@@ -31,7 +32,6 @@ from engine.messages import (
     ShutdownEngine,
     ToEngineCore,
 )
-from engine.sched.step_log import StepLog
 from host.child_process import ChildProcess, ipc_address
 from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import bind_socket
@@ -69,8 +69,8 @@ class EngineCoreClient:
             self._socket, FromEngineCore, "the engine core"
         )
         signs = LifeSigns.create(f"tandem-{config.engine_id}-life", num_places(config))
-        folder = config.inspection.crash_report_dir
-        step_log = None if folder is None else StepLog.create(f"tandem-{config.engine_id}-steps")
+        self.history = StepHistory(config.engine_id)
+        """The last steps, and what held the engine core and this process up."""
         self._child = ChildProcess.start(
             CORE_MODULE,
             CoreProcConfig(
@@ -78,19 +78,20 @@ class EngineCoreClient:
                 client_address=address,
                 log=log_style(),
                 life_signs=signs.handle(CORE_PLACE),
-                step_log=None if step_log is None else step_log.handle,
+                step_log=self.history.steps.handle,
+                pauses=self.history.core_pauses.handle,
             ),
             "the engine core",
         )
         self.pid = self._child.pid
         self.crash: CrashReporter | None = None
         """Reports on the engine's death, if anybody wants that."""
-        if folder is not None and step_log is not None:
+        if (folder := config.inspection.crash_report_dir) is not None:
             self.crash = CrashReporter(
                 config,
                 folder,
                 self.pid,
-                step_log,
+                self.history.steps,
                 partial(self.send, DescribeEngine()),
                 self._let_go,
             )
@@ -186,7 +187,6 @@ class EngineCoreClient:
         if self._child.sentinel >= 0:
             self._loop.remove_reader(self._child.sentinel)
         self._child.stop(grace_s)
-        if self.crash is not None:
-            self.crash.close()
+        self.history.close()
         self._socket.close(linger=0)
         self._context.term()

@@ -32,9 +32,9 @@ import msgspec
 
 from edge.standstill import is_done_within
 from engine.config import EngineConfig
-from engine.crash_facts import EngineFacts, RequestFacts, to_json
+from engine.crash_facts import EngineFacts, RequestFacts, StepFacts, to_json
 from engine.outputs import SchedulerStats
-from engine.sched.step_log import StepLog
+from engine.sched.step_log import StepLog, StepRecord
 from host.process_facts import ProcessFacts, descendants_of, facts_of, memory_facts
 from host.stack_dump import dump_stacks, install_stack_dumps
 
@@ -46,6 +46,7 @@ _DESCRIBE_LOOKS = 10
 _PREFIX = "tandem-crash-"
 _LIBRARIES = ("tandem", "torch", "triton", "numpy", "pyzmq", "msgspec", "grpcio", "ray")
 _REQUESTS_TOLD = 512
+_STEPS_TOLD = 64
 
 FrontendFacts = tuple[list[RequestFacts], SchedulerStats]
 """The node server's own view: its open requests, and the latest statistics that it has heard."""
@@ -115,10 +116,6 @@ class CrashReporter:
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
-    def close(self) -> None:
-        """Gives the page of the steps back: no report is written after that."""
-        self._step_log.close()
-
     async def _run(
         self, head: dict[str, Any], facts: EngineFacts | None, body: dict[str, Any]
     ) -> None:
@@ -139,7 +136,8 @@ class CrashReporter:
 
     def _write(self, head: dict[str, Any], facts: EngineFacts | None, body: dict[str, Any]) -> None:
         """Looks at processes and writes the file; runs in a thread."""
-        steps = self._step_log.steps()
+        now = time.monotonic()
+        steps = [_facts_of(step, now) for step in self._step_log.steps()[-_STEPS_TOLD:]]
         names = facts.names if facts is not None else {}
         report = {
             **head,
@@ -181,6 +179,18 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     if settings["kv_transfer"] is not None:
         settings["kv_transfer"].pop("security")
     return settings
+
+
+def _facts_of(step: StepRecord, now: float) -> StepFacts:
+    ended = step.ended_at
+    return StepFacts(
+        step_id=step.step_id,
+        num_rows=step.rows,
+        num_tokens=step.tokens,
+        num_prompt_tokens=step.prompt_tokens,
+        seconds_ago=round(now - step.issued_at, 6),
+        seconds=round(ended - step.issued_at, 6) if ended else None,
+    )
 
 
 def _without(facts: EngineFacts, *names: str) -> dict[str, Any]:

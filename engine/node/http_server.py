@@ -3,6 +3,7 @@
     GET  /health     200 while the engine works, else 503
     GET  /ready      200 while new work is taken, else 503
     GET  /metrics    Prometheus
+    GET  /steps      the engine's last steps, and what held it up; ?since=SECONDS of its `now`
 
 The small one is plain HTTP even where services speak TLS: kubelets and scrapers have no
 certificate, and nothing of a request is told here.
@@ -20,6 +21,7 @@ import os
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -110,7 +112,16 @@ def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
     async def scrape(request: Request) -> Response:
         return scrape_response(metrics, request)
 
-    return [Route("/health", health), Route("/ready", ready), Route("/metrics", scrape)]
+    async def steps(request: Request) -> Response:
+        try:
+            since = float(request.query_params.get("since", "0"))
+        except ValueError:
+            return Response("since has to be a number of seconds", status_code=400)
+        report = status.history.report(since)
+        return Response(msgspec.json.encode(report), media_type="application/json")
+
+    routes = {"/health": health, "/ready": ready, "/metrics": scrape, "/steps": steps}
+    return [Route(path, answer) for path, answer in routes.items()]
 
 
 def _verdict(fault: str) -> Response:

@@ -25,6 +25,7 @@ import grpc
 
 from edge.installed_version import installed_version
 from engine.errors import EngineDeadError
+from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.adapter_servicer import adapter_call
 from engine.node.metrics import MeasuredEngine
@@ -59,6 +60,8 @@ class WatchedEngine(MeasuredEngine, Protocol):
     @property
     def crash_report(self) -> str: ...
     def give_up(self, reason: str) -> None: ...
+    @property
+    def history(self) -> StepHistory: ...
     async def reset_prefix_cache(self) -> bool: ...
     @property
     def profiles(self) -> ProfiledEngine: ...
@@ -227,6 +230,11 @@ class NodeStatus:
     def crash_report(self) -> str:
         """Returns the path of the report on the engine's death, for operators; empty: none."""
         return self._engine.crash_report
+
+    @property
+    def history(self) -> StepHistory:
+        """Tells of the engine's last steps."""
+        return self._engine.history
 
     def fault(self) -> str:
         """Returns why this node cannot serve; empty while it can."""

@@ -42,6 +42,7 @@ class DraftingStep:
 class InFlightStep:
     """A step on its way. `chunks[i]` is a row, and how many of its leading tokens have KV once the
     step is done. `num_tokens`: of all rows, as far as they are known: some drafts may be missing.
+    `num_new_rows`: of them, those that enter the workers' tables with it.
     """
 
     step_id: int
@@ -50,6 +51,7 @@ class InFlightStep:
     num_prompt_tokens: int = 0
     num_rows: int = 0
     num_tokens: int = 0
+    num_new_rows: int = 0
     work: StepWork | None = None
     drafting: DraftingStep | None = None
 
@@ -71,7 +73,12 @@ class StepsInFlight:
         self._steps.append(step)
         self._fence.issue(step.step_id)
         self._log.issued(
-            step.step_id, step.issued_at, step.num_rows, step.num_tokens, step.num_prompt_tokens
+            step.step_id,
+            step.issued_at,
+            step.num_rows,
+            step.num_tokens,
+            step.num_prompt_tokens,
+            step.num_new_rows,
         )
 
     def retire(

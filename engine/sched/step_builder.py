@@ -130,6 +130,7 @@ class StepBuilder:
             self._num_prompt_tokens,
             num_decodes + len(self._chunks),
             num_decode_tokens + sum(count for _, count in self._prefill_chunks),
+            len(self._new_reqs),
         )
         self._begin()
         return output, record

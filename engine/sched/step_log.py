@@ -1,32 +1,45 @@
-"""The last steps of an engine, on a page of memory that outlives the engine core.
+"""The last steps of an engine, in memory that outlives the engine core.
 
-The node server makes the page and the engine core writes it, so a report has the last steps also of
-a core that was killed or does not answer. It costs two small stores a step. A number is written
-last, so a reader never takes half a record for a step.
+The node server makes the memory and the engine core writes it, so a report has the last steps also
+of a core that was killed or does not answer, and whoever looks for what holds tokens up can read
+half a minute of steps without asking the core. It costs two small stores a step. A number is
+written last, so a reader never takes half a record for a step.
 """
 
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
-from engine.crash_facts import StepFacts
 from host.memory_file import MemoryFile
 
-NUM_STEPS = 64
-_RECORD = struct.Struct("<ddiii4xq")
-"""Holds issued at, ended at or 0, rows, tokens, prompt tokens, step number + 1."""
+NUM_STEPS = 4096
+_RECORD = struct.Struct("<ddiiiiq")
+"""Holds issued at, ended at or 0, rows, tokens, prompt tokens, new rows, step number + 1."""
 _ENDED = struct.Struct("<d")
 _ENDED_OFFSET = 8
 _NUMBER = struct.Struct("<q")
 _NUMBER_OFFSET = _RECORD.size - _NUMBER.size
 
 
+class StepRecord(NamedTuple):
+    """One step. Times are CLOCK_MONOTONIC seconds; `ended_at` is 0 while workers have it. `rows`
+    compute `tokens` in it, `prompt_tokens` of them of prompts; `new_rows` of them were not in the
+    step before: prompts that begin, and requests whose KV has come."""
+
+    step_id: int
+    issued_at: float
+    ended_at: float
+    rows: int
+    tokens: int
+    prompt_tokens: int
+    new_rows: int
+
+
 class StepLogHandle(msgspec.Struct, frozen=True):
-    """Lets another process of this host map the page."""
+    """Lets another process of this host map the memory."""
 
     pid: int
     fd: int
@@ -53,49 +66,49 @@ class StepLog:
         return StepLogHandle(self._memory.pid, self._memory.fd)
 
     def issued(
-        self, step_id: int, now: float, num_rows: int, num_tokens: int, num_prompt_tokens: int
+        self,
+        step_id: int,
+        now: float,
+        num_rows: int,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        num_new_rows: int,
     ) -> None:
         """Records that workers have been given a step. `now`: CLOCK_MONOTONIC seconds."""
         offset = step_id % NUM_STEPS * _RECORD.size
+        counts = num_rows, num_tokens, num_prompt_tokens, num_new_rows
         _NUMBER.pack_into(self._buffer, offset + _NUMBER_OFFSET, 0)
-        _RECORD.pack_into(
-            self._buffer, offset, now, 0.0, num_rows, num_tokens, num_prompt_tokens, step_id + 1
-        )
+        _RECORD.pack_into(self._buffer, offset, now, 0.0, *counts, step_id + 1)
 
     def retired(self, step_id: int, now: float) -> None:
         """Records that the step's result has come."""
         offset = step_id % NUM_STEPS * _RECORD.size
         _ENDED.pack_into(self._buffer, offset + _ENDED_OFFSET, now)
 
-    def steps(self) -> list[StepFacts]:
-        """Returns the last steps, the oldest first."""
-        return sorted(self._read(), key=lambda step: step.step_id)
-
-    def _read(self) -> Iterator[StepFacts]:
-        now = time.monotonic()
-        for place in range(NUM_STEPS):
-            issued, ended, rows, tokens, prompt_tokens, number = _RECORD.unpack_from(
-                self._buffer, place * _RECORD.size
-            )
-            if number:
-                yield StepFacts(
-                    step_id=number - 1,
-                    num_rows=rows,
-                    num_tokens=tokens,
-                    num_prompt_tokens=prompt_tokens,
-                    seconds_ago=round(now - issued, 6),
-                    seconds=round(ended - issued, 6) if ended else None,
-                )
+    def steps(self, since: float = 0.0) -> list[StepRecord]:
+        """Returns the last steps, the oldest first; none issued before `since`."""
+        found = [
+            StepRecord(number - 1, issued_at, *rest)
+            for issued_at, *rest, number in _RECORD.iter_unpack(self._buffer)
+            if number and issued_at >= since
+        ]
+        return sorted(found, key=lambda step: (step.issued_at, step.step_id))
 
     def close(self) -> None:
         self._memory.close()
 
 
 class NoStepLog:
-    """Records nothing: nobody wants reports."""
+    """Records nothing: nobody can read it."""
 
     def issued(
-        self, step_id: int, now: float, num_rows: int, num_tokens: int, num_prompt_tokens: int
+        self,
+        step_id: int,
+        now: float,
+        num_rows: int,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        num_new_rows: int,
     ) -> None:
         """Forgets it."""
 

@@ -157,7 +157,7 @@ def test_a_chat_keeps_its_messages_in_turn() -> None:
     assert roles == ["system", "user", "assistant", "user"]
 
 
-async def _answer(request: web.Request) -> web.StreamResponse:
+async def answer_as_asked(request: web.Request) -> web.StreamResponse:
     body = await request.json()
     assert body["ignore_eos"] is True
     response = await open_stream(request)
@@ -190,7 +190,7 @@ def _arguments(node: FakeDecodeNode, *more: str) -> Namespace:
     ids=["ids", "closed loop", "chat sessions", "preset"],
 )
 async def test_a_run_against_a_server(more: tuple[str, ...]) -> None:
-    node = await FakeDecodeNode("d", _answer).start()
+    node = await FakeDecodeNode("d", answer_as_asked).start()
     try:
         [row] = await run(_arguments(node, *more))
     finally:

@@ -40,7 +40,6 @@ class Scene:
         self.reporter.begin("it broke", facts, **{"is_alive": False, **options})
         await self.reporter.finished()
         report: dict[str, Any] = json.loads(Path(self.reporter.path).read_text(encoding="utf-8"))
-        self.reporter.close()
         return report
 
 

@@ -18,6 +18,7 @@ from edge.security.config import Role
 from edge.security.credentials import Credentials
 from engine.config import EngineConfig, KVLayers
 from engine.errors import EngineDeadError
+from engine.frontend.step_history import StepHistory
 from engine.messages import EngineReady
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
@@ -46,6 +47,7 @@ class StillEngine:
     is_dead: bool = False
     dead_reason: str = ""
     crash_report: str = ""
+    history: StepHistory | None = None
     silence: Silence = field(default_factory=Silence)
 
     holds_blocks: bool = False

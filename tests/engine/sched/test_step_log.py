@@ -13,15 +13,15 @@ def test_the_last_steps_are_read_from_the_same_page() -> None:
     assert reader.steps() == []
     now = time.monotonic()
     for step_id in range(NUM_STEPS + 3):
-        log.issued(step_id, now - 2.0, 1 + step_id, 10 + step_id, step_id % 2)
+        log.issued(step_id, now - 2.0, 1 + step_id, 10 + step_id, step_id % 2, 3)
         if step_id != NUM_STEPS + 2:
             log.retired(step_id, now - 1.5)
     steps = reader.steps()
     assert [step.step_id for step in steps] == list(range(3, NUM_STEPS + 3))
     last, before = steps[-1], steps[-2]
-    assert (last.num_rows, last.num_tokens, last.seconds) == (NUM_STEPS + 3, NUM_STEPS + 12, None)
-    assert before.seconds == 0.5
-    assert 2.0 <= last.seconds_ago < 60
-    assert {step.num_prompt_tokens for step in steps} == {0, 1}
+    assert last == (NUM_STEPS + 2, now - 2.0, 0.0, NUM_STEPS + 3, NUM_STEPS + 12, 0, 3)
+    assert before.ended_at == now - 1.5
+    assert {step.prompt_tokens for step in steps} == {0, 1}
+    assert reader.steps(since=now) == []
     reader.close()
     log.close()

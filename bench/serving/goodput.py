@@ -1,0 +1,320 @@
+#!/usr/bin/env python3
+"""Goodput: how many requests a second clients get within an objective, and what explains the rest.
+
+    # three prefill nodes and a decode node on four GPUs, then two and two
+    python -m bench.serving.goodput --nodes 3p1d --load 2000/150@24,48,55,60
+    python -m bench.serving.goodput --nodes 2p2d --load 1000/300@30,60 --kv-transports stream
+
+    # four undivided nodes behind a router; any other server, at its URLs in turn
+    python -m bench.serving.goodput --nodes 0p4d --load 2000/150@24,48 --load 1000/300@30,60
+    python -m bench.serving.goodput --url http://a:8000,http://b:8000 --tag peer-rep2 --gpus 2
+
+    # a node dies in the middle of the last rate
+    python -m bench.serving.goodput --nodes 3p1d --load 2000/150@24 --kill prefill
+
+Open loop: prompts of random token ids arrive as a Poisson process, however slow the answers are,
+sent by processes of their own. Each workload begins with a warm-up, which is not counted. For each
+rate: TTFT, ITL, TPOT, errors, how late the client was, and of tandem's nodes what they did
+meanwhile (`bench.serving.node_history`): prompts and queues by prefill node, where the time to the
+first token went, steps, joins, late steps with their causes, pauses for garbage, event loops that
+were late. A line of JSON for each rate on standard output; at the end bench/results/NAME.json with
+the goodput, and NAME.png, beside the rows of `--beside` files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import uvloop
+from rich.console import Console
+
+from bench.engine.models.shapes import SHAPES
+from bench.record import RESULTS, write_result
+from bench.serving.goodput_report import Objectives, goodput, plot, print_tables, read_rows
+from bench.serving.load import first_model
+from bench.serving.load_processes import LoadProcesses, LoadSpec
+from bench.serving.node_history import (
+    decode_figures,
+    prefill_figures,
+    prompt_figures,
+    read_history,
+)
+from bench.serving.openai_stream import Outcome
+from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
+from bench.serving.report import Figures, Slo, Span, summarize
+from cli.cluster import UpSettings
+from cli.supervisor import Service
+
+_LOAD = re.compile(r"(\d+)/(\d+)@([\d.,]+)")
+_DEFAULT_LOAD = "2000/150@24,48"
+_PAUSE_S = 1.0
+_MAX_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts and answers of one length, at several rates."""
+
+    n_in: int
+    n_out: int
+    rates: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """Reads IN/OUT@RATE,RATE; raises `argparse.ArgumentTypeError`."""
+        if (found := _LOAD.fullmatch(text)) is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like {_DEFAULT_LOAD}")
+        rates = tuple(float(rate) for rate in found[3].split(",") if rate)
+        return cls(int(found[1]), int(found[2]), rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Is measured. `cluster`: None for somebody else's server, of which nothing but answers is
+    seen."""
+
+    engine: str
+    urls: list[str]
+    model: str
+    gpus: int | None
+    cluster: Cluster | None = None
+
+    def services(self, tier: str) -> list[Service]:
+        services = self.cluster.services if self.cluster is not None else []
+        return [one for one in services if one.spec.name.startswith(tier)]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    who = parser.add_argument_group("server")
+    which = who.add_mutually_exclusive_group()
+    which.add_argument("--nodes", default="3p1d", help="NpMd; 0pNd: N undivided nodes")
+    which.add_argument("--url", default="", help="of a server that runs, or several by comma")
+    who.add_argument("--tag", default="", help="name of the engine; default: tandem-NODES")
+    who.add_argument("--gpus", type=int, default=None, help="with --url: all that it uses")
+    who.add_argument("--model", default="", help="with --url: default: the first that it lists")
+    model = who.add_mutually_exclusive_group()
+    model.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="random weights")
+    model.add_argument("--checkpoint", default="", help="instead of a shape")
+    who.add_argument(
+        "--kv-transports", choices=["auto", "cuda_ipc", "stream"], default="auto",
+        help="auto: CUDA IPC between GPUs of one host; stream: gRPC",
+    )  # fmt: skip
+    who.add_argument("--tp", type=int, default=1, help="GPUs of each node")
+    who.add_argument("--device", default="auto")
+    who.add_argument("--node-args", default="", help="more flags for every node, in one word")
+    who.add_argument("--start-timeout-s", type=float, default=240.0)
+
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--load", action="append", type=Workload.parse, default=[], metavar="IN/OUT@RATE,RATE",
+        help=f"tokens in and out, requests a second; may be repeated; default: {_DEFAULT_LOAD}",
+    )  # fmt: skip
+    load.add_argument("--duration", type=float, default=12.0, help="seconds of arrivals per rate")
+    load.add_argument("--warmup-s", type=float, default=2.0, help="at half the lowest rate")
+    load.add_argument("--drain", type=float, default=20.0, help="then wait so long for the rest")
+    load.add_argument("--seed", type=int, default=7, help="no two loads get the same prompts")
+    load.add_argument("--vocab", default="1000:120000", help="range of token ids")
+    load.add_argument("--extra", default='{"return_token_ids": true}', help="JSON for each body")
+    load.add_argument(
+        "--client-processes", type=int, default=max(1, min(6, (os.cpu_count() or 2) // 4)),
+        help="that send; a client that is busy measures itself",
+    )  # fmt: skip
+    load.add_argument("--kill", choices=["prefill", "decode"], help="amid the last rate's arrivals")
+
+    result = parser.add_argument_group("result")
+    result.add_argument("--slo-ttft-ms", type=float, default=200.0, help="of 99 in 100 requests")
+    result.add_argument("--slo-itl-ms", type=float, default=15.0, help="of 99 in 100 tokens")
+    result.add_argument("--name", default="", help="of the result; default: goodput-ENGINE")
+    result.add_argument(
+        "--beside", action="append", type=Path, default=[], metavar="FILE",
+        help="JSON lines of a peer, or another result of this, for table and picture",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    args.load = args.load or [Workload.parse(_DEFAULT_LOAD)]
+    return args
+
+
+@asynccontextmanager
+async def target_of(args: argparse.Namespace, model: str) -> AsyncIterator[Target]:
+    """Starts the cluster, or finds the server."""
+    if args.url:
+        urls = [url.rstrip("/") for url in args.url.split(",")]
+        async with aiohttp.ClientSession() as client:
+            name = args.model or await first_model(client, urls[0])
+        yield Target(args.tag or "server", urls, name, args.gpus)
+        return
+    setup = replace(Setup.parse(args.nodes), transport=args.kv_transports)
+    settings = UpSettings(model=model, device=args.device, tp=args.tp, _cli_parse_args=[])
+    async with running(setup, settings, node_args(args), args.start_timeout_s) as cluster:
+        gpus = (setup.num_prefill + setup.num_decode) * args.tp
+        async with aiohttp.ClientSession() as client:
+            name = await first_model(client, cluster.url)
+        yield Target(engine_of(args), [cluster.url], name, gpus, cluster)
+
+
+def engine_of(args: argparse.Namespace) -> str:
+    if args.tag:
+        return str(args.tag)
+    transport = "" if args.kv_transports == "auto" else f"-{args.kv_transports}"
+    killed = f"-kill-{args.kill}" if args.kill else ""
+    return f"tandem-{args.nodes}{transport}{killed}"
+
+
+def node_args(args: argparse.Namespace) -> list[str]:
+    """Returns the flags of all nodes; what comes later wins."""
+    longest = max(workload.n_in + workload.n_out for workload in args.load)
+    return [
+        *([] if args.checkpoint else ["--load-format", "dummy"]),
+        *("--max-model-len", str(-(-longest // 1024) * 1024)),
+        *("--block-size", "128", "--max-num-batched-tokens", str(_MAX_TOKENS)),
+        "--no-enable-prefix-caching",
+        *args.node_args.split(),
+    ]
+
+
+def specs(args: argparse.Namespace, target: Target, index: int) -> tuple[LoadSpec, list[LoadSpec]]:
+    """Returns the warm-up of a workload, and its loads."""
+    workload: Workload = args.load[index]
+    low, high = (int(bound) for bound in args.vocab.split(":"))
+    warm_up = LoadSpec(
+        urls=target.urls,
+        model=target.model,
+        n_in=workload.n_in,
+        n_out=workload.n_out,
+        rate=max(min(workload.rates) / 2, 2.0 * len(target.urls)),
+        duration_s=args.warmup_s,
+        drain_s=60.0,
+        seed=args.seed + 100_000 * index - 1,
+        vocabulary=(low, high),
+        extra=json.loads(args.extra) if target.cluster is not None else {},
+        headers={"x-tandem-timeline": "1"} if target.cluster is not None else {},
+    )
+    loads = [
+        replace(
+            warm_up,
+            rate=rate,
+            duration_s=args.duration,
+            drain_s=args.drain,
+            seed=args.seed + 100_000 * index + 1000 * number,
+        )
+        for number, rate in enumerate(workload.rates)
+    ]
+    return warm_up, loads
+
+
+async def kill_amid(target: Target, tier: str, after_s: float) -> Figures:
+    """Kills the first node of the tier, as a crash would. Returns what was done."""
+    await asyncio.sleep(after_s)
+    victim = target.services(tier)[0]
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    return {"service": victim.spec.name, "at": time.perf_counter()}
+
+
+async def node_figures(target: Target, span: Span, outcomes: list[Outcome]) -> Figures:
+    """Returns what nodes did in the span; a node that does not answer is left out."""
+    if target.cluster is None:
+        return {}
+    found: Figures = {**prompt_figures(outcomes), "decode_nodes": {}, "prefill_nodes": {}}
+    timeout = aiohttp.ClientTimeout(total=10)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for service in target.services("decode") + target.services("prefill"):
+            try:
+                report = await read_history(session, probes_url(service), span.start)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                print(f"{service.spec.name} tells nothing: {error!r}", file=sys.stderr)
+                continue
+            name = service.spec.name
+            if name.startswith("decode"):
+                found["decode_nodes"][name] = decode_figures(report, span.start)
+            else:
+                busy_s = span.last_arrival - span.start
+                found["prefill_nodes"][name] = prefill_figures(report, busy_s)
+    return found
+
+
+async def measure(
+    args: argparse.Namespace, target: Target, clients: LoadProcesses, spec: LoadSpec, kill: str
+) -> Figures:
+    """Runs one load and returns its row."""
+    await node_figures(target, Span(time.perf_counter(), 0.0, 0.0), [])  # their watch begins
+    killing = asyncio.create_task(kill_amid(target, kill, spec.duration_s / 2)) if kill else None
+    outcomes, span = await clients.run(spec)
+    slo = Slo(args.slo_ttft_ms, itl_ms=args.slo_itl_ms)
+    row: Figures = {
+        "engine": target.engine,
+        "kind": "load",
+        "gpus": target.gpus,
+        "qps": spec.rate,
+        "n_in": spec.n_in,
+        "n_out": spec.n_out,
+        **summarize(outcomes, span, slo),
+        **await node_figures(target, span, outcomes),
+    }
+    if killing is not None:
+        killed = await killing
+        row["killed"] = {
+            "service": killed["service"], "at_s": round(killed["at"] - span.start, 3),
+        }  # fmt: skip
+    return row
+
+
+async def run(args: argparse.Namespace, model: str) -> list[Figures]:
+    rows: list[Figures] = []
+    objectives = Objectives(args.slo_ttft_ms, args.slo_itl_ms)
+    with closing(LoadProcesses(args.client_processes)) as clients:
+        async with target_of(args, model) as target:
+            for index in range(len(args.load)):
+                warm_up, loads = specs(args, target, index)
+                if args.warmup_s:
+                    await clients.run(warm_up)
+                for spec in loads:
+                    await asyncio.sleep(_PAUSE_S)
+                    is_last = index == len(args.load) - 1 and spec is loads[-1]
+                    kill = args.kill if args.kill and is_last else ""
+                    rows.append(await measure(args, target, clients, spec, kill))
+                    print(json.dumps(rows[-1]), flush=True)
+                    write(args, rows, objectives)
+    return rows
+
+
+def write(args: argparse.Namespace, rows: list[Figures], objectives: Objectives) -> None:
+    """Writes the result after each rate, so that a later failure loses nothing."""
+    beside = [row for path in args.beside for row in read_rows(path)]
+    name = args.name or f"goodput-{rows[0]['engine']}"
+    settings = {key: value for key, value in vars(args).items() if key not in ("beside", "load")}
+    settings["load"] = [f"{w.n_in}/{w.n_out}@{w.rates}" for w in args.load]
+    figures = {"settings": settings, "loads": rows, "goodput": goodput(rows, objectives)}
+    path = write_result(name, figures)
+    plot([*rows, *beside], objectives, RESULTS / f"{name}.png")
+    print(f"written: {path.relative_to(RESULTS.parent.parent)} and .png", file=sys.stderr)
+
+
+def main() -> int:
+    args = parse_arguments()
+    folder = model_folder(args.shape) if not (args.checkpoint or args.url) else nullcontext("")
+    with folder as made:
+        rows = uvloop.run(run(args, args.checkpoint or str(made)))
+    beside = [row for path in args.beside for row in read_rows(path)]
+    objectives = Objectives(args.slo_ttft_ms, args.slo_itl_ms)
+    print_tables(rows, objectives, Console(stderr=True, width=150), beside)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Goodput from rows of `bench.serving.goodput`, or of a peer's JSON lines: requests a second for
+which the objectives hold, as a table and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from bench.serving.report import Figures
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Holds what 99 in 100 first tokens, and times between tokens, do not exceed: milliseconds."""
+
+    ttft_p99_ms: float
+    itl_p99_ms: float
+
+    def met_by(self, row: Figures) -> bool:
+        """Returns whether the run as a whole was within them; requests that failed are not."""
+        ttft, itl = row["ttft_ms"], row["itl_ms"]
+        if ttft is None or itl is None or row.get("errors"):
+            return False
+        return ttft["p99"] <= self.ttft_p99_ms and itl["p99"] <= self.itl_p99_ms
+
+
+def workload_of(row: Figures) -> str:
+    return f"{row['n_in']}/{row['n_out']}"
+
+
+def goodput(rows: Sequence[Figures], objectives: Objectives) -> list[Figures]:
+    """Returns one entry for each engine and workload: the highest rate offered up to which every
+    measured one was within the objectives, all together and for each GPU (None: unknown number).
+    0: not even the lowest was."""
+    groups: defaultdict[tuple[str, str], list[Figures]] = defaultdict(list)
+    for row in rows:
+        groups[row["engine"], workload_of(row)].append(row)
+    found = []
+    for (engine, workload), members in groups.items():
+        members.sort(key=lambda row: row["qps"])
+        best = 0.0
+        for row in members:
+            if not objectives.met_by(row):
+                break
+            best = row["qps"]
+        gpus = members[0].get("gpus")
+        found.append(
+            {
+                "engine": engine,
+                "workload": workload,
+                "gpus": gpus,
+                "req_per_s": best,
+                "req_per_s_per_gpu": round(best / gpus, 3) if gpus else None,
+                "is_highest_measured": best == members[-1]["qps"],
+                "rates": [row["qps"] for row in members],
+            }
+        )
+    return found
+
+
+def read_rows(path: Path) -> list[Figures]:
+    """Reads rows of loads: JSON lines of a client, which say nothing of GPUs, or a result of
+    `bench.serving.goodput`. Their engines get the file's name, so that no two are mixed up. Raises
+    ValueError."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    else:
+        rows = json.loads(text)["figures"]["loads"]
+    rows = [row for row in rows if row.get("kind") == "load" and "ttft_ms" in row]
+    if not rows:
+        raise ValueError(f"{path} has no row of a load")
+    return [{**row, "engine": f"{row['engine']}, {path.stem}"} for row in rows]
+
+
+def print_tables(
+    rows: Sequence[Figures], objectives: Objectives, console: Console, beside: Sequence[Figures]
+) -> None:
+    table = Table(title="milliseconds at the client", box=SIMPLE, padding=(0, 1, 0, 0))
+    headings = (
+        "engine, in/out, req/s, done, errors, TTFT p50/p99, ITL p50/p99/max, late p99, within"
+    )
+    for heading in headings.split(", "):
+        table.add_column(heading, no_wrap=True)
+    for row in sorted([*rows, *beside], key=lambda row: (workload_of(row), row["qps"])):
+        table.add_row(
+            row["engine"], workload_of(row), f"{row['qps']:g}", f"{row['done']}/{row['sent']}",
+            str(sum((row["errors"] or {}).values())),
+            _cell(row["ttft_ms"], "p50", "p99"), _cell(row["itl_ms"], "p50", "p99", "max"),
+            _cell(row["late_ms"], "p99"), "yes" if objectives.met_by(row) else "no",
+        )  # fmt: skip
+    console.print(table)
+    for one in goodput([*rows, *beside], objectives):
+        each = "" if one["req_per_s_per_gpu"] is None else f", {one['req_per_s_per_gpu']:g} a GPU"
+        console.print(f"{one['engine']} {one['workload']}: {one['req_per_s']:g} req/s{each}")
+
+
+def _cell(figures: Figures | None, *names: str) -> str:
+    return "" if figures is None else "/".join(f"{figures[name]:.1f}" for name in names)
+
+
+def plot(rows: Sequence[Figures], objectives: Objectives, path: Path) -> None:
+    """Plots TTFT and ITL against the rate, a row of panels for each workload, a line for each
+    engine, with the objectives."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["ttft_ms"] and row["itl_ms"]]
+    workloads = sorted({workload_of(row) for row in rows})
+    engines = sorted({row["engine"] for row in rows})
+    if not rows:
+        return
+    figure = Figure(figsize=(11, 3.4 * len(workloads)), layout="constrained")
+    panels = figure.subplots(len(workloads), 2, squeeze=False)
+    limits = (("ttft_ms", objectives.ttft_p99_ms), ("itl_ms", objectives.itl_p99_ms))
+    for workload, axes in zip(workloads, panels, strict=True):
+        for axis, (key, limit) in zip(axes, limits, strict=True):
+            for number, engine in enumerate(engines):
+                of_engine = [
+                    row for row in rows if (row["engine"], workload_of(row)) == (engine, workload)
+                ]
+                of_engine.sort(key=lambda row: row["qps"])
+                for quantile, style in (("p50", "o:"), ("p99", "s-")):
+                    axis.plot(
+                        [row["qps"] for row in of_engine],
+                        [row[key][quantile] for row in of_engine],
+                        style,
+                        color=f"C{number % 10}",
+                        label=f"{engine} {quantile}" if of_engine else None,
+                    )
+            axis.axhline(limit, color="black", linewidth=0.8, linestyle="--")
+            axis.set(
+                xlabel=f"requests per second, {workload} tokens in/out",
+                ylabel=f"{key[:4].strip('_').upper()}, ms (log)",
+                yscale="log",
+            )
+            axis.grid(alpha=0.3, which="both")
+        axes[0].legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=130)

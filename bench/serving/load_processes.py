@@ -1,0 +1,134 @@
+"""One open-loop load, sent by several processes: at 18,000 tokens a second a client in one process
+would be slower than what it measures.
+
+    1. `LoadProcesses(n)` starts them
+    2. `run`: each makes its share of the prompts, all wait for the last, and send from the same
+       moment on; arrivals are those of one client with the same seed
+    3. `close`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from bench.serving.load import Load
+from bench.serving.openai_stream import Outcome
+from bench.serving.prompts import PromptStyle
+from bench.serving.report import Span
+from bench.workload import Preset, exactly
+
+_BEGIN_S = 0.2
+"""Seconds until all processes have been told when to begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSpec:
+    """Requests that are all alike, `rate` a second for `duration_s`, to the URLs in turn; what is
+    not answered `drain_s` later is given up."""
+
+    urls: list[str]
+    model: str
+    n_in: int
+    n_out: int
+    rate: float
+    duration_s: float
+    drain_s: float
+    seed: int
+    vocabulary: tuple[int, int]
+    extra: dict[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def load(self, client: aiohttp.ClientSession) -> Load:
+        style = PromptStyle(
+            style="ids", model=self.model, vocabulary=self.vocabulary, extra=self.extra
+        )
+        preset = Preset(
+            description="alike",
+            first=exactly(self.n_in),
+            output=exactly(self.n_out),
+            max_prompt=1 << 40,
+        )
+        return Load(
+            client=client,
+            urls=self.urls,
+            style=style,
+            preset=preset,
+            seed=self.seed,
+            drain_s=self.drain_s,
+            headers=self.headers,
+        )
+
+
+class LoadProcesses:
+    """Holds `count` processes that send."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ends: list[Connection] = []
+        self._processes = []
+        for share in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_send_share, args=(theirs, share, count), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    async def run(self, spec: LoadSpec) -> tuple[list[Outcome], Span]:
+        """Returns all outcomes in order of arrival. Raises EOFError when a process has ended."""
+        for end in self._ends:
+            end.send(spec)
+        for end in self._ends:
+            await asyncio.to_thread(end.recv)
+        start = time.perf_counter() + _BEGIN_S
+        for end in self._ends:
+            end.send(start)
+        found = [await asyncio.to_thread(end.recv) for end in self._ends]
+        outcomes = sorted((one for part, _ in found for one in part), key=lambda one: one.due)
+        spans = [span for _, span in found]
+        last_arrival = max(span.last_arrival for span in spans)
+        return outcomes, Span(start, last_arrival, max(span.end for span in spans))
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(5.0)
+            process.kill()
+
+
+def _send_share(connection: Connection, share: int, num_shares: int) -> None:
+    gc.disable()
+    uvloop.run(_serve(connection, share, num_shares))
+
+
+async def _serve(connection: Connection, share: int, num_shares: int) -> None:
+    while True:
+        try:
+            spec: LoadSpec = await asyncio.to_thread(connection.recv)
+        except EOFError:
+            return
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, read_bufsize=1 << 18
+        ) as client:
+            load = spec.load(client)
+            arrivals = load.arrivals(spec.rate, spec.duration_s, share, num_shares)
+            connection.send("ready")
+            start: float = await asyncio.to_thread(connection.recv)
+            span = await load.send(arrivals, start, spec.duration_s)
+        gc.collect()
+        for outcome in load.outcomes:
+            outcome.text, outcome.token_ids = "", []
+        connection.send((load.outcomes, span))

@@ -1,0 +1,174 @@
+"""Tests goodput and what explains it, on made-up rows, steps and timelines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.serving.goodput import Workload, engine_of, node_args, parse_arguments
+from bench.serving.goodput_report import Objectives, goodput, plot, read_rows
+from bench.serving.load_processes import LoadProcesses, LoadSpec
+from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
+from bench.serving.openai_stream import Outcome
+from engine.frontend.step_history import HistoryReport, PauseTold
+from engine.sched.step_log import StepRecord
+from tests.bench.test_serving_bench import answer_as_asked
+from tests.router.fakes import FakeDecodeNode
+
+OBJECTIVES = Objectives(200.0, 15.0)
+PEERS = Path(__file__).parents[2] / "bench" / "results" / "goodput-2026-11-27.jsonl"
+
+
+def row(qps: float, ttft: float, itl: float, **more: Any) -> dict[str, Any]:
+    def figures(p99: float) -> dict[str, float]:
+        return {"p50": p99 / 2, "p99": p99, "max": p99 * 2}
+
+    return {
+        "engine": "e", "qps": qps, "n_in": 20, "n_out": 5, "errors": None, "gpus": 4,
+        "ttft_ms": figures(ttft), "itl_ms": figures(itl), **more,
+    }  # fmt: skip
+
+
+def test_goodput_is_the_highest_rate_up_to_which_all_were_within() -> None:
+    rows = [row(48, 150, 12), row(24, 90, 9), row(60, 300, 12), row(70, 100, 10)]
+    [found] = goodput(rows, OBJECTIVES)
+    assert (found["req_per_s"], found["req_per_s_per_gpu"]) == (48, 12)
+    assert found["rates"] == [24, 48, 60, 70]
+    assert not found["is_highest_measured"]
+    [all_within] = goodput(rows[:2], OBJECTIVES)
+    assert all_within["is_highest_measured"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row(1, 201, 1),
+        row(1, 1, 16),
+        row(1, 1, 1, errors={"x": 1}),
+        row(1, 1, 1) | {"ttft_ms": None},
+    ],
+)
+def test_a_run_that_is_late_or_failed_is_no_goodput(bad: dict[str, Any]) -> None:
+    assert goodput([bad], OBJECTIVES)[0]["req_per_s"] == 0
+
+
+def test_a_peers_lines_and_our_results_are_read_alike(tmp_path: Path) -> None:
+    peers = read_rows(PEERS)
+    assert {one["engine"].split(",")[0] for one in peers} > {"vllm-rep4"}
+    found = {(one["engine"], one["workload"]): one for one in goodput(peers, OBJECTIVES)}
+    ours = found["tandem-3p1d, goodput-2026-11-27", "2000/150"]
+    assert (ours["req_per_s"], ours["req_per_s_per_gpu"]) == (24, None)
+    assert found["vllm-rep4, goodput-2026-11-27", "2000/150"]["req_per_s"] == 0
+    result = tmp_path / "r.json"
+    result.write_text(json.dumps({"figures": {"loads": [row(24, 90, 9, kind="load")]}}))
+    assert [one["engine"] for one in read_rows(result)] == ["e, r"]
+    result.write_text(json.dumps({"figures": {"loads": []}}))
+    with pytest.raises(ValueError, match="no row of a load"):
+        read_rows(result)
+    plot([*peers, row(24, 90, 9)], OBJECTIVES, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_arguments_say_what_runs() -> None:
+    args = parse_arguments(["--nodes", "2p2d", "--load", "1000/300@30,60", "--kill", "decode"])
+    assert args.load == [Workload(1000, 300, (30.0, 60.0))]
+    assert engine_of(args) == "tandem-2p2d-kill-decode"
+    flags = node_args(args)
+    assert flags[flags.index("--max-model-len") + 1] == "2048"
+    assert parse_arguments([]).load == [Workload(2000, 150, (24.0, 48.0))]
+    with pytest.raises(argparse.ArgumentTypeError):
+        Workload.parse("2000@24")
+
+
+def history(*steps: tuple[float, float, int, int, int], pauses: Any = ()) -> HistoryReport:
+    """Makes steps of (issued, ended, rows, prompt tokens, new rows), in milliseconds."""
+    records = [
+        StepRecord(number, issued / 1e3, ended / 1e3, rows, rows, prompt, new)
+        for number, (issued, ended, rows, prompt, new) in enumerate(steps)
+    ]
+    return HistoryReport(99.0, records, list(pauses))
+
+
+def steady(count: int, every: float = 10.0) -> list[tuple[float, float, int, int, int]]:
+    return [(every * (i + 1) - 15, every * (i + 1), 4, 0, 0) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("step", "pause", "cause"),
+    [
+        ((205, 240, 5, 0, 0), None, "idle"),
+        ((195, 240, 5, 0, 0), None, "other"),
+        ((195, 240, 5, 0, 1), None, "join"),
+        ((195, 240, 5, 100, 1), None, "prompt"),
+        ((195, 240, 5, 0, 1), ("engine core", "garbage", 0.215, 0.01), "garbage"),
+        ((205, 240, 5, 0, 1), ("engine core", "turn", 0.245, 0.01), "turn"),
+        ((195, 240, 5, 0, 0), ("engine core", "garbage", 0.199, 0.01), "other"),
+        ((195, 240, 5, 0, 0), ("node server", "garbage", 0.215, 0.01), "other"),
+    ],
+)
+def test_a_late_step_has_a_cause(step: Any, pause: Any, cause: str) -> None:
+    told = [PauseTold(*pause, 2)] if pause else []
+    report = history(*steady(20), step, pauses=told)
+    late = [gap for gap in gaps(report) if gap.is_late]
+    assert [gap.cause for gap in late] == [cause]
+    figures = decode_figures(report, start=0.1)
+    assert figures["late_steps"] == {cause: {"count": 1, "lost_ms": 30.0}}
+    assert figures["worst"][0]["at_s"] == 0.14
+    assert figures["step_ms"]["max"] == pytest.approx(40)
+
+
+def test_a_pause_of_answers_is_no_time_between_tokens() -> None:
+    """In the step after it every row is new."""
+    report = history(*steady(12), (985, 1000, 2, 0, 2), (990, 1010, 2, 0, 0))
+    assert max(gap.seconds for gap in gaps(report)) == pytest.approx(0.010)
+
+
+def test_a_prefill_node_is_busy_while_steps_run() -> None:
+    report = history((0, 40, 1, 100, 1), (20, 80, 1, 100, 1), (100, 170, 2, 200, 2))
+    figures = prefill_figures(report, span_s=0.2)
+    assert figures["busy"] == 0.75
+    assert figures["step_ms_by_prompts"]["1"]["p50"] == pytest.approx(40)
+    assert figures["step_ms_by_prompts"]["2"]["n"] == 1
+
+
+def test_the_time_to_the_first_token_is_divided() -> None:
+    timeline = {
+        "queue_s": 0.02, "prefill_s": 0.05, "first_token_s": 0.08, "second_token_s": 0.1,
+        "kv_last_byte_s": 0.085, "prefill_node": "p0", "attempts": 1,
+    }  # fmt: skip
+    told = Outcome(0.0, sent=1.0, end=2.0, chunks=[1.09, 1.1], timeline=timeline)
+    silent = Outcome(0.0, sent=1.0, end=2.0, chunks=[1.5])
+    figures = prompt_figures([told, silent])
+    parts = {name: found["p50"] for name, found in figures["ttft_parts_ms"].items()}
+    assert parts == pytest.approx(
+        {
+            "outside": 10, "queue": 20, "prefill": 50, "path": 10, "second_token_after": 20,
+            "kv_after_first_token": 5,
+        }
+    )  # fmt: skip
+    assert figures["by_prefill_node"]["p0"]["prompts"] == 1
+
+
+async def test_processes_send_one_load_between_them() -> None:
+    node = await FakeDecodeNode("d", answer_as_asked).start()
+    clients = LoadProcesses(2)
+    spec = LoadSpec(
+        urls=[f"http://{node.target}"], model="m", n_in=6, n_out=3, rate=20.0, duration_s=0.5,
+        drain_s=30.0, seed=1, vocabulary=(10, 20), headers={"x-tandem-timeline": "1"},
+    )  # fmt: skip
+    try:
+        outcomes, span = await clients.run(spec)
+    finally:
+        clients.close()
+        await node.stop()
+    assert len(outcomes) == len(node.requests) > 2
+    assert all(outcome.complete and len(outcome.chunks) == 3 for outcome in outcomes)
+    assert [one.due for one in outcomes] == sorted(one.due for one in outcomes)
+    assert span.start < span.last_arrival <= span.end
+    assert all(headers["x-tandem-timeline"] == "1" for headers, _ in node.requests)
+    prompts = [tuple(json.loads(body)["prompt"]) for _, body in node.requests]
+    assert len(set(prompts)) == len(prompts)
