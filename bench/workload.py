@@ -221,6 +221,24 @@ PRESETS = {
         output=Quantiles(((0, 1), (50, 129), (75, 395), (90, 424), (99, 601), (100, 1000))),
         arrival_cv=1.09,
     ),
+    "equal": Preset(
+        description="prompts of 2000 tokens, nothing in common",
+        first=exactly(2000), output=exactly(150),
+    ),
+    "1000-300": Preset(
+        description="prompts of 1000 tokens, nothing in common",
+        first=exactly(1000), output=exactly(300),
+    ),
+    "mixed": Preset(
+        description="prompts of 50 to 16,000 tokens, nothing in common",
+        first=Quantiles(((0, 50), (20, 200), (50, 1000), (80, 4000), (95, 8000), (100, 16000))),
+        output=exactly(150),
+    ),
+    "shared-opening": Preset(
+        description="conversations of six turns behind one opening of 16,384 tokens, long pauses",
+        first=exactly(1500), output=exactly(200), new=exactly(1500), turns=((6, 1.0),),
+        pause_median_s=120.0, shared_tokens=16384,
+    ),
     "reasoning": Preset(
         description="short questions, long answers",
         first=Quantiles(((0, 10), (50, 208), (90, 2500), (99, 23423), (100, 60000))),

@@ -13,154 +13,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+from bench.engine.speed_profiles import PROFILES
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
-from bench.router.requests import (
-    Limits,
-    at_load,
-    limits,
-    make_requests,
-    with_hot_key,
-)
-from bench.workload import PRESETS
+from bench.router.simulated_case import HOT_KEY, SLO_S, Case, Result, policy_maker, requests_of, run
+from engine.speed.profile import load_profile
 from planner.simulation.cluster import ClusterShape, SimCluster
-from planner.simulation.measured import Measured
-from planner.simulation.requests import SimRequest
-from planner.simulation.step_times import PrefillCost
+from planner.simulation.step_times import MeasuredTimes, PrefillCost
 from router.admission.admission_gate import GateLimits
-from router.nodes.registry import NodeRegistry
-from router.placement.choose_policy import PolicyName, choose_policy
-from router.placement.policy import Policy
-from router.placement.spill import Margin, SpillRule
+from router.placement.choose_policy import PolicyName
+from router.placement.spill import Margin
 from router.placement.tandem_policy import TandemParameters
 
-SLO_S = 5.0
-WARM_PART = 0.15
-_TIME_SCALE = 0.38
-"""The scale of the pauses between turns: the trace's hour at the load of 16 nodes."""
-_TURNS_PER_NODE_S = 0.57
-"""Requests that a node gets in a second at load 1, about; exact in `at_load`."""
-_HOT_KEY = "hot-key"
-_HOT_PART = 0.3
-"""The share of all sessions that have the same key in this workload."""
-_COST = PrefillCost()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One run."""
-
-    group: str
-    label: str
-    load: float
-    policy: PolicyName = PolicyName.TANDEM
-    workload: str = "conversation"
-    count: int = 12_000
-    shape: ClusterShape = field(default_factory=ClusterShape)
-    parameters: TandemParameters = field(default_factory=TandemParameters)
-    slow_nodes: int = 0
-    """So many prefill nodes have half the speed."""
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One run's figures. `hit_limit`: that of one endless cache. `work_balance`: busiest node over
-    the mean.
-    """
-
-    group: str
-    label: str
-    policy: str
-    workload: str
-    load: float
-    num_prefill: int
-    num_routers: int
-    slo: float
-    """Requests with their first token in time, of all that came."""
-    slo_limit: float
-    """The same of an idle cluster with one endless cache."""
-    refused: float
-    hit: float
-    hit_limit: float
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    work_balance: float
-    decision_p50_us: float
-    decision_mean_us: float
-    decode_overfull: int
-    choices: dict[str, int]
-    wall_s: float
-
-
-@cache
-def _requests(
-    workload: str, num_nodes: int, load: float, count: int, seed: int
-) -> tuple[list[SimRequest], Limits]:
-    preset = PRESETS["conversation" if workload == _HOT_KEY else workload]
-    preset = preset.scaled(1.0, _TIME_SCALE, None)
-    requests = make_requests(preset, _TURNS_PER_NODE_S * load * num_nodes, count, seed)
-    if workload == _HOT_KEY:
-        requests = with_hot_key(requests, _HOT_PART)
-    requests = at_load(
-        requests, load * num_nodes, lambda r: _COST.seconds(r.num_prompt, r.num_prompt)
-    )
-    return requests, limits(requests, int(WARM_PART * count), _COST.seconds, SLO_S)
-
-
-def run(case: Case) -> Result:
-    requests, limit = _requests(
-        case.workload, case.shape.num_prefill, case.load, case.count, case.seed
-    )
-    began = time.perf_counter()
-    cluster = SimCluster(case.shape, _maker(case), case.seed, [0.5] * case.slow_nodes)
-    measured = cluster.run(requests, WARM_PART)
-    return _result(case, cluster, measured, limit, time.perf_counter() - began)
-
-
-def _maker(case: Case) -> Callable[[NodeRegistry, random.Random], Policy]:
-    return lambda registry, rng: choose_policy(case.policy, registry, rng, case.parameters)
-
-
-def _result(
-    case: Case, cluster: SimCluster, measured: Measured, limit: Limits, wall_s: float
-) -> Result:
-    ttft = sorted(measured.ttft_s)
-    busy = [node.engine.busy_s for node in cluster.prefills]
-    decisions = sorted(measured.decision_s)
-    return Result(
-        group=case.group,
-        label=case.label,
-        policy=case.policy,
-        workload=case.workload,
-        load=case.load,
-        num_prefill=case.shape.num_prefill,
-        num_routers=case.shape.num_routers,
-        slo=sum(t < SLO_S for t in ttft) / (len(ttft) + measured.num_refused),
-        slo_limit=limit.slo,
-        refused=measured.num_refused / (len(ttft) + measured.num_refused),
-        hit=measured.num_cached / measured.num_prompt,
-        hit_limit=limit.hit,
-        ttft_mean_s=statistics.fmean(ttft),
-        ttft_p50_s=statistics.median(ttft),
-        ttft_p99_s=ttft[int(0.99 * len(ttft))],
-        work_balance=max(busy) / statistics.fmean(busy),
-        decision_p50_us=1e6 * statistics.median(decisions),
-        decision_mean_us=1e6 * statistics.fmean(decisions[: int(0.99 * len(decisions))]),
-        decode_overfull=measured.num_overfull,
-        choices=dict(measured.choices),
-        wall_s=wall_s,
-    )
-
+_COMPARED = (PolicyName.LEAST_LOADED, PolicyName.TANDEM)
 
 # What is compared -------------------------------------------------------------------------------
 
@@ -199,14 +70,14 @@ def nodes() -> Iterable[Case]:
             num_decode=num_prefill // 2,
             report_s=1.0 if num_prefill > 256 else 0.25,
         )
-        for policy in (PolicyName.LEAST_LOADED, PolicyName.TANDEM):
+        for policy in _COMPARED:
             yield Case(
                 group="nodes", label=policy, load=0.95, policy=policy, count=count, shape=shape
             )
 
 
 def workloads() -> Iterable[Case]:
-    for workload in ("agent", "chat-short", "no-share", "hot-prefix", "flash-crowd", _HOT_KEY):
+    for workload in ("agent", "chat-short", "no-share", "hot-prefix", "flash-crowd", HOT_KEY):
         for policy in (PolicyName.LEAST_LOADED, PolicyName.STICKY, PolicyName.TANDEM):
             yield Case(group="workloads", label=policy, load=0.9, policy=policy, workload=workload)
 
@@ -217,8 +88,8 @@ def parts() -> Iterable[Case]:
     none, double = Margin(0.0, 0.0), Margin(1.0, 1.0)
     variants: list[tuple[str, TandemParameters, ClusterShape]] = [
         ("complete", base, ClusterShape()),
-        ("no margins", replace(base, spill=SpillRule(none, none)), ClusterShape()),
-        ("double margins", replace(base, spill=SpillRule(double, double)), ClusterShape()),
+        ("no margins", replace(base, spill=none), ClusterShape()),
+        ("double margins", replace(base, spill=double), ClusterShape()),
         ("constant weight 3", replace(base, base_weight=3.0, queue_weight=0.0), ClusterShape()),
         ("no prefix index", replace(base, max_index_entries=0), ClusterShape()),
         ("no prefixes in reports", base, ClusterShape(reports_prefixes=False)),
@@ -233,6 +104,80 @@ def slow() -> Iterable[Case]:
         yield Case(group="slow", label=policy, load=0.8, policy=policy, slow_nodes=2)
 
 
+def uncached() -> Iterable[Case]:
+    """Sends prompts of which no node has anything: then no policy should beat the least load."""
+    for num_prefill in (2, 3, 8, 16, 32):
+        for num_routers in (1, 4):
+            for load in (0.3, 0.6, 0.9):
+                shape = ClusterShape(
+                    num_prefill=num_prefill, num_decode=num_prefill, num_routers=num_routers
+                )
+                yield from _uncached(f"{num_routers} routers", load, shape)
+    few = ClusterShape(num_prefill=8, num_decode=8)
+    late = replace(few, report_s=1.0, reports_on_change=False)
+    for load in (0.6, 0.9):
+        yield from _uncached("reports each 1 s", load, late)
+        yield from _uncached("2 of half the speed", load, few, slow_nodes=2)
+
+
+def _uncached(label: str, load: float, shape: ClusterShape, slow_nodes: int = 0) -> Iterable[Case]:
+    for workload in ("equal", "mixed"):
+        for policy in _COMPARED:
+            yield Case(
+                group="uncached",
+                label=f"{policy}, {label}",
+                load=load,
+                policy=policy,
+                workload=workload,
+                count=6000,
+                shape=shape,
+                slow_nodes=slow_nodes,
+            )
+
+
+def rates() -> Iterable[Case]:
+    """Sends what was sent to four GPUs (docs/performance.md), with the steps of Llama-3.1-8B."""
+    steps = MeasuredTimes(load_profile(Path(PROFILES) / "h200-llama-3.1-8b.json"))
+    for workload, num_prefill, num_decode, sent in (
+        ("equal", 3, 1, (24, 48, 55)),
+        ("1000-300", 2, 2, (30, 60)),
+    ):
+        shape = ClusterShape(
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            num_routers=1,
+            steps=steps,
+            batched=True,
+        )
+        for rate in sent:
+            for policy in (PolicyName.ROUND_ROBIN, *_COMPARED):
+                yield Case(
+                    group="rates",
+                    label=f"{policy}, {rate}/s",
+                    load=0.0,
+                    rate=rate,
+                    policy=policy,
+                    workload=workload,
+                    count=4000,
+                    shape=shape,
+                )
+
+
+def crowded() -> Iterable[Case]:
+    """Sends conversations behind one long opening, slowly, whose ends one cache has no room for."""
+    shape = ClusterShape(num_prefill=4, num_decode=4, cache_blocks=120)
+    for policy in (*_COMPARED, PolicyName.STICKY):
+        yield Case(
+            group="crowded",
+            label=policy,
+            load=0.12,
+            policy=policy,
+            workload="shared-opening",
+            count=6000,
+            shape=shape,
+        )
+
+
 def overload() -> Iterable[Case]:
     """Sends far more than can be served, without and with admission."""
     gate = GateLimits(slots_per_node=4, max_waiting=64, num_routers=4)
@@ -242,10 +187,15 @@ def overload() -> Iterable[Case]:
             yield Case(group="overload", label=label, load=load, shape=shape)
 
 
+# fmt: off
 GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
     group.__name__: group
-    for group in (policies, seeds, routers, reports, nodes, workloads, parts, slow, overload)
+    for group in (
+        policies, seeds, routers, reports, nodes, workloads, parts, slow, overload,
+        uncached, rates, crowded,
+    )
 }
+# fmt: on
 
 
 # The cost of a decision --------------------------------------------------------------------------
@@ -254,9 +204,10 @@ GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
 def decision_us(num_prefill: int, count: int = 4000) -> float:
     """Returns the processor time of one decision, after a router has placed as many before."""
     shape = ClusterShape(num_prefill=num_prefill, num_decode=num_prefill // 2, num_routers=1)
-    requests, _ = _requests("conversation", num_prefill, 0.95, 2 * count, 0)
-    cluster = SimCluster(shape, _maker(Case(group="", label="", load=0.95)), 0)
+    requests, _ = requests_of("conversation", num_prefill, 0.95, 2 * count, 0, PrefillCost())
+    cluster = SimCluster(shape, policy_maker(Case(group="", label="", load=0.95)), 0)
     cluster.run(requests[:count])
+    cluster.report_now()
     place = cluster.routers[0].policy.place
     began = time.process_time()
     for request in requests[count:]:
@@ -268,7 +219,7 @@ def decision_us(num_prefill: int, count: int = 4000) -> float:
 
 _HEAD = (
     "group", "case", "workload", "nodes", "load", "SLO", "refused", "hits / limit", "TTFT mean",
-    "p99",
+    "p50", "p99", "ideal mean", "p99",
 )  # fmt: skip
 
 
@@ -280,8 +231,16 @@ def table(results: Iterable[Result]) -> str:
             f"{r.slo:.3f}",
             f"{r.refused:.3f}",
             hits,
-            f"{r.ttft_mean_s:.2f}",
-            f"{r.ttft_p99_s:.1f}",
+            *(
+                f"{seconds:.3g}"
+                for seconds in (
+                    r.ttft_mean_s,
+                    r.ttft_p50_s,
+                    r.ttft_p99_s,
+                    r.ideal_mean_s,
+                    r.ideal_p99_s,
+                )
+            ),
         )
         rows.append((r.group, r.label, r.workload, str(r.num_prefill), f"{r.load:g}", *figures))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

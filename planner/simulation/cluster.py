@@ -168,11 +168,15 @@ class SimCluster:
 
     # Reports -----------------------------------------------------------------------------------
 
-    def _report_all(self) -> None:
+    def report_now(self) -> None:
+        """Brings the reports of all nodes to all routers."""
         for node in self.prefills:
             self._tell(node.address, node.report())
         for decode in self.decodes:
             self._tell(decode.address, decode.report())
+
+    def _report_all(self) -> None:
+        self.report_now()
         next_at = self._next_report_at()
         if next_at is not None:
             self.timeline.at(next_at, self._report_all)

@@ -60,7 +60,7 @@ class PrefillCost:
         return sum(self.seconds(part.num_new, part.num_before + part.num_new) for part in parts)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MeasuredTimes:
     """Gives the times of a profile; between two measured points times are interpolated, beyond the
     last they go on as between the last two."""

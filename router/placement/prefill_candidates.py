@@ -1,16 +1,17 @@
 """Picks the few prefill nodes that a decision looks at.
 
-home       the session's node by rendezvous hash: every router finds the same
+own        the session's last node and its home by rendezvous hash, which every router finds alike
 matches    up to two with the longest cached prefix, as far as this router knows
-others     they find the idle nodes. Of few nodes eight at random; of many the four with the least
-           to do of sixteen, drawn at random. All nodes would find them better, and with loads that
-           are a moment old all routers would find the same one
+others     they find the idle nodes. Of few nodes the eight with the least to do, which comes first
+           of equal ones left to chance; of many the four with the least to do of sixteen, drawn at
+           random. The least loaded of very many would be found better by looking at all, and with
+           loads that are a moment old all routers would find the same one
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 from operator import attrgetter
 
@@ -23,29 +24,27 @@ NUM_OTHERS = 8
 NUM_OTHERS_OF_MANY = 4
 _DRAWN_OF_MANY = 16
 _MANY = 32
-_LOOK_AT_ALL = NUM_OTHERS
 _work = attrgetter("predicted_tokens")
 
 
 def prefill_candidates(
-    group: NodeGroup, home: Node | None, match: PrefixMatch, rng: random.Random
+    group: NodeGroup, own: Iterable[Node], match: PrefixMatch, rng: random.Random
 ) -> list[Node]:
-    """Returns them, home first and without repetition; none that waits for the outcome of a probe,
+    """Returns them, `own` first and without repetition; none that waits for the outcome of a probe,
     unless there is nothing else."""
-    chosen: list[Node] = [] if home is None else [home]
-    if len(group.nodes) <= _LOOK_AT_ALL:
-        chosen += group.nodes
-    else:
+    chosen = list(own)
+    if len(group.nodes) > NUM_OTHERS:
         chosen += (node for node in match.best(NUM_MATCHES, rng) if node in group.members)
-        chosen += others(group.nodes, rng)
+    chosen += others(group.nodes, rng)
     return accepting(dict.fromkeys(chosen))
 
 
 def others(nodes: Sequence[Node], rng: random.Random) -> list[Node]:
     """Returns some that have little to do."""
-    if len(nodes) <= _MANY:
-        return rng.sample(nodes, NUM_OTHERS)
-    return nsmallest(NUM_OTHERS_OF_MANY, rng.choices(nodes, k=_DRAWN_OF_MANY), key=_work)
+    if len(nodes) > _MANY:
+        return nsmallest(NUM_OTHERS_OF_MANY, rng.choices(nodes, k=_DRAWN_OF_MANY), key=_work)
+    mixed = rng.sample(nodes, len(nodes))
+    return nsmallest(NUM_OTHERS, mixed, key=_work) if len(nodes) > NUM_OTHERS else mixed
 
 
 def accepting(nodes: Sequence[Node] | dict[Node, None]) -> list[Node]:

@@ -32,9 +32,11 @@ _MAX_ENDS = 1000
 
 @dataclass(slots=True)
 class _Shelf:
-    """Holds one node's blocks; `bit` stands for the node in the index."""
+    """Holds one node's blocks; `bit` stands for the node in the index. `capacity`: blocks that its
+    cache has room for, as far as is known."""
 
     bit: int
+    capacity: int = 0
     ends: OrderedDict[int, None] = field(default_factory=OrderedDict)
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
@@ -133,10 +135,16 @@ class PrefixIndex:
                 shelf.blocks[block] = None
                 self._nodes_of[block] = self._nodes_of.get(block, 0) | shelf.bit
                 self.num_entries += 1
+        shelf.capacity = capacity
         while len(shelf.blocks) > capacity:
             self._drop_oldest(shelf)
         while self.num_entries > self.max_entries:
             self._drop_oldest(self._next_shelf())
+
+    def has_room(self, node: Node, num_blocks: int) -> bool:
+        """Returns whether `node` could take so many more blocks without dropping any."""
+        shelf = self._shelves.get(node)
+        return shelf is None or len(shelf.blocks) + num_blocks <= shelf.capacity
 
     def retain(self, nodes: Collection[Node]) -> None:
         """Forgets all nodes but these."""

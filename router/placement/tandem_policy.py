@@ -1,19 +1,21 @@
-"""Places by tandem's own policy: a session stays at home unless leaving saves much time.
+"""Places by tandem's own policy: the least queue, and a prompt's prefix where there is one.
 
-    candidates    the session's home, nodes with a cached prefix, a few at random
-    cost          estimated time to the first token of each
-    spill         home, unless the best costs so much less that losing the prefix is worth it
+    candidates    the session's last node and its home, nodes with a cached prefix, the least loaded
+    cost          estimated time to the first token of each, and what it computes that another has
+    spill         the node with most of the prompt, unless the best one saves more than a margin
     learn         what was sent where (prefix index), and how long it took (service time),
                   of each model apart
 
-Nothing is shared with other routers. They agree on homes because they hash alike, and on spills
-because all bound them by the same loads.
+A prompt of which nothing is cached goes where it will be computed first; of nodes that are equally
+idle to its session's home, so that a router that was restarted finds it again. Nothing is shared
+with other routers. They agree on homes because they hash alike, and on spills because all bound
+them by the same loads.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from router.models.per_model import PerModel
@@ -21,6 +23,7 @@ from router.nodes.address import NodeRole
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy, RankedPrefills
+from router.placement.crowding import Crowding
 from router.placement.local_prefill import LocalPrefillRule
 from router.placement.node_pool import NodeGroup
 from router.placement.policy import Placement, PrefillChoice
@@ -28,13 +31,12 @@ from router.placement.prefill_candidates import prefill_candidates
 from router.placement.prefill_outcome import PrefillOutcome
 from router.placement.prefix_holder import find_holder
 from router.placement.prefix_index import PrefixIndex, PrefixMatch
-from router.placement.service_time import ServiceTimeFit
-from router.placement.spill import MARGINS, SpillRule
+from router.placement.service_time import ServiceTime, ServiceTimeFit
+from router.placement.session_places import SessionPlaces
+from router.placement.spill import MARGIN, Margin
 from router.placement.ttft_estimate import TtftEstimator
 from router.request.info import RequestInfo
 
-_KNOWN_PREFIX = 0.25
-"""A request that finds so much of its prompt cached counts as a later turn."""
 _DEFAULT_CACHE_TOKENS = 1 << 20
 
 
@@ -42,7 +44,7 @@ _DEFAULT_CACHE_TOKENS = 1 << 20
 class TandemParameters:
     """Tunes the policy; docs/routing.md says what each of them was measured against."""
 
-    spill: SpillRule = MARGINS
+    spill: Margin = MARGIN
     base_weight: float = 3.0
     queue_weight: float = 10.0
     prefill_tokens_per_s: float = 8000.0
@@ -58,6 +60,7 @@ class ModelKnowledge:
     fit: ServiceTimeFit
     index: PrefixIndex
     answers: PrefixIndex
+    crowding: Crowding
     estimator: TtftEstimator
 
 
@@ -79,6 +82,7 @@ class TandemPolicy(BasePolicy):
         )
         self._parameters = parameters or TandemParameters()
         self._knowledge = PerModel(self._learn_model)
+        self._places = SessionPlaces()
         self._local = LocalPrefillRule(self._parameters.short_prompt_tokens)
         self._indexed_version = -1
         registry.on_prefixes = self._note_prefixes
@@ -93,21 +97,31 @@ class TandemPolicy(BasePolicy):
         self._forget_lost_nodes()
         known = self.knowledge(group.nodes[0])
         match = known.index.match(request.prefix_blocks)
-        key = request.session_key
-        home = group.rendezvous.home(key) if key else None
-        candidates = prefill_candidates(group, home, match, self.rng)
+        own = self._own_nodes(request, group)
+        candidates = prefill_candidates(group, own, match, self.rng)
         new = {node: num_new_tokens(request, match, node) for node in candidates}
+        if request.is_later_turn and own and own[0] in new:
+            new[own[0]] = without_unseen(request, new[own[0]])
         costs = known.estimator.costs_s(new, request.num_prompt_tokens, self.registry.clock())
         ranked = sorted(candidates, key=costs.__getitem__)
-        choice = PrefillChoice.LEAST_LOADED
-        if home in costs:
-            choice = self._stay_or_spill(request, ranked, costs, new, known.fit.mean_s)
+        choice = self._stay_or_spill(request, ranked, costs, new, known.fit.mean_s)
+        if choice is PrefillChoice.HOME:
+            choice = _relieve(request, known, ranked, new)
         found = self._result(request, ranked, choice, new[ranked[0]], decode, known.estimator)
         if not found.nodes:
             return found
         matches = match, known.answers.match(request.prefix_blocks)
-        own = match.num_blocks(ranked[0])
-        return replace(found, prefix_holder=find_holder(own, ranked[0], matches, self.registry))
+        num_own = match.num_blocks(ranked[0])
+        return replace(found, prefix_holder=find_holder(num_own, ranked[0], matches, self.registry))
+
+    def _own_nodes(self, request: RequestInfo, group: NodeGroup) -> list[Node]:
+        """Returns where the session's last prompt went, if that is known, and the session's
+        home."""
+        if not request.session_key:
+            return []
+        last = self._places.find(request.session_key, group.members)
+        home = group.rendezvous.home(request.session_key)
+        return [home] if last is None else [last, home]
 
     def _stay_or_spill(
         self,
@@ -117,16 +131,19 @@ class TandemPolicy(BasePolicy):
         new: dict[Node, int],
         mean_s: float,
     ) -> PrefillChoice:
-        """Decides for a session. Home is the first of `costs`; it moves to the front of `ranked` if
-        the session stays."""
-        home = next(iter(costs))
-        known = 1 - min(new.values()) / max(1, request.num_prompt_tokens)
-        is_later = request.is_later_turn or known >= _KNOWN_PREFIX
-        margin = self._parameters.spill.margin(is_later_turn=is_later)
-        if not margin.keeps(costs[home], costs[ranked[0]], mean_s):
+        """Decides for a prompt that is cached somewhere. Its holder moves to the front of `ranked`
+        if it stays there."""
+        best = ranked[0]
+        holder = min(ranked, key=new.__getitem__)
+        num_prompt = request.num_prompt_tokens
+        num_cached = num_prompt - new[holder]
+        if num_cached <= 0 or new[best] == new[holder]:
+            return PrefillChoice.HOME if num_cached > 0 else PrefillChoice.LEAST_LOADED
+        part = num_cached / num_prompt
+        if not self._parameters.spill.keeps(costs[holder], costs[best], mean_s, part):
             return PrefillChoice.SPILL
-        ranked.remove(home)
-        ranked.insert(0, home)
+        ranked.remove(holder)
+        ranked.insert(0, holder)
         return PrefillChoice.HOME
 
     def _result(
@@ -151,6 +168,8 @@ class TandemPolicy(BasePolicy):
     def placed(self, request: RequestInfo, placement: Placement) -> None:
         super().placed(request, placement)
         if placement.prefills:
+            if request.session_key:
+                self._places.note(request.session_key, placement.prefills[0])
             self._learn_prefix(placement.prefills[0], request)
             self._learn_answer(placement.decode, request)
 
@@ -159,10 +178,13 @@ class TandemPolicy(BasePolicy):
         node = self._prefill_node(placement, outcome.node)
         if node is None:
             return
-        if node not in placement.prefills[:1]:
+        known = self.knowledge(node)
+        if node in placement.prefills[:1]:
+            known.crowding.missed(node, _missed_s(request, placement, outcome, known.fit.time))
+        else:
             self._learn_prefix(node, request)
         new, prompt = outcome.num_computed_tokens, outcome.num_prompt_tokens
-        fit = self.knowledge(node).fit
+        fit = known.fit
         expected_s = fit.time.seconds(new, prompt)
         fit.observe(new, prompt, outcome.compute_s)
         if node.report is not None:
@@ -197,7 +219,7 @@ class TandemPolicy(BasePolicy):
             base_weight=self._parameters.base_weight,
             queue_weight=self._parameters.queue_weight,
         )
-        return ModelKnowledge(fit, PrefixIndex(share), PrefixIndex(share), estimator)
+        return ModelKnowledge(fit, PrefixIndex(share), PrefixIndex(share), Crowding(), estimator)
 
     def _share_index(self, num_models: int) -> int:
         """Gives all models equal parts of the index, so that none evicts another's blocks."""
@@ -211,20 +233,62 @@ class TandemPolicy(BasePolicy):
         for known in self._knowledge:
             known.index.retain(())
             known.answers.retain(())
+            known.crowding.retain(())
+        self._places.retain(())
 
     def _forget_lost_nodes(self) -> None:
         if self._indexed_version != self.registry.version:
             self._indexed_version = self.registry.version
             prefills = set(self.registry.nodes(NodeRole.PREFILL))
             decodes = set(self.registry.nodes(NodeRole.DECODE))
+            self._places.retain(prefills)
             self._knowledge.retain({node.model for node in prefills})
             self._share_index(len(self._knowledge))
             for known in self._knowledge:
                 known.index.retain(prefills)
                 known.answers.retain(decodes)
+                known.crowding.retain(prefills)
+
+
+def _relieve(
+    request: RequestInfo, known: ModelKnowledge, ranked: list[Node], new: Mapping[Node, int]
+) -> PrefillChoice:
+    """Sends the request elsewhere if what the first of `ranked` no longer has room for has cost as
+    much as that does. Then another node with room comes to the front."""
+    holder, num_prompt = ranked[0], request.num_prompt_tokens
+    num_blocks = len(request.prefix_blocks)
+    roomy = [node for node in ranked[1:] if known.index.has_room(node, num_blocks)]
+    if not roomy:
+        return PrefillChoice.HOME
+    seconds = known.fit.time.seconds
+    price_s = seconds(new[roomy[0]], num_prompt) - seconds(new[holder], num_prompt)
+    if not known.crowding.pays(holder, price_s):
+        return PrefillChoice.HOME
+    ranked.remove(roomy[0])
+    ranked.insert(0, roomy[0])
+    return PrefillChoice.SPILL
+
+
+def _missed_s(
+    request: RequestInfo, placement: Placement, outcome: PrefillOutcome, time: ServiceTime
+) -> float:
+    """Returns the seconds in which the first node of `placement` computed what it was thought to
+    have. Parts are compared: the router only guesses how many tokens a text has."""
+    expected = placement.num_new_tokens / max(1, request.num_prompt_tokens)
+    num_prompt = outcome.num_prompt_tokens
+    num_missed = outcome.num_computed_tokens - expected * num_prompt
+    if num_missed < request.tokens_per_block:
+        return 0.0
+    return time.seconds(num_missed, num_prompt) - time.base_s
 
 
 def num_new_tokens(request: RequestInfo, match: PrefixMatch, node: Node) -> int:
     """Returns the prompt tokens that `node` would have to compute, at least 1."""
     cached = int(match.num_blocks(node) * request.tokens_per_block)
     return max(1, request.num_prompt_tokens - cached)
+
+
+def without_unseen(request: RequestInfo, num_new: int) -> int:
+    """Returns how much of `num_new` the node of the session's last turn has probably to compute: of
+    the prompt's end, which is in no block of the index, half was there a turn before."""
+    return max(1, num_new - round(min(num_new, request.tokens_per_block) / 2))

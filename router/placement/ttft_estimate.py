@@ -1,7 +1,7 @@
 """Estimates when a prefill node would have the first token, and what that costs everybody.
 
     ttft = queue + service
-    cost = queue + weight · service
+    cost = queue + service + (weight - 1) · time of the tokens that another candidate has cached
     weight = base + per_queue · shortest queue / mean service time
 
 queue     tokens that wait there (its report, and our own dispatches since), at the rate that it
@@ -9,9 +9,11 @@ queue     tokens that wait there (its report, and our own dispatches since), at 
           because others have dispatched too. Not at the time that single prompts took: those
           computed in the same steps share it
 service   the prompt itself, without the tokens that are cached there
-weight    a prompt's service also delays all who come after it, and its KV drives out what is
-          cached for them. How much so depends on how busy the nodes are: when even the best of
-          them has a queue, every second of computing is waited for by many
+weight    what is computed anew although a node has it delays all who come after, and its KV drives
+          out what is cached for them. How much so depends on how busy the nodes are: when even the
+          best of them has a queue, every second of computing is waited for by many. What no node
+          has must be computed anyway, and counts once: counted more often it would make differences
+          between queues look small
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from router.placement.service_time import ServiceTimeFit
 
 _FRESH_S = 1.0
 _DOUBT_PER_S = 0.25
+_EQUAL_PACE = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +50,32 @@ class TtftEstimator:
     ) -> dict[Node, float]:
         """Returns what the choice between nodes goes by. There is at least one."""
         queues = {node: self.queue_s(node, now) for node in num_new}
-        weight = self.weight(min(queues.values()))
         seconds = self.fit.time.seconds
+        services = {count: seconds(count, num_prompt) for count in set(num_new.values())}
+        least = min(services.values())
+        again = self.weight(min(queues.values())) - 1
         return {
-            node: queues[node] + weight * self.pace(node) * seconds(new, num_prompt)
-            for node, new in num_new.items()
+            node: queues[node]
+            + self.pace(node) * services[count]
+            + again * (services[count] - least)
+            for node, count in num_new.items()
         }
 
     def weight(self, shortest_queue_s: float) -> float:
-        """Returns what a second of computing counts, in seconds of waiting."""
+        """Returns what a second of computing what is cached elsewhere counts, in seconds of
+        waiting."""
         return self.base_weight + self.queue_weight * shortest_queue_s / self.fit.mean_s
 
     def pace(self, node: Node) -> float:
         """Returns the pace of `node` as measured; before any prompt was, by the speed that it
-        reports."""
+        reports. Nodes that differ less than they do from one moment to the next are equal: the
+        quickest of them would get every prompt that finds the others idle, too."""
         rate = _reported_rate(node)
         if node.pace.is_known or not rate:
-            return node.pace.factor
-        return 1 / (rate * self.fit.s_per_queued_token)
+            pace = node.pace.factor
+        else:
+            pace = 1 / (rate * self.fit.s_per_queued_token)
+        return 1.0 if 1 / _EQUAL_PACE < pace < _EQUAL_PACE else pace
 
     def _s_per_token(self, node: Node) -> float:
         rate = _reported_rate(node)

@@ -8,6 +8,7 @@ from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.nodes.report import NodeReport
+from router.placement.prefill_outcome import PrefillOutcome
 from router.request.info import RequestInfo
 
 
@@ -30,6 +31,15 @@ def report(role: NodeRole = NodeRole.DECODE, **fields: Any) -> NodeReport:
 
 def request(**fields: Any) -> RequestInfo:
     return RequestInfo(**{"path": "/v1/completions", "request_id": "r", **fields})
+
+
+def served(target: Node, prompt: int, cached: int, seconds: float) -> PrefillOutcome:
+    return PrefillOutcome(
+        node=target.address.target,
+        num_prompt_tokens=prompt,
+        num_cached_tokens=cached,
+        compute_s=seconds,
+    )
 
 
 class Fleet:

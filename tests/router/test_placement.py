@@ -23,11 +23,12 @@ from router.placement.prefill_candidates import NUM_OTHERS, accepting, others, p
 from router.placement.prefill_outcome import PrefillOutcome
 from router.placement.prefix_index import PrefixIndex
 from router.placement.service_time import ServiceTime, ServiceTimeFit
-from router.placement.spill import MARGINS, Margin
+from router.placement.session_places import SessionPlaces
+from router.placement.spill import Margin
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
 from router.placement.ttft_estimate import TtftEstimator, doubt
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
-from tests.router.factories import Fleet, address, report, request
+from tests.router.factories import Fleet, address, report, request, served
 
 PREFILL = NodeRole.PREFILL
 RNG = random.Random(0)
@@ -37,15 +38,6 @@ def node(name: str, role: NodeRole = PREFILL, **fields: Any) -> Node:
     made = Node(address(name, role))
     made.apply(report(role, **fields), now=0.0)
     return made
-
-
-def served(target: Node, prompt: int, cached: int, seconds: float) -> PrefillOutcome:
-    return PrefillOutcome(
-        node=target.address.target,
-        num_prompt_tokens=prompt,
-        num_cached_tokens=cached,
-        compute_s=seconds,
-    )
 
 
 # Blocks of a prompt ----------------------------------------------------------------------------
@@ -242,21 +234,54 @@ def test_old_reports_are_doubted() -> None:
     assert [doubt(age) for age in (0.0, 1.0, 3.0)] == [1.0, 1.0, 1.5]
 
 
-def test_computing_costs_more_when_even_the_best_node_is_busy() -> None:
+def test_nodes_of_nearly_equal_pace_are_equal() -> None:
+    close, slow = node("close"), node("slow")
+    for target, factor in ((close, 1.2), (slow, 1.3)):
+        target.pace.factor, target.pace.is_known = factor, True
+    assert [estimator().pace(target) for target in (close, slow)] == [1.0, 1.3]
+
+
+def test_computing_again_costs_more_when_even_the_best_node_is_busy() -> None:
+    """What another has counts `weight` times, what none has once."""
     idle, busy = node("idle"), node("busy", num_waiting_tokens=1000)
     costs = estimator().costs_s({idle: 1000, busy: 100}, 1000, now=0.0)
-    assert costs[idle] == pytest.approx(2.0)
-    assert costs[busy] == pytest.approx(1.0 + 2 * 0.1)
-    costs = estimator().costs_s({busy: 100}, 1000, now=0.0)
-    assert costs[busy] == pytest.approx(1.0 + (2 + 10 * 1.0) * 0.1)
+    assert costs[idle] == pytest.approx(1.0 + (2 - 1) * 0.9)
+    assert costs[busy] == pytest.approx(1.0 + 0.1)
+    other = node("other", num_waiting_tokens=1000)
+    costs = estimator().costs_s({other: 1000, busy: 100}, 1000, now=0.0)
+    assert costs[other] == pytest.approx(1.0 + 1.0 + (2 + 10 * 1.0 - 1) * 0.9)
+    assert costs[busy] == pytest.approx(1.0 + 0.1)
+
+
+def test_prompts_that_no_node_has_cost_queue_and_service() -> None:
+    waiting = {node(f"n{i}", num_waiting_tokens=100 * i): 500 for i in range(4)}
+    costs = estimator().costs_s(waiting, 500, now=0.0)
+    assert list(costs.values()) == pytest.approx([0.5, 0.6, 0.7, 0.8])
 
 
 def test_a_margin_has_a_factor_and_a_number_of_services() -> None:
     margin = Margin(ratio=0.5, services=2.0)
-    assert margin.keeps(4.0, best_s=2.0, mean_service_s=0.5)
-    assert not margin.keeps(4.1, best_s=2.0, mean_service_s=0.5)
-    assert MARGINS.margin(is_later_turn=True) is MARGINS.later_turn
-    assert MARGINS.margin(is_later_turn=False) is MARGINS.first_turn
+    for part in (0.25, 1.0):
+        assert margin.keeps(4.0, best_s=2.0, mean_service_s=0.5, cached_part=part)
+        assert not margin.keeps(4.1, best_s=2.0, mean_service_s=0.5, cached_part=part)
+    assert margin.keeps(3.0, best_s=2.0, mean_service_s=0.5, cached_part=0.125)
+    assert not margin.keeps(3.1, best_s=2.0, mean_service_s=0.5, cached_part=0.125)
+    assert not margin.keeps(2.1, best_s=2.0, mean_service_s=0.5, cached_part=0.0)
+
+
+def test_places_of_sessions_are_bounded_and_forgotten_with_their_node() -> None:
+    places, (a, b) = SessionPlaces(max_sessions=2), (node("a"), node("b"))
+    places.note(b"1", a)
+    places.note(b"2", b)
+    places.note(b"1", a)
+    places.note(b"3", b)
+    found = [places.find(key, {a, b}) for key in (b"1", b"2", b"3")]
+    assert found == [a, None, b], "the one that was longest not used gave way"
+    assert places.find(b"1", {b}) is None
+    places.retain([b])
+    assert len(places) == 1 and places.find(b"1", {a, b}) is None
+    places.retain([])
+    assert len(places) == 0
 
 
 # Candidates ------------------------------------------------------------------------------------
@@ -268,13 +293,13 @@ def test_candidates_are_home_matches_and_a_few_at_random() -> None:
     for holder in nodes[40:50]:
         index.learn(holder, (1,), 10)
     match, rng = index.match((1,)), random.Random(2)
-    found = prefill_candidates(group, nodes[7], match, rng)
+    found = prefill_candidates(group, [nodes[7]], match, rng)
     assert found[0] is nodes[7]
     assert set(found[1:3]) < set(nodes[40:50])
     assert len(found) == len(set(found)) <= 3 + NUM_OTHERS
     holders = {n for _ in range(200) for n in match.best(2, rng)}
     assert holders == set(nodes[40:50]), "not always the same two of many"
-    assert len({n for _ in range(200) for n in prefill_candidates(group, None, match, rng)}) == 100
+    assert len({n for _ in range(200) for n in prefill_candidates(group, [], match, rng)}) == 100
 
 
 def test_of_many_nodes_the_others_are_idle_ones() -> None:
@@ -282,14 +307,20 @@ def test_of_many_nodes_the_others_are_idle_ones() -> None:
     nodes, rng = [node(f"n{i}", num_waiting_tokens=i % 8) for i in range(1000)], random.Random(0)
     drawn = [others(nodes, rng) for _ in range(100)]
     assert sum(few[0].predicted_tokens == 0 for few in drawn) > 80
-    few = {n for _ in range(100) for n in others(nodes[:16], rng)}
-    assert few == set(nodes[:16]), "of few nodes the busy ones too, or all routers do the same"
+    assert {n.predicted_tokens for n in others(nodes[:32], rng)} == {0, 1}, "all of few are seen"
+
+
+def test_which_of_equally_idle_nodes_comes_first_is_left_to_chance() -> None:
+    rng = random.Random(0)
+    for count in (3, 20):
+        nodes = [node(f"n{i}") for i in range(count)]
+        assert {others(nodes, rng)[0] for _ in range(400)} == set(nodes)
 
 
 def test_of_a_small_group_all_are_candidates() -> None:
     nodes = [node(f"n{i}") for i in range(5)]
     found = prefill_candidates(
-        NodeGroup(tuple(nodes)), nodes[3], PrefixIndex(9).match(()), random.Random(1)
+        NodeGroup(tuple(nodes)), [nodes[3]], PrefixIndex(9).match(()), random.Random(1)
     )
     assert found[0] is nodes[3]
     assert set(found) == set(nodes)
@@ -299,7 +330,7 @@ def test_matches_outside_the_group_are_no_candidates() -> None:
     index, stranger = PrefixIndex(9), node("stranger")
     index.learn(stranger, (1,), 10)
     group = NodeGroup(tuple(node(f"n{i}") for i in range(20)))
-    assert stranger not in prefill_candidates(group, None, index.match((1,)), random.Random(1))
+    assert stranger not in prefill_candidates(group, [], index.match((1,)), random.Random(1))
 
 
 def test_a_probed_node_is_left_out_unless_there_is_no_other() -> None:
@@ -551,8 +582,13 @@ def test_two_routers_spill_alike() -> None:
     """Nothing is shared, and the same loads lead both away from the same busy home."""
     fleets = [fleet_of(6), fleet_of(6)]
     policies = [tandem(fleet) for fleet in fleets]
-    key = b"a session"
-    homes = [p.place(request(session_key=key)).prefills[0].address for p in policies]
+    turn = request(
+        session_key=b"a session",
+        num_prompt_tokens=1100,
+        prefix_blocks=(5,),
+        tokens_per_block=1000.0,
+    )
+    homes = [p.place(turn).prefills[0].address for p in policies]
     assert homes[0] == homes[1]
     for fleet in fleets:
         for index in range(6):
@@ -560,7 +596,7 @@ def test_two_routers_spill_alike() -> None:
             waiting = 10**6 if fleet.node(name).address == homes[0] else 1000 * index
             busy = report(PREFILL, sequence=2, num_waiting_tokens=waiting)
             fleet.registry.apply_report(fleet.node(name).address, busy)
-    spilled = [p.place(request(session_key=key, num_prompt_tokens=100)) for p in policies]
+    spilled = [p.place(turn) for p in policies]
     assert {p.choice for p in spilled} == {PrefillChoice.SPILL}
     assert spilled[0].prefills[0].address == spilled[1].prefills[0].address != homes[0]
 

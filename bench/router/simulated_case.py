@@ -1,0 +1,203 @@
+"""Runs one case of the routing simulation: requests, a cluster in virtual time, and its figures."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from heapq import heapify, heapreplace
+
+from bench.router.requests import (
+    Limits,
+    at_load,
+    limits,
+    make_requests,
+    with_hot_key,
+)
+from bench.workload import PRESETS
+from planner.simulation.cluster import ClusterShape, SimCluster
+from planner.simulation.measured import Measured
+from planner.simulation.requests import SimRequest
+from planner.simulation.step_times import MeasuredTimes, Part, StepTimes
+from router.nodes.registry import NodeRegistry
+from router.placement.choose_policy import PolicyName, choose_policy
+from router.placement.policy import Policy
+from router.placement.tandem_policy import TandemParameters
+
+SLO_S = 5.0
+WARM_PART = 0.15
+_TIME_SCALE = 0.38
+"""The scale of the pauses between turns: the trace's hour at the load of 16 nodes."""
+_TURNS_PER_NODE_S = 0.57
+"""Requests that a node gets in a second at load 1, about; exact in `at_load`."""
+HOT_KEY = "hot-key"
+_HOT_PART = 0.3
+"""The share of all sessions that have the same key in this workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run."""
+
+    group: str
+    label: str
+    load: float
+    policy: PolicyName = PolicyName.TANDEM
+    workload: str = "conversation"
+    count: int = 12_000
+    shape: ClusterShape = field(default_factory=ClusterShape)
+    parameters: TandemParameters = field(default_factory=TandemParameters)
+    rate: float = 0.0
+    """Requests a second in place of `load`, of which it is then the part of the tier."""
+    slow_nodes: int = 0
+    """So many prefill nodes have half the speed."""
+    seed: int = 0
+
+    @property
+    def num_ordinary(self) -> float:
+        """Returns what all prefill nodes can compute, in ordinary ones."""
+        return self.shape.num_prefill - self.slow_nodes / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One run's figures. `hit_limit`: that of one endless cache. `work_balance`: busiest node over
+    the mean. `ideal_*`: of one queue in front of all nodes, without any cache.
+    """
+
+    group: str
+    label: str
+    policy: str
+    workload: str
+    load: float
+    num_prefill: int
+    num_routers: int
+    slo: float
+    """Requests with their first token in time, of all that came."""
+    slo_limit: float
+    """The same of an idle cluster with one endless cache."""
+    refused: float
+    hit: float
+    hit_limit: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    ideal_mean_s: float
+    ideal_p50_s: float
+    ideal_p99_s: float
+    work_balance: float
+    decision_p50_us: float
+    decision_mean_us: float
+    decode_overfull: int
+    choices: dict[str, int]
+    wall_s: float
+
+
+@cache
+def requests_of(
+    workload: str, num_nodes: float, load: float, count: int, seed: int, steps: StepTimes
+) -> tuple[list[SimRequest], Limits]:
+    """Makes the requests that are `load` of what `num_nodes` can compute with such steps."""
+    preset = PRESETS["conversation" if workload == HOT_KEY else workload]
+    preset = preset.scaled(1.0, _TIME_SCALE, None)
+    requests = make_requests(preset, _TURNS_PER_NODE_S * load * num_nodes, count, seed)
+    if workload == HOT_KEY:
+        requests = with_hot_key(requests, _HOT_PART)
+    requests = at_load(
+        requests, load * num_nodes, lambda r: prompt_s(steps, r.num_prompt, r.num_prompt)
+    )
+    service_s = partial(prompt_s, steps)
+    return requests, limits(requests, int(WARM_PART * count), service_s, SLO_S)
+
+
+def prompt_s(steps: StepTimes, num_new: int, num_prompt: int) -> float:
+    """Returns the seconds of a prompt alone on a node."""
+    if isinstance(steps, MeasuredTimes):
+        return steps.prompt_s(num_new, num_prompt)
+    return steps.step_s([Part(num_new, num_prompt - num_new)], 0, 0)
+
+
+def ideal_ttft_s(
+    requests: Sequence[SimRequest], num_nodes: int, first: int, steps: StepTimes
+) -> list[float]:
+    """Returns what requests from the `first` on would wait for their first token if nodes took
+    whole prompts from one queue, rising. Nobody knows better without knowing lengths."""
+    free_at = [0.0] * num_nodes
+    heapify(free_at)
+    found = []
+    for request in requests:
+        done = max(free_at[0], request.at_s) + prompt_s(
+            steps, request.num_prompt, request.num_prompt
+        )
+        heapreplace(free_at, done)
+        found.append(done - request.at_s)
+    return sorted(found[first:])
+
+
+def run(case: Case) -> Result:
+    if case.rate:
+        case = replace(case, load=_load_of(case))
+    requests, limit = requests_of(
+        case.workload, case.num_ordinary, case.load, case.count, case.seed, case.shape.steps
+    )
+    began = time.perf_counter()
+    cluster = SimCluster(case.shape, policy_maker(case), case.seed, [0.5] * case.slow_nodes)
+    measured = cluster.run(requests, WARM_PART)
+    wall_s = time.perf_counter() - began
+    first = int(WARM_PART * len(requests))
+    ideal = ideal_ttft_s(requests, case.shape.num_prefill, first, case.shape.steps)
+    return _result(case, cluster, measured, limit, ideal, wall_s)
+
+
+def _load_of(case: Case) -> float:
+    """Returns the part of what the nodes can compute that `rate` requests a second are."""
+    requests, _ = requests_of(
+        case.workload, case.num_ordinary, 1.0, case.count, case.seed, case.shape.steps
+    )
+    return case.rate * requests[-1].at_s / len(requests)
+
+
+def policy_maker(case: Case) -> Callable[[NodeRegistry, random.Random], Policy]:
+    return lambda registry, rng: choose_policy(case.policy, registry, rng, case.parameters)
+
+
+def _result(
+    case: Case,
+    cluster: SimCluster,
+    measured: Measured,
+    limit: Limits,
+    ideal: Sequence[float],
+    wall_s: float,
+) -> Result:
+    ttft = sorted(measured.ttft_s)
+    busy = [node.engine.busy_s for node in cluster.prefills]
+    decisions = sorted(measured.decision_s)
+    return Result(
+        group=case.group,
+        label=case.label,
+        policy=case.policy,
+        workload=case.workload,
+        load=case.load,
+        num_prefill=case.shape.num_prefill,
+        num_routers=case.shape.num_routers,
+        slo=sum(t < SLO_S for t in ttft) / (len(ttft) + measured.num_refused),
+        slo_limit=limit.slo,
+        refused=measured.num_refused / (len(ttft) + measured.num_refused),
+        hit=measured.num_cached / measured.num_prompt,
+        hit_limit=limit.hit,
+        ttft_mean_s=statistics.fmean(ttft),
+        ttft_p50_s=statistics.median(ttft),
+        ttft_p99_s=ttft[int(0.99 * len(ttft))],
+        ideal_mean_s=statistics.fmean(ideal),
+        ideal_p50_s=statistics.median(ideal),
+        ideal_p99_s=ideal[int(0.99 * len(ideal))],
+        work_balance=max(busy) / statistics.fmean(busy),
+        decision_p50_us=1e6 * statistics.median(decisions),
+        decision_mean_us=1e6 * statistics.fmean(decisions[: int(0.99 * len(decisions))]),
+        decode_overfull=measured.num_overfull,
+        choices=dict(measured.choices),
+        wall_s=wall_s,
+    )
