@@ -242,7 +242,7 @@ def test_nodes_of_nearly_equal_pace_are_equal() -> None:
 
 
 def test_computing_again_costs_more_when_even_the_best_node_is_busy() -> None:
-    """What another has counts `weight` times, what none has once."""
+    """A token that another node has counts `weight` times, one that none has once."""
     idle, busy = node("idle"), node("busy", num_waiting_tokens=1000)
     costs = estimator().costs_s({idle: 1000, busy: 100}, 1000, now=0.0)
     assert costs[idle] == pytest.approx(1.0 + (2 - 1) * 0.9)
