@@ -24,7 +24,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import GenerationBody
 from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.not_built import NOT_BUILT
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from router.app import create_app
 from router.config import RouterSettings
@@ -58,7 +58,9 @@ FIELDS = """
 | [not built](#known-but-not-built) | A 400 that names it, unless its value asks for nothing. |
 | unknown | Ignored: one warning in the log for each name, and a count. |
 
-`tandem_ignored_fields_total` counts unknown fields; `--strict-fields` makes them a 400.
+`tandem_ignored_fields_total` counts unknown fields; `--strict-fields` makes them a 400. The same
+becomes of `store: true` of responses, which are not kept, and of tools that a server would run,
+where there are others.
 null is the same as leaving a field out. A whole number may be written as `3.0`; text is no number.
 Wrong types and values are a 400 whose `param` names the field, before anything is computed.
 Sampling parameters that a request leaves out are the model's
@@ -94,6 +96,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
@@ -126,8 +129,8 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   gigabytes.
 - `strict` in `response_format` has OpenAI's demands on a schema checked; without it the answer
   follows the schema, too.
-- Responses have no log probabilities, and nothing of them is kept: `store`, `background` and
-  `previous_response_id` are a 400, because any node may answer the next request.
+- Nothing of a response is kept, because any node may answer the next request: `store` is ignored,
+  `background` and `previous_response_id` are a 400.
 """
 
 

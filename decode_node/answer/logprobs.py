@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import msgspec
@@ -131,3 +132,16 @@ def chat_logprobs(
             others = top
         content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, others))
     return ChatLogprobs(content)
+
+
+def without_markers(
+    tokens: TokenNames, logprobs: Sequence[TokenLogprobs], text: str
+) -> list[TokenLogprobs]:
+    """Returns those of the tokens that make up `text`: the last ones, without markers and white
+    space in front, which are no part of it."""
+    sizes = [len(tokens.token_bytes(one.token_ids[0])) for one in logprobs]
+    size, first, rest = len(text.encode("utf-8", "replace")), 0, sum(sizes)
+    while first < len(sizes) and rest - sizes[first] >= size:
+        rest -= sizes[first]
+        first += 1
+    return list(logprobs[first:])

@@ -1,8 +1,9 @@
 """Builds the content blocks of /v1/messages, and the events that tell of them.
 
 Blocks are a function of the deltas alone: one is open at a time, and a delta of another kind
-closes it and opens the next. The input of a call is an object in this API, which clients read while
-it comes, so its strings are made valid where the model's are not.
+closes it and opens the next. The input of a call is an object in this API. Where the model's is
+none, a whole message has its text under the name that the API gives such input, and a stream tells
+that text, which clients cannot read as an object: no tool runs with half of what was meant.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from decode_node.parsers.deltas import (
     Delta,
     ReasoningText,
 )
-from decode_node.protocol.valid_strings import ValidStrings
 
 Json = dict[str, Any]
+_INVALID = "INVALID_JSON"
+"""Anthropic's documentation of streamed tool input has it."""
 
 
 class MessageBlocks:
@@ -33,7 +35,6 @@ class MessageBlocks:
         self._signature = signature
         self._open: Json | None = None
         self._arguments = ""
-        self._strings = ValidStrings()
         self._events: list[Json] = []
         self.blocks: list[Json] = []
         self.num_calls = 0
@@ -53,7 +54,7 @@ class MessageBlocks:
                         | {"input": {}}
                     )
                 case CallArguments(_, text):
-                    self._add_arguments(self._strings.push(text))
+                    self._add_arguments(text)
                 case CallEnd():
                     self.close()
         return self._taken()
@@ -84,13 +85,12 @@ class MessageBlocks:
         self._tell_delta(f"{kind}_delta", kind, text)
 
     def _add_arguments(self, text: str) -> None:
-        if text:
-            self._arguments += text
-            self._tell_delta("input_json_delta", "partial_json", text)
+        self._arguments += text
+        self._tell_delta("input_json_delta", "partial_json", text)
 
     def _open_block(self, block: Json) -> None:
         self.close()
-        self._arguments, self._strings = "", ValidStrings()
+        self._arguments = ""
         self.blocks.append(block)
         self._open = block
         event = {"type": "content_block_start", "index": self._index, "content_block": dict(block)}
@@ -110,9 +110,9 @@ class MessageBlocks:
 
 
 def _object(arguments: str) -> Json:
-    """Returns the arguments of a call. Those that broke off are left out: the API has objects."""
+    """Returns the arguments of a call, or an object that holds their text."""
     try:
-        found = json.loads(arguments)
+        found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = None
+    return found if isinstance(found, dict) else {_INVALID: arguments}

@@ -4,7 +4,7 @@
 
 A delta of another kind closes the open item and opens the next, so that items and events are a
 function of the deltas alone: a node that goes on with an answer replays its tokens, and is where
-the one before it was.
+the one before it was. Calls are `decode_node.answer.response_calls`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from decode_node.answer.call_ids import CallIds
+from decode_node.answer.logprobs import TokenNames, chat_logprobs, without_markers
+from decode_node.answer.response_calls import OpenCall, open_call
 from decode_node.parsers.deltas import (
     CallArguments,
     CallEnd,
@@ -22,30 +24,43 @@ from decode_node.parsers.deltas import (
     Delta,
     ReasoningText,
 )
+from decode_node.protocol.responses_tools import ResponseTools
+from engine.outputs import TokenLogprobs
 
 Json = dict[str, Any]
 Event = tuple[str, Json]
 """The name of an event, and its data without name and number."""
 
 _NUM_DIGITS = 32
-_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_PREFIXES = {"reasoning": "rs", "message": "msg"}
 _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
 class ResponseItems:
-    """Collects the items of one answer. `name_call` gives the id of a call by index and name."""
+    """Collects the items of one answer. `name_call` gives the id of a call by index and name;
+    `tools` says what a call of each function is told as, `tokens` names tokens in log
+    probabilities."""
 
-    def __init__(self, answer: str, name_call: Callable[[int, str], str]) -> None:
+    def __init__(
+        self,
+        answer: str,
+        name_call: Callable[[int, str], str],
+        tools: ResponseTools,
+        tokens: TokenNames,
+    ) -> None:
         self._answer = answer
         self._name_call = name_call
+        self._tools = tools
+        self._tokens = tokens
         self._open: Json | None = None
+        self._call: OpenCall | None = None
         self._events: list[Event] = []
         self.items: list[Json] = []
 
     @classmethod
-    def of_calls(cls, ids: CallIds) -> ResponseItems:
+    def of_calls(cls, ids: CallIds, tools: ResponseTools, tokens: TokenNames) -> ResponseItems:
         """Returns the items of the only choice, whose calls `ids` names."""
-        return cls(ids.answer, lambda index, function: ids.name(0, index, function))
+        return cls(ids.answer, lambda index, function: ids.name(0, index, function), tools, tokens)
 
     def take(self, deltas: Sequence[Delta]) -> list[Event]:
         """Adds deltas and returns their events."""
@@ -53,8 +68,8 @@ class ResponseItems:
             match delta:
                 case ReasoningText(text):
                     self._add_text("reasoning", text)
-                case ContentText(text):
-                    self._add_text("message", text)
+                case ContentText(text, logprobs):
+                    self._add_text("message", text, logprobs)
                 case CallStart(index, name):
                     self._open_call(index, name)
                 case CallArguments(_, text):
@@ -69,14 +84,18 @@ class ResponseItems:
         self._close("completed" if is_complete else "incomplete")
         return self._taken()
 
-    def _add_text(self, kind: str, text: str) -> None:
+    def _add_text(self, kind: str, text: str, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         if self._open is None or self._open["type"] != kind:
+            self._close("completed")
             self._open_text(kind)
         assert self._open is not None
-        self._open["content"][0]["text"] += text
+        part = self._open["content"][0]
+        part["text"] += text
         fields: Json = {"content_index": 0, "delta": text}
         if kind == "message":
-            fields["logprobs"] = []
+            own = without_markers(self._tokens, logprobs, text)
+            fields["logprobs"] = chat_logprobs(self._tokens, own).content
+            part["logprobs"] += fields["logprobs"]
         self._tell(f"response.{_PARTS[kind]}.delta", **fields)
 
     def _open_text(self, kind: str) -> None:
@@ -85,24 +104,25 @@ class ResponseItems:
             item["role"] = "assistant"
         else:
             item["summary"] = []
-        self._open_item(item)
-        item["content"] = [self._part(kind, "")]
-        self._tell("response.content_part.added", content_index=0, part=self._part(kind, ""))
+        self._open_item(item, _PREFIXES[kind])
+        item["content"] = [self._part(kind)]
+        self._tell("response.content_part.added", content_index=0, part=self._part(kind))
 
     def _open_call(self, index: int, name: str) -> None:
-        item = {"type": "function_call", "status": "in_progress", "name": name, "arguments": ""}
-        self._open_item({**item, "call_id": self._name_call(index, name)})
+        self._close("completed")
+        self._call = open_call(self._tools.told(name), self._name_call(index, name))
+        if not self._call.begins_late:
+            self._open_item(self._call.item, self._call.prefix)
 
     def _add_arguments(self, text: str) -> None:
-        assert self._open is not None
-        self._open["arguments"] += text
-        self._tell("response.function_call_arguments.delta", delta=text)
+        assert self._call is not None
+        for event, fields in self._call.add(text):
+            self._tell(event, **fields)
 
-    def _open_item(self, item: Json) -> None:
-        self._close("completed")
+    def _open_item(self, item: Json, prefix: str) -> None:
         place = f"{self._answer}/item/{len(self.items)}".encode()
         digest = hashlib.blake2s(place).hexdigest()[:_NUM_DIGITS]
-        item["id"] = f"{_PREFIXES[item['type']]}_{digest}"
+        item["id"] = f"{prefix}_{digest}"
         self.items.append(item)
         self._open = item
         self._events.append(
@@ -110,30 +130,37 @@ class ResponseItems:
         )
 
     def _close(self, status: str) -> None:
+        if (call := self._call) is not None:
+            self._finish_call(call, is_complete=status == "completed")
+        elif self._open is not None:
+            self._close_text(self._open)
         if (item := self._open) is None:
             return
         item["status"] = status
-        if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            self._tell("response.function_call_arguments.done", **told)
-        else:
-            self._close_text(item)
         self._events.append(
             ("response.output_item.done", {"output_index": self._index, "item": item})
         )
         self._open = None
 
+    def _finish_call(self, call: OpenCall, *, is_complete: bool) -> None:
+        events = call.finish(is_complete=is_complete)
+        if call.begins_late:
+            self._open_item(call.item, call.prefix)
+        for event, fields in events:
+            self._tell(event, **fields)
+        self._call = None
+
     def _close_text(self, item: Json) -> None:
-        kind, text = item["type"], item["content"][0]["text"]
-        fields: Json = {"content_index": 0, "text": text}
-        if kind == "message":
-            fields["logprobs"] = []
-        self._tell(f"response.{_PARTS[kind]}.done", **fields)
-        self._tell("response.content_part.done", content_index=0, part=self._part(kind, text))
+        part = item["content"][0]
+        fields: Json = {"content_index": 0, "text": part["text"]}
+        if "logprobs" in part:
+            fields["logprobs"] = part["logprobs"]
+        self._tell(f"response.{part['type']}.done", **fields)
+        self._tell("response.content_part.done", content_index=0, part=part)
 
     @staticmethod
-    def _part(kind: str, text: str) -> Json:
-        part: Json = {"type": _PARTS[kind], "text": text}
+    def _part(kind: str) -> Json:
+        part: Json = {"type": _PARTS[kind], "text": ""}
         return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
 
     def _tell(self, event: str, /, **fields: Any) -> None:

@@ -22,6 +22,7 @@ from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.response_items import Event, ResponseItems
 from decode_node.observe.timeline import Timeline
+from decode_node.protocol.responses_tools import ResponseTools
 from decode_node.protocol.usage import Usage
 from edge.http.errors import HttpError
 from engine.frontend.output_processor import RequestOutput
@@ -31,7 +32,7 @@ Json = dict[str, Any]
 
 class ResponsesFormat(ResponseFormat):
     """Forms bodies and events of /v1/responses. `told_back` are the fields of the request that are
-    repeated in the answer."""
+    repeated in the answer; `tools` are the request's."""
 
     id_prefix = "resp"
     done = b""
@@ -45,12 +46,14 @@ class ResponsesFormat(ResponseFormat):
         options: FormatOptions,
         chat: ChatOptions,
         told_back: Json,
+        tools: ResponseTools,
     ) -> None:
         super().__init__(request_id, model, tokenizer, options)
         self.id = f"resp_{request_id}"
         self._chat = chat
         self._readers = chat.readers
         self._told_back = told_back
+        self._tools = tools
         self._made: ResponseItems | None = None
         self._has_begun = False
         self._finish_reason: str | None = None
@@ -99,7 +102,8 @@ class ResponsesFormat(ResponseFormat):
         """Returns the items so far. Their ids need the answer's creation, which a journal may say
         after this format was made."""
         if self._made is None:
-            self._made = ResponseItems.of_calls(self._chat.call_ids(self.identity))
+            ids = self._chat.call_ids(self.identity)
+            self._made = ResponseItems.of_calls(ids, self._tools, self._tokenizer)
         return self._made
 
     def _read(self, choice: Choice, output: RequestOutput) -> list[Event]:

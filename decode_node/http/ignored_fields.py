@@ -1,4 +1,7 @@
-"""Decides what becomes of fields that nobody knows: counted and ignored, or refused.
+"""Decides what becomes of what this server does not have: counted and ignored, or refused.
+
+These are fields that nobody knows, and parts of requests that clients send to every server, such as
+tools that it would run.
 
 Each name is logged once, and only so many of them: clients choose the names.
 """
@@ -39,13 +42,13 @@ class IgnoredFields:
             shown = name if _PLAIN_NAME.fullmatch(name) else "(not a plain name)"
             if shown not in self._warned and len(self._warned) < _MAX_NAMES:
                 self._warned.add(shown)
-                logger.warning("requests have a field %s, which is not known: ignored", shown)
+                logger.warning("requests have %s, which is not known or not built: ignored", shown)
 
 
 def _unknown(names: Sequence[str]) -> BadRequest:
     listed = ", ".join(name[:_MAX_LISTED_LENGTH] for name in names[:_MAX_LISTED])
     return BadRequest(
-        f"unknown parameter: {listed}",
+        f"not known or not built here, and --strict-fields refuses it: {listed}",
         param=names[0][:_MAX_LISTED_LENGTH],
         code="unknown_parameter",
     )

@@ -18,7 +18,7 @@ from decode_node.protocol.chat_answer import ChatChunk, ChatCompletion
 from decode_node.protocol.completions import Completion, CompletionRequest
 from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import Model, ModelList
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.responses import InputTokensRequest, ResponsesRequest
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -78,6 +78,12 @@ _POSTS = (
         body=ResponsesRequest,
         answer="A Response of OpenAI's API.",
         stream="those of OpenAI's API, the last one `response.completed` or `response.incomplete`",
+    ),
+    _Post(
+        path="/v1/responses/input_tokens",
+        name="countInputTokens",
+        body=InputTokensRequest,
+        answer='{"object": "response.input_tokens", "input_tokens": 12}',
     ),
     _Post(
         path="/v1/messages",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -28,7 +29,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
 from decode_node.protocol.models import ModelList
 from decode_node.protocol.parse_body import BodyT, parse_body
-from decode_node.protocol.responses import ResponsesRequest
+from decode_node.protocol.responses import InputTokensRequest, ResponsesRequest
 from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing, RequestContext
 from decode_node.serving.tokenizer_serving import TokenizerServing
@@ -146,6 +147,13 @@ def _add_answers(router: APIRouter, api: Api) -> None:
         body, context = await api.read(request, ResponsesRequest)
         return await api.serving.responses(body, context)
 
+    @router.post("/v1/responses/input_tokens")
+    async def input_tokens(request: Request) -> Response:
+        """Tells how many tokens the prompt of such a request has."""
+        body, context = await api.read(request, InputTokensRequest)
+        count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
+        return _json({"object": "response.input_tokens", "input_tokens": count})
+
     @router.post("/v1/messages")
     async def messages(request: Request) -> Response:
         """Answers a chat in the shape of Anthropic's API."""
@@ -156,7 +164,8 @@ def _add_answers(router: APIRouter, api: Api) -> None:
     async def count_tokens(request: Request) -> Response:
         """Tells how many tokens the prompt of such a chat has."""
         body, context = await api.read(request, CountTokensRequest)
-        return await api.serving.count_tokens(body, context)
+        count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
+        return _json({"input_tokens": count})
 
 
 def _add_state(router: APIRouter, api: Api) -> None:
@@ -194,5 +203,5 @@ def _add_state(router: APIRouter, api: Api) -> None:
             return scrape_response(api.metrics.registry, request)
 
 
-def _json(content: msgspec.Struct) -> Response:
+def _json(content: msgspec.Struct | dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.outputs import TokenLogprobs
+
 
 class ReasoningText(msgspec.Struct, frozen=True):
     """More of what the model thinks."""
@@ -19,9 +21,10 @@ class ReasoningText(msgspec.Struct, frozen=True):
 
 
 class ContentText(msgspec.Struct, frozen=True):
-    """More of what the model says."""
+    """More of what the model says. `logprobs`: of its tokens, where a request wants them."""
 
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class CallStart(msgspec.Struct, frozen=True):

@@ -176,7 +176,8 @@ class OutputParsers:
     ) -> Expression | None:
         """Returns what the answer must match behind its reasoning, for the tools' sake; None where
         they ask for nothing: `required` and a named tool are calls and nothing else, and with
-        strict tools under `auto`, or a single call at most, what begins as a call is one.
+        strict tools under `auto`, a single call at most, or tools that are shown and not allowed,
+        what begins as a call is one.
 
         Args:
             text: The grammar, to which rules are added.
@@ -193,7 +194,8 @@ class OutputParsers:
             return grammar.calls([tool for tool in use.tools if tool.name == use.name], most=1)
         if use.mode == "required":
             return grammar.calls(use.tools, most=most)
-        if most is None and not any(tool.strict for tool in use.tools):
+        is_held = most == 1 or use.is_limited or any(tool.strict for tool in use.tools)
+        if not is_held:
             return None
         return grammar.text_with_calls(use.tools, end_ids, most=most)
 

@@ -30,7 +30,8 @@ class ChatCompletionRequest(GenerationBody):
     tools: Any = None
     """Functions that the model may call, by name and JSON schema of their arguments."""
     tool_choice: Any = None
-    """`none`, `auto`, `required`, or the one to call: `{"type": "function", "function": {...}}`."""
+    """`none`, `auto`, `required`, the one to call: `{"type": "function", "function": {...}}`, or
+    some: `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}`."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may hold several calls; on unless it is false."""
     functions: Any = None
@@ -39,6 +40,8 @@ class ChatCompletionRequest(GenerationBody):
     """Only `none` and `auto`: `tool_choice` replaced it."""
     reasoning_effort: Name | None = None
     """Goes to the chat template; `none` turns thinking off where the template can."""
+    verbosity: Name | None = None
+    """Goes to the chat template: how long answers are, in the template's words."""
     include_reasoning: bool | None = None
     """Tell what the model thinks; on unless it is false."""
 
@@ -65,6 +68,11 @@ class ChatCompletionRequest(GenerationBody):
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def drops_turns(self) -> bool:
+        """Says whether the oldest turns are left out of a chat that is too long."""
+        return False
+
     def tool_use(self) -> ToolUse:
         """Returns the tools and how to choose among them. Raises `BadRequest`."""
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -76,6 +84,8 @@ class ChatCompletionRequest(GenerationBody):
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
+        if self.verbosity is not None:
+            variables["verbosity"] = self.verbosity
         if self.reasoning_effort == "none":
             variables |= {"enable_thinking": False, "thinking": False}
         return variables | (self.chat_template_kwargs or {})

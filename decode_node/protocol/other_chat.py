@@ -14,6 +14,7 @@ from pydantic import PrivateAttr
 
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.parse_body import validate
+from decode_node.protocol.tools import ToolUse
 
 Json = dict[str, Any]
 
@@ -22,6 +23,9 @@ class ChatOfAnother(ChatCompletionRequest):
     """A request of another API as the chat that it amounts to."""
 
     _image_params: tuple[str, ...] = PrivateAttr(())
+    _drops_turns: bool = PrivateAttr(False)
+    _hidden_tools: frozenset[str] = PrivateAttr(frozenset())
+    """Functions that the turns introduce, so that the template need not show them."""
 
     @classmethod
     def of(cls, fields: Json) -> Self:
@@ -30,6 +34,13 @@ class ChatOfAnother(ChatCompletionRequest):
         chat = validate({k: v for k, v in fields.items() if v is not None}, cls)
         chat._image_params = tuple(_places(fields["messages"]))
         return chat
+
+    @property
+    def drops_turns(self) -> bool:
+        return self._drops_turns
+
+    def tool_use(self) -> ToolUse:
+        return super().tool_use().hiding(self._hidden_tools)
 
     @property
     def image_params(self) -> tuple[str, ...]:

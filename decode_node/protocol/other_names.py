@@ -25,7 +25,10 @@ def named_fields(names: Mapping[str, str]) -> Iterator[None]:
 def _renamed(place: str, names: Mapping[str, str]) -> str:
     parts = place.split(".")
     if parts[0] == "tools":
-        return ".".join(parts[:2] + [part for part in parts[2:] if part != "function"])
+        tool = ".".join(parts[:2])
+        return ".".join(
+            [names.get(tool, tool), *(part for part in parts[2:] if part != "function")]
+        )
     for length in (2, 1):
         if new := names.get(".".join(parts[:length])):
             return ".".join([new, *parts[length:]])

@@ -6,15 +6,18 @@ Nothing is kept between requests: what refers to earlier ones is refused by name
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, ClassVar
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from decode_node.protocol.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.client_tools import CLIENT_TOOLS
 from decode_node.protocol.generation_body import first_given
 from decode_node.protocol.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
-from decode_node.protocol.responses_input import chat_messages
+from decode_node.protocol.responses_input import chat_messages, left_out_items
+from decode_node.protocol.responses_tools import ResponseTools, flat_name
 from edge.http.errors import BadRequest
 from engine.models.sampling_defaults import SamplingDefaults
 
@@ -25,6 +28,7 @@ _SAME_IN_CHATS = (
     "parallel_tool_calls", "chat_template_kwargs",
 )  # fmt: skip
 """Fields that chats have under the same name, with the same meaning."""
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class ReasoningOptions(StrictBody):
@@ -44,7 +48,7 @@ class ResponseText(StrictBody):
     format: dict[str, Any] | None = None
     """`{"type": "text"}`, `json_object`, or `json_schema` with `name`, `schema` and `strict`."""
     verbosity: Name | None = None
-    """Only `medium`: ask for the length in the instructions."""
+    """Goes to the chat template as its variable `verbosity`."""
 
 
 class ChatOfResponses(ChatOfAnother):
@@ -57,6 +61,7 @@ class ChatOfResponses(ChatOfAnother):
         "response_format": "text.format",
         "response_format.json_schema": "text.format",
         "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
     }
 
 
@@ -66,7 +71,8 @@ class ResponsesRequest(StrictBody):
     model: Name | None = None
     """A name that this server gives its model; any of them, or none."""
     input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-    """A text of the user, or items: messages, function calls, their outputs, reasoning."""
+    """A text of the user, or items: messages, calls of all kinds of tools, their outputs,
+    reasoning."""
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Int | None = None
@@ -78,9 +84,11 @@ class ResponsesRequest(StrictBody):
     top_p: float | None = None
     """Sample from the smallest set of tokens whose probability reaches this; 0 to 1."""
     tools: list[dict[str, Any]] | None = None
-    """Tools of type `function`; others would run on the server, and none do."""
+    """Tools that the client runs: `function`, `namespace`, `custom`, `local_shell`, `shell` and
+    `apply_patch`. Those that a server would run are ignored where there are others."""
     tool_choice: Any = None
-    """`none`, `auto`, `required`, or the one to call: `{"type": "function", "name": ...}`."""
+    """`none`, `auto`, `required`, the one to call: `{"type": "function", "name": ...}`, or some:
+    `{"type": "allowed_tools", "mode": "auto", "tools": [...]}`."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may hold several calls; on unless it is false."""
     text: ResponseText | None = None
@@ -88,7 +96,7 @@ class ResponsesRequest(StrictBody):
     reasoning: ReasoningOptions | None = None
     """How much the model thinks."""
     store: bool | None = None
-    """Only false: nothing is kept."""
+    """Nothing is kept: true is ignored."""
     previous_response_id: str | None = None
     """Only null: nothing is kept."""
     conversation: Any = None
@@ -97,10 +105,10 @@ class ResponsesRequest(StrictBody):
     """Only false: the answer is given at once."""
     prompt: Any = None
     """Only null: there are no stored prompts."""
-    truncation: str | None = None
-    """Only `disabled`: an input that is too long is refused."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the oldest turns of an input that is too long; else it is refused."""
     top_logprobs: Int | None = None
-    """Only 0: chat completions tell log probabilities."""
+    """The number of most likely tokens to tell for each place of the answer's text."""
 
     seed: Int | None = None
     """The same seed gives the same answer."""
@@ -123,8 +131,9 @@ class ResponsesRequest(StrictBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
 
-    include: Ignored = None
-    """Names parts of the answer that are told anyway, or belong to tools of the server."""
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    """`message.output_text.logprobs` tells log probabilities. Others are told anyway, or belong to
+    tools of the server."""
     stream_options: Ignored = None
     """The last event always tells the usage."""
     metadata: dict[str, Any] | None = None
@@ -147,20 +156,23 @@ class ResponsesRequest(StrictBody):
         for name in ("previous_response_id", "conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise _refused(name, _NEEDS_STATE)
-        if self.store:
-            raise _refused("store", "nothing is kept here; send store false")
         if self.background:
             raise _refused("background", "answers are given at once; leave it out")
-        if self.truncation not in (None, "disabled"):
-            raise _refused("truncation", "shorten the input, and leave it out")
-        if self.top_logprobs:
-            raise _refused("top_logprobs", "chat completions tell log probabilities")
-        if self.text is not None and self.text.verbosity not in (None, "medium"):
-            raise _refused("text.verbosity", "ask for the length in the instructions")
+
+    def unknown_fields(self) -> list[str]:
+        names = super().unknown_fields() + (["store"] if self.store else [])
+        names += [f"tools.{kind}" for kind in self.read_tools.left_out]
+        return names + [f"input.{kind}" for kind in left_out_items(self.input)]
+
+    @cached_property
+    def read_tools(self) -> ResponseTools:
+        """The tools as functions. Raises `BadRequest`."""
+        return ResponseTools.of(self.tools or [])
 
     def named_fields(self) -> AbstractContextManager[None]:
         """Names fields of the chat in errors as this API does."""
-        return named_fields(ChatOfResponses.other_names)
+        places = {f"tools.{i}": place for i, place in enumerate(self.read_tools.places)}
+        return named_fields(ChatOfResponses.other_names | places)
 
     def told_back(self, defaults: SamplingDefaults) -> dict[str, Any]:
         """Returns the fields that an answer repeats, with the values of those not given: the
@@ -176,12 +188,15 @@ class ResponsesRequest(StrictBody):
             "service_tier": "default",
             "store": False,
             "temperature": first_given(self.temperature, defaults.temperature, 1.0),
-            "text": {"format": (self.text and self.text.format) or {"type": "text"}},
+            "text": {
+                "format": (self.text and self.text.format) or {"type": "text"},
+                "verbosity": (self.text and self.text.verbosity) or "medium",
+            },
             "tool_choice": self.tool_choice or ("auto" if self.tools else "none"),
             "tools": self.tools or [],
-            "top_logprobs": 0,
+            "top_logprobs": self.top_logprobs or 0,
             "top_p": first_given(self.top_p, defaults.top_p, 1.0),
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
         }
 
     def to_chat(self) -> ChatOfResponses:
@@ -191,14 +206,28 @@ class ResponsesRequest(StrictBody):
         fields |= {
             "messages": chat_messages(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": None if self.tools is None else _chat_tools(self.tools),
+            "tools": None if self.tools is None else self.read_tools.functions,
             "tool_choice": _chat_choice(self.tool_choice),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": _chat_format(self.text.format if self.text else None),
+            "verbosity": self.text.verbosity if self.text else None,
+            "logprobs": True if self._wants_logprobs else None,
+            "top_logprobs": self.top_logprobs or None,
         }
         # The last event tells usage.
         fields["stream_options"] = {"include_usage": True} if self.stream else None
-        return ChatOfResponses.of(fields)
+        chat = ChatOfResponses.of(fields)
+        chat._drops_turns = self.truncation == "auto"
+        return chat
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+
+class InputTokensRequest(ResponsesRequest):
+    """The body of POST /v1/responses/input_tokens: what shapes the prompt of a response. Fields
+    that only sampling uses change nothing."""
 
 
 def _refused(name: str, advice: str) -> BadRequest:
@@ -207,22 +236,18 @@ def _refused(name: str, advice: str) -> BadRequest:
     )
 
 
-def _chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for i, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            raise BadRequest(
-                f"tools.{i}: only tools of type function are supported; this server runs none",
-                param=f"tools.{i}.type",
-            )
-        function = {k: v for k, v in tool.items() if k != "type" and v is not None}
-        found.append({"type": "function", "function": function})
-    return found
-
-
 def _chat_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        tools = choice.get("tools")
+        allowed = [_chat_choice(one) for one in tools] if isinstance(tools, list) else tools
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": allowed}}
+    if kind in ("function", "custom"):
+        name = choice.get("name")
+        flat = flat_name(choice.get("namespace"), name) if isinstance(name, str) else name
+        return {"type": "function", "function": {"name": flat}}
+    if kind in CLIENT_TOOLS:
+        return {"type": "function", "function": {"name": kind}}
     return choice
 
 

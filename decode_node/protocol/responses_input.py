@@ -1,21 +1,37 @@
 """Turns the input items of /v1/responses into the messages of a chat.
 
 An assistant's turn may be several items: reasoning, a message, calls. They become one message, as
-chat templates expect it.
+chat templates expect it. Calls of all kinds become calls of the functions by which the model knows
+those tools (`decode_node.protocol.responses_tools`). Items of tools that another server ran are
+left out, and named: only that server can read them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+from decode_node.protocol.client_tools import TOOLS_BY_CALL, output_text
 from decode_node.protocol.other_chat import content_of, image_part
+from decode_node.protocol.responses_tools import INPUT, flat_name
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
 
 Content = str | list[Json]
+_OF_SERVERS = frozenset({
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
+    "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
+    "tool_search_call", "tool_search_output",
+})  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def left_out_items(items: str | list[Json]) -> list[str]:
+    """Returns the types of items that say nothing to the model here."""
+    kinds = [] if isinstance(items, str) else [item.get("type") for item in items]
+    return [kind for kind in kinds if isinstance(kind, str) and kind in _OF_SERVERS]
 
 
 def chat_messages(instructions: str | None, items: str | list[Json]) -> list[Json]:
@@ -41,11 +57,18 @@ class _Messages:
         self.found: list[Json] = []
         self._is_open = False
         """The last message is the assistant's, and more of its turn may come."""
+        self._known: dict[str, str] = {}
+        """The items' own ids, with the ids of their calls."""
         self._takes: dict[str, Callable[[Json, str], None]] = {
             "message": self._take_message,
             "function_call": self._take_call,
             "function_call_output": self._take_output,
             "reasoning": self._take_reasoning,
+            "custom_tool_call": self._take_custom_call,
+            "custom_tool_call_output": self._take_output,
+            "item_reference": self._take_reference,
+            **dict.fromkeys(TOOLS_BY_CALL, self._take_client_call),
+            **{f"{kind}_output": self._take_client_output for kind in TOOLS_BY_CALL},
         }
 
     def add(self, role: str, content: Content | None, **fields: Any) -> None:
@@ -55,6 +78,10 @@ class _Messages:
     def take(self, item: Json, place: str) -> None:
         kind = "message" if item.get("type") is None else item["type"]
         take = self._takes.get(kind) if isinstance(kind, str) else None
+        if isinstance(item.get("id"), str) and kind != "item_reference":
+            self._known.setdefault(item["id"], str(item.get("call_id")))
+        if take is None and kind in _OF_SERVERS:
+            return
         if take is None:
             raise BadRequest(
                 f"{place}: items can be {', '.join(self._takes)}; nothing else is kept or run here",
@@ -75,13 +102,50 @@ class _Messages:
         turn["content"] = content
 
     def _take_call(self, item: Json, place: str) -> None:
-        function = {"name": _text(item, "name", place), "arguments": item.get("arguments")}
+        self._add_call(item, place, _flat_name(item, place), item.get("arguments"))
+
+    def _take_custom_call(self, item: Json, place: str) -> None:
+        arguments = {INPUT: _text(item, "input", place)}
+        self._add_call(item, place, _flat_name(item, place), arguments)
+
+    def _take_client_call(self, item: Json, place: str) -> None:
+        tool = TOOLS_BY_CALL[item["type"]]
+        if (arguments := tool.arguments(item)) is None:
+            where = f"{place}.{tool.place}"
+            raise BadRequest(f"{where} must be an object", param=where, code="invalid_type")
+        self._add_call(item, place, tool.name, arguments)
+
+    def _add_call(self, item: Json, place: str, name: str, arguments: str | Json | None) -> None:
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": name, "arguments": arguments}
         call = {"id": _text(item, "call_id", place), "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _take_output(self, item: Json, place: str) -> None:
         output = _content(item.get("output"), f"{place}.output")
         self.add("tool", output, tool_call_id=_text(item, "call_id", place))
+
+    def _take_client_output(self, item: Json, place: str) -> None:
+        """Takes the result of a `local_shell_call`, which may name the item in place of its call,
+        of a `shell_call`, or of an `apply_patch_call`, which need not say more than its status."""
+        name = self._known.get(str(item.get("id"))) if item.get("call_id") is None else None
+        call_id = name or _text(item, "call_id", place)
+        output = item.get("output")
+        if output is None and isinstance(item.get("status"), str):
+            output = item["status"]
+        if item["type"] == "shell_call_output" and (told := output_text(output)) is not None:
+            output = told
+        self.add("tool", _content(output, f"{place}.output"), tool_call_id=call_id)
+
+    def _take_reference(self, item: Json, place: str) -> None:
+        """Takes the name of an item: of one before it, which is there already."""
+        if _text(item, "id", place) not in self._known:
+            raise BadRequest(
+                f"{place}: no item of the input before has this id, and nothing is kept between "
+                "requests here; send the item itself (clients do with store false)",
+                param=f"{place}.id",
+            )
 
     def _take_reasoning(self, item: Json, place: str) -> None:
         name = "content" if item.get("content") else "summary"
@@ -96,6 +160,10 @@ class _Messages:
             self.add("assistant", None)
             self._is_open = True
         return self.found[-1]
+
+
+def _flat_name(item: Json, place: str) -> str:
+    return flat_name(item.get("namespace"), _text(item, "name", place))
 
 
 def _text(item: Json, name: str, place: str) -> str:

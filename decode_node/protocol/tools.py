@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -39,15 +39,18 @@ class ToolUse:
     """Says what a request may call.
 
     Attributes:
-        tools: All that it offers; empty where it offers none.
+        tools: All that it may call; empty where it offers none.
         mode: `none` where it may not call any, `named` where it must call `name`.
         is_parallel: One answer may hold several calls.
+        shown: What the template shows: all but tools that the turns so far have introduced, and
+            also those that may not be called now, so that the prompt stays as it was.
     """
 
     tools: tuple[Tool, ...] = ()
     mode: ChoiceMode = "none"
     name: str = ""
     is_parallel: bool = True
+    shown: tuple[Tool, ...] = ()
 
     @property
     def must_call(self) -> bool:
@@ -56,6 +59,16 @@ class ToolUse:
     @property
     def may_call(self) -> bool:
         return self.mode != "none"
+
+    @property
+    def is_limited(self) -> bool:
+        """Says whether the template shows tools that may not be called."""
+        callable_ = {tool.name for tool in self.tools}
+        return any(tool.name not in callable_ for tool in self.shown)
+
+    def hiding(self, names: Collection[str]) -> ToolUse:
+        """Returns the same without tools of these `names` in what the template shows."""
+        return replace(self, shown=tuple(tool for tool in self.shown if tool.name not in names))
 
     def without_lax_schemas(self) -> ToolUse:
         """Returns the same with any arguments for tools that are not strict."""
@@ -71,8 +84,11 @@ class ToolUse:
 def read_tools(tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
     """Reads the fields `tools`, `tool_choice` and `parallel_tool_calls`. Raises `BadRequest`."""
     known = _read_list(tools)
-    mode, name = _read_choice(choice, known)
-    return ToolUse(known, mode, name, is_parallel=parallel is not False)
+    may_call = known
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        may_call, choice = _read_allowed(choice.get("allowed_tools"), known)
+    mode, name = _read_choice(choice, may_call)
+    return ToolUse(may_call, mode, name, is_parallel=parallel is not False, shown=known)
 
 
 def _read_list(tools: Any) -> tuple[Tool, ...]:
@@ -153,13 +169,37 @@ def _read_choice(choice: Any, tools: Sequence[Tool]) -> tuple[ChoiceMode, str]:
     return "named", name
 
 
+def _read_allowed(allowed: Any, tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], Any]:
+    """Returns the tools that a choice of some allows, and how to choose among them."""
+    place = "tool_choice.allowed_tools"
+    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
+        raise BadRequest(f"{place} must have mode and a list of tools", param=place)
+    if (mode := allowed.get("mode")) not in ("auto", "required"):
+        raise BadRequest(f"{place}.mode must be auto or required", param=f"{place}.mode")
+    names = {_function_name(one) for one in allowed["tools"]}
+    if not names or names - {tool.name for tool in tools}:
+        raise BadRequest(
+            f"{place}.tools must name functions that tools has", param=f"{place}.tools"
+        )
+    return tuple(tool for tool in tools if tool.name in names), mode
+
+
 def _chosen_name(choice: Any) -> str:
+    if (name := _function_name(choice)) is not None:
+        return name
+    raise BadRequest(
+        f"tool_choice must be one of {', '.join(_MODES)}, or "
+        '{"type": "function", "function": {"name": ...}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
+        param="tool_choice",
+    )
+
+
+def _function_name(choice: Any) -> str | None:
+    """Returns the name in `{"type": "function", "function": {"name": ...}}`; None if it is not
+    that."""
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             return str(function["name"])
-    raise BadRequest(
-        f"tool_choice must be one of {', '.join(_MODES)}, or "
-        '{"type": "function", "function": {"name": ...}}',
-        param="tool_choice",
-    )
+    return None

@@ -18,9 +18,10 @@ _ESCAPE = (
     rf'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F]){_HEX}{{4}}'
     rf"|u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}})"
 )
-_RUN = rf'(?:[^"\\\x00-\x1f]++|{_ESCAPE})*+'
-_INSIDE = re.compile(_RUN)
-_OUTSIDE = re.compile(rf'(?:[^"]++|"{_RUN}")*+')
+VALID_RUN = rf'(?:[^"\\\x00-\x1f]++|{_ESCAPE})*+'
+"""Matches the inside of a string, as far as it is valid."""
+_INSIDE = re.compile(VALID_RUN)
+_OUTSIDE = re.compile(rf'(?:[^"]++|"{VALID_RUN}")*+')
 """These match what is valid already, in one go: a long text is read at the speed of a parser."""
 _CONTROL = re.compile("[\x00-\x1f]+")
 _NO_ESCAPES = re.compile(r'(?:\\(?!u)[^"\\/bfnrt\x00-\x1f][^"\\\x00-\x1f]*+)++')

@@ -41,7 +41,7 @@ class ChatPrompt:
                 f"chat_template_kwargs may not set {', '.join(reserved)}",
                 param="chat_template_kwargs",
             )
-        tools = [tool.raw for tool in tool_use.tools] if tool_use.may_call else []
+        tools = [tool.raw for tool in tool_use.shown] if tool_use.may_call else []
         template = self._template(body, has_tools=bool(tools))
         wants_prompt = not body.continue_final_message and body.add_generation_prompt is not False
         forms = probe(template).forms

@@ -67,7 +67,7 @@ class ChatReading:
             is_open = self.reasoning_state(body, prompt) is ReasoningState.OPEN
             make = partial(self.parsers.parser, tools, is_reasoning_open=is_open)
         return ChatOptions(
-            readers=OutputReaders(make),
+            readers=OutputReaders(make, has_logprobs=body.wanted_logprobs is not None),
             call_style=self.parsers.tool_call_parser,
             num_calls_before=sum(len(message.tool_calls or ()) for message in body.messages),
             is_named=tool_use.mode == "named",

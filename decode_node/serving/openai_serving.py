@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 from starlette.responses import Response
 
 from decode_node.answer.answer import Answer
@@ -38,7 +37,7 @@ from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import GenerationBody
-from decode_node.protocol.messages import CountTokensRequest, MessagesRequest
+from decode_node.protocol.messages import MessagesRequest
 from decode_node.protocol.responses import ResponsesRequest
 from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_grammar import ChatGrammar
@@ -143,7 +142,8 @@ class OpenAIServing:
     async def responses(self, body: ResponsesRequest, context: RequestContext) -> Response:
         """Answers a request of the Responses API. Raises `HttpError`."""
         with body.named_fields():
-            make = partial(ResponsesFormat, told_back=body.told_back(self._defaults))
+            told_back = body.told_back(self._defaults)
+            make = partial(ResponsesFormat, told_back=told_back, tools=body.read_tools)
             return await self._chat(body.to_chat(), context, make)
 
     async def messages(self, body: MessagesRequest, context: RequestContext) -> Response:
@@ -154,18 +154,6 @@ class OpenAIServing:
                 # This API has no thinking without a budget, and no thinking is within any.
                 chat.thinking_token_budget = None
             return await self._chat(chat, context, MessagesFormat)
-
-    async def count_tokens(self, body: CountTokensRequest, context: RequestContext) -> Response:
-        """Answers with the number of tokens that a request would have. Raises `HttpError`."""
-        with body.named_fields():
-            chat = body.to_chat()
-            self._served.check(context.model or body.model, context.adapter_digest)
-            tool_use = chat.tool_use()
-            images = await self.images.read(chat)
-            _, tokens = await self.prompts.of_chat(chat, tool_use, is_long=context.is_long)
-            prompt = self.images.with_images(chat, tokens, images)
-        content = msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
-        return Response(content, media_type="application/json")
 
     async def _chat(
         self,

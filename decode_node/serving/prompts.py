@@ -11,10 +11,11 @@ from decode_node.protocol.generation_body import too_long
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tools import ToolUse
 from decode_node.serving.chat_prompt import ChatPrompt
+from decode_node.serving.recent_turns import RecentTurns
 from edge.http import long_work
 from edge.http.errors import BadRequest
 from engine.config import ModelConfig
-from engine.errors import InvalidRequest
+from engine.errors import CONTEXT_EXCEEDED, InvalidRequest
 from engine.frontend.input_processor import check_token_ids
 from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 
@@ -58,13 +59,46 @@ class Prompts:
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
     ) -> tuple[str, list[int]]:
         """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
+        try:
+            return await self._of_chat(body, tool_use, is_long=is_long)
+        except BadRequest as error:
+            turns = RecentTurns(body.messages)
+            if error.code != CONTEXT_EXCEEDED or not body.drops_turns or not turns.num_turns:
+                raise
+        return await self._of_recent(body, turns, tool_use, is_long=is_long)
+
+    async def _of_recent(
+        self, body: ChatCompletionRequest, turns: RecentTurns, tool_use: ToolUse, *, is_long: bool
+    ) -> tuple[str, list[int]]:
+        """Returns the same without as few of the oldest turns as can be. Each prompt that it makes
+        halves what is left to try. Raises `BadRequest`."""
+        few, most = 1, turns.num_turns
+        while few < most:
+            middle = (few + most) // 2
+            try:
+                shorter = body.model_copy(update={"messages": turns.without(middle)})
+                await self._of_chat(shorter, tool_use, is_long=is_long)
+                most = middle
+            except BadRequest as error:
+                if error.code != CONTEXT_EXCEEDED:
+                    raise
+                few = middle + 1
+        shorter = body.model_copy(update={"messages": turns.without(most)})
+        return await self._of_chat(shorter, tool_use, is_long=is_long)
+
+    async def _of_chat(
+        self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
+    ) -> tuple[str, list[int]]:
         keep = body.kept_part(self._max_tokens)
         text = await self.render(body, tool_use, is_long=is_long)
         # A rendered chat has its special tokens written out.
         with_special = bool(body.add_special_tokens)
-        return text, await self.encode(
+        tokens = await self.encode(
             text, "messages", keep, is_long=is_long, add_special_tokens=with_special
         )
+        if body.drops_turns and len(tokens) + (body.wanted_max_tokens or 1) > self._max_tokens:
+            raise too_long(self._max_tokens, f"{len(tokens)} tokens", "messages")
+        return text, tokens
 
     async def render(self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool) -> str:
         """Returns the text of a chat's prompt. Raises `BadRequest`."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from decode_node.protocol.kept_part import KeptPart
+from decode_node.protocol.messages import CountTokensRequest
+from decode_node.protocol.responses import ResponsesRequest
 from decode_node.protocol.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -67,6 +69,18 @@ class TokenizerServing:
             text, param, KeptPart(_ALL), is_long=is_long, add_special_tokens=with_special
         )
         return self._images.with_images(body, ids, images).token_ids
+
+    async def count(
+        self, body: CountTokensRequest | ResponsesRequest, *, is_long: bool, model: str = ""
+    ) -> int:
+        """Returns the number of tokens that the prompt of a request would have. Raises
+        `HttpError`."""
+        with body.named_fields():
+            chat = body.to_chat()
+            self._served.check(model or chat.model)
+            images = await self._images.read(chat)
+            _, tokens = await self._prompts.of_chat(chat, chat.tool_use(), is_long=is_long)
+            return len(self._images.with_images(chat, tokens, images).token_ids)
 
     async def detokenize(
         self, body: DetokenizeRequest, *, is_long: bool, model: str = ""

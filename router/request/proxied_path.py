@@ -47,6 +47,7 @@ _ALL = (
         takes_text=True,
         max_tokens=("max_output_tokens",),
     ),
+    ProxiedPath(path="/v1/responses/input_tokens", generates=False),
     ProxiedPath(path="/v1/messages", preamble="system", prompt="messages"),
     ProxiedPath(path="/v1/messages/count_tokens", generates=False),
     ProxiedPath(path="/tokenize", generates=False),

@@ -52,13 +52,22 @@ def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "response.content_part.added":
             items[-1]["content"].append(dict(event["part"]))
         elif kind.endswith("_text.delta"):
-            items[-1]["content"][event["content_index"]]["text"] += event["delta"]
+            part = items[-1]["content"][event["content_index"]]
+            part["text"] += event["delta"]
+            if "logprobs" in part:
+                part["logprobs"] += event["logprobs"]
         elif kind.endswith("_text.done"):
-            assert items[-1]["content"][event["content_index"]]["text"] == event["text"]
+            part = items[-1]["content"][event["content_index"]]
+            assert part["text"] == event["text"]
+            assert part.get("logprobs") == event.get("logprobs")
         elif kind == "response.function_call_arguments.delta":
             items[-1]["arguments"] += event["delta"]
         elif kind == "response.function_call_arguments.done":
             assert items[-1]["arguments"] == event["arguments"]
+        elif kind == "response.custom_tool_call_input.delta":
+            items[-1]["input"] += event["delta"]
+        elif kind == "response.custom_tool_call_input.done":
+            assert items[-1]["input"] == event["input"]
         elif kind == "response.output_item.done":
             items[-1]["status"] = event["item"]["status"]
             assert items[-1] == event["item"]
@@ -187,7 +196,9 @@ def user_with(*parts: dict[str, Any]) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": []}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input.0.type"),
+    ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, "input.0.action"),
     (user_with({"type": "input_file", "file_id": "f"}), "input.0.content.0"),
     (user_with({"type": "input_image"}), "input.0.content.0.image_url"),
     (user_with({"type": "input_image", "file_id": "f"}), "input.0.content.0.file_id"),
@@ -208,10 +219,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
     ({"input": "a", "conversation": "c"}, "conversation"),
     ({"input": "a", "background": True}, "background"),
-    ({"input": "a", "store": True}, "store"),
-    ({"input": "a", "truncation": "auto"}, "truncation"),
+    ({"input": "a", "truncation": "middle"}, "truncation"),
     ({"input": "a", "prompt": {"id": "p"}}, "prompt"),
-    ({"input": "a", "top_logprobs": 2}, "top_logprobs"),
+    ({"input": "a", "top_logprobs": 200}, "top_logprobs"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"input": "a", "tools": [{"type": "function"}]}, "tools.0.name"),
     ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
@@ -313,3 +323,60 @@ async def test_a_whole_answer_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> No
         for cut in range(1, len(whole) - 1):
             rest = await ask(second, RESPONSES, body, whole[:cut])
             assert data_of(rest[-2]) == data_of(whole[-2])
+
+
+async def test_log_probabilities_are_those_of_the_text() -> None:
+    body = {"input": "hello", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    async with one_node() as node:
+        whole = (await node.client.post(RESPONSES, json=body)).json()
+        for size in (1, 5, 100):
+            node.engine.tokens_per_output = size
+            streamed = await node.client.post(RESPONSES, json={**body, "stream": True})
+            items = joined(events_of(streamed.text))
+            assert [item["content"] for item in items] == [
+                item["content"] for item in whole["output"]
+            ]
+    part = whole["output"][1]["content"][0]
+    assert b"".join(bytes(one["bytes"]) for one in part["logprobs"]).decode() == part["text"]
+    assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+    assert "logprobs" not in whole["output"][0]["content"][0]
+
+
+@pytest.mark.parametrize("include", [None, []])
+async def test_without_a_wish_there_are_no_log_probabilities(include: list[str] | None) -> None:
+    async with one_node() as node:
+        whole = (await node.client.post(RESPONSES, json={"input": "a", "include": include})).json()
+        assert node.engine.only.request.spec.sampling.logprobs is None
+    assert whole["output"][1]["content"][0]["logprobs"] == []
+
+
+async def test_the_oldest_turns_are_left_out_of_an_input_that_is_too_long() -> None:
+    turns = [
+        item
+        for i in range(40)
+        for item in (
+            {"role": "user", "content": f"question {i}"},
+            {"type": "function_call", "call_id": f"c{i}", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": f"c{i}", "output": f"result {i}"},
+        )
+    ]
+    body = {"input": turns, "instructions": "be kind", "max_output_tokens": 9}
+    async with one_node() as node:
+        refused = await node.client.post(RESPONSES, json=body)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        answer = await node.client.post(RESPONSES, json={**body, "truncation": "auto"})
+        assert answer.json()["truncation"] == "auto"
+        spec = node.engine.only.request.spec
+        prompt = node.tokenizer.decode(spec.prompt_token_ids)
+        assert prompt.startswith("system:be kinduser:question ") and "result 39" in prompt
+        longer = len(node.tokenizer.encode("user:question 10assistant:None{}tool:result 10"))
+        room = node.engine.config.model.max_model_len - len(spec.prompt_token_ids)
+        assert 9 <= room < 9 + longer + 4
+        counted = await node.client.post(f"{RESPONSES}/input_tokens", json={**body, "input": "a"})
+        assert counted.json()["object"] == "response.input_tokens"
+        assert (await node.client.post(RESPONSES, json={**body, "input": "a"})).status_code == 200
+        few = list(node.engine.requests.values())[-1].request.spec.prompt_token_ids
+        assert counted.json()["input_tokens"] == len(few)
+        one = {**body, "truncation": "auto", "input": "a" * 100_000}
+        refused = await node.client.post(RESPONSES, json=one)
+        assert refused.json()["error"]["param"] == "input"

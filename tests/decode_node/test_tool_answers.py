@@ -114,12 +114,40 @@ async def test_a_call_goes_back_into_the_prompt_whatever_its_strings_are() -> No
     async with one_node(script) as node:
         body = {"messages": MESSAGES, "tools": TOOLS}
         message = (await node.client.post(CHAT, json=body)).json()["choices"][0]["message"]
-        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+        told = message["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(told) == {"city": "a\ufffd\nb\\d"}
         result = {"role": "tool", "tool_call_id": "c", "content": "rain"}
         answer = await node.client.post(CHAT, json={"messages": [*MESSAGES, message, result]})
         assert answer.status_code == 200, answer.text
         last = list(node.engine.requests.values())[-1].request.spec.prompt_token_ids
     assert '{"city": "a\ufffd\\nb\\\\d"}' in node.tokenizer.decode(last)
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_only_allowed_tools_are_called_and_the_prompt_stays() -> None:
+    async with one_node(WEATHER) as node:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        for choice in ("auto", allowed("auto", "get_time"), allowed("required", "get_time")):
+            answer = await node.client.post(CHAT, json={**body, "tool_choice": choice})
+            assert answer.status_code == 200, answer.text
+        free, held, must = (fake.request.spec for fake in node.engine.requests.values())
+        assert free.prompt_token_ids == held.prompt_token_ids == must.prompt_token_ids
+        for spec in (held, must):
+            assert "get_time" in spec.sampling.grammar
+            assert "get_weather" not in spec.sampling.grammar
+        assert not free.sampling.grammar
+        for choice, param in (
+            (allowed("none", "get_time"), "tool_choice.allowed_tools.mode"),
+            (allowed("auto", "other"), "tool_choice.allowed_tools.tools"),
+            (allowed("auto"), "tool_choice.allowed_tools.tools"),
+            ({"type": "allowed_tools", "tools": []}, "tool_choice.allowed_tools"),
+        ):
+            refused = await node.client.post(CHAT, json={**body, "tool_choice": choice})
+            assert refused.json()["error"]["param"] == param
 
 
 async def test_a_function_that_was_not_offered_is_content() -> None:
