@@ -53,6 +53,7 @@ from bench.serving.node_history import (
 )
 from bench.serving.openai_stream import Outcome
 from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
+from bench.serving.process_load import ProcessLoad
 from bench.serving.report import Figures, Slo, Span, summarize
 from cli.cluster import UpSettings
 from cli.supervisor import Service
@@ -253,6 +254,9 @@ async def measure(
 ) -> Figures:
     """Runs one load and returns its row."""
     await node_figures(target, Span(time.perf_counter(), 0.0, 0.0), [])  # their watch begins
+    services = target.cluster.services if target.cluster is not None else []
+    load = ProcessLoad(services, clients.pids)
+    await load.begin()
     killing = asyncio.create_task(kill_amid(target, kill, spec.duration_s / 2)) if kill else None
     outcomes, span = await clients.run(spec)
     slo = Slo(args.slo_ttft_ms, itl_ms=args.slo_itl_ms)
@@ -264,6 +268,7 @@ async def measure(
         "n_in": spec.n_in,
         "n_out": spec.n_out,
         **summarize(outcomes, span, slo),
+        **await load.figures(),
         **await node_figures(target, span, outcomes),
     }
     if killing is not None:

@@ -99,6 +99,10 @@ class LoadProcesses:
         last_arrival = max(span.last_arrival for span in spans)
         return outcomes, Span(start, last_arrival, max(span.end for span in spans))
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
     def close(self) -> None:
         for end in self._ends:
             end.close()

@@ -6,6 +6,7 @@ Tests of whole clusters and `bench.serving.soak` go by the same list.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -57,6 +58,25 @@ async def by_label(
     for value, number in pattern.findall(text):
         values[value] = values.get(value, 0.0) + float(number)
     return values
+
+
+def histogram_quantile(
+    before: Mapping[str, float], after: Mapping[str, float], part: float
+) -> float | None:
+    """Returns the value below which `part` of what a histogram counted in between lies, with linear
+    interpolation as in Prometheus; buckets by their upper bound. None: nothing was counted."""
+    buckets = sorted((float(le), count - before.get(le, 0.0)) for le, count in after.items())
+    if not buckets or buckets[-1][1] <= 0:
+        return None
+    wanted = part * buckets[-1][1]
+    low, below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= wanted:
+            if math.isinf(bound):
+                return low
+            return low + (bound - low) * (wanted - below) / max(count - below, 1e-12)
+        low, below = bound, count
+    return low
 
 
 def held(values: Mapping[str, float]) -> dict[str, float]:

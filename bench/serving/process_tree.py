@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,4 +58,19 @@ def usage(root: int) -> dict[str, Usage]:
         kib = sum(int(line.split()[1]) for line in status.splitlines() if "RssAnon" in line)
         if name := module_of(pid):
             found[name] = Usage(round(kib / 1024, 1), num_fds)
+    return found
+
+
+def cpu_seconds(root: int) -> dict[str, float]:
+    """Returns the CPU time of `root` and its descendants since their start, by module; of all of a
+    module's processes together."""
+    tick = os.sysconf("SC_CLK_TCK")
+    found: dict[str, float] = {}
+    for pid in below(root):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        name = module_of(pid) or "others"
+        found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
     return found

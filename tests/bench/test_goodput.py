@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from bench.serving.goodput import Workload, engine_of, node_args, parse_argument
 from bench.serving.goodput_report import Objectives, goodput, plot, read_rows
 from bench.serving.load_processes import LoadProcesses, LoadSpec
 from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
+from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
+from bench.serving.process_tree import cpu_seconds
 from engine.frontend.step_history import HistoryReport, PauseTold
 from engine.sched.step_log import StepRecord
 from tests.bench.test_serving_bench import answer_as_asked
@@ -151,6 +155,23 @@ def test_the_time_to_the_first_token_is_divided() -> None:
         }
     )  # fmt: skip
     assert figures["by_prefill_node"]["p0"]["prompts"] == 1
+
+
+def test_a_quantile_of_a_histogram_is_of_what_was_counted_in_between() -> None:
+    before = {"0.01": 5.0, "0.02": 5.0, "+Inf": 5.0}
+    after = {"0.01": 5.0, "0.02": 105.0, "+Inf": 105.0}
+    assert histogram_quantile(before, after, 0.5) == pytest.approx(0.015)
+    assert histogram_quantile({}, after, 0.01) == pytest.approx(0.01 * 1.05 / 5 * 1.0)
+    assert histogram_quantile(after, after, 0.5) is None
+    assert histogram_quantile({}, {"0.01": 0.0, "+Inf": 4.0}, 0.5) == 0.01
+
+
+def test_the_cpu_time_of_a_process_counts() -> None:
+    before = sum(cpu_seconds(os.getpid()).values())
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        sum(range(1000))
+    assert sum(cpu_seconds(os.getpid()).values()) - before >= 0.03
 
 
 async def test_processes_send_one_load_between_them() -> None:

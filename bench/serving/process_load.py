@@ -1,0 +1,79 @@
+"""Measures the processes of a cluster and of its client while a load runs: the cores each uses, and
+times between tokens where decode nodes see them, before routers and clients.
+
+    1. `ProcessLoad(services, client_pids)`
+    2. `begin`, then the load
+    3. `figures`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import aiohttp
+
+from bench.serving.node_metrics import by_label, histogram_quantile
+from bench.serving.pd_cluster import probes_url
+from bench.serving.process_tree import cpu_seconds
+from bench.serving.report import Figures
+from cli.supervisor import Service
+
+_GAPS = "vllm:inter_token_latency_seconds_bucket"
+_PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+Buckets = dict[str, float]
+
+
+class ProcessLoad:
+    """See the module docstring. A service that does not answer, or is not ours, is left out."""
+
+    def __init__(self, services: Sequence[Service], client_pids: Sequence[int]) -> None:
+        self._services = services
+        self._client_pids = client_pids
+        self._begun_at = 0.0
+        self._cpu_s: dict[str, float] = {}
+        self._gaps: dict[str, Buckets] = {}
+
+    async def begin(self) -> None:
+        self._gaps = await self._gaps_now()
+        self._cpu_s, self._begun_at = self._cpu_now(), time.perf_counter()
+
+    async def figures(self) -> Figures:
+        """Returns what was used, in cores, and quantiles between bounds of the nodes' buckets. Of a
+        service that was started again, what its first process used is not known."""
+        seconds, cpu_now = time.perf_counter() - self._begun_at, self._cpu_now()
+        used = {
+            name: round(max(0.0, cpu_s - self._cpu_s.get(name, 0.0)) / seconds, 3)
+            for name, cpu_s in cpu_now.items()
+        }
+        gaps = {
+            node: self._quantiles_ms(self._gaps.get(node, {}), buckets)
+            for node, buckets in (await self._gaps_now()).items()
+        }
+        return {"cores_used": used, "itl_ms_at_decode_nodes": gaps}
+
+    def _quantiles_ms(self, before: Buckets, after: Buckets) -> Figures:
+        found = {name: histogram_quantile(before, after, part) for name, part in _PARTS.items()}
+        return {name: None if v is None else round(1e3 * v, 2) for name, v in found.items()}
+
+    def _cpu_now(self) -> dict[str, float]:
+        found = {
+            f"{service.spec.name}: {module}": cpu_s
+            for service in self._services
+            if service.pid is not None
+            for module, cpu_s in cpu_seconds(service.pid).items()
+        }
+        own = [sum(cpu_seconds(pid).values()) for pid in self._client_pids]
+        return found | {f"client {number}": cpu_s for number, cpu_s in enumerate(own)}
+
+    async def _gaps_now(self) -> dict[str, Buckets]:
+        found: dict[str, Buckets] = {}
+        async with aiohttp.ClientSession() as session:
+            for service in self._services:
+                if service.spec.name.startswith("decode"):
+                    with contextlib.suppress(aiohttp.ClientError):
+                        url = f"{probes_url(service)}/metrics"
+                        found[service.spec.name] = await by_label(session, url, _GAPS, "le")
+        return found
