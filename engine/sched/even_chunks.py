@@ -47,7 +47,11 @@ class EvenChunks:
     def charge(self, context: int, count: int) -> int:
         """Returns what a chunk takes of the budget, at least its tokens: other prompts in the step
         get what is left."""
-        return min(self._budget, max(count, ceil(self._time(context, count) / self._per_token)))
+        return min(self._budget, max(count, ceil(self.worth(context, count))))
+
+    def worth(self, context: int, count: int) -> float:
+        """Returns how many tokens of a step that begins a prompt take as long as a chunk."""
+        return self._time(context, count) / self._per_token
 
     def _time(self, context: int, count: int) -> float:
         return self._b * count + self._a * (2 * context * count + count * count)

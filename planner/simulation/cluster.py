@@ -27,6 +27,7 @@ from planner.simulation.jobs import Job, SimRouter
 from planner.simulation.measured import Measured
 from planner.simulation.nodes import PrefixCache, SimDecodeNode, SimPrefillNode
 from planner.simulation.requests import SimRequest
+from planner.simulation.step_filling import InOrderOfArrival, StepFilling
 from planner.simulation.step_times import PrefillCost, StepTimes
 from planner.simulation.virtual_time import VirtualTime
 from router.admission.admission_gate import AdmissionGate, GateLimits
@@ -54,6 +55,7 @@ class ClusterShape:
         batched: Steps take prompts up to `max_batched_tokens`, and decode nodes step too, with room
             for `max_sequences`. Otherwise a step is one prompt, and tokens come at a fixed pace.
         overhead_s: Added to every time to the first token.
+        make_fill: Makes for each engine what says which prompts its steps compute.
     """
 
     num_prefill: int = 16
@@ -73,6 +75,7 @@ class ClusterShape:
     max_batched_tokens: int = 8192
     max_sequences: int = 256
     overhead_s: float = 0.0
+    make_fill: Callable[[], StepFilling] = InOrderOfArrival
 
 
 MakePolicy = Callable[[NodeRegistry, random.Random], Policy]
@@ -145,6 +148,7 @@ class SimCluster:
             max_batched_tokens=self.shape.max_batched_tokens,
             speed=speed,
             one_prompt=not self.shape.batched,
+            fill=self.shape.make_fill(),
         )
 
     def _make_cache(self) -> PrefixCache:
@@ -271,6 +275,7 @@ class SimCluster:
         if job.placement.prefills:
             self._enqueue(self._accepting_node(job), job)
         else:
+            self._look_up(decode.cache, job)
             decode.engine.add_prompt(job)
 
     def _accepting_node(self, job: Job) -> SimPrefillNode:
@@ -286,6 +291,7 @@ class SimCluster:
 
     def _enqueue(self, node: SimPrefillNode, job: Job) -> None:
         node.num_waiting_tokens += job.request.num_prompt
+        self._look_up(node.cache, job)
         node.engine.add_prompt(job)
         self._changed(node)
 

@@ -1,8 +1,8 @@
 """Steps an engine in virtual time: parts of prompts, and one token of each running sequence.
 
 1. idle       nothing to do
-2. stepping   one step with parts of prompts in it, up to `max_batched_tokens`, oldest first;
-              running sequences get a token in the same step
+2. stepping   one step with parts of prompts in it, in the order of `fill`; running sequences get a
+              token in the same step
 3. decoding   no prompt waits: steps alike until the first sequence ends. They are counted at once,
               so a long answer costs no more than a short one
 -  cut        something comes while decoding: it ends with the step that is under way
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.simulation.jobs import Job
+from planner.simulation.step_filling import InOrderOfArrival, StepFilling
 from planner.simulation.step_times import Part, StepTimes
 from planner.simulation.virtual_time import VirtualTime
 
@@ -34,6 +35,7 @@ class SimEngine:
     Attributes:
         speed: Divides all times; 1 for an ordinary node.
         one_prompt: A step computes one prompt whole.
+        fill: Says which prompts a step computes.
         busy_s, prompt_s: Seconds of steps, and of those with prompts in them.
         sequence_s: Sequences times seconds.
     """
@@ -48,6 +50,7 @@ class SimEngine:
     max_batched_tokens: int = 8192
     speed: float = 1.0
     one_prompt: bool = False
+    fill: StepFilling = field(default_factory=InOrderOfArrival)
     waiting: deque[Job] = field(default_factory=deque)
     computing: list[Job] = field(default_factory=list)
     busy_s: float = 0.0
@@ -76,6 +79,8 @@ class SimEngine:
         return self._run is None and not (self.waiting or self.computing or self._joining)
 
     def add_prompt(self, job: Job) -> None:
+        """Takes a prompt of which `num_left` tokens are not cached, as far as is known now."""
+        job.came_at = self.timeline.now
         self.waiting.append(job)
         self._came()
 
@@ -120,21 +125,35 @@ class SimEngine:
             self._schedule(self.timeline.now, step_s, growth_s, left)
 
     def _fill_step(self) -> None:
+        if self.one_prompt:
+            if self.waiting:
+                job = self.waiting[0]
+                self._begin(job)
+                self._add_part(job, job.num_left)
+            return
         budget = self.max_batched_tokens - len(self._running)
-        for job in self.computing:
-            budget -= self._take(job, budget)
-        while self.waiting and budget > 0 and not (self.one_prompt and self._parts):
-            job = self.waiting.popleft()
-            job.started_at = self.timeline.now
-            self.computing.append(job)
-            self.begin(job)
-            budget -= self._take(job, budget)
+        if budget <= 0 or not (self.computing or self.waiting):
+            return
+        there = [*self.computing, *self.waiting]
+        jobs, room = self.fill.begin_step(self.timeline.now, there, budget)
+        begun = set(map(id, self.computing))
+        for job in jobs:
+            if room.is_full or not room.part(job.num_before, job.num_left):
+                break
+            if id(job) not in begun:
+                self._begin(job)
+            count = room.part(job.num_before, job.num_left)
+            room.take(job.num_before, count)
+            self._add_part(job, count)
 
-    def _take(self, job: Job, budget: int) -> int:
-        num_new = job.num_left if self.one_prompt else max(0, min(job.num_left, budget))
-        if num_new:
-            self._parts.append((job, Part(num_new, job.request.num_prompt - job.num_left)))
-        return num_new
+    def _begin(self, job: Job) -> None:
+        self.waiting.remove(job)
+        job.started_at = self.timeline.now
+        self.computing.append(job)
+        self.begin(job)
+
+    def _add_part(self, job: Job, count: int) -> None:
+        self._parts.append((job, Part(count, job.num_before)))
 
     def _schedule(self, began: float, first_s: float, growth_s: float, count: int) -> None:
         self._run = began, first_s, growth_s, count

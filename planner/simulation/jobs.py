@@ -23,7 +23,8 @@ class Job:
     """Is a placed request. Times are virtual seconds.
 
     Attributes:
-        num_left: Prompt tokens that are still to be computed, once it has begun.
+        num_left: Prompt tokens that are still to be computed.
+        came_at: When its prompt came to its engine.
         started_at, first_at: When its prompt was begun, and when its first token was there.
         last_step: The number of its engine's step that brings its last token.
     """
@@ -36,9 +37,15 @@ class Job:
     refused_by: tuple[str, ...] = ()
     num_cached: int = 0
     num_left: int = 0
+    came_at: float = 0.0
     started_at: float = 0.0
     first_at: float = 0.0
     last_step: int = 0
+
+    @property
+    def num_before(self) -> int:
+        """Returns the prompt tokens that have KV."""
+        return self.request.num_prompt - self.num_left
 
     @property
     def num_held(self) -> int:

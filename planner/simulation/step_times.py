@@ -93,10 +93,14 @@ class MeasuredTimes:
         base_s = interpolate(self._sequences, self._sequence_s, num_sequences)
         return base_s + self.kv_read_s * num_kv
 
+    def tokens_s(self, num_tokens: int) -> float:
+        """Returns the time of a step with so many tokens, without attention."""
+        return interpolate(self._tokens, self._token_s, num_tokens)
+
     def step_s(self, parts: Sequence[Part], num_sequences: int, num_kv: float) -> float:
         num_new = sum(part.num_new for part in parts) + num_sequences
         pairs = sum(part.num_new * (part.num_before + part.num_new / 2) for part in parts)
-        seconds = interpolate(self._tokens, self._token_s, num_new) + self.pair_s * pairs
+        seconds = self.tokens_s(num_new) + self.pair_s * pairs
         if not num_sequences:
             return seconds
         return max(self.decode_s(num_sequences, num_kv), seconds + self.kv_read_s * num_kv)
