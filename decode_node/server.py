@@ -103,6 +103,8 @@ class DecodeNode:
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
         self._status.reset_prefix_cache = self._proxy.reset_prefix_cache
+        self._status.kv_paths = self._proxy.paths.report
+        self._proxy.paths.on_change = self._status.notify
         # A router goes on elsewhere with answers that are aborted.
         self._lifetime = NodeLifetime(
             engine,
@@ -296,6 +298,7 @@ def create_proxy(
         engine,
         client,
         credits,
+        layout=config.kv_layout,
         prefix_index=create_prefix_index(config, credits),
         limits=RemotePrefillLimits(
             max_attempts=settings.max_prefill_attempts,

@@ -13,6 +13,7 @@ from engine.images.image_input import ImagePixels
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.profiles import Profile, ProfileOptions, RefusalCode
 from engine.request_spec import RequestSpec
+from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
 # To the engine core ---------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
 class KVTransferResult(msgspec.Struct, array_like=True):
     """Tells that a request's KV arrived or was taken (`ok`), or that its attempt failed.
     `is_called_off` says, on a prefill node, that the peer did not want it any more, which is no
-    failure."""
+    failure. `code`: of a failure, that of its `KVTransferError`."""
 
     request_id: str
     attempt: int
@@ -235,6 +236,7 @@ class KVTransferResult(msgspec.Struct, array_like=True):
     reason: str = ""
     retryable: bool = True
     is_called_off: bool = False
+    code: str = KV_TRANSFER
 
 
 class PrefixAsk(msgspec.Struct, array_like=True):

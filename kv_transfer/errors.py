@@ -11,11 +11,18 @@ KVTransferError
 
 from __future__ import annotations
 
+KV_TRANSFER = "kv_transfer"
+KV_LOST = "kv_lost"
+KV_STALLED = "kv_stalled"
+KV_DAMAGED = "kv_damaged"
+
 
 class KVTransferError(Exception):
-    """Base of all transfer failures. `retryable`: another attempt may succeed."""
+    """Base of all transfer failures. `retryable`: another attempt may succeed. `code` names the
+    kind of failure where its reason is read by programs."""
 
     retryable = True
+    code = KV_TRANSFER
 
 
 class HandshakeMismatch(KVTransferError):
@@ -36,6 +43,8 @@ class HandshakeMismatch(KVTransferError):
 class PeerLost(KVTransferError):
     """The connection broke, or the peer is not the process of the handshake."""
 
+    code = KV_LOST
+
 
 class NotServed(PeerLost):
     """The peer does not serve this pull over the transport that was asked for."""
@@ -44,9 +53,13 @@ class NotServed(PeerLost):
 class TransferTimeout(KVTransferError):
     """No progress within the limit."""
 
+    code = KV_STALLED
+
 
 class CorruptChunk(KVTransferError):
     """A chunk whose checksum, bounds or identity is wrong. It was not used."""
+
+    code = KV_DAMAGED
 
 
 class StagingFull(KVTransferError):

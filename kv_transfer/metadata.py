@@ -13,15 +13,16 @@ scheduler addresses transfer processes itself, and an event wakes up an idle eng
 
 from __future__ import annotations
 
-import re
 from enum import IntEnum, StrEnum
 
 import msgspec
 
+from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.layer_times import LayerTime
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.load_times import LoadTimes
 from kv_transfer.tier import Tier
+from kv_transfer.transfer_id import group_of_transfer
 
 
 class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +50,6 @@ class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
         return (alone, *self.groups)[index]
 
 
-def group_of_transfer(transfer_id: str, num_groups: int) -> int:
-    """Returns the group of a transfer where one side is of a release that cannot tell the other."""
-    return int(transfer_id[:8], 16) % num_groups if num_groups > 1 else 0
-
-
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The P/D part of one request.
 
@@ -73,14 +69,6 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     attempt: int = 0
     peer: KVPeer | None = None
     first_token_only: bool = False
-
-
-_TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
-
-
-def is_transfer_id(text: str) -> bool:
-    """Returns whether `text` can name a transfer: 32 lower-case hex digits."""
-    return _TRANSFER_ID.fullmatch(text) is not None
 
 
 class SendMeta(msgspec.Struct, frozen=True, tag="send", array_like=True):
@@ -266,6 +254,8 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
         first_byte_at, last_byte_at: Consumer: in the blocks.
         received_at: Consumer: the last byte had come, but may not have been in its block.
         layers: Producer: of each layer, when it was computed and when it had left the blocks.
+        path_bytes_per_s: Consumer: of all transfers from the peer meanwhile; 0: that is not known.
+        path_was_full: Consumer: only the path held it up, so that is all that the path gives.
     """
 
     num_bytes: int = 0
@@ -274,6 +264,8 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
     last_byte_at: float = 0.0
     received_at: float = 0.0
     layers: tuple[LayerTime, ...] = ()
+    path_bytes_per_s: float = 0.0
+    path_was_full: bool = False
 
 
 class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
@@ -283,6 +275,7 @@ class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
         sent_at: On the sender's clock, when it is on another host than the engine core.
         num_tokens_kept: Consumer, at the end: leading tokens of the prompt of which this process's
             share is complete, however it ended.
+        code: Of a failure: that of its `KVTransferError`.
     """
 
     kind: TransferEventKind
@@ -294,6 +287,7 @@ class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
     retryable: bool = True
     sent_at: float | None = None
     num_tokens_kept: int = 0
+    code: str = KV_TRANSFER
 
 
 class ProcessReport(msgspec.Struct, frozen=True, tag="report", array_like=True):
@@ -399,7 +393,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
 
     finished_sending: producer's blocks are copied out everywhere.
     finished_recving: consumer's blocks are complete on every rank.
-    failed: transfer id to (reason, retryable); no writer is left.
+    failed: transfer id to (reason, retryable); no writer is left. `failure_codes`: their codes.
     num_tokens_kept: of pulls that failed or were aborted: leading tokens of the prompt whose KV is
         complete, every layer on every rank.
     aborted: no writer is left.
@@ -412,6 +406,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     finished_sending: list[str] = []
     finished_recving: list[str] = []
     failed: dict[str, tuple[str, bool]] = {}
+    failure_codes: dict[str, str] = {}
     num_tokens_kept: dict[str, int] = {}
     aborted: list[str] = []
     released: list[str] = []

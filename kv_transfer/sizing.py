@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from host.network import Network
+from kv_transfer.layout import KVLayout
 
 MOST_PROCESSES = 8
 """A rank has at most so many when nobody asks for more."""
@@ -29,6 +31,9 @@ _STREAMS_A_PROCESS = 2
 _FEWEST_STAGED_CHUNKS = 8
 """In each process. Prefill: as many for pullers that wait as for those that will come. Decode: half
 to receive into, half to copy from."""
+
+_LONG_PROMPT = 1 << 16
+"""Longer than windows are."""
 
 
 def processes_for_this_host(hosts: Sequence[str], ranks: int) -> int:
@@ -92,3 +97,23 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def pull_bytes(layout: KVLayout, first_token: int, num_tokens: int) -> int:
+    """Returns how much KV a node with `layout` pulls of a prompt of `num_tokens`, of which it has
+    the first `first_token`: that of all its ranks."""
+    total = 0
+    for group in layout.groups:
+        rows = group.rows_to_pull(first_token, num_tokens)
+        if rows:
+            num_blocks = group.num_blocks_for(rows.stop) - rows.start // group.block_size
+            block_bytes = layout.tp_size * group.bytes_needed(layout.tp_size)
+            total += num_blocks * len(group.layers) * block_bytes
+    return total
+
+
+@lru_cache(maxsize=4)
+def pull_bytes_per_token(layout: KVLayout) -> float:
+    """Returns what each token more of a long prompt adds to that."""
+    more = pull_bytes(layout, 0, 2 * _LONG_PROMPT) - pull_bytes(layout, 0, _LONG_PROMPT)
+    return more / _LONG_PROMPT

@@ -46,12 +46,8 @@ from engine.prefix_holder import checked_holder
 from engine.request_spec import UnknownSpecVersion, decode_spec
 from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
-from kv_transfer.metadata import (
-    KVPeer,
-    KVTransferParams,
-    group_of_transfer,
-    is_transfer_id,
-)
+from kv_transfer.metadata import KVPeer, KVTransferParams
+from kv_transfer.transfer_id import group_of_transfer, is_transfer_id
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
 from prefill_node.images import read_pixels
 from prefill_node.metrics import PrefillMetrics

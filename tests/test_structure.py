@@ -137,6 +137,7 @@ KV_TRANSFER_ORDER = [
         "state",
         "tier",
         "tier_task",
+        "transfer_id",
     },
     {"memory"},
     {"wire"},

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decode_node.disagg.kv_paths import KV_AVOIDED, KV_SLOW, OF_A_PATH
 from engine.frontend.wire import (
     logprobs_from_message,
     prompt_logprobs_from_message,
@@ -37,7 +38,7 @@ _CODES = frozenset(
 FAILURE_CODES = sorted(
     _CODES
     | {"avoided", "cut_off", "draining", "handshake_mismatch", "internal", "not_dialled"}
-    | {"timeout", "unreachable", WRONG_ANSWER}
+    | {"timeout", "unreachable", WRONG_ANSWER, KV_AVOIDED, KV_SLOW, *OF_A_PATH}
 )
 """All that `PrefillError.code` is, apart from rarer codes of gRPC."""
 

@@ -29,6 +29,8 @@ from typing import Protocol
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
 from decode_node.disagg.credits import ANYWHERE, Claim, GroupWish, KVCredits
+from decode_node.disagg.kv_paths import KVPaths
+from decode_node.disagg.prompt_kv import LocalSpeed, PromptKV
 from decode_node.disagg.remote_prefill import (
     PrefillNodes,
     RemoteEngine,
@@ -41,7 +43,9 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputStream, RequestOutput
 from engine.node.open_requests import OpenRequests
 from engine.outputs import SchedulerStats
+from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVTransferParams
+from kv_transfer.sizing import pull_bytes
 
 _NO_ENCODER = (
     "the request has images, no prefill node is there to encode them, and this node has no vision "
@@ -75,7 +79,7 @@ class _Choice:
 
 class DisaggProxy:
     """Serves each request here or with a prefill node. `default_prefill_nodes` are for requests
-    that name none, best first."""
+    that name none, best first; `layout` is that of the KV here."""
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class DisaggProxy:
         nodes: PrefillNodes,
         credits: KVCredits,
         *,
+        layout: KVLayout,
         prefix_index: CachedPrefixes,
         limits: RemotePrefillLimits,
         default_prefill_nodes: Sequence[str] = (),
@@ -97,6 +102,9 @@ class DisaggProxy:
         self._default_prefill_nodes = tuple(default_prefill_nodes)
         self._local_prefill_threshold = local_prefill_threshold
         self._max_waiting_requests = max_waiting_requests
+        self._layout = layout
+        self._speed = LocalSpeed()
+        self.paths = KVPaths()
         self.on_answer: Callable[[int], None] = lambda prefix_hash: None
         """Hears of each answer that has ended, by the name that routers give to its prompt."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -276,14 +284,35 @@ class DisaggProxy:
     def _remote_prefill(
         self, request: GenerationRequest, addresses: Sequence[str], record: PrefillRecord
     ) -> RemotePrefill:
+        transfer_id = secrets.token_hex(16)
         return RemotePrefill(
             self._engine,
             self._nodes,
             request,
             addresses,
-            transfer_id=secrets.token_hex(16),
+            transfer_id=transfer_id,
             limits=self._limits,
             record=record,
+            kv=self._prompt_kv(request, transfer_id),
+        )
+
+    def _prompt_kv(self, request: GenerationRequest, transfer_id: str) -> PromptKV:
+        spec, stats = request.spec, self._engine.stats
+        num_prompt = len(spec.prompt_token_ids)
+        num_bytes = num_here = 0
+        if not spec.needs_one_token:
+            cached = self._prefix_index.num_cached_tokens(spec.prompt_token_ids, spec)
+            num_here = cached[request.group] if 0 <= request.group < len(cached) else 0
+            num_bytes = pull_bytes(self._layout, num_here, num_prompt)
+        return PromptKV(
+            self.paths,
+            self._speed,
+            transfer_id,
+            num_bytes,
+            num_tokens=num_prompt - num_here + stats.num_waiting_tokens,
+            own_tokens_per_s=stats.prefill_tokens_per_s,
+            patience_s=self._limits.patience_s,
+            is_local_possible=not spec.images or request.has_encoder,
         )
 
 

@@ -34,6 +34,7 @@ from typing import Protocol
 
 import msgspec
 
+from decode_node.disagg.kv_paths import KV_AVOIDED, KV_LATE, KV_SLOW
 from decode_node.disagg.prefill_client import AVOIDED
 from decode_node.disagg.prefill_events import (
     CANNOT_FOLLOW,
@@ -45,6 +46,7 @@ from decode_node.disagg.prefill_events import (
     PromptPlaced,
 )
 from decode_node.disagg.prefill_join import JoinInput, JoinState, following
+from decode_node.disagg.prompt_kv import KVIsLate, PromptKV
 from decode_node.observe.timeline import PrefillRecord
 from engine.errors import EngineDeadError
 from engine.frontend.input_processor import GenerationRequest
@@ -92,12 +94,15 @@ class RemotePrefillLimits:
         first_token_s: From the call to the first token.
         kv_s: From the first token to the last byte of KV.
         lost_call_s: From the end of a broken call to the last byte of KV.
+        patience_s: From the first token to the last byte of KV at least, before the prompt is
+            computed here because that is sooner.
     """
 
     max_attempts: int = 3
     first_token_s: float = 120.0
     kv_s: float = 30.0
     lost_call_s: float = 6.0
+    patience_s: float = 2.0
 
     def of(self, state: JoinState) -> float:
         """Returns the seconds that an attempt may take from entering `state` to leaving it."""
@@ -110,7 +115,9 @@ class RemotePrefillLimits:
                 return self.first_token_s
 
 
-News = PrefillEvent | KVTransferResult | PrefillError | EngineDeadError
+News = PrefillEvent | KVTransferResult | KVIsLate | PrefillError | EngineDeadError
+_NOT_ASKED = {AVOIDED, KV_AVOIDED, KV_SLOW}
+"""Codes of nodes that were passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +145,7 @@ class RemotePrefill:
         transfer_id: str,
         limits: RemotePrefillLimits,
         record: PrefillRecord,
+        kv: PromptKV,
     ) -> None:
         self._engine = engine
         self._nodes = nodes
@@ -146,6 +154,7 @@ class RemotePrefill:
         self._transfer_id = transfer_id
         self._limits = limits
         self._record = record
+        self._kv = kv
         self._address = ""
         self._attempt = -1
         self._asked_again: set[str] = set()
@@ -161,12 +170,13 @@ class RemotePrefill:
         while self._addresses and self._attempt + 1 < self._limits.max_attempts:
             address = self._addresses.popleft()
             try:
-                peer = await self._nodes.handshake(address)
+                peer = await self._handshake(address)
             except PrefillError as error:
                 self._note(address, error)
                 continue
             self._attempt += 1
             self._address = address
+            self._kv.began(address)
             self._record.attempts += 1
             self._record.prefill_node = address
             self._record.path = "remote"
@@ -187,6 +197,13 @@ class RemotePrefill:
         self._record.prefill_node = None
         self._record.path = "local"
         return None
+
+    async def _handshake(self, address: str) -> KVPeer:
+        """Raises `PrefillError`, too where KV from that node would not be here in time."""
+        objection = self._kv.objection(address)
+        if objection:
+            raise PrefillError(objection, f"{address}: KV from there would not be here in time")
+        return await self._nodes.handshake(address)
 
     async def _place(self, params: KVTransferParams, peer: KVPeer) -> KVTransferParams:
         """Calls the node, and returns what is to be pulled once it has said from which group.
@@ -213,6 +230,7 @@ class RemotePrefill:
 
     async def close(self) -> None:
         """Ends a call that nobody follows. Idempotent."""
+        self._kv.closed()
         call, self._placed = self._placed, None
         if call is not None:
             await call.close()
@@ -270,13 +288,19 @@ class RemotePrefill:
         try:
             async with asyncio.timeout(self._limits.of(state)) as deadline:
                 while self.state.is_waiting:
-                    self.take_news(await news.get())
+                    self.take_news(await self._next(news))
                     if self.state is not state and self.state is not JoinState.HAS_KV:
                         deadline.reschedule(_in(self._limits.of(self.state)))
                     state = self.state
         except TimeoutError:
             self.take(JoinInput.TOO_SLOW)
             raise PrefillError("timeout", f"{self._address}: no {state.lacks} in time") from None
+
+    async def _next(self, news: asyncio.Queue[News]) -> News:
+        """Returns what comes next. Behind the first token, KV has a time of its own."""
+        if self.state is JoinState.HAS_TOKEN:
+            return await self._kv.in_time(news.get())
+        return await news.get()
 
     def take_news(self, news: News) -> None:
         """Takes one piece of news. Raises `PrefillError` when the attempt has failed with it, and
@@ -292,11 +316,15 @@ class RemotePrefill:
                 self.take(JoinInput.TOKEN if goes_on else JoinInput.LAST_TOKEN)
             case KVTransferResult(ok=True):
                 self._record.kv = news.stats
+                self._kv.arrived(news.stats)
                 self.take(JoinInput.KV)
             case KVTransferResult():
                 self.take(JoinInput.KV_FAILED)
                 self._nodes.forget(self._address)
-                raise PrefillError("kv_transfer", news.reason)
+                raise PrefillError(news.code, news.reason)
+            case KVIsLate():
+                self.take(JoinInput.TOO_SLOW)
+                raise PrefillError(KV_LATE, f"{self._address}: its KV is sooner computed here")
             case PrefillError():
                 self.take(JoinInput.CALL_FAILED)
                 if not self.state.is_waiting:
@@ -316,6 +344,8 @@ class RemotePrefill:
         record.num_cached_tokens = token.num_cached_tokens
         record.remote_queue_s = token.queue_s
         record.remote_prefill_s = token.prefill_s
+        num_tokens = len(self._request.spec.prompt_token_ids)
+        self._kv.computed(num_tokens - token.num_cached_tokens, token.prefill_s)
         if self._request.spec.sampling.beam is not None:
             assert token.logprobs is not None
             self._engine.supply_candidates(self._request.request_id, token.logprobs)
@@ -363,17 +393,18 @@ class RemotePrefill:
 
     def _failed(self, error: PrefillError) -> None:
         """Notes that the attempt has failed, and who is asked next."""
+        self._kv.failed(error.code)
         self._note(self._address, error)
         if error.code == "failed_precondition" and self._address not in self._asked_again:
             self._asked_again.add(self._address)
             self._addresses.appendleft(self._address)
-        elif error.code == CANNOT_FOLLOW:
+        elif error.code in (CANNOT_FOLLOW, KV_LATE):
             self._addresses.clear()
 
     def _note(self, address: str, error: PrefillError) -> None:
         self._record.failures.append(error.code)
         self._record.failed_nodes.append((address, error.code))
-        level = logging.DEBUG if error.code == AVOIDED else logging.WARNING
+        level = logging.DEBUG if error.code in _NOT_ASKED else logging.WARNING
         logger.log(level, "request %s: prefill failed: %s", self._request.request_id, error)
 
 

@@ -24,7 +24,8 @@ from engine.messages import PrefixAsk
 from engine.node.prefix_servicer import MAX_NAMES
 from engine.prefix_holder import PrefixHolder
 from kv_transfer.errors import HandshakeMismatch, PeerLost
-from kv_transfer.metadata import KVPeer, KVTransferParams, is_transfer_id
+from kv_transfer.metadata import KVPeer, KVTransferParams
+from kv_transfer.transfer_id import is_transfer_id
 from kv_transfer.wire.handshake import check_endpoints, peer_from_proto, peer_to_proto
 from tandem_pb import prefixes_pb2, prefixes_pb2_grpc
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,7 @@ from engine.node.role_servicer import RoleServicer
 from engine.node.role_switch import RoleSwitch
 from host.life_signs import Silence
 from kv_transfer.layout import KVLayout
+from kv_transfer.sizing import pull_bytes_per_token
 from tandem_pb import node_pb2
 
 _DEFAULT_INTERVAL_S = 0.25
@@ -102,6 +103,8 @@ class NodeStatus:
         self.profiles = engine.profiles
         self.adapters = engine.adapters
         self.serves_prefixes = False
+        self.kv_paths: Callable[[], Iterable[node_pb2.KVPath]] = tuple
+        """Tells of the paths of KV to this node."""
         self._engine = engine
         self._config = engine.config
         """Belongs to this life of the node: its engine may be another's while this one ends."""
@@ -192,6 +195,8 @@ class NodeStatus:
             num_held=stats.num_delayed_frees,
             num_drafts=stats.drafts.num_drafts,
             num_accepted_per_pos=stats.drafts.num_accepted_per_pos[:_MAX_PLACES],
+            kv_paths=self.kv_paths(),
+            kv_bytes_per_token=pull_bytes_per_token(config.kv_layout),
             groups=[
                 node_pb2.GroupLoad(
                     num_waiting_requests=one.num_waiting,

@@ -26,6 +26,7 @@ from engine.sched.pull import (
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVTransferParams, TransferStats
 
 logger = logging.getLogger(__name__)
@@ -270,7 +271,12 @@ class Pulls:
         return KVTransferResult(request.request_id, pull.params.attempt, True, stats)
 
     def failed(
-        self, transfer_id: str, reason: str, retryable: bool, num_tokens_kept: int = 0
+        self,
+        transfer_id: str,
+        reason: str,
+        retryable: bool,
+        num_tokens_kept: int = 0,
+        code: str = KV_TRANSFER,
     ) -> KVTransferResult | None:
         """Ends a pull whose transfer failed or was aborted: no writer is left. `num_tokens_kept`:
         from the prompt's beginning, with KV that is complete. Returns None when nobody waits to
@@ -283,9 +289,8 @@ class Pulls:
             self._has_stopped(pull, num_tokens_kept)
             return None
         self._keep_part(pull, num_tokens_kept)
-        attempt = pull.params.attempt
-        name = pull.request.request_id
-        return KVTransferResult(name, attempt, False, reason=reason, retryable=retryable)
+        name, attempt = pull.request.request_id, pull.params.attempt
+        return KVTransferResult(name, attempt, False, reason=reason, retryable=retryable, code=code)
 
     def _in_motion(self, transfer_id: str) -> Pull | None:
         pull = self._of_transfer.get(transfer_id)

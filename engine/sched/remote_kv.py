@@ -29,6 +29,7 @@ from engine.sched.pulls import Pulls
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import ChunkLike, KVConnectorScheduler
+from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, TransferStats
 
 _CALLED_OFF = "the peer called the transfer off"
@@ -164,7 +165,9 @@ class RemoteKV:
         for transfer_id in (*output.failed, *output.aborted):
             self.peers.failed(transfer_id, kept.get(transfer_id, 0))
         for transfer_id, why in output.failed.items():
-            results.append(self.pulls.failed(transfer_id, *why, kept.get(transfer_id, 0)))
+            part = kept.get(transfer_id, 0)
+            code = output.failure_codes.get(transfer_id, KV_TRANSFER)
+            results.append(self.pulls.failed(transfer_id, *why, part, code))
             results.append(self.exports.failed(transfer_id, *why))
         for transfer_id in output.aborted:
             part = kept.get(transfer_id, 0)

@@ -20,16 +20,25 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from edge.standstill import sleep_and_see
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.joint_tasks import all_or_none
+from kv_transfer.consumer.path_meter import PathMeter
 from kv_transfer.consumer.peer_client import PeerClient
 from kv_transfer.consumer.recv_transfer import RecvTransfer
 from kv_transfer.consumer.stream_plan import PlannedStreams, plan_streams
-from kv_transfer.errors import KVTransferError, NotServed, PeerLost, TransferTimeout
+from kv_transfer.errors import (
+    KV_TRANSFER,
+    KVTransferError,
+    NotServed,
+    PeerLost,
+    TransferTimeout,
+)
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import (
     AbortMeta,
@@ -73,6 +82,15 @@ class _OpenStream:
     others: Sequence[ConsumerTransport]
 
 
+class _Ending(NamedTuple):
+    """How a transfer ended, why, and whether another attempt may succeed; `code` as errors have."""
+
+    state: KVTransferState
+    reason: str = ""
+    retryable: bool = True
+    code: str = KV_TRANSFER
+
+
 class KVReceiver:
     """One transfer process of one rank. `emit` takes events for the scheduler half."""
 
@@ -102,6 +120,8 @@ class KVReceiver:
         self._transports = consumer_transports(config, cache)
         self._transfers: TransferTable[RecvTransfer] = TransferTable()
         self._releases: set[asyncio.Task[None]] = set()
+        self._paths: WeakValueDictionary[str, PathMeter] = WeakValueDictionary()
+        """Keeps one for each peer, while any transfer from it lives."""
         self.bytes_received = 0
         self.corrupt_chunks = 0
 
@@ -116,7 +136,8 @@ class KVReceiver:
     # What the scheduler says ------------------------------------------------------------------
 
     def receive(self, meta: RecvMeta) -> None:
-        transfer = RecvTransfer(meta)
+        path = self._paths.setdefault(meta.peer.engine_id, PathMeter())
+        transfer = RecvTransfer(meta, path)
         self._note_role(meta.peer)
         with suppress(LateMessage):
             self._transfers.open(meta.transfer_id, meta.attempt, transfer)
@@ -133,7 +154,7 @@ class KVReceiver:
                 transfer.task.cancel()
             if not transfer.has_begun:
                 # A task that is cancelled before its first step never takes it.
-                self._end(transfer, KVTransferState.ABORTED)
+                self._end(transfer, _Ending(KVTransferState.ABORTED))
         elif not self._transfers.is_late(meta.transfer_id, meta.attempt):
             self._transfers.refuse(meta.transfer_id, meta.attempt)
             self._emit_event(
@@ -184,16 +205,15 @@ class KVReceiver:
 
     async def _run(self, transfer: RecvTransfer) -> None:
         transfer.has_begun = True
-        state, reason, retryable = await self._outcome(transfer)
+        ending = await self._outcome(transfer)
         # Copies into our blocks may be on their way; until they are done, nobody may have them.
         await self._cache.copies.settled()
-        is_done = state is KVTransferState.DONE
+        is_done = ending.state is KVTransferState.DONE
         num_tokens_kept = transfer.meta.num_tokens if is_done else transfer.num_tokens_complete
         transfer.close_streams()
-        self._end(transfer, state, reason, retryable, num_tokens_kept)
+        self._end(transfer, ending, num_tokens_kept)
 
-    async def _outcome(self, transfer: RecvTransfer) -> tuple[KVTransferState, str, bool]:
-        """Returns how it ended, why, and whether another attempt may succeed."""
+    async def _outcome(self, transfer: RecvTransfer) -> _Ending:
         meta = transfer.meta
         try:
             try:
@@ -203,16 +223,16 @@ class KVReceiver:
                 transfer.is_over = True
         except asyncio.CancelledError:
             if transfer.abort_requested:
-                return KVTransferState.ABORTED, "", True
-            return KVTransferState.FAILED, "the connection was given up", True
+                return _Ending(KVTransferState.ABORTED)
+            return _Ending(KVTransferState.FAILED, "the connection was given up")
         except KVTransferError as error:
             if isinstance(error, PeerLost | TransferTimeout):
                 await self._forget_peer(transfer)
-            return KVTransferState.FAILED, str(error), error.retryable
+            return _Ending(KVTransferState.FAILED, str(error), error.retryable, error.code)
         except Exception as error:
             logger.exception("transfer %s failed unexpectedly", meta.transfer_id)
-            return KVTransferState.FAILED, repr(error), True
-        return KVTransferState.DONE, "", True
+            return _Ending(KVTransferState.FAILED, repr(error))
+        return _Ending(KVTransferState.DONE)
 
     async def _pull(self, transfer: RecvTransfer) -> None:
         meta = transfer.meta
@@ -230,16 +250,15 @@ class KVReceiver:
         self._on_change()
         transfer.excuse_silence()
         await all_or_none([self._complete(transfer, one) for one in opened], self._watch(transfer))
-        transfer.received_at = time.monotonic()
+        took_s = transfer.has_received()
         await self._cache.copies.settled()
         transfer.last_byte_at = time.monotonic()
         for stream in transfer.streams:
             stream.check()
-        self._note_rate(transfer)
+        self._note_rate(transfer, took_s)
 
-    def _note_rate(self, transfer: RecvTransfer) -> None:
+    def _note_rate(self, transfer: RecvTransfer, took_s: float) -> None:
         """Lets transports know how fast KV came over the stream, if all of it did."""
-        took_s = transfer.received_at - transfer.first_byte_at
         is_streamed = {stream.transport for stream in transfer.streams} == {TransportId.STREAM}
         if is_streamed and transfer.num_bytes >= _FEWEST_BYTES and took_s > 0:
             for transport in self._transports:
@@ -324,23 +343,16 @@ class KVReceiver:
         self.bytes_received += num_bytes
         self._on_change()
         if transfer.count(num_bytes):
-            self._emit(TransferEventKind.FIRST_BYTE, transfer)
+            self._emit(TransferEventKind.FIRST_BYTE, transfer, _Ending(KVTransferState.ACTIVE))
 
     def _refused(self) -> None:
         self.corrupt_chunks += 1
         self._on_change()
 
-    def _end(
-        self,
-        transfer: RecvTransfer,
-        state: KVTransferState,
-        reason: str = "",
-        retryable: bool = True,
-        num_tokens_kept: int = 0,
-    ) -> None:
+    def _end(self, transfer: RecvTransfer, ending: _Ending, num_tokens_kept: int = 0) -> None:
         meta = transfer.meta
-        self._transfers.end(meta.transfer_id, meta.attempt, state)
-        self._emit(_EVENT_OF[state], transfer, reason, retryable, num_tokens_kept)
+        self._transfers.end(meta.transfer_id, meta.attempt, ending.state)
+        self._emit(_EVENT_OF[ending.state], transfer, ending, num_tokens_kept)
         transfer.let_go()
         self._on_change()
 
@@ -348,14 +360,20 @@ class KVReceiver:
         self,
         kind: TransferEventKind,
         transfer: RecvTransfer,
-        reason: str = "",
-        retryable: bool = True,
+        ending: _Ending,
         num_tokens_kept: int = 0,
     ) -> None:
-        names = transfer.meta.transfer_id, transfer.meta.attempt, self._process
         self._emit_event(
             TransferEvent(
-                kind, *names, transfer.stats, reason, retryable, num_tokens_kept=num_tokens_kept
+                kind,
+                transfer.meta.transfer_id,
+                transfer.meta.attempt,
+                self._process,
+                transfer.stats,
+                ending.reason,
+                ending.retryable,
+                num_tokens_kept=num_tokens_kept,
+                code=ending.code,
             )
         )
 

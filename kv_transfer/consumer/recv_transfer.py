@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from kv_transfer.consumer.path_meter import PathMeter, PathMoment, rate_between
 from kv_transfer.metadata import RecvMeta, TransferStats
 from kv_transfer.transports.pull_stream import PullStream
 
@@ -12,8 +13,12 @@ from kv_transfer.transports.pull_stream import PullStream
 class RecvTransfer:
     """Its streams, and what was measured."""
 
-    def __init__(self, meta: RecvMeta) -> None:
+    def __init__(self, meta: RecvMeta, path: PathMeter) -> None:
         self.meta = meta
+        self._path = path
+        self._begun: PathMoment | None = None
+        self._computed: PathMoment | None = None
+        self._received: PathMoment | None = None
         self.streams: list[PullStream] = []
         self._replaced: list[PullStream] = []
         """Were not served; copies that they issued may be on their way."""
@@ -24,8 +29,6 @@ class RecvTransfer:
         self.num_bytes = 0
         self.first_byte_at = 0.0
         self.last_byte_at = 0.0
-        self.received_at = 0.0
-        self._is_computed = False
         self._waits_since = 0.0
         """The wait for KV counts from here, if none comes later."""
         self.task: asyncio.Task[None] | None = None
@@ -43,22 +46,32 @@ class RecvTransfer:
 
     @property
     def stats(self) -> TransferStats:
+        rate, was_full = rate_between(self._begun, self._computed, self._received)
         return TransferStats(
             self.num_bytes,
             len(self.streams),
             self.first_byte_at,
             self.last_byte_at,
-            self.received_at,
+            self._received.at if self._received else 0.0,
+            path_bytes_per_s=rate,
+            path_was_full=was_full,
         )
 
     def count(self, num_bytes: int) -> bool:
         """Returns whether these were the first."""
         self.last_byte_at = time.monotonic()
         self.num_bytes += num_bytes
+        self._path.num_bytes += num_bytes
         if self.first_byte_at > 0:
             return False
         self.first_byte_at = self.last_byte_at
+        self._begun = PathMoment(self._path.num_bytes, self.first_byte_at)
         return True
+
+    def has_received(self) -> float:
+        """Notes that the last byte has come, and returns in how many seconds they all came."""
+        self._received = PathMoment(self._path.num_bytes, time.monotonic())
+        return self._received.at - self.first_byte_at
 
     @property
     def num_tokens_complete(self) -> int:
@@ -97,12 +110,12 @@ class RecvTransfer:
 
     def prompt_is_computed(self) -> None:
         """Ends the time in which a pause has a reason. Until then KV comes as it is computed."""
-        self._is_computed = True
         self._waits_since = time.monotonic()
+        self._computed = PathMoment(self._path.num_bytes, self._waits_since)
 
     def has_stalled(self, timeout_s: float) -> bool:
         """Returns whether no stream brought KV for so long though all of it is computed."""
-        if not self._is_computed or self.num_open_streams == 0:
+        if self._computed is None or self.num_open_streams == 0:
             return False
         progress = max((stream.last_kv_at for stream in self.streams), default=0.0)
         return max(progress, self._waits_since) < time.monotonic() - timeout_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 
+from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.layer_times import later
 from kv_transfer.layout import BlockIds
 from kv_transfer.metadata import (
@@ -48,6 +49,7 @@ class NodeTransfer:
         self.unended = set(range(num_processes))
         self.failure: tuple[str, bool] | None = None
         """Why there is nothing to wait for any more, and whether another attempt may succeed."""
+        self.failure_code = KV_TRANSFER
         self.abort_requested = False
         self.stats = TransferStats()
         self.num_announced = 0
@@ -100,10 +102,11 @@ class NodeTransfer:
         went_wrong = event.kind in (TransferEventKind.FAILED, TransferEventKind.ABORTED)
         if went_wrong and self.failure is None:
             self.failure = (event.reason or "a transfer process called it off", event.retryable)
+            self.failure_code = event.code
 
 
 def _merge(a: TransferStats, b: TransferStats) -> TransferStats:
-    """Bytes and streams add up; the earliest first and the latest last byte count."""
+    """Bytes, streams and rates add up; the earliest first and the latest last byte count."""
     firsts = [at for at in (a.first_byte_at, b.first_byte_at) if at > 0]
     return TransferStats(
         num_bytes=a.num_bytes + b.num_bytes,
@@ -112,4 +115,6 @@ def _merge(a: TransferStats, b: TransferStats) -> TransferStats:
         last_byte_at=max(a.last_byte_at, b.last_byte_at),
         received_at=max(a.received_at, b.received_at),
         layers=later(a.layers, b.layers),
+        path_bytes_per_s=a.path_bytes_per_s + b.path_bytes_per_s,
+        path_was_full=a.path_was_full or b.path_was_full,
     )

@@ -39,9 +39,9 @@ from kv_transfer.metadata import (
     TransferCommand,
     TransferEvent,
     TransferEventKind,
-    is_transfer_id,
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from kv_transfer.transfer_id import is_transfer_id
 
 _COMPUTED_ALREADY = -1
 
@@ -391,6 +391,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         elif outcome is Outcome.FAILED:
             self._totals["failures"] += 1
             self._output.failed[transfer_id] = transfer.failure or ("unknown", True)
+            self._output.failure_codes[transfer_id] = transfer.failure_code
         elif transfer.is_export:
             self._output.released.append(transfer_id)
         else:

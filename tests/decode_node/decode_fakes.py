@@ -24,6 +24,7 @@ from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import OutputQueue, RequestState, RequestStream
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
+from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.engine.frontend.still_adapters import StillAdapters
@@ -209,12 +210,24 @@ class FakeEngine:
         return list(self.requests.values())[-1]
 
     def kv_arrives(
-        self, fake: FakeRequest, attempt: int = 0, *, ok: bool = True, retryable: bool = True
+        self,
+        fake: FakeRequest,
+        attempt: int = 0,
+        *,
+        ok: bool = True,
+        retryable: bool = True,
+        code: str = KV_TRANSFER,
+        bytes_per_s: float = 0.0,
     ) -> None:
-        stats = TransferStats(4096, 2, 1.0, 2.0) if ok else TransferStats()
+        stats = TransferStats()
+        if ok:
+            stats = TransferStats(
+                4096, 2, 1.0, 2.0, path_bytes_per_s=bytes_per_s, path_was_full=True
+            )
         reason = "" if ok else "the connection broke"
         name = fake.request.request_id
-        fake.kv_results.put_nowait(KVTransferResult(name, attempt, ok, stats, reason, retryable))
+        result = KVTransferResult(name, attempt, ok, stats, reason, retryable, code=code)
+        fake.kv_results.put_nowait(result)
         if ok and fake.params is not None and fake.params.attempt == attempt:
             for choice in self.prompts[fake.state.prompt_id]:
                 choice.has_kv = True

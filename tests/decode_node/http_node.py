@@ -129,6 +129,7 @@ async def http_node(
         engine,
         nodes,
         KVCredits(NUM_BLOCKS, config.cache.block_size, 64),
+        layout=config.kv_layout,
         prefix_index=CachedPrefixes(NUM_BLOCKS, config.cache.block_size),
         limits=RemotePrefillLimits(),
         max_waiting_requests=node_settings.max_waiting_requests,

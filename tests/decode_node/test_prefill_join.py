@@ -6,8 +6,10 @@ from functools import reduce
 
 import pytest
 
+from decode_node.disagg.kv_paths import KVPaths
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
 from decode_node.disagg.prefill_join import JoinInput, JoinState, following
+from decode_node.disagg.prompt_kv import LocalSpeed, PromptKV
 from decode_node.disagg.remote_prefill import RemotePrefill, RemotePrefillLimits
 from decode_node.observe.timeline import PrefillRecord
 from engine.frontend.input_processor import GenerationRequest
@@ -72,7 +74,8 @@ async def chosen(engine: FakeEngine) -> tuple[RemotePrefill, RequestStream]:
     )
     nodes, limits = FakePrefillNodes(), RemotePrefillLimits(max_attempts=2)
     record = PrefillRecord()
-    remote = RemotePrefill(engine, nodes, request, ["a:1", "b:1"], "0" * 32, limits, record)
+    kv = PromptKV(KVPaths(), LocalSpeed(), "0" * 32, 4096, 3, 0.0, 2.0)
+    remote = RemotePrefill(engine, nodes, request, ["a:1", "b:1"], "0" * 32, limits, record, kv)
     request.kv_transfer_params = await remote.choose()
     return remote, engine.generate(request)
 

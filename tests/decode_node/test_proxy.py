@@ -61,6 +61,7 @@ class Bench:
             self.engine,
             self.nodes,
             self.credits,
+            layout=self.engine.config.kv_layout,
             prefix_index=CachedPrefixes(NUM_BLOCKS, 8),
             limits=self.limits,
             default_prefill_nodes=(A, B),
