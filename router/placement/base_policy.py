@@ -25,8 +25,12 @@ from router.request.info import RequestInfo
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN_NAME = 100
-_NOT_ITS_FAULT = {"resource_exhausted", "draining", "invalid_argument", "avoided", "not_found"}
-"""Codes of a prefill node that works and does not want this request."""
+_NOT_ITS_FAULT = {
+    *("resource_exhausted", "draining", "invalid_argument", "avoided", "not_found"),
+    *("kv_avoided", "kv_slow", "kv_late", "kv_stalled", "kv_damaged", "kv_lost"),
+}
+"""Codes of a prefill node that works and does not want this request, or whose path to that decode
+node is at fault: its reports say how long it is avoided."""
 
 
 @dataclass(frozen=True, slots=True)
