@@ -227,7 +227,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
 class KVTransferResult(msgspec.Struct, array_like=True):
     """Tells that a request's KV arrived or was taken (`ok`), or that its attempt failed.
     `is_called_off` says, on a prefill node, that the peer did not want it any more, which is no
-    failure. `code`: of a failure, that of its `KVTransferError`."""
+    failure. `code`: of a failure, the kind of its `KVTransferError`."""
 
     request_id: str
     attempt: int

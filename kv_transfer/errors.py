@@ -18,11 +18,11 @@ KV_DAMAGED = "kv_damaged"
 
 
 class KVTransferError(Exception):
-    """Base of all transfer failures. `retryable`: another attempt may succeed. `code` names the
+    """Base of all transfer failures. `retryable`: another attempt may succeed. `kind` names the
     kind of failure where its reason is read by programs."""
 
     retryable = True
-    code = KV_TRANSFER
+    kind = KV_TRANSFER
 
 
 class HandshakeMismatch(KVTransferError):
@@ -43,7 +43,7 @@ class HandshakeMismatch(KVTransferError):
 class PeerLost(KVTransferError):
     """The connection broke, or the peer is not the process of the handshake."""
 
-    code = KV_LOST
+    kind = KV_LOST
 
 
 class NotServed(PeerLost):
@@ -53,13 +53,13 @@ class NotServed(PeerLost):
 class TransferTimeout(KVTransferError):
     """No progress within the limit."""
 
-    code = KV_STALLED
+    kind = KV_STALLED
 
 
 class CorruptChunk(KVTransferError):
     """A chunk whose checksum, bounds or identity is wrong. It was not used."""
 
-    code = KV_DAMAGED
+    kind = KV_DAMAGED
 
 
 class StagingFull(KVTransferError):

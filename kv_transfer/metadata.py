@@ -275,7 +275,7 @@ class TransferEvent(msgspec.Struct, frozen=True, tag="event", array_like=True):
         sent_at: On the sender's clock, when it is on another host than the engine core.
         num_tokens_kept: Consumer, at the end: leading tokens of the prompt of which this process's
             share is complete, however it ended.
-        code: Of a failure: that of its `KVTransferError`.
+        code: Of a failure: the kind of its `KVTransferError`.
     """
 
     kind: TransferEventKind

@@ -83,7 +83,7 @@ class _OpenStream:
 
 
 class _Ending(NamedTuple):
-    """How a transfer ended, why, and whether another attempt may succeed; `code` as errors have."""
+    """How a transfer ended, why, and whether another attempt may succeed; `code`: the kind of the error."""
 
     state: KVTransferState
     reason: str = ""
@@ -228,7 +228,7 @@ class KVReceiver:
         except KVTransferError as error:
             if isinstance(error, PeerLost | TransferTimeout):
                 await self._forget_peer(transfer)
-            return _Ending(KVTransferState.FAILED, str(error), error.retryable, error.code)
+            return _Ending(KVTransferState.FAILED, str(error), error.retryable, error.kind)
         except Exception as error:
             logger.exception("transfer %s failed unexpectedly", meta.transfer_id)
             return _Ending(KVTransferState.FAILED, repr(error))
