@@ -83,7 +83,7 @@ class _OpenStream:
 
 
 class _Ending(NamedTuple):
-    """How a transfer ended, why, and whether another attempt may succeed; `code`: the kind of the error."""
+    """How a transfer ended, why, and whether another attempt may succeed; `code`: its kind."""
 
     state: KVTransferState
     reason: str = ""
