@@ -8,10 +8,16 @@ the clusters' figures but `overhead_s`, one constant for all.
     python -m bench.router.plan_accuracy
 
 Writes bench/results/plan_accuracy.json.
+
+    python -m bench.router.plan_accuracy --live goodput-3p1d goodput-2p2d
+
+shows results of `bench.serving.goodput` instead, each of which was simulated again with the step
+times of its own nodes: what is left is what the model of queues, routers and joins does not have.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
@@ -33,6 +39,8 @@ MEASURED = {
     "pd_qwen3_30b": "h200-qwen3-30b-a3b",
 }
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+ALLOWED = {"p50": 0.15, "p99": 0.30}
+"""How far live figures may be from simulated ones."""
 _SETUP = re.compile(r"(\d+)p(\d+)d-cuda_ipc")
 
 
@@ -106,7 +114,50 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def live_table(rows: list[dict[str, Any]]) -> str:
+    """Returns live and simulated milliseconds, with a star where they are further apart than
+    `ALLOWED`; the ideal is one queue before as many servers."""
+    lines = [
+        "| nodes | in/out | requests/s | TTFT p50, ms | p99 | ideal p50/p99 | ITL p50, ms | p99 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        found = row["simulated"]
+        cells = {name: live_cell(row, name) for name in FIGURES}
+        ideal = "{p50:.4g}/{p99:.4g}".format(**found["ideal_ttft_ms"])
+        load = f"{row['n_in']}/{row['n_out']} | {row['qps']:g}"
+        ttft = f"{cells['ttft_p50']} | {cells['ttft_p99']} | {ideal}"
+        itl = f"{cells['itl_p50']} | {cells['itl_p99']}"
+        lines.append(f"| {row['engine']} | {load} | {ttft} | {itl} |")
+    return "\n".join(lines)
+
+
+def live_cell(row: dict[str, Any], figure: str) -> str:
+    kind, part = figure.split("_")
+    live, simulated = row[f"{kind}_ms"][part], row["simulated"][f"{figure}_ms"]
+    ratio = live / simulated
+    star = "*" if abs(ratio - 1) > ALLOWED[part] else ""
+    return f"{live:.4g} / {simulated:.4g} ({ratio:.2f}){star}"
+
+
+def live_rows(names: list[str]) -> list[dict[str, Any]]:
+    """Reads the rows that were simulated. Raises OSError."""
+    found = []
+    for name in names:
+        loads = json.loads((RESULTS / f"{name}.json").read_text())["figures"]["loads"]
+        found += [row for row in loads if "simulated" in row]
+    return found
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--live", nargs="+", metavar="NAME", help="results in bench/results")
+    args = parser.parse_args()
+    if args.live:
+        print(live_table(live_rows(args.live)))
+        return
     rows = [row for name in MEASURED for row in compare(name)]
     print(table(rows))
     print(json.dumps(summary(rows), indent=1))

@@ -31,7 +31,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,8 +55,10 @@ from bench.serving.openai_stream import Outcome
 from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
 from bench.serving.process_load import ProcessLoad
 from bench.serving.report import Figures, Slo, Span, summarize
+from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from cli.cluster import UpSettings
 from cli.supervisor import Service
+from engine.frontend.step_history import HistoryReport
 
 _LOAD = re.compile(r"(\d+)/(\d+)@([\d.,]+)")
 _DEFAULT_LOAD = "2000/150@24,48"
@@ -227,33 +229,47 @@ async def kill_amid(target: Target, tier: str, after_s: float) -> Figures:
     return {"service": victim.spec.name, "at": time.perf_counter()}
 
 
-async def node_figures(target: Target, span: Span, outcomes: list[Outcome]) -> Figures:
-    """Returns what nodes did in the span; a node that does not answer is left out."""
-    if target.cluster is None:
-        return {}
-    found: Figures = {**prompt_figures(outcomes), "decode_nodes": {}, "prefill_nodes": {}}
+async def read_histories(target: Target, since: float) -> dict[str, HistoryReport]:
+    """Returns what nodes tell of their steps, by name; one that does not answer is left out."""
+    found: dict[str, HistoryReport] = {}
     timeout = aiohttp.ClientTimeout(total=10)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for service in target.services("decode") + target.services("prefill"):
             try:
-                report = await read_history(session, probes_url(service), span.start)
+                found[service.spec.name] = await read_history(session, probes_url(service), since)
             except (aiohttp.ClientError, TimeoutError) as error:
                 print(f"{service.spec.name} tells nothing: {error!r}", file=sys.stderr)
-                continue
-            name = service.spec.name
-            if name.startswith("decode"):
-                found["decode_nodes"][name] = decode_figures(report, span.start)
-            else:
-                busy_s = span.last_arrival - span.start
-                found["prefill_nodes"][name] = prefill_figures(report, busy_s)
     return found
+
+
+def node_figures(
+    histories: Mapping[str, HistoryReport], span: Span, outcomes: list[Outcome]
+) -> Figures:
+    """Returns what nodes did in the span."""
+    if not histories:
+        return {}
+    busy_s = span.last_arrival - span.start
+    tiers: dict[str, Figures] = {"decode_nodes": {}, "prefill_nodes": {}}
+    for name, report in histories.items():
+        if name.startswith("decode"):
+            tiers["decode_nodes"][name] = decode_figures(report, span.start)
+        else:
+            tiers["prefill_nodes"][name] = prefill_figures(report, busy_s)
+    return {**prompt_figures(outcomes), **tiers}
+
+
+def simulated_nodes(target: Target) -> SimulatedNodes:
+    decodes = target.services("decode")
+    tokens = min(int(one.ready_info["kv_cache_tokens"]) for one in decodes)
+    num_prefill = len(target.services("prefill"))
+    return SimulatedNodes(prefill=num_prefill, decode=len(decodes), kv_tokens=tokens)
 
 
 async def measure(
     args: argparse.Namespace, target: Target, clients: LoadProcesses, spec: LoadSpec, kill: str
 ) -> Figures:
     """Runs one load and returns its row."""
-    await node_figures(target, Span(time.perf_counter(), 0.0, 0.0), [])  # their watch begins
+    await read_histories(target, time.perf_counter())  # the watch of event loops begins
     services = target.cluster.services if target.cluster is not None else []
     load = ProcessLoad(services, clients.pids)
     await load.begin()
@@ -269,8 +285,12 @@ async def measure(
         "n_out": spec.n_out,
         **summarize(outcomes, span, slo),
         **await load.figures(),
-        **await node_figures(target, span, outcomes),
     }
+    histories = await read_histories(target, span.start)
+    row |= node_figures(histories, span, outcomes)
+    if histories and not kill:
+        times = StepTimesSeen.of(list(histories.values()))
+        row |= simulated(row, outcomes, span.start, times, simulated_nodes(target))
     if killing is not None:
         killed = await killing
         row["killed"] = {

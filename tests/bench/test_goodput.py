@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.router.plan_accuracy import live_table
 from bench.serving.goodput import Workload, engine_of, node_args, parse_arguments
 from bench.serving.goodput_report import Objectives, goodput, plot, read_rows
 from bench.serving.load_processes import LoadProcesses, LoadSpec
@@ -18,6 +19,7 @@ from bench.serving.node_history import decode_figures, gaps, prefill_figures, pr
 from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
 from bench.serving.process_tree import cpu_seconds
+from bench.serving.simulated import SimulatedNodes, StepTimesSeen, ideal_s, simulated
 from engine.frontend.step_history import HistoryReport, PauseTold
 from engine.sched.step_log import StepRecord
 from tests.bench.test_serving_bench import answer_as_asked
@@ -155,6 +157,40 @@ def test_the_time_to_the_first_token_is_divided() -> None:
         }
     )  # fmt: skip
     assert figures["by_prefill_node"]["p0"]["prompts"] == 1
+
+
+def test_one_queue_serves_whoever_comes_first() -> None:
+    assert ideal_s([0.0, 0.01, 0.02, 1.0], 2, 0.05) == pytest.approx([0.05, 0.05, 0.08, 0.05])
+
+
+def answer_at(at: float, first: float, queue: float = 0.0) -> Outcome:
+    timeline = {
+        "queue_s": queue, "prefill_s": 0.04, "first_token_s": first, "second_token_s": None,
+        "kv_last_byte_s": None, "prefill_node": "p0", "attempts": 1,
+    }  # fmt: skip
+    chunks = [at + first, at + first + 0.01]
+    return Outcome(at, sent=at, end=chunks[-1], chunks=chunks, timeline=timeline)
+
+
+def test_a_load_without_queues_is_what_virtual_time_says() -> None:
+    """Prompts take 40 ms, steps of decode 10 ms, and everything else 5 ms."""
+    prompts = history(*((100.0 * i, 100.0 * i + 40, 1, 20, 1) for i in range(20)))
+    times = StepTimesSeen.of([prompts, history(*steady(40))])
+    assert set(times.prompts) == {64} and set(times.decodes) == {4}
+    outcomes = [answer_at(float(second), 0.045) for second in range(20)]
+    load = row(1, 45, 10) | {"ttft_ms": {"p50": 45.0, "p99": 45.0}}
+    load |= {"itl_ms": {"p50": 10.0, "p99": 10.0}}
+    nodes = SimulatedNodes(prefill=1, decode=1, kv_tokens=10_000)
+    found = simulated(load, outcomes, 0.0, times, nodes)["simulated"]
+    assert found["live_over_simulated"]["ttft_p50"] == pytest.approx(1, abs=0.01)
+    assert found["overhead_ms"] == pytest.approx(5, abs=0.01)
+    assert found["prefill_beyond_step_ms"] == pytest.approx(0, abs=0.01)
+    assert found["ideal_ttft_ms"]["max"] == pytest.approx(40, abs=0.01)
+    table = live_table([load | {"simulated": found}])
+    assert "45 / 45 (1.00) |" in table and "*" not in table
+    late = load | {"simulated": found, "ttft_ms": {"p50": 60.0, "p99": 55.0}}
+    assert "60 / 45 (1.33)* | 55 / 45 (1.22) |" in live_table([late])
+    assert simulated(load, outcomes, 0.0, StepTimesSeen({}, {}), nodes) == {}
 
 
 def test_a_quantile_of_a_histogram_is_of_what_was_counted_in_between() -> None:

@@ -1,0 +1,190 @@
+"""Runs the arrivals of a measured load once more, in virtual time, with the step times of the very
+nodes that served it: what the router's and the planner's code say that clients should have seen.
+
+    arrivals     as they were sent
+    steps        the medians of prompts by tokens in a step, and of decode by rows, from `/steps`
+    overhead     the median of what is neither queue nor prefill of a first token, from timelines;
+                 that prefill takes longer than its step is not in it: `prefill_beyond_step_ms`
+    ideal        the same prompts in one queue before as many servers, alone and without overhead
+
+Where live figures are higher than simulated ones, real processes lose time that no model of them
+has: `ttft_parts_ms`, `late_steps` and `pauses` of the same row say where.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.serving.node_history import gaps
+from bench.serving.openai_stream import Outcome
+from bench.serving.report import Figures, distribution_ms, percentile
+from engine.frontend.step_history import HistoryReport
+from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
+from planner.simulation.cluster import ClusterShape, SimCluster
+from planner.simulation.measured import weighted_quantiles, with_spread
+from planner.simulation.step_times import MeasuredTimes
+from planner.traffic.traffic import Arrival, Traffic, in_order
+from router.nodes.registry import NodeRegistry
+from router.placement.policy import Policy
+from router.placement.tandem_policy import TandemPolicy
+
+_SEEDS = range(5)
+"""Ties are broken by chance: figures are the medians of so many runs."""
+_TOKENS_TOGETHER = 64
+_ROWS_TOGETHER = 4
+_LEAST_STEPS = 5
+_FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimesSeen:
+    """Holds the seconds of steps: of prompts by their tokens, of decode steps without joins by
+    rows."""
+
+    prompts: dict[int, list[float]]
+    decodes: dict[int, list[float]]
+
+    @classmethod
+    def of(cls, reports: Sequence[HistoryReport]) -> StepTimesSeen:
+        prompts: defaultdict[int, list[float]] = defaultdict(list)
+        decodes: defaultdict[int, list[float]] = defaultdict(list)
+        for report in reports:
+            last_end = 0.0
+            for step in report.steps:
+                if step.ended_at and step.prompt_tokens:
+                    tokens = _TOKENS_TOGETHER * -(-step.prompt_tokens // _TOKENS_TOGETHER)
+                    prompts[tokens].append(step.ended_at - max(step.issued_at, last_end))
+                last_end = max(last_end, step.ended_at)
+            for gap in gaps(report):
+                if not gap.step.prompt_tokens and not gap.step.new_rows:
+                    rows = _ROWS_TOGETHER * -(-gap.step.rows // _ROWS_TOGETHER)
+                    decodes[rows].append(gap.seconds)
+        return cls(dict(prompts), dict(decodes))
+
+    def profile(self, n_in: int, n_out: int, kv_tokens: int) -> SpeedProfile | None:
+        """Returns the profile of such a node; None where too few steps were seen."""
+        prompts = {n: s for n, s in self.prompts.items() if len(s) >= _LEAST_STEPS}
+        decodes = {n: s for n, s in self.decodes.items() if len(s) >= _LEAST_STEPS}
+        if not prompts or not decodes:
+            return None
+        return SpeedProfile(
+            name="measured",
+            model="measured",
+            kv_tokens=kv_tokens,
+            max_batched_tokens=max(n_in, *self.prompts),
+            overhead_s=0.0,
+            prefill=tuple(
+                PrefillPoint(1, tokens, statistics.median(seconds))
+                for tokens, seconds in sorted(prompts.items())
+            ),
+            decode=tuple(
+                DecodePoint(
+                    rows, n_in + n_out / 2, statistics.median(seconds),
+                    percentile(sorted(seconds), 0.99),
+                )
+                for rows, seconds in sorted(decodes.items())
+            ),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedNodes:
+    """Counts nodes; without `prefill` the decode nodes compute prompts. `kv_tokens`: of each."""
+
+    prefill: int
+    decode: int
+    kv_tokens: int
+
+
+def simulated(
+    row: Figures, outcomes: Sequence[Outcome], start: float, times: StepTimesSeen,
+    nodes: SimulatedNodes,
+) -> Figures:  # fmt: skip
+    """Returns what virtual time gives for the load of `row`, and live figures over it; empty where
+    too few steps were seen."""
+    n_in, n_out = row["n_in"], row["n_out"]
+    profile = times.profile(n_in, n_out, nodes.kv_tokens)
+    sent = sorted(one.sent - start for one in outcomes if one.sent is not None)
+    if profile is None or not sent or not (row["ttft_ms"] and row["itl_ms"]):
+        return {}
+    overhead_s = _overhead_s(outcomes)
+    arrivals = in_order([Arrival(at_s, n_in, n_out) for at_s in sent])
+    traffic = Traffic("measured", arrivals)
+    runs = [_run(traffic, profile, nodes, overhead_s, seed) for seed in _SEEDS]
+    found = {name: statistics.median(run[name] for run in runs) for name in _FIGURES}
+    live = {name: row[f"{name[:-4]}_ms"][name[-3:]] for name in _FIGURES}
+    step_s = MeasuredTimes(profile).prompt_s(n_in, n_in)
+    waits = ideal_s([arrival.at_s for arrival in arrivals], nodes.prefill or nodes.decode, step_s)
+    return {
+        "simulated": {
+            **{f"{name}_ms": round(value, 3) for name, value in found.items()},
+            "overhead_ms": round(1e3 * overhead_s, 3),
+            "live_over_simulated": {
+                name: round(live[name] / found[name], 3) for name in _FIGURES if found[name]
+            },
+            "ideal_ttft_ms": distribution_ms(waits),
+            "prompt_step_ms": round(1e3 * step_s, 3),
+            "prefill_beyond_step_ms": round(1e3 * (_prefill_s(outcomes) - step_s), 3),
+        }
+    }
+
+
+def ideal_s(arrivals: Sequence[float], num_servers: int, service_s: float) -> list[float]:
+    """Returns wait and service of each arrival in one queue before so many servers."""
+    free_at = [0.0] * num_servers
+    found = []
+    for at_s in arrivals:
+        end = max(at_s, heapq.heappop(free_at)) + service_s
+        heapq.heappush(free_at, end)
+        found.append(end - at_s)
+    return found
+
+
+def _overhead_s(outcomes: Sequence[Outcome]) -> float:
+    """Returns the median of what a first token takes besides queue and steps. 0: nobody told."""
+    rest = [
+        one.ttft_s - one.timeline["queue_s"] - one.timeline["prefill_s"]
+        for one in outcomes
+        if one.complete and one.timeline
+    ]
+    return max(0.0, statistics.median(rest)) if rest else 0.0
+
+
+def _prefill_s(outcomes: Sequence[Outcome]) -> float:
+    """Returns the median from a prompt's first step to its token, of prompts that did not wait."""
+    told = [one.timeline for one in outcomes if one.complete and one.timeline]
+    quick = sorted(told, key=lambda timeline: timeline["queue_s"])[: max(1, len(told) // 2)]
+    return statistics.median(one["prefill_s"] for one in quick) if quick else 0.0
+
+
+def _run(
+    traffic: Traffic, profile: SpeedProfile, nodes: SimulatedNodes, overhead_s: float, seed: int
+) -> dict[str, float]:
+    """Returns milliseconds. One router that hears of its nodes four times a second, as live."""
+    times = MeasuredTimes(profile)
+    shape = ClusterShape(
+        num_prefill=nodes.prefill,
+        num_decode=nodes.decode,
+        num_routers=1,
+        block_tokens=traffic.block_tokens,
+        cache_blocks=max(1, nodes.kv_tokens // traffic.block_tokens),
+        decode_kv_tokens=nodes.kv_tokens,
+        steps=times,
+        batched=True,
+        max_batched_tokens=profile.max_batched_tokens,
+        max_sequences=profile.max_sequences,
+        overhead_s=overhead_s,
+    )
+    measured = SimCluster(shape, _policy, seed).run(traffic.sim_requests(), warm_part=0.0)
+    ttft = weighted_quantiles([(t, 1.0) for t in measured.ttft_s], (0.5, 0.99))
+    itl = weighted_quantiles(with_spread(measured.gaps, times.spread), (0.5, 0.99))
+    return dict(zip(_FIGURES, (1e3 * value for value in (*ttft, *itl)), strict=True))
+
+
+def _policy(registry: NodeRegistry, rng: random.Random) -> Policy:
+    return TandemPolicy(registry, rng)
