@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 
 from engine.models.errors import CheckpointError
-from engine.models.weight_files import StoredTensor, parse_header
+from engine.models.json_file import parse_json
+from engine.models.stored_tensors import StoredTensor, parse_header
 from engine.models.wrappers import text_name
 
 CONFIG_FILE = "adapter_config.json"
@@ -35,6 +36,7 @@ _MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _OTHER_TENSORS = {
     "lora_magnitude_vector": "has magnitude vectors, as DoRA has",
     "lora_embedding_": "adapts an embedding",
+    ".base_layer.": "adapts an embedding or the head, and has a copy of it",
     ".bias": "has biases",
 }
 """Says what tensors of other kinds of adapters are, by a part of their names."""
@@ -48,10 +50,21 @@ _REFUSED_FIELDS = {
     "layer_replication": "repeats layers of the model (layer_replication)",
     "trainable_token_indices": "has embeddings of its own (trainable_token_indices)",
     "target_parameters": "adapts parameters outside of linear layers (target_parameters)",
-    "alora_invocation_tokens": "is an activated LoRA (alora_invocation_tokens)",
     "arrow_config": "mixes adapters by a router (arrow_config)",
+    "alora_invocation_tokens": "is an activated LoRA (alora_invocation_tokens)",
+    "use_bdlora": "has matrices of diagonal blocks (use_bdlora)",
+    "kasa_config": "is a KaSA adapter (kasa_config)",
+    "monteclora_config": "draws its weights at random (monteclora_config)",
+    "velora_config": "is a VeLoRA adapter (velora_config)",
 }
 """Fields that must be unset, with what an adapter is that has them."""
+_MERGE = "merge it into the model, and serve that"
+_CURES = {
+    "alora_invocation_tokens": "train it as a plain LoRA: it holds behind its invocation tokens "
+    "alone, so it cannot be merged either",
+    "arrow_config": "serve the adapters that it mixes one by one",
+}
+"""What helps where merging does not."""
 
 
 class AdapterError(CheckpointError):
@@ -147,27 +160,25 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _parse_config(folder: Path, data: bytes) -> tuple[_Config, Mapping[str, Any]]:
+    path = folder / CONFIG_FILE
     try:
-        fields = msgspec.json.decode(data, type=dict[str, Any])
-        return msgspec.convert(fields, _Config), fields
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        return parse_json(path, data, _Config), parse_json(path, data, dict[str, Any])
+    except CheckpointError as error:
         raise AdapterError(
-            folder / CONFIG_FILE,
-            f"is no adapter's configuration ({error})",
-            "save the adapter anew",
+            path, f"is no adapter's configuration ({error.fault})", "save the adapter anew"
         ) from error
 
 
 def _check_kind(folder: Path, config: _Config, fields: Mapping[str, Any]) -> None:
     """Raises `AdapterError` for everything that is no plain LoRA of linear layers."""
-    merge = "merge it into the model, and serve that"
     if config.peft_type.upper() != "LORA":
-        raise AdapterError(folder, f"is of PEFT type {config.peft_type}, not LORA", merge)
+        raise AdapterError(folder, f"is of PEFT type {config.peft_type}, not LORA", _MERGE)
     for name, what in _REFUSED_FIELDS.items():
         if fields.get(name):
-            raise AdapterError(folder, f"{what}, which is not supported", merge)
+            cure = _CURES.get(name, _MERGE)
+            raise AdapterError(folder, f"{what}, which is not supported", cure)
     if config.bias != "none":
-        raise AdapterError(folder, f"has biases (bias: {config.bias})", merge)
+        raise AdapterError(folder, f"has biases (bias: {config.bias})", _MERGE)
     start = fields.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASES):
         raise AdapterError(
@@ -189,7 +200,7 @@ def _pairs(
             raise AdapterError(
                 folder,
                 f"{next(kinds, 'has a tensor that is no matrix of LoRA')} ({name})",
-                "merge it into the model, and serve that",
+                _MERGE,
             )
         module = (text_name(match[1] + ".") or match[1]).removesuffix(".")
         found.setdefault(module, {})[match[2]] = tensor

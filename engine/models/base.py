@@ -12,6 +12,7 @@ from engine.layers.attention.backend import AttentionBackend
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight
 from engine.layers.vocab_part import VocabCut, VocabPart
+from engine.models.stacked_experts import StackableExperts
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.batch.state_metadata import StateMetadata
 
@@ -139,10 +140,10 @@ class CausalLM(nn.Module):
         """Yields every tensor that the checkpoint must have, and where it goes."""
 
     @property
-    def may_have_stacked_experts(self) -> bool:
-        """Returns whether a checkpoint may have all experts of a layer in one tensor; see
+    def stackable_experts(self) -> StackableExperts | None:
+        """Returns the experts that a checkpoint may have in one tensor a layer; see
         `engine.models.stacked_experts`."""
-        return False
+        return None
 
     @property
     def elsewhere(self) -> frozenset[str]:

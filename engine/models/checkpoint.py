@@ -19,9 +19,12 @@ import xxhash
 
 from engine.config import Dtype, LoadFormat, ModelConfig, ParallelConfig, QuantizationName
 from engine.expert_placement import initial_placement
-from engine.models.config_file import ConfigFile, read_json
+from engine.models.config_file import ConfigFile
 from engine.models.end_tokens import find_end_tokens
 from engine.models.errors import CheckpointError
+from engine.models.json_file import read_json
+from engine.models.number_names import number_name
+from engine.models.quantization.fused_layers import check_fused_layers
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.specs.base import UnsupportedField
@@ -156,6 +159,8 @@ def load_model_config(
         place, values = file.quantization
         schemes = read_quantization(folder, values, quantization, place)
         vision = read_vision(folder, wrapper, whole, kind.head_dim_of(file), file.hidden_size)
+    if weights is not None:
+        check_fused_layers(folder, schemes, weights.tensors)
     names = _names(served_model_name or "") or [_name_of(folder.resolve())]
     config = ModelConfig(
         path=str(folder),
@@ -283,7 +288,7 @@ def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -
     if named is None and weights is not None:
         plain = {tensor.dtype for tensor in weights.tensors.values()} & _STORED_DTYPES.keys()
         named = _STORED_DTYPES[next(iter(plain))] if len(plain) == 1 else None
-    dtype = _DTYPES.get(named or "bfloat16")
+    dtype = _DTYPES.get(number_name(named or "bfloat16"))
     if dtype is not None:
         return dtype
     raise CheckpointError(

@@ -6,12 +6,7 @@ are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TypeVar
-
 import msgspec
-
-from engine.models.errors import CheckpointError
 
 DEFAULT_ROPE_THETA = 10_000.0
 
@@ -180,22 +175,3 @@ class ConfigFile(msgspec.Struct):
 
 class GenerationConfigFile(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
-
-
-_File = TypeVar("_File")
-
-
-def read_json(path: Path, kind: type[_File]) -> _File:
-    """Raises `CheckpointError` naming the line's fault and the field."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        raise CheckpointError(
-            path, "is missing", "name a folder with a complete Hugging Face checkpoint"
-        ) from None
-    except msgspec.ValidationError as error:
-        raise CheckpointError(path, str(error), "correct the field") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            path, f"is not valid JSON ({error})", "copy or download the file again"
-        ) from error

@@ -24,16 +24,20 @@ import xxhash
 
 from engine.config import DrafterName, DraftModel, ModelConfig
 from engine.models.checkpoint import load_model_config
-from engine.models.config_file import ConfigFile, read_json
+from engine.models.config_file import ConfigFile, ConfigHead
 from engine.models.errors import CheckpointError
+from engine.models.json_file import read_json
 from engine.models.registry import spec_of
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.dense import DenseSpec, NormNames
+from engine.models.specs.dense import DenseSpec, HeadNorm, NormNames
 from engine.models.specs.llama import LlamaSpec
 from engine.models.weight_files import WeightFiles
 
 _FITTING = "choose a drafter that was made for this model"
 _NUM_TAPS = 3
+_HEAD_NORMS: dict[str | None, HeadNorm] = {None: "none", "llama": "none", "qwen3": "each"}
+"""How an EAGLE-3 layer of a `model_type` normalises heads. speculators 0.9 writes Qwen3's where it
+is told no other; SafeAILab and SpecForge have Llama's alone."""
 
 
 class EagleSpec(LlamaSpec, frozen=True, kw_only=True):
@@ -49,6 +53,10 @@ class HeadFile(ConfigFile):
     target_hidden_size: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    embed_requires_grad: bool = False
+    transformer_layer_config: ConfigHead | None = None
     eagle_config: dict[str, Any] | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
 
@@ -148,15 +156,24 @@ def _eagle3(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
     if file.target_hidden_size is not None:
         _check(path, "target_hidden_size", file.target_hidden_size, spec.hidden_size)
     nested = file.eagle_config or {}
-    if file.norm_before_fc or nested.get("use_aux_hidden_state") is False:
-        field = "norm_before_fc" if file.norm_before_fc else "eagle_config.use_aux_hidden_state"
-        raise CheckpointError(path, f"{field} is not supported", _FITTING)
+    for field, is_set in (
+        ("eagle_config.use_aux_hidden_state", nested.get("use_aux_hidden_state") is False),
+        ("embed_requires_grad, an embedding of its own,", file.embed_requires_grad),
+    ):
+        if is_set:
+            raise CheckpointError(path, f"{field} is not supported", _FITTING)
+    kind = file.transformer_layer_config and file.transformer_layer_config.model_type
+    if kind not in _HEAD_NORMS:
+        raise CheckpointError(
+            path, f"transformer_layer_config.model_type {kind!r} is not supported", _FITTING
+        )
     vocab_size = file.draft_vocab_size or file.vocab_size
     if vocab_size > target.vocab_size:
         raise CheckpointError(
             path, f"draft_vocab_size is {vocab_size}, of {target.vocab_size} tokens", _FITTING
         )
     layer = LlamaSpec.from_config(file, target.max_model_len)
+    layer = msgspec.structs.replace(layer, head_norm=_HEAD_NORMS[kind])
     names = _names(folder, target)
     return DraftModel(
         model=_layers(folder, target, file, layer),
@@ -166,6 +183,9 @@ def _eagle3(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
         options={
             "layer": "layers.0" if any(n.startswith("layers.0.") for n in names) else "midlayer",
             "norm_before_residual": file.norm_before_residual,
+            "norm_before_fc": file.norm_before_fc,
+            "fc_norm": file.fc_norm,
+            "norm_output": file.norm_output,
             "has_map": "d2t" in names or vocab_size < target.vocab_size,
             "reads_map": bool(names),
         },
@@ -189,7 +209,11 @@ def _taps(path: Path, file: HeadFile, num_layers: int) -> tuple[int, ...]:
 
 def _medusa(folder: Path, target: ModelConfig, spec: DenseSpec) -> DraftModel:
     path = folder / "config.json"
-    file = read_json(path, MedusaFile)
+    try:
+        file = read_json(path, MedusaFile)
+    except CheckpointError as error:
+        cure = "Medusa heads are read in vLLM's form, with hidden_size, vocab_size and num_heads"
+        raise CheckpointError(path, error.fault, cure) from error
     _check(path, "hidden_size", file.hidden_size, spec.hidden_size)
     _check(path, "vocab_size", file.vocab_size, target.vocab_size)
     if file.truncated_vocab_size not in (None, file.vocab_size) or file.original_lm_head:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.models.config_file import ConfigFile, GenerationConfigFile, read_json
+from engine.models.config_file import ConfigFile, GenerationConfigFile
+from engine.models.json_file import read_json
 from engine.models.special_tokens import read_special_tokens
 
 

@@ -16,9 +16,11 @@ from engine.layers.methods.weight_format import Dequantised
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
+from engine.models.quantization.fused_layers import mixed_schemes
 from engine.models.registry import MODELS, spec_of
 from engine.models.vision.tower import VisionTower
 from engine.parallel import ParallelPlace
+from engine.quantization import MixedSchemes
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ def create_model(
     """Returns one rank's share, allocated on `device`, not yet loaded.
 
     Raises:
-        CheckpointError: So many ranks cannot share the model, or it cannot take drafts.
+        CheckpointError: So many ranks cannot share the model, it cannot take drafts, or parts of a
+            GEMM are quantised differently.
     """
     model, device = config.model, torch.device(device)
     spec = spec_of(model)
@@ -44,7 +47,10 @@ def create_model(
     gemms = GemmPolicy.choose(config.device, device, place.tp.size, dtype)
     shard = Shard(place, dtype, device, gemms, model.quantization)
     module, _, name = MODELS[model.architecture].model.partition(":")
-    created = getattr(import_module(module), name)(config, spec, shard)
+    try:
+        created = getattr(import_module(module), name)(config, spec, shard)
+    except MixedSchemes as error:
+        raise mixed_schemes(model.path, error) from error
     if device.type == "cuda":
         _tell_of_plain_layers(created)
     return cast(CausalLM, created.eval())

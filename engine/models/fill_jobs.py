@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.layers.shard import CheckpointWeight, TensorSlice
-from engine.models.weight_files import StoredTensor, WeightFiles
+from engine.models.stored_tensors import StoredTensor
+from engine.models.weight_files import WeightFiles
 from engine.models.weight_reader import PIECE_BYTES, Piece
 
 STORED_TYPES = {
@@ -34,6 +35,7 @@ class StoredRows:
     Attributes:
         shape: Of what lies there.
         dim: The dimension behind the first that is cut from `start` on; None: none.
+        is_turned: What lies there is the transposed matrix.
     """
 
     tensor: StoredTensor
@@ -42,9 +44,12 @@ class StoredRows:
     dim: int | None = None
     start: int = 0
     count: int = 0
+    is_turned: bool = False
 
     @classmethod
     def of(cls, part: TensorSlice, tensor: StoredTensor) -> StoredRows:
+        if tensor.num_columns:
+            return cls._turned(part, tensor)
         if part.index is not None:
             size = (tensor.stop - tensor.start) // tensor.shape[0]
             start = tensor.start + part.index * size
@@ -52,6 +57,16 @@ class StoredRows:
         if part.dim == 0:
             return cls(tensor, part.start, (part.count, *tensor.shape[1:]))
         return cls(tensor, 0, tensor.shape, part.dim, part.start, part.count)
+
+    @classmethod
+    def _turned(cls, part: TensorSlice, tensor: StoredTensor) -> StoredRows:
+        """Returns the rows of the matrix whose columns are the tensor's rows."""
+        outputs, inputs = tensor.shape
+        cut = part.start, part.count
+        first, count = cut if part.dim == 1 else (0, inputs)
+        start, width = cut if part.dim == 0 else (0, outputs)
+        shape = count, tensor.num_columns
+        return cls(tensor, first, shape, 1, tensor.column + start, width, is_turned=True)
 
     @property
     def row_bytes(self) -> int:
@@ -71,7 +86,8 @@ class StoredRows:
         """Returns what was asked for, on `device`, out of the bytes of `piece`. The cut is made
         there: rows are read as a whole."""
         rows = memory.view(STORED_TYPES[self.tensor.dtype]).view(self.shape).to(device)
-        return rows if self.dim is None else rows.narrow(self.dim, self.start, self.count)
+        asked = rows if self.dim is None else rows.narrow(self.dim, self.start, self.count)
+        return asked.t() if self.is_turned else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +141,9 @@ def fill_jobs(weight: CheckpointWeight, files: WeightFiles) -> Iterator[FillJob]
     is needed at once."""
     stored = tuple(StoredRows.of(part, files.tensors[part.name]) for part in weight.slices)
     whole, target = stored[0], weight.target
-    if weight.fill is not None or weight.order is not None or not whole.shape:
+    if whole.is_turned and target.numel() == 0:
+        return
+    if whole.is_turned or weight.fill is not None or weight.order is not None or not whole.shape:
         yield FillJob(weight, target, stored)
         return
     is_direct = (

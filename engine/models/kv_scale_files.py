@@ -20,7 +20,8 @@ from engine.config import KVCacheDtype, ModelConfig
 from engine.errors import CannotStartError
 from engine.kv_scales import HeadScales, KVScaleTable
 from engine.models.errors import CheckpointError
-from engine.models.weight_files import StoredTensor, WeightFiles
+from engine.models.stored_tensors import StoredTensor
+from engine.models.weight_files import WeightFiles
 
 _NAME = re.compile(
     r"(?:.*\.)?layers\.(?P<layer>\d+)\.self_attn\."

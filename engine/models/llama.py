@@ -23,6 +23,7 @@ from engine.models.base import CausalLM, ForwardInputs
 from engine.models.layer_kinds import LayerKinds
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
+from engine.models.stacked_experts import StackableExperts, stackable_experts
 from engine.models.stage_weights import has_embedding, weights_of_nobody, weights_of_others
 
 
@@ -107,9 +108,8 @@ class LlamaForCausalLM(CausalLM):
             yield from self.lm_head.checkpoint_weights("lm_head")
 
     @property
-    def may_have_stacked_experts(self) -> bool:
-        experts = self.spec.experts
-        return experts is not None and experts.names.may_be_stacked
+    def stackable_experts(self) -> StackableExperts | None:
+        return stackable_experts(self.spec)
 
     @property
     def elsewhere(self) -> frozenset[str]:

@@ -22,12 +22,19 @@ from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import STORED_TYPES, fill_jobs
 from engine.models.kv_scale_files import is_kv_scale
-from engine.models.stacked_experts import unstacked
-from engine.models.weight_files import EMBEDDING, HEAD, StoredTensor, WeightFiles
+from engine.models.stacked_experts import StackableExperts, unstacked
+from engine.models.stored_tensors import StoredTensor
+from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
 from engine.models.weight_reader import WeightReader
 
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 """Older checkpoints store the rotary frequencies; they follow from config.json."""
+_QUANTISATION_SUFFIXES = (
+    "_scale", "_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_scales", "_blocks",
+    "_packed", "_shape", ".scales", ".qweight", ".qzeros", ".g_idx", ".absmax", ".quant_map",
+    "k_proj.k_bias", "v_proj.v_bias", "_bias_k", "_bias_v",
+)  # fmt: skip
+"""How names end of what quantisers store beside, or in place of, weights."""
 _MIB = 1 << 20
 _REPORTS = 400
 """The finished fraction is told about so many times."""
@@ -56,7 +63,7 @@ class Loadable(Protocol):
         """Yields every tensor that the checkpoint must have, and where it goes."""
 
     @property
-    def may_have_stacked_experts(self) -> bool: ...
+    def stackable_experts(self) -> StackableExperts | None: ...
     @property
     def elsewhere(self) -> frozenset[str]: ...
     @property
@@ -90,8 +97,8 @@ def load_weights(
             files = WeightFiles(Path(config.model.path), config.model.wrapper)
             if is_tower:
                 files.take_tower()
-            if model.may_have_stacked_experts:
-                files.tensors = unstacked(files.tensors)
+            if (experts := model.stackable_experts) is not None:
+                files.tensors = unstacked(files.tensors, experts)
             _take_tied_head(files, wanted)
             _leave_to_others(files, wanted, tuple(model.elsewhere))
             skipped = _check(files, wanted, model.unused_weights)
@@ -168,6 +175,13 @@ def _head_of(name: str) -> str:
 
 def _check_names(files: WeightFiles, wanted: set[str], unused: frozenset[str]) -> None:
     missing = sorted(wanted - files.tensors.keys())
+    if missing and all(name.endswith(_QUANTISATION_SUFFIXES) for name in missing):
+        raise CheckpointError(
+            files.folder,
+            f"lacks {_some(missing)}, of layers that are quantised by config.json",
+            "list layers that stay plain in its quantization_config; the experts of a layer must "
+            "all be quantised, or none",
+        )
     if missing:
         raise CheckpointError(files.folder, f"lacks {_some(missing)}", _WRONG_CONFIG)
     prefixes = tuple(name for name in unused if name.endswith("."))
@@ -178,9 +192,21 @@ def _check_names(files: WeightFiles, wanted: set[str], unused: frozenset[str]) -
         and not name.startswith(prefixes)
         and not is_kv_scale(name)
     )
+    scales = [name for name in extra if name.endswith(_QUANTISATION_SUFFIXES)]
+    if scales:
+        raise CheckpointError(
+            files.folder,
+            f"has numbers of a quantisation of which config.json says nothing that tandem computes "
+            f"by: {_some(scales)}",
+            "use a checkpoint that is quantised otherwise, or plain; docs/models.md lists the "
+            "formats",
+        )
     if extra:
         raise CheckpointError(
-            files.folder, f"has tensors that the model does not use: {_some(extra)}", _WRONG_CONFIG
+            files.folder,
+            f"has tensors that the model does not use: {_some(extra)}",
+            "the weights are of another model than config.json describes, or it has a feature that "
+            "tandem lacks: use a checkpoint of an architecture in docs/models.md",
         )
 
 

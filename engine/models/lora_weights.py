@@ -28,7 +28,7 @@ from engine.lora import LoRAConfig
 from engine.models.adapter_files import AdapterError, AdapterFiles, ModuleMatrices
 from engine.models.base import CausalLM
 from engine.models.errors import CheckpointError
-from engine.models.weight_files import StoredTensor
+from engine.models.stored_tensors import StoredTensor
 from tandem_kernels.lora.lora_gemm_shapes import num_counters
 
 _TWO_LAUNCHES = AdapterForm()

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from engine.config import ModelConfig
-from engine.models.config_file import ConfigHead, read_json
+from engine.models.config_file import ConfigHead
 from engine.models.foreign import foreign_architecture
+from engine.models.json_file import read_json
 from engine.models.specs.base import ModelSpec
 from engine.models.specs.deepseek import DeepseekV2Spec, DeepseekV3Spec, Glm4MoeLiteSpec
 from engine.models.specs.ernie import Ernie45Spec

@@ -14,7 +14,7 @@ import msgspec
 
 from engine.config import ModelConfig
 from engine.errors import CannotStartError, InvalidRequest
-from engine.models.config_file import read_json
+from engine.models.json_file import read_json
 from engine.sampling_params import SamplingParams, check_sampling
 
 _FILE = "generation_config.json"

@@ -1,47 +1,112 @@
 """Experts that a checkpoint has in one tensor a layer, named as if each had its own.
 
-experts.gate_up_proj  [E, 2 I, H]   experts.0.gate_proj.weight [I, H] ... experts.0.up_proj ...
-experts.down_proj     [E, H, I]     experts.0.down_proj.weight [H, I] ...
+    experts.gate_up_proj  [E, 2 I, H]   experts.0.gate_proj.weight [I, H] ... experts.0.up_proj ...
+    experts.down_proj     [E, H, I]     experts.0.down_proj.weight [H, I] ...
+
+transformers 5 has every family so in memory, and writes it so if it is asked to; Qwen3.5 is
+published like this. Others are published turned, [E, H, 2 I] and [E, I, H] (Qwen3-VL with experts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from engine.models.weight_files import StoredTensor
+from engine.models.specs.dense import DenseSpec
+from engine.models.specs.experts import ExpertNames
+from engine.models.stored_tensors import StoredTensor
 
-_PROJECTIONS = {
-    ".experts.gate_up_proj": ("gate_proj", "up_proj"),
-    ".experts.down_proj": ("down_proj",),
-}
+_IN_MEMORY = "mlp"
+"""What transformers 5 calls the block of every family, whatever is published."""
 
 
-def unstacked(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Returns the tensors by name, stacked ones as their parts; only those of two dimensions can be
-    what a reader wants, so any other is left as it is.
+@dataclass(frozen=True, slots=True)
+class StackableExperts:
+    """Says how a family calls its experts, and how large they are.
+
+    Attributes:
+        units: Of one expert.
     """
+
+    names: ExpertNames
+    units: int
+    hidden_size: int
+
+
+def stackable_experts(spec: DenseSpec) -> StackableExperts | None:
+    """Returns the experts of a model that may be stacked; None: it has none, or always so."""
+    experts = spec.experts
+    if experts is None or experts.stacked:
+        return None
+    return StackableExperts(experts.names, experts.intermediate_size, spec.hidden_size)
+
+
+def unstacked(
+    tensors: dict[str, StoredTensor], experts: StackableExperts
+) -> dict[str, StoredTensor]:
+    """Returns the tensors by name, stacked ones as their parts, under the names of the family. What
+    is of another shape is left as it is."""
+    names, units, hidden_size = experts.names, experts.units, experts.hidden_size
+    projections = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}
+    shapes = {"gate_up_proj": (2 * units, hidden_size), "down_proj": (hidden_size, units)}
+    is_turned = any(
+        name.endswith(f".experts.{stack}")
+        and tensor.shape[1:] == shape[::-1]
+        and shape[0] != shape[1]
+        for name, tensor in tensors.items()
+        for stack, shape in shapes.items()
+    )
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        for ending, projections in _PROJECTIONS.items():
-            is_whole = len(tensor.shape) == 3 and tensor.shape[1] % len(projections) == 0
-            if name.endswith(ending) and is_whole:
-                found.update(_parts(name.removesuffix(ending) + ".experts", tensor, projections))
-                break
+        parent, _, last = name.rpartition(".")
+        wanted = shapes.get(last, ())[:: -1 if is_turned else 1]
+        if parent.endswith(".experts") and tensor.shape[1:] == wanted:
+            for part, at in _parts(parent, tensor, projections[last], is_turned=is_turned):
+                found[_published(part, names.block)] = at
         else:
-            found[name] = tensor
+            found[_published(name, names.block)] = tensor
     return found
 
 
+def _published(name: str, block: str) -> str:
+    """Returns a tensor's name with the block of experts called as the family calls it."""
+    return name if block == _IN_MEMORY else name.replace(f".{_IN_MEMORY}.", f".{block}.", 1)
+
+
 def _parts(
-    prefix: str, tensor: StoredTensor, projections: tuple[str, ...]
+    prefix: str, tensor: StoredTensor, projections: tuple[str, ...], *, is_turned: bool
 ) -> Iterator[tuple[str, StoredTensor]]:
     count, rows, columns = tensor.shape
+    if is_turned:
+        yield from _turned_parts(prefix, tensor, projections)
+        return
     rows //= len(projections)
-    size = (tensor.stop - tensor.start) // (count * len(projections))
+    size = tensor.num_bytes // (count * len(projections))
     names = [(i, name) for i in range(count) for name in projections]
     starts = accumulate([size] * len(names), initial=tensor.start)
     for (index, name), start in zip(names, starts, strict=False):
         part = replace(tensor, shape=(rows, columns), start=start, stop=start + size)
         yield f"{prefix}.{index}.{name}.weight", part
+
+
+def _turned_parts(
+    prefix: str, tensor: StoredTensor, projections: tuple[str, ...]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the projections as columns of their expert's matrix, where they lie in a row."""
+    count, inputs, all_columns = tensor.shape
+    size, columns = tensor.num_bytes // count, all_columns // len(projections)
+    for index in range(count):
+        start = tensor.start + index * size
+        for place, name in enumerate(projections):
+            yield (
+                f"{prefix}.{index}.{name}.weight",
+                replace(
+                    tensor,
+                    shape=(columns, inputs),
+                    start=start,
+                    stop=start + size,
+                    column=place * columns,
+                    num_columns=all_columns,
+                ),
+            )

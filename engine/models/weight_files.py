@@ -1,59 +1,32 @@
 """The safetensors files of a checkpoint: which tensor lies where, without reading any.
 
-A safetensors file is an 8-byte little-endian header length, that many bytes of JSON (name to
-dtype, shape and byte range), then the tensors back to back. Headers are enough to find missing,
-foreign and cut-off files before a worker starts, and to tell two checkpoints apart.
+Headers are enough to find missing, foreign and cut-off files before a worker starts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 import xxhash
 
+from engine.models.content_digests import content_digests
 from engine.models.errors import CheckpointError
+from engine.models.json_file import read_json
+from engine.models.stored_tensors import DOWNLOAD_AGAIN, StoredTensor, read_header
 from engine.models.wrappers import text_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MAX_HEADER_BYTES = 100 << 20
-_HASH_WHOLE_BYTES = 64 << 20
-"""Checkpoints up to this size are hashed completely."""
+_BARE_EMBEDDING = EMBEDDING.removeprefix("model.")
 _COMPARED_BYTES = 4 << 20
 """Two tensors are compared in pieces of this size."""
-_PAGE_BYTES = 4096
-_PAGES_PER_TENSOR = 16
-_DOWNLOAD_AGAIN = "copy or download the checkpoint again"
-
-
-class _HeaderEntry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Says where one tensor lies, and what its file calls it; `start` and `stop` are byte offsets
-    there."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
 
 
 class WeightFiles:
@@ -72,8 +45,10 @@ class WeightFiles:
 
     def __init__(self, folder: Path, wrapper: str = "") -> None:
         self.folder = folder
-        self.tensors = self._read_index() if self._is_sharded() else _read_header(self._single())
+        self.tensors = self._read_index() if self._is_sharded() else read_header(self._single())
         self.tensors = {_own_name(tensor): tensor for tensor in self.tensors.values()}
+        if not wrapper and _is_bare(self.tensors):
+            self.tensors = {_of_bare_model(name): it for name, it in self.tensors.items()}
         self.others: tuple[StoredTensor, ...] = ()
         if wrapper:
             named = [(text_name(name), tensor) for name, tensor in self.tensors.items()]
@@ -101,19 +76,16 @@ class WeightFiles:
 
     def _read_index(self) -> dict[str, StoredTensor]:
         path = self.folder / INDEX_FILE
-        try:
-            weight_map = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-        except msgspec.DecodeError as error:
-            raise CheckpointError(path, f"not a valid index ({error})", _DOWNLOAD_AGAIN) from error
+        weight_map = read_json(path, _Index).weight_map
         tensors: dict[str, StoredTensor] = {}
         for shard in sorted(set(weight_map.values())):
-            tensors.update(_read_header(self._shard(shard)))
+            tensors.update(read_header(self._shard(shard)))
         for name, shard in weight_map.items():
             if name not in tensors or tensors[name].file.name != shard:
                 raise CheckpointError(
                     self.folder / shard,
                     f"lacks {name}, which {INDEX_FILE} promises",
-                    _DOWNLOAD_AGAIN,
+                    DOWNLOAD_AGAIN,
                 )
         return tensors
 
@@ -123,10 +95,10 @@ class WeightFiles:
             raise CheckpointError(
                 self.folder / INDEX_FILE,
                 f"names {name!r}, which is not a file of the folder",
-                _DOWNLOAD_AGAIN,
+                DOWNLOAD_AGAIN,
             )
         if not path.is_file():
-            raise CheckpointError(path, f"is missing, but {INDEX_FILE} names it", _DOWNLOAD_AGAIN)
+            raise CheckpointError(path, f"is missing, but {INDEX_FILE} names it", DOWNLOAD_AGAIN)
         return path
 
     def differ(self, first: str, second: str) -> bool:
@@ -146,23 +118,28 @@ class WeightFiles:
         return False
 
     def fingerprint(self, *, with_tower: bool = False) -> bytes:
-        """Returns 16 bytes that differ when names, shapes, stored dtypes or contents differ, of the
-        text part or of all tensors.
-
-        Contents are hashed whole up to 64 MiB. Of a larger checkpoint 16 pages of 4 KiB, evenly
-        spread, stand for each tensor: reading 16 GB at every start would cost more than it
-        guards against.
-        """
-        digest = xxhash.xxh3_128()
+        """Returns 16 bytes that differ when names, shapes, stored dtypes or any bytes of the
+        contents differ, of the text part or of all tensors. Raises `CheckpointError`."""
         tensors = dict(self.tensors)
         if with_tower:
             tensors |= {tensor.name: tensor for tensor in self.others}
-        total = sum(tensor.num_bytes for tensor in tensors.values())
-        pages = None if total <= _HASH_WHOLE_BYTES else _PAGES_PER_TENSOR
+        contents = content_digests(tensors.values())
+        digest = xxhash.xxh3_128()
         for name, tensor in sorted(tensors.items()):
-            digest.update(f"{name}|{tensor.dtype}|{tensor.shape}\n".encode())
-            _hash_contents(digest, tensor, pages)
+            content = contents[tensor.name]
+            digest.update(f"{name}|{tensor.dtype}|{tensor.shape}|{content}\n".encode())
         return digest.digest()
+
+
+def _is_bare(tensors: Collection[str]) -> bool:
+    """Returns whether these are a decoder's tensors without the name of the decoder in front. Heads
+    for drafts have such names, too, and `fc`."""
+    return _BARE_EMBEDDING in tensors and not {EMBEDDING, "fc.weight"} & set(tensors)
+
+
+def _of_bare_model(name: str) -> str:
+    """Returns what a decoder calls a tensor that was saved without its head (`AutoModel`)."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def _own_name(tensor: StoredTensor) -> str:
@@ -174,62 +151,3 @@ def _own_name(tensor: StoredTensor) -> str:
     if name.endswith(".weight_scale_inv") and not tensor.shape:
         return name.removesuffix("_inv")
     return name
-
-
-def _hash_contents(digest: xxhash.xxh3_128, tensor: StoredTensor, pages: int | None) -> None:
-    size = tensor.stop - tensor.start
-    with tensor.file.open("rb") as file:
-        if pages is None or size <= pages * _PAGE_BYTES:
-            file.seek(tensor.start)
-            digest.update(file.read(size))
-            return
-        for page in range(pages):
-            file.seek(tensor.start + page * (size - _PAGE_BYTES) // (pages - 1))
-            digest.update(file.read(_PAGE_BYTES))
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(
-                path, f"is cut off or no safetensors file ({size} bytes)", _DOWNLOAD_AGAIN
-            )
-        header = file.read(length)
-    return parse_header(path, header, size)
-
-
-def parse_header(path: Path, header: bytes, size: int) -> dict[str, StoredTensor]:
-    """Returns the tensors that the JSON of a file of `size` bytes names.
-
-    Raises:
-        CheckpointError: The header is broken, or the file is cut off.
-    """
-    try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        decoded = {
-            name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in entries.items()
-        }
-    except msgspec.DecodeError as error:
-        raise CheckpointError(path, f"has a broken header ({error})", _DOWNLOAD_AGAIN) from error
-    data = 8 + len(header)
-    tensors = {
-        name: StoredTensor(
-            name, path, entry.dtype, tuple(entry.shape), data + entry.data_offsets[0],
-            data + entry.data_offsets[1],
-        )
-        for name, entry in decoded.items()
-    }  # fmt: skip
-    _check_ranges(path, tensors, size)
-    return tensors
-
-
-def _check_ranges(path: Path, tensors: dict[str, StoredTensor], size: int) -> None:
-    end = max((tensor.stop for tensor in tensors.values()), default=0)
-    if end > size:
-        raise CheckpointError(path, f"is cut off: {size} of {end} bytes are there", _DOWNLOAD_AGAIN)
-    for tensor in tensors.values():
-        if tensor.start > tensor.stop:
-            raise CheckpointError(path, f"has a broken header ({tensor.name})", _DOWNLOAD_AGAIN)

@@ -4,6 +4,7 @@ config.json, its tensors behind a prefix.
     config.json   {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}, ...}
     tensors       language_model.model.layers.0 ...     as published
                   model.language_model.layers.0 ...     as transformers 5 writes them
+                  language_model.layers.0 ...           as it writes the model without its head
                   vision_tower. ...                     not read
 
 Such a model answers text; a request with an image is refused where requests are read.
@@ -22,6 +23,7 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "language_model.": "model.",
 }
 _EXPRESSIONS = ("re:", "-:", "+:")
 """Regular expressions begin with one of these; the latter two are of GPTQModel's `dynamic`."""

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from engine.layers.shard import CheckpointWeight
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM, ForwardInputs
+from engine.models.stacked_experts import StackableExperts
 
 
 class DraftNetwork(nn.Module):
@@ -76,9 +77,9 @@ class DraftNetwork(nn.Module):
         """Yields every tensor that the checkpoint must have, and where it goes."""
 
     @property
-    def may_have_stacked_experts(self) -> bool:
-        """Returns whether a checkpoint may have all experts of a layer in one tensor."""
-        return False
+    def stackable_experts(self) -> StackableExperts | None:
+        """Returns the experts that a checkpoint may have in one tensor a layer."""
+        return None
 
     @property
     def elsewhere(self) -> frozenset[str]:

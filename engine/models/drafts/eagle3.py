@@ -4,7 +4,9 @@
     taps ─ fc ─ feature ─┬─ norm ─┴─ qkv, attend, o ─(+)─ norm ─ gate·up, down ─(+)─ norm ─ head
                          └─ residual stream ──────────┴─────────────────────────┘
 
-Its head has a vocabulary of its own, a part of the model's. Source: arXiv 2503.01840.
+Its head has a vocabulary of its own, a part of the model's. Source: arXiv 2503.01840. Heads of
+speculators may have norms in front of `fc`, over all taps or over each, and give the next draft the
+normed stream for a feature.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.config import DraftModel, EngineConfig
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
@@ -49,7 +51,13 @@ class Eagle3Head(DraftNetwork):
         self.norm_before_residual: bool = draft.options["norm_before_residual"]
         self.sizes = draft.vocab_size, config.model.vocab_size
         self.fc = ReplicatedLinear(len(draft.taps) * size, size, shard.at("fc"))
+        self.norm_output: bool = draft.options["norm_output"]
         eps = spec.rms_norm_eps
+        self.taps_norm: RMSNorm | None = None
+        if draft.options["norm_before_fc"]:
+            self.taps_norm = RMSNorm(len(draft.taps) * size, eps, shard)
+        count = len(draft.taps) if draft.options["fc_norm"] else 0
+        self.tap_norms = nn.ModuleList(RMSNorm(size, eps, shard) for _ in range(count))
         self.input_norm, self.hidden_norm, self.mlp_norm, self.norm = (
             RMSNorm(size, eps, shard) for _ in range(4)
         )
@@ -59,7 +67,7 @@ class Eagle3Head(DraftNetwork):
             model.num_heads,
             model.num_kv_heads,
             at.at("self_attn"),
-            AttentionOptions(bias=spec.attention_bias),
+            AttentionOptions(bias=spec.attention_bias, head_norm=spec.head_norm, eps=eps),
             input_size=2 * size,
         )
         self.mlp = GatedMLP(size, spec.intermediate_size, at.at("mlp"))
@@ -72,7 +80,13 @@ class Eagle3Head(DraftNetwork):
         self.kinds = LayerKinds(config, spec, [0], shard.device)
 
     def features(self, hidden: Tensor, taps: list[Tensor]) -> Tensor:
-        fused: Tensor = self.fc(torch.cat(taps, dim=-1))
+        x = torch.cat(taps, dim=-1)
+        if self.taps_norm is not None:
+            x = self.taps_norm(x)
+        if self.tap_norms:
+            parts = zip(self.tap_norms, x.chunk(len(taps), dim=-1), strict=True)
+            x = torch.cat([norm(part.contiguous()) for norm, part in parts], dim=-1)
+        fused: Tensor = self.fc(x)
         return fused
 
     def forward(self, step: ForwardInputs, features: Tensor) -> Tensor:
@@ -85,10 +99,10 @@ class Eagle3Head(DraftNetwork):
         self.self_attn(x, stream, step.kv_caches[0], inputs)
         self.mlp(stream.read_rows(self.mlp_norm, self.mlp.input_group), stream)
         step.on_layer(0)
-        return stream.read(None)
+        return stream.read(self.norm if self.norm_output else None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(hidden if self.norm_output else self.norm(hidden))
         if self.distances is None:
             return logits
         own, whole = self.sizes
@@ -105,6 +119,11 @@ class Eagle3Head(DraftNetwork):
             (self.norm, "norm"),
         ):
             yield from norm.checkpoint_weights(name)
+        if self.taps_norm is not None:
+            yield from self.taps_norm.checkpoint_weights("input_norm")
+        for index, tap_norm in enumerate(self.tap_norms):
+            assert isinstance(tap_norm, RMSNorm)
+            yield from tap_norm.checkpoint_weights(f"fc_norm.{index}")
         yield from self.self_attn.checkpoint_weights(f"{self.prefix}.self_attn", is_fused=False)
         yield from self.mlp.checkpoint_weights(f"{self.prefix}.mlp", is_fused=False)
         yield from self.lm_head.checkpoint_weights("lm_head")

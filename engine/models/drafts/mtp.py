@@ -24,6 +24,7 @@ from engine.models.drafts.base import DraftNetwork, behind_first
 from engine.models.layer_kinds import LayerKinds
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
+from engine.models.stacked_experts import StackableExperts
 
 
 class MtpLayer(DraftNetwork):
@@ -91,8 +92,8 @@ class MtpLayer(DraftNetwork):
             yield from self.behind.checkpoint_weights()
 
     @property
-    def may_have_stacked_experts(self) -> bool:
-        return self.target.may_have_stacked_experts
+    def stackable_experts(self) -> StackableExperts | None:
+        return self.target.stackable_experts
 
     @property
     def unused_weights(self) -> frozenset[str]:

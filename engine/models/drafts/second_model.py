@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.layers.shard import CheckpointWeight
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.drafts.base import DraftNetwork
+from engine.models.stacked_experts import StackableExperts
 
 
 class SecondModel(DraftNetwork):
@@ -32,8 +33,8 @@ class SecondModel(DraftNetwork):
         yield from self.model.checkpoint_weights()
 
     @property
-    def may_have_stacked_experts(self) -> bool:
-        return self.model.may_have_stacked_experts
+    def stackable_experts(self) -> StackableExperts | None:
+        return self.model.stackable_experts
 
     @property
     def unused_weights(self) -> frozenset[str]:

@@ -8,32 +8,34 @@ from engine.models.quantization.fields import Fields
 from engine.quantization import Activations, Fp8Scheme, Int4Scheme, Quantization, Scheme, SchemeRule
 
 _STATES = ("compressed", "frozen")
-_SCALE_TYPES = ("torch.float16", "torch.bfloat16", "torch.float32")
+_SCALE_TYPES = ("float16", "bfloat16", "float32")
+_FORMATS = ("float-quantized", "pack-quantized", "naive-quantized")
+_PLAIN = "dense"
 
 
 def read_compressed_tensors(fields: Fields) -> Quantization:
     fields.expect("quantization_status", *_STATES)
-    fields.expect(
-        "format", "float-quantized", "pack-quantized", "naive-quantized", "mixed-precision"
-    )
+    groups = fields.get("config_groups", dict[str, dict[str, object]], {})
+    kv_cache = read_kv_cache(fields)
+    is_plain = not groups and kv_cache is not None
+    fields.expect("format", *_FORMATS, "mixed-precision", *((_PLAIN,) if is_plain else ()))
     fields.ignore("global_compression_ratio", "version")
     for name in ("sparsity_config", "transform_config"):
         part = fields.part(name)
-        if part is not None and part.get("format", str, name) != "dense":
+        if part is not None and part.word("format", name) != _PLAIN:
             raise fields.refused(name, "sparse or rotated weights")
-    groups = fields.get("config_groups", dict[str, dict[str, object]], {})
     place = f"{fields.place}.config_groups"
-    form = fields.get("format", str, "")
+    form = fields.word("format")
     rules = _by_name_first(
         [_rule(Fields(f"{place}.{name}", group), form) for name, group in groups.items()]
     )
-    if not rules:
+    if not rules and not is_plain:
         raise fields.refused("config_groups", "no group of layers")
     return Quantization(
         method="compressed-tensors",
         rules=rules,
         ignored=fields.names("ignore"),
-        kv_cache=read_kv_cache(fields.part("kv_cache_scheme")),
+        kv_cache=kv_cache,
     )
 
 
@@ -51,7 +53,7 @@ def _by_name_first(rules: list[SchemeRule]) -> tuple[SchemeRule, ...]:
 def _rule(group: Fields, form: str) -> SchemeRule:
     """Reads one group; `form` is the checkpoint's format, where the group has none of its own."""
     targets = group.names("targets")
-    group.expect("format", "float-quantized", "pack-quantized", "naive-quantized")
+    group.expect("format", *_FORMATS)
     weights = group.part("weights")
     if weights is None or not targets:
         raise group.refused("weights", "a group without weights or targets")
@@ -60,22 +62,22 @@ def _rule(group: Fields, form: str) -> SchemeRule:
     group.finish()
     scheme = _scheme(weights, activations)
     weights.finish()
-    form = group.get("format", str, form)
+    form = group.word("format", form)
     if isinstance(scheme, Int4Scheme) and form != "pack-quantized":
         raise group.refused("format", f"4-bit weights stored as {form!r}")
     return SchemeRule(targets, scheme)
 
 
 def _scheme(weights: Fields, activations: Activations) -> Scheme:
-    bits, kind = weights.get("num_bits", int, 8), weights.get("type", str, "int")
-    strategy = weights.get("strategy", str, "")
+    bits, kind = weights.get("num_bits", int, 8), weights.word("type", "int")
+    strategy = weights.word("strategy")
     symmetric = weights.get("symmetric", bool, True)
     group_size = weights.get("group_size", int, -1)
     block = weights.get("block_structure", list[int], [])
     is_reordered = weights.choice("actorder", False, "weight", "static", "group", True)
     weights.expect("dynamic", False)
     # Without zero points their type says nothing.
-    weights.expect("zp_dtype", "torch.int8", *(("torch.float8_e4m3fn",) if symmetric else ()))
+    weights.expect("zp_dtype", "int8", *(("e4m3",) if symmetric else ()))
     weights.expect("scale_dtype", *_SCALE_TYPES)
     weights.ignore("observer", "observer_kwargs")
     if (bits, kind) == (8, "float"):
@@ -92,7 +94,7 @@ def _scheme(weights: Fields, activations: Activations) -> Scheme:
         if strategy not in ("group", "channel"):
             raise weights.refused("strategy", f"4-bit weights with scales per {strategy!r}")
         if strategy == "group" and group_size < 1:
-            raise weights.refused("group_size", repr(group_size))
+            raise weights.unsupported("group_size")
         if activations != "none":
             raise weights.refused("num_bits", "4-bit weights with quantised activations")
         return Int4Scheme(
@@ -107,7 +109,7 @@ def _scheme(weights: Fields, activations: Activations) -> Scheme:
 def _activations(fields: Fields | None) -> Activations:
     if fields is None:
         return "none"
-    bits, kind = fields.get("num_bits", int, 8), fields.get("type", str, "int")
+    bits, kind = fields.get("num_bits", int, 8), fields.word("type", "int")
     if (bits, kind) != (8, "float"):
         raise fields.refused("num_bits", f"activations of {bits} bits, type {kind!r}")
     fields.expect("symmetric", True)
@@ -115,7 +117,7 @@ def _activations(fields: Fields | None) -> Activations:
     fields.expect("strategy", "tensor", *(("token", "group") if dynamic else ()))
     fields.expect("group_size", 128)
     fields.expect("scale_dtype", *_SCALE_TYPES)
-    fields.expect("zp_dtype", "torch.float8_e4m3fn")
+    fields.expect("zp_dtype", "e4m3")
     fields.expect("block_structure")
     fields.expect("actorder")
     fields.ignore("observer", "observer_kwargs")
@@ -123,12 +125,17 @@ def _activations(fields: Fields | None) -> Activations:
     return "dynamic" if dynamic else "static"
 
 
-def read_kv_cache(fields: Fields | None) -> Literal["fp8"] | None:
-    """Returns what a scheme recommends for the KV cache. Raises `UnsupportedField` unless that is
-    FP8."""
-    if fields is None:
+def read_kv_cache(fields: Fields) -> Literal["fp8"] | None:
+    """Returns what `kv_cache_scheme` recommends for the KV cache: an object, or, as ModelOpt writes
+    it, the name of an algorithm. Raises `UnsupportedField` unless that is FP8."""
+    name = "kv_cache_scheme"
+    if isinstance(fields.get(name, object, None), str):
+        fields.expect(name, "fp8")
+        return "fp8"
+    scheme = fields.part(name)
+    if scheme is None:
         return None
-    bits, kind = fields.get("num_bits", int, 8), fields.get("type", str, "int")
-    if (bits, kind) != (8, "float"):
-        raise fields.refused("num_bits", f"a KV cache of {bits} bits, type {kind!r}")
+    bits, kind = scheme.get("num_bits", int, 8), scheme.word("type", "int")
+    if (bits, kind) not in ((8, "float"), (8, "e4m3")):
+        raise scheme.refused("num_bits", f"a KV cache of {bits} bits, type {kind!r}")
     return "fp8"

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.models.number_names import number_name
 from engine.models.specs.base import UnsupportedField
 
 SUPPORTED = (
@@ -16,6 +17,29 @@ SUPPORTED = (
 )
 
 _T = TypeVar("_T")
+_MEANINGS = {
+    "act_bits": "activations of {} bits",
+    "activation_scheme": "activations quantised by {}",
+    "bits": "weights of {} bits",
+    "checkpoint_format": "weights packed as {}",
+    "data_type": "weights of type {}",
+    "desc_act": "inputs in the order of their activations (desc_act {})",
+    "expert_dtype": "experts' weights in {}",
+    "fmt": "numbers in {}",
+    "format": "weights stored as {}",
+    "group_size": "groups of {}",
+    "kv_cache_quant_algo": "a KV cache in {}",
+    "kv_cache_scheme": "a KV cache in {}",
+    "lm_head": "a quantised head (lm_head {})",
+    "num_bits": "{} bits",
+    "quant_algo": "weights quantised by {}",
+    "quant_method": "weights quantised by {}",
+    "scale_dtype": "scales in {}",
+    "weight_block_size": "blocks of {}",
+}
+"""What fields ask for; all others are written as name and value."""
+_SHOWN = 80
+"""Characters of a value in a message."""
 
 
 class Fields:
@@ -34,6 +58,12 @@ class Fields:
         """Returns the error of a field that asks for what is not here."""
         return UnsupportedField(f"{self.place}.{name}", what, SUPPORTED)
 
+    def unsupported(self, name: str) -> UnsupportedField:
+        """Returns the error of a field whose value is not here, with what it means."""
+        value = repr(self._values.get(name))
+        value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+        return self.refused(name, _MEANINGS.get(name, f"{name} = {{}}").format(value))
+
     def get(self, name: str, kind: type[_T], default: _T) -> _T:
         """Returns a field, typed. Raises `UnsupportedField` when it is of another type."""
         self._unread.discard(name)
@@ -42,7 +72,15 @@ class Fields:
         try:
             return msgspec.convert(self._values[name], kind)
         except msgspec.ValidationError as error:
-            raise self.refused(name, str(error)) from error
+            raise self.unsupported(name) from error
+
+    def word(self, name: str, default: str = "") -> str:
+        """Returns a field that is one of a few names, as `number_name` spells them."""
+        return number_name(self.get(name, str, default))
+
+    def has(self, name: str) -> bool:
+        """Returns whether the field is there and not null."""
+        return name in self._values
 
     def part(self, name: str) -> Fields | None:
         """Returns an object inside this one; None: there is none."""
@@ -50,16 +88,18 @@ class Fields:
         return Fields(f"{self.place}.{name}", values) if values else None
 
     def expect(self, name: str, *allowed: object, default: object = None) -> None:
-        """Raises `UnsupportedField` unless the field is absent or has one of these values."""
+        """Raises `UnsupportedField` unless the field is absent or has one of these values. Names of
+        numbers may be spelled in any way."""
         self._unread.discard(name)
         value = self._values.get(name, default)
-        if value is not default and value not in allowed:
-            raise self.refused(name, repr(value))
+        if value is not default and _spelled(value) not in map(_spelled, allowed):
+            raise self.unsupported(name)
 
     def choice(self, name: str, default: _T, *others: _T) -> _T:
         """Returns a field that has one of a few values. Raises `UnsupportedField`."""
         self.expect(name, default, *others)
-        return next((value for value in others if value == self._values.get(name)), default)
+        said = _spelled(self._values.get(name))
+        return next((value for value in others if _spelled(value) == said), default)
 
     def names(self, name: str) -> tuple[str, ...]:
         """Returns a list of patterns, as `Quantization` has them; none where absent. Some methods
@@ -81,7 +121,11 @@ class Fields:
     def finish(self) -> None:
         """Raises `UnsupportedField` for a field that nobody has read."""
         for name in sorted(self._unread):
-            raise self.refused(name, repr(self._values[name]))
+            raise self.unsupported(name)
+
+
+def _spelled(value: object) -> object:
+    return number_name(value) if isinstance(value, str) else value
 
 
 def _without_wildcards(pattern: str) -> str:

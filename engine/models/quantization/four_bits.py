@@ -119,7 +119,7 @@ def read_gptq(fields: Fields) -> Quantization:
 def group_size_of(fields: Fields, default: int = 128) -> int:
     size = fields.get("group_size", int, default)
     if size < 1 and size != -1:
-        raise fields.refused("group_size", repr(size))
+        raise fields.unsupported("group_size")
     return size
 
 

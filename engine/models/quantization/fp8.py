@@ -27,7 +27,7 @@ def read_fp8(fields: Fields) -> Quantization:
     kv_cache = fields.choice("kv_cache_scheme", "", "static")
     block = fields.get("weight_block_size", list[int], [])
     if block and (len(block) != 2 or min(block) < 1):
-        raise fields.refused("weight_block_size", repr(block))
+        raise fields.unsupported("weight_block_size")
     if block and activations == "static":
         raise fields.refused("activation_scheme", "static scales of activations beside blocks")
     scheme = Fp8Scheme(

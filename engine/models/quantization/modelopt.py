@@ -8,26 +8,27 @@ from engine.models.quantization.fp8 import LM_HEAD
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
 
 _ALGORITHMS = {
-    "FP8": Fp8Scheme(scales="tensor", activations="static"),
-    "FP8_PER_CHANNEL_PER_TOKEN": Fp8Scheme(scales="channel"),
+    "fp8": Fp8Scheme(scales="tensor", activations="static"),
+    "fp8_per_channel_per_token": Fp8Scheme(scales="channel"),
 }
 
 
 def read_modelopt(fields: Fields) -> Quantization:
-    """Reads what config.json says, or `quantization` of hf_quant_config.json."""
-    algorithm = fields.get("quant_algo", str, "")
-    if algorithm not in _ALGORITHMS:
-        raise fields.refused("quant_algo", repr(algorithm))
-    kv_cache = fields.get("kv_cache_quant_algo", str, "")
-    scheme = read_kv_cache(fields.part("kv_cache_scheme"))
-    if kv_cache not in ("", "FP8"):
-        raise fields.refused("kv_cache_quant_algo", repr(kv_cache))
+    """Reads what config.json says, or `quantization` of hf_quant_config.json. Without an algorithm
+    only the KV cache is quantised."""
+    fields.expect("kv_cache_quant_algo", "fp8")
+    scheme = read_kv_cache(fields)
+    kv_cache = "fp8" if fields.has("kv_cache_quant_algo") else scheme
+    fields.expect("quant_algo", *_ALGORITHMS)
+    algorithm = _ALGORITHMS.get(fields.word("quant_algo"))
+    if algorithm is None and kv_cache is None:
+        raise fields.refused("quant_algo", "weights quantised by an algorithm without a name")
     excluded = fields.names("exclude_modules") + fields.names("ignore")
     # config_groups says in another way what quant_algo says.
     fields.ignore("config_groups", "producer", "quant_method", "version")
     return Quantization(
         method="modelopt",
-        rules=(SchemeRule(("Linear",), _ALGORITHMS[algorithm]),),
+        rules=() if algorithm is None else (SchemeRule(("Linear",), algorithm),),
         ignored=(*excluded, LM_HEAD),
-        kv_cache="fp8" if kv_cache else scheme,
+        kv_cache=kv_cache,
     )

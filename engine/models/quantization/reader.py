@@ -8,15 +8,14 @@ from pathlib import Path
 import msgspec
 
 from engine.config import QuantizationName
-from engine.models.config_file import read_json
 from engine.models.errors import CheckpointError
+from engine.models.json_file import read_json
 from engine.models.quantization.auto_round import read_auto_round
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
-from engine.models.quantization.fields import SUPPORTED, Fields
+from engine.models.quantization.fields import Fields
 from engine.models.quantization.four_bits import read_awq, read_gptq, read_mxfp4
 from engine.models.quantization.fp8 import ONLINE, read_fp8
 from engine.models.quantization.modelopt import read_modelopt
-from engine.models.specs.base import UnsupportedField
 from engine.models.wrappers import with_own_names
 from engine.quantization import Quantization
 
@@ -79,11 +78,10 @@ def _published(folder: Path, values: dict[str, object] | None, place: str) -> Qu
             return None
         place, values = f"{_MODELOPT_FILE}: quantization", {"quant_method": "modelopt"} | values
     fields = Fields(place, values)
-    method = fields.get("quant_method", str, "")
+    # Converters of ModelOpt 0.29 to 0.31 leave it out.
+    method = fields.get("quant_method", str, "modelopt" if fields.has("quant_algo") else "").lower()
     if method not in READERS:
-        raise UnsupportedField(
-            f"{place}.quant_method", f"weights quantised by {method!r}", SUPPORTED
-        )
+        raise fields.refused("quant_method", f"weights quantised by {method!r}")
     quantization = READERS[method](fields)
     fields.finish()
     return quantization

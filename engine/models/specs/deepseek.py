@@ -27,6 +27,12 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
     """Latent attention, and experts beside shared ones behind a few dense layers."""
 
     scoring: ClassVar[str] = "softmax"
+    num_dense: ClassVar[int] = 0
+    """First layers without experts where config.json does not say."""
+
+    @classmethod
+    def may_have_dense_layers(cls, file: ConfigFile) -> bool:
+        return len(first_layers(file, cls.num_dense)) > 0
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:
@@ -78,7 +84,7 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
             top_k=number_of(file, "num_experts_per_tok"),
             intermediate_size=width,
             renormalise=False,
-            dense_layers=first_layers(file, default=0),
+            dense_layers=first_layers(file, cls.num_dense),
             shared_size=width * (file.n_shared_experts or 0),
             scaling=1.0 if file.routed_scaling_factor is None else file.routed_scaling_factor,
             num_groups=(file.n_group or 1) if is_grouped else 1,
@@ -101,8 +107,7 @@ class DeepseekV3Spec(DeepseekV2Spec, frozen=True, kw_only=True):
     scoring: ClassVar[str] = "sigmoid"
     num_dense: ClassVar[int] = 3
     default_scaling: ClassVar[float] = 2.5
-    """First layers without experts, and the scaling of routed experts, where config.json does not
-    say."""
+    """Of routed experts, where config.json does not say."""
 
     @classmethod
     def read_experts(cls, file: ConfigFile) -> ExpertSpec:

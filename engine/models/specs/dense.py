@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -147,6 +148,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             "sliding_window": None if window is None or window >= max_model_len else window,
         }
         return cls(**{**common, **cls.read_more(file, max_model_len)})
+
+    @classmethod
+    def may_have_dense_layers(cls, file: ConfigFile) -> bool:
+        """Returns whether config.json leaves a layer with an ordinary feed-forward block."""
+        return cls.has_dense_layers
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:
@@ -307,7 +313,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     @classmethod
     def _faults(cls, file: ConfigFile) -> Iterator[UnsupportedField]:
         """Yields what config.json asks for and this family does not have."""
-        yield from _size_faults(file, cls.has_dense_layers)
+        yield from _size_faults(file, cls.may_have_dense_layers(file))
+        yield from _number_faults(file)
         activation = file.hidden_activation or file.hidden_act
         if ACTIVATIONS.get(activation) != cls.activation:
             yield UnsupportedField("hidden_act", repr(activation))
@@ -332,6 +339,14 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             yield UnsupportedField(
                 "partial_rotary_factor", "rotary embedding of a part of each head"
             )
+
+
+def _number_faults(file: ConfigFile) -> Iterator[UnsupportedField]:
+    """Yields numbers that JSON of Python may hold and no model can."""
+    for name in file.__struct_fields__:
+        value = getattr(file, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield UnsupportedField(name, f"the number {value}")
 
 
 def _size_faults(file: ConfigFile, has_dense_layers: bool) -> Iterator[UnsupportedField]:

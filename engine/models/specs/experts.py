@@ -17,8 +17,6 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
             the bias of its logits.
         gate, up, down: Of an expert's projections, unless they are stacked.
         shared: Of the expert that every token goes to.
-        may_be_stacked: All experts of a layer may be one tensor; see
-            `engine.models.stacked_experts`.
     """
 
     block: str = "mlp"
@@ -29,7 +27,6 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
     router_bias: str = "gate.bias"
-    may_be_stacked: bool = False
 
 
 SHARED_EXPERTS = ExpertNames(shared="shared_experts")

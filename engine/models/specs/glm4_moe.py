@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from engine.models.config_file import ConfigFile
 from engine.models.specs.dense import DenseSpec
-from engine.models.specs.experts import sigmoid_experts
+from engine.models.specs.experts import first_layers, sigmoid_experts
 
 
 class Glm4MoeSpec(DenseSpec, frozen=True, kw_only=True):
@@ -16,10 +16,17 @@ class Glm4MoeSpec(DenseSpec, frozen=True, kw_only=True):
     default_attention_bias: ClassVar[bool] = True
     default_rotary_part: ClassVar[float | None] = 0.5
 
+    num_dense: ClassVar[int] = 1
+    """First layers without experts where config.json does not say."""
+
+    @classmethod
+    def may_have_dense_layers(cls, file: ConfigFile) -> bool:
+        return len(first_layers(file, cls.num_dense)) > 0
+
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
         return {
             "attention_bias": bool(file.attention_bias),
             "head_norm": "each" if file.use_qk_norm else "none",
-            "experts": sigmoid_experts(file, num_dense=1),
+            "experts": sigmoid_experts(file, num_dense=cls.num_dense),
         }

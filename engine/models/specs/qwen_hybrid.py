@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import msgspec
-
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.experts import ExpertNames, ExpertSpec, number_of
+from engine.models.specs.experts import ExpertSpec, number_of
 from engine.models.specs.linear import read_linear
 from engine.models.specs.qwen import Qwen3Spec
 from engine.models.specs.qwen_moe import qwen_experts
@@ -73,8 +71,7 @@ class Qwen35MoeSpec(HybridSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
-        experts = msgspec.structs.replace(_experts(file), names=ExpertNames(may_be_stacked=True))
-        return {**super().read_more(file, max_model_len), "experts": experts}
+        return {**super().read_more(file, max_model_len), "experts": _experts(file)}
 
 
 def _experts(file: ConfigFile) -> ExpertSpec:

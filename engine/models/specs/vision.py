@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.images.vision_spec import PixelSpec, TowerKind, VisionSpec
-from engine.models.config_file import read_json
+from engine.models.json_file import read_json
 from engine.models.specs.base import UnsupportedField
 
 _KINDS: dict[str, TowerKind] = {

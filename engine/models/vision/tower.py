@@ -138,8 +138,8 @@ class VisionTower(nn.Module):
             yield from merger.checkpoint_weights(f"{_PREFIX}.deepstack_merger_list.{index}")
 
     @property
-    def may_have_stacked_experts(self) -> bool:
-        return False
+    def stackable_experts(self) -> None:
+        return None
 
     @property
     def elsewhere(self) -> frozenset[str]:

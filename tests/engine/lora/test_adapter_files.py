@@ -49,6 +49,11 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["experts"]}, "target_parameters"),
+        ({"alora_invocation_tokens": [5]}, "activated LoRA.*cannot be merged either"),
+        ({"use_bdlora": {"nblocks": 2}}, "diagonal blocks .use_bdlora.*merge it into the model"),
+        ({"kasa_config": {"beta": 0.1}}, "KaSA"),
+        ({"monteclora_config": {"n": 1}}, "at random"),
+        ({"velora_config": {"groups": 1}}, "VeLoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
         ({"rank_pattern": {"layers.[01].mlp": 4}}, "layers.\\[01\\].mlp"),
         ({"r": 4}, "rank 4"),
@@ -71,6 +76,7 @@ def test_another_kind_of_adapter_is_refused_by_name(
         (f"{_MATRIX}.lora_magnitude_vector", "DoRA"),
         (f"{_MATRIX}.bias", "biases"),
         ("base_model.model.lm_head.weight", "no matrix of LoRA"),
+        ("base_model.model.lm_head.base_layer.weight", "has a copy of it"),
     ],
 )
 def test_a_tensor_of_another_kind_is_refused_by_name(adapter: Path, name: str, said: str) -> None:
@@ -85,13 +91,19 @@ def test_a_broken_file_is_refused(adapter: Path) -> None:
     with pytest.raises(AdapterError, match="lora_A of .*q_proj and no lora_B"):
         read_adapter(adapter, MAX_RANK)
     path = adapter / "adapter_model.safetensors"
-    for data in (path.read_bytes()[:-9], b"", b"\xff" * 64, (1 << 40).to_bytes(8, "little")):
+    lying = path.read_bytes().replace(b'"data_offsets":[0,', b'"data_offsets":[8,', 1)
+    assert lying != path.read_bytes()
+    for data in (path.read_bytes()[:-9], lying, b"", b"\xff" * 64, (1 << 40).to_bytes(8, "little")):
         path.write_bytes(data)
         with pytest.raises(AdapterError):
             read_adapter(adapter, MAX_RANK)
     path.unlink()
     with pytest.raises(AdapterError, match="safetensors"):
         read_adapter(adapter, MAX_RANK)
+    for config in (b"[" * 100_000, b'{"r": "\xff"}', b"8"):
+        (adapter / "adapter_config.json").write_bytes(config)
+        with pytest.raises(AdapterError, match="no adapter's configuration"):
+            read_adapter(adapter, MAX_RANK)
 
 
 def test_a_rank_beyond_the_slots_is_refused_with_its_flag(

@@ -15,8 +15,8 @@ from engine.models.specs.base import UnsupportedField
 from engine.models.wrappers import text_config
 from engine.quantization import Int4Scheme, Quantization
 from tests.engine.models.int4_checkpoints import auto_round, awq, write_auto_round, write_awq
+from tests.engine.models.loaded_parameters import parameters
 from tests.engine.models.quantised_checkpoints import Stored, Writer, quantise_checkpoint
-from tests.engine.models.test_quantised_weights import parameters
 
 _FORMS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "gptq": (write_auto_round(32, symmetric=True), auto_round(32)),

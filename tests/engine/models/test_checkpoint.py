@@ -724,8 +724,8 @@ def test_truncated_shard(copy: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ("{", "not a valid index"),
-        ('{"weight_map": 3}', "not a valid index"),
+        ("{", "is not valid JSON"),
+        ('{"weight_map": 3}', "weight_map"),
         ('{"weight_map": {"x": "../other.safetensors"}}', "not a file of the folder"),
     ],
 )

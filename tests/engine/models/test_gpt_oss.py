@@ -21,6 +21,7 @@ from engine.models.errors import CheckpointError
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
 from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES, WINDOW, publish
+from tests.engine.models.loaded_parameters import parameters, parameters_of
 from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import (
     reference,
@@ -28,7 +29,6 @@ from tests.engine.models.reference_models import (
     reference_logits,
     save_checkpoint,
 )
-from tests.engine.models.test_quantised_weights import parameters, parameters_of
 
 FAMILY = GPT_OSS_FAMILIES["gpt_oss"]
 

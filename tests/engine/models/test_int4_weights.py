@@ -33,13 +33,14 @@ from tandem_kernels import ops
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
 from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.int4_checkpoints import LAYOUTS, awq, ct_int4, gptq, write_awq
+from tests.engine.models.loaded_parameters import parameters
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import compressed_tensors, quantise_checkpoint
 from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import reference, reference_logits
 from tests.engine.models.test_logit_parity import relative_error
 from tests.engine.models.test_pd_parity import Transformers
-from tests.engine.models.test_quantised_weights import parameters, refusal
+from tests.engine.models.test_quantised_weights import refusal
 
 Pair = tuple[Path, Path]
 MakePair = Callable[..., Pair]

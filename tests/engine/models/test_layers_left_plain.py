@@ -13,8 +13,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from engine.models.quantization.reader import read_quantization
 from engine.quantization import Quantization
 from tests.engine.models.int4_checkpoints import awq, write_awq
+from tests.engine.models.loaded_parameters import parameters
 from tests.engine.models.quantised_checkpoints import quantise_checkpoint
-from tests.engine.models.test_quantised_weights import parameters
 
 _GEMMS = [
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
-from engine.config import EngineConfig, ModelConfig
 from engine.distributed import ParallelGroup
 from engine.models.checkpoint import CheckpointError, load_model_config
-from engine.models.factory import create_model
-from engine.models.loader import load_weights
 from engine.models.quantization.reader import read_quantization
-from engine.parallel import ParallelPlace
 from engine.quantization import Fp8Scheme
-from tests.engine.models.fake_group import FakeGroup
+from tests.engine.models.loaded_parameters import check_same, parameters
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import (
     FP8_BLOCKS,
@@ -79,18 +74,6 @@ def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
     return make
 
 
-def parameters(folder: Path, rank: int, size: int) -> dict[str, torch.Tensor]:
-    return parameters_of(replace(load_model_config(folder), dtype="float32"), rank, size)
-
-
-def parameters_of(model_config: ModelConfig, rank: int, size: int) -> dict[str, torch.Tensor]:
-    config = EngineConfig(engine_id="load", epoch=1, model=model_config)
-    place = ParallelPlace(range(config.model.num_layers), FakeGroup(rank, size))
-    model = create_model(config, place, "cpu")
-    load_weights(model, config, lambda fraction: None)
-    return dict(model.named_parameters())
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rank_loads_what_the_numbers_mean(
@@ -98,11 +81,7 @@ def test_every_rank_loads_what_the_numbers_mean(
 ) -> None:
     """Ranks cut inside of blocks, too."""
     quantised, plain = make_pair(family, layout)
-    for rank, size in ((0, 1), (0, 2), (1, 2)):
-        ours, expected = (parameters(folder, rank, size) for folder in (quantised, plain))
-        assert ours.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(ours[name], tensor), (name, rank, size)
+    check_same(quantised, plain)
 
 
 def test_logits_are_those_of_the_plain_weights(make_pair: MakePair) -> None:

@@ -146,8 +146,9 @@ def eagle_reference(target: PreTrainedModel, folder: Path) -> Reference:
 # EAGLE-3 --------------------------------------------------------------------------------------
 
 
-def write_eagle3(folder: Path, *, speculators: bool = False) -> None:
-    """Writes SafeAILab's form, or that of speculators."""
+def write_eagle3(folder: Path, *, speculators: bool = False, is_newer: bool = False) -> None:
+    """Writes SafeAILab's form, or that of speculators; the newer one with all that Eagle 3.1 and
+    speculators 0.9 have besides: norms of heads and in front of `fc`, and a normed output."""
     prefix = "layers.0" if speculators else "midlayer"
     kept = torch.arange(DRAFT_VOCAB) * 2 + 1
     weights = _layer_weights(prefix, 2 * HIDDEN)
@@ -159,10 +160,19 @@ def write_eagle3(folder: Path, *, speculators: bool = False) -> None:
         "d2t": kept - torch.arange(DRAFT_VOCAB),
         "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, kept, True),
     }
+    if is_newer:
+        head_dim = HIDDEN // SIZES["num_attention_heads"]
+        shapes = {"input_norm": len(TAPS) * HIDDEN} | {f"fc_norm.{i}": HIDDEN for i in range(3)}
+        shapes |= {f"{prefix}.self_attn.{name}_norm": head_dim for name in "qk"}
+        for index, (name, size) in enumerate(shapes.items()):
+            weights[f"{name}.weight"] = noise(size, seed=60 + index)
     config = _head_config(draft_vocab_size=DRAFT_VOCAB)
     field = "eagle_aux_hidden_state_layer_ids"
     if speculators:
         own = {"draft_vocab_size": DRAFT_VOCAB, field: list(TAPS), "norm_before_residual": True}
+        if is_newer:
+            own |= dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output"), True)
+            config |= {"model_type": "qwen3", "head_dim": head_dim}
         config = {**own, "transformer_layer_config": config}
     else:
         config |= {"eagle_config": {field: [layer - 1 for layer in TAPS]}}
@@ -173,6 +183,7 @@ def eagle3_reference(target: PreTrainedModel, folder: Path) -> Reference:
     weights = load_file(folder / "model.safetensors")
     is_speculators = "layers.0.hidden_norm.weight" in weights
     prefix = "layers.0" if is_speculators else "midlayer"
+    is_newer = "input_norm.weight" in weights
 
     def w(name: str) -> Tensor:
         return weights[f"{prefix}.{name}.weight"]
@@ -195,6 +206,11 @@ def eagle3_reference(target: PreTrainedModel, folder: Path) -> Reference:
             F.linear(x, w(f"self_attn.{name}_proj")).view(len(x), count, HIDDEN // num)
             for name, count in (("q", num), ("k", num_kv), ("v", num_kv))
         )
+        if is_newer:
+            q, k = (
+                F.rms_norm(x, x.shape[-1:], w(f"self_attn.{name}_norm"), _EPS)
+                for x, name in ((q, "q"), (k, "k"))
+            )
         q, k = rotate(q), rotate(k)
         k, v = (part.repeat_interleave(num // num_kv, dim=1) for part in (k, v))
         found = F.scaled_dot_product_attention(
@@ -208,16 +224,23 @@ def eagle3_reference(target: PreTrainedModel, folder: Path) -> Reference:
         stream = (normed if is_speculators else before) + attend(_without_first(x))
         y = norm(stream, w("post_attention_layernorm"))
         gated = F.silu(F.linear(y, w("mlp.gate_proj"))) * F.linear(y, w("mlp.up_proj"))
-        return stream + F.linear(gated, w("mlp.down_proj"))
+        out = stream + F.linear(gated, w("mlp.down_proj"))
+        return norm(out, weights["norm.weight"]) if is_newer else out
 
     def logits(out: Tensor) -> Tensor:
-        own = F.linear(norm(out, weights["norm.weight"]), weights["lm_head.weight"])
+        normed = out if is_newer else norm(out, weights["norm.weight"])
+        own = F.linear(normed, weights["lm_head.weight"])
         whole = torch.full((len(out), VOCAB), float("-inf"))
         whole[:, weights["t2d"].nonzero().flatten()] = own
         return whole
 
     def features(streams: list[Tensor]) -> Tensor:
-        return F.linear(torch.cat([streams[i] for i in TAPS], -1), weights["fc.weight"])
+        x = torch.cat([streams[i] for i in TAPS], -1)
+        if is_newer:
+            x = F.rms_norm(x, x.shape[-1:], weights["input_norm.weight"], _EPS)
+            parts = enumerate(x.chunk(len(TAPS), -1))
+            x = torch.cat([norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in parts], -1)
+        return F.linear(x, weights["fc.weight"])
 
     return Reference(target, features, forward, logits)
 

@@ -46,6 +46,11 @@ BLOCK_SIZE, MAX_LEN, NUM_DRAFTS = 8, 96, 3
 CASES: dict[str, tuple[DrafterName, Callable[[Path], None], Callable[..., Any]]] = {
     "eagle": ("eagle", drafts.write_eagle, drafts.eagle_reference),
     "eagle3": ("eagle3", drafts.write_eagle3, drafts.eagle3_reference),
+    "eagle3 of speculators 0.9": (
+        "eagle3",
+        lambda folder: drafts.write_eagle3(folder, speculators=True, is_newer=True),
+        drafts.eagle3_reference,
+    ),
     "eagle3 of speculators": (
         "eagle3",
         lambda folder: drafts.write_eagle3(folder, speculators=True),
@@ -225,7 +230,12 @@ def test_ranks_draft_alike(target: Path, tmp_path: Path) -> None:
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2, and must be 1"),
         ("eagle3", {"draft_vocab_size": 102}, "draft_vocab_size is 102"),
         ("eagle3", {"target_hidden_size": 32}, "target_hidden_size is 32"),
-        ("eagle3", {"norm_before_fc": True}, "norm_before_fc is not supported"),
+        ("eagle3", {"embed_requires_grad": True}, "embed_requires_grad, an embedding of its own"),
+        (
+            "eagle3",
+            {"transformer_layer_config": {"model_type": "mistral"}},
+            "transformer_layer_config.model_type 'mistral' is not supported",
+        ),
         (
             "eagle3",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}},

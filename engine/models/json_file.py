@@ -1,0 +1,45 @@
+"""JSON files of a checkpoint, typed, as Python's json reads them.
+
+They are read as transformers reads them: `NaN`, `Infinity` and `-Infinity` are numbers. Values that
+no setting can have are refused where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from engine.models.errors import CheckpointError
+
+_File = TypeVar("_File")
+_COPY_AGAIN = "copy or download the file again"
+
+
+def read_json(path: Path, kind: type[_File]) -> _File:
+    """Raises `CheckpointError` naming the line's fault and the field."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            path, "is missing", "name a folder with a complete Hugging Face checkpoint"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            path, f"cannot be read ({error.strerror or error})", _COPY_AGAIN
+        ) from error
+    return parse_json(path, data, kind)
+
+
+def parse_json(path: Path, data: bytes, kind: type[_File]) -> _File:
+    """Returns what a file at `path` with these bytes says. Raises `CheckpointError`."""
+    try:
+        return msgspec.convert(json.loads(data), kind)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(path, str(error), "correct the field") from error
+    except RecursionError as error:
+        raise CheckpointError(path, "is JSON nested too deep", _COPY_AGAIN) from error
+    except ValueError as error:
+        raise CheckpointError(path, f"is not valid JSON ({error})", _COPY_AGAIN) from error

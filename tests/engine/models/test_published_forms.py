@@ -1,0 +1,260 @@
+"""What tools and publishers write beside what transformers writes is read, or is refused by what it
+is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from engine.models.checkpoint import CheckpointError, load_model_config
+from engine.models.quantization.reader import read_quantization
+from engine.models.registry import spec_of
+from engine.models.specs.dense import DenseSpec
+from engine.quantization import Fp8Scheme, Quantization
+from tests.engine.models.loaded_parameters import check_same, parameters
+from tests.engine.models.quantised_checkpoints import (
+    FP8_BLOCKS,
+    MODELOPT,
+    compressed_tensors,
+    quantise_checkpoint,
+    write_fp8_blocks,
+    write_fp8_channels,
+)
+
+Copy = Callable[..., Path]
+FP8_KV = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True}
+_CHANNELS = compressed_tensors({"strategy": "channel"})
+
+
+@pytest.fixture
+def copy(checkpoints: Path, tmp_path: Path) -> Copy:
+    """Copies a family's checkpoint, with changes of its config.json."""
+
+    def make(family: str, **changes: Any) -> Path:
+        folder = tmp_path / family
+        shutil.copytree(checkpoints / family, folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        return folder
+
+    return make
+
+
+def read(values: dict[str, Any] | None, folder: Path = Path()) -> Quantization:
+    found = read_quantization(folder, values)
+    assert found is not None
+    return found
+
+
+# Spellings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelled", ["float8_e4m3fn", "torch.float8_e4m3fn", "E4M3", "F8_E4M3"])
+def test_a_number_format_may_be_spelled_in_any_way(spelled: str) -> None:
+    assert read(FP8_BLOCKS | {"fmt": spelled}) == read(FP8_BLOCKS)
+
+
+def test_spellings_of_other_fields() -> None:
+    types = {"scale_dtype": "bf16", "zp_dtype": "F8_E4M3", "type": "FLOAT", "strategy": "Channel"}
+    assert read(compressed_tensors(types)) == read(_CHANNELS)
+    assert read(MODELOPT | {"quant_algo": "fp8"}) == read(MODELOPT)
+    assert read(MODELOPT | {"quant_method": "ModelOpt"}) == read(MODELOPT)
+
+
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "bf16", "BF16"])
+def test_spellings_of_the_dtype(dtype: str, copy: Copy) -> None:
+    assert load_model_config(copy("llama", dtype=dtype)).dtype == "bfloat16"
+
+
+def test_minimax_m2_as_published(checkpoints: Path, tmp_path: Path) -> None:
+    """M2 to M2.7: the block of their config.json."""
+    config = {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    }
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    leave = ("block_sparse_moe.gate",)
+    writer = write_fp8_blocks((128, 128))
+    quantise_checkpoint(checkpoints / "minimax_m2", quantised, plain, writer, config, leave)
+    check_same(quantised, plain)
+
+
+# ModelOpt and the KV cache --------------------------------------------------------------------
+
+
+def test_modelopts_block_without_its_name(tmp_path: Path) -> None:
+    """As ModelOpt 0.29 to 0.31 convert hf_quant_config.json, which lies beside it."""
+    block = {name: value for name, value in MODELOPT.items() if name != "quant_method"}
+    block |= {"kv_cache_scheme": "FP8", "config_groups": {"group_0": {}}}
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    found = read(block, tmp_path)
+    assert (found.method, found.kv_cache) == ("modelopt", "fp8")
+    assert found.rules == read(MODELOPT).rules
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "format": "dense",
+            "config_groups": {},
+            "kv_cache_scheme": FP8_KV,
+        },
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+    ],
+    ids=["llm-compressor 0.14", "modelopt"],
+)
+def test_only_the_kv_cache_is_quantised(config: dict[str, Any], copy: Copy) -> None:
+    folder = copy("llama", quantization_config=config)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        tensors |= {
+            f"model.layers.{layer}.self_attn.{name}_scale": torch.full((2, 1, 1), 0.5)
+            for name in "kv"
+        }
+    save_file(tensors, folder / "model.safetensors")
+    model = load_model_config(folder)
+    assert model.quantization is not None
+    assert (model.quantization.rules, model.quantization.kv_cache) == ((), "fp8")
+    parameters(folder, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MODELOPT | {"kv_cache_scheme": "NVFP4"}, "asks for a KV cache in 'NVFP4'"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "asks for weights quantised by 'NVFP4'"),
+        (MODELOPT | {"quant_algo": 8}, "asks for weights quantised by 8"),
+        ({"quant_method": "gptq", "bits": 8}, "asks for weights of 8 bits"),
+        (_CHANNELS | {"format": "dense"}, "asks for weights stored as 'dense'"),
+        (FP8_BLOCKS | {"rotation": "hadamard"}, "asks for rotation = 'hadamard'"),
+    ],
+)
+def test_a_refusal_says_what_a_field_means(config: dict[str, Any], words: str, copy: Copy) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        load_model_config(copy("llama", quantization_config=config))
+
+
+# What is computed together --------------------------------------------------------------------
+
+
+def test_parts_of_a_gemm_that_are_quantised_differently_are_one_sentence(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """Named before a worker starts."""
+    left = "model.layers.0.self_attn.q_proj"
+    config = _CHANNELS | {"ignore": ["lm_head", left]}
+    folders = tmp_path / "quantised", tmp_path / "plain"
+    quantise_checkpoint(checkpoints / "llama", *folders, write_fp8_channels, config, (left,))
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(folders[0])
+    assert caught.value.fault.startswith(f"quantises {left}, model.layers.0.self_attn.k_proj, ")
+    assert "list all of them" in caught.value.cure
+
+
+def test_an_expert_that_is_not_quantised_as_the_others_is_named(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    left = "model.layers.1.block_sparse_moe.experts.2.w1"
+    config = FP8_BLOCKS | {"modules_to_not_convert": [left]}
+    folders = tmp_path / "quantised", tmp_path / "plain"
+    writer = write_fp8_blocks((128, 128))
+    quantise_checkpoint(checkpoints / "mixtral", *folders, writer, config, ("gate.", left))
+    with pytest.raises(
+        CheckpointError, match="lacks .*experts.2.w1.weight_scale_inv, of layers that"
+    ):
+        parameters(folders[0], 0, 1)
+
+
+# Names and numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama3_rope_tied_sharded", "qwen3_tied", "glm4_moe"])
+def test_a_checkpoint_of_the_bare_model(family: str, checkpoints: Path, tmp_path: Path) -> None:
+    """Saved by `AutoModel`, whose tensors have no `model.` in front; the head is beside them."""
+    AutoModel.from_pretrained(checkpoints / family).save_pretrained(tmp_path)
+    shutil.copy(checkpoints / family / "config.json", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "embed_tokens.weight" in tensors
+    if family == "glm4_moe":
+        whole = load_file(checkpoints / family / "model.safetensors")
+        tensors["lm_head.weight"] = whole["lm_head.weight"]
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_same(tmp_path, checkpoints / family)
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN"])
+def test_numbers_that_python_writes_into_json(number: str, copy: Copy) -> None:
+    folder = copy("llama")
+    before = load_model_config(folder)
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        text = path.read_text() if path.is_file() else "{}"
+        more = f'{{"time_step_limit": [0.0, {number}]' + (", " if len(text) > 2 else "")
+        path.write_text(text.replace("{", more, 1))
+    assert load_model_config(folder) == before
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', f'"rms_norm_eps": {number}'))
+    with pytest.raises(CheckpointError, match=r"asks for the number .* \(rms_norm_eps\)"):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": "\xff"}'])
+def test_json_that_cannot_be_read_names_its_file(text: str, copy: Copy) -> None:
+    folder = copy("llama")
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(folder)
+    assert caught.value.path == str(folder / "config.json")
+
+
+def test_a_model_whose_layers_all_have_experts_needs_no_dense_size(copy: Copy) -> None:
+    folder = copy("glm4_moe", first_k_dense_replace=0, intermediate_size=None)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["intermediate_size"]
+    config.pop("mlp_layer_types", None)
+    path.write_text(json.dumps(config))
+    spec = spec_of(load_model_config(folder))
+    assert isinstance(spec, DenseSpec) and spec.experts is not None
+    assert spec.experts.dense_layers == ()
+    path.write_text(json.dumps(config | {"first_k_dense_replace": 1}))
+    with pytest.raises(CheckpointError, match="intermediate_size"):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("model.embed_tokens.weight_scale", "numbers of a quantisation of which config.json says"),
+        ("model.layers.0.self_attn.k_proj.k_bias", "numbers of a quantisation"),
+        ("model.layers.0.mlp.extra.weight", "tensors that the model does not use"),
+    ],
+)
+def test_left_over_tensors_are_not_called_a_broken_download(
+    more: str, words: str, copy: Copy
+) -> None:
+    folder = copy("llama")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {more: torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words) as caught:
+        parameters(folder, 0, 1)
+    assert more in caught.value.fault and "download" not in str(caught.value)
+
+
+def test_schemes_are_as_spelled() -> None:
+    [rule] = read(FP8_BLOCKS | {"fmt": "float8_e4m3fn"}).rules
+    assert isinstance(rule.scheme, Fp8Scheme) and rule.scheme.block == (128, 128)

@@ -1,0 +1,83 @@
+"""Experts in one tensor a layer, in whatever form tools write them, are those of the published
+checkpoint, on any rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.checkpoint import CheckpointError
+from tests.engine.models.loaded_parameters import check_same, parameters
+from tests.engine.models.reference_models import FAMILIES, reference
+
+WITH_EXPERTS = [
+    "mixtral", "qwen2_moe", "qwen3_moe_sharded", "glm4_moe", "glm4_moe_lite", "minimax_m2",
+    "deepseek_v2", "deepseek_v3_yarn", "qwen3_next",
+]  # fmt: skip
+
+
+def save_stacked(folder: Path, to: Path) -> None:
+    """Saves a checkpoint as transformers 5 has it in memory."""
+    reference(folder).save_pretrained(to, save_original_format=False)
+
+
+def turn(folder: Path) -> None:
+    """Turns stacked experts as Qwen3-VL with experts is published."""
+    path = folder / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_stacked_experts_are_read(
+    family: str, is_turned: bool, checkpoints: Path, tmp_path: Path
+) -> None:
+    save_stacked(checkpoints / family, tmp_path)
+    stacks = [name for name in load_file(tmp_path / "model.safetensors") if "gate_up" in name]
+    assert stacks and all(name.endswith("experts.gate_up_proj") for name in stacks)
+    if is_turned:
+        turn(tmp_path)
+    check_same(tmp_path, checkpoints / family)
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize(("hidden", "units"), [(32, 16), (32, 32), (16, 32)])
+def test_sizes_that_make_one_of_the_tensors_square(
+    hidden: int, units: int, is_turned: bool, tmp_path: Path
+) -> None:
+    family = FAMILIES["qwen3_moe_sharded"]
+    config = family.make_config()
+    config.hidden_size, config.moe_intermediate_size = hidden, units
+    model = family.model(config)
+    model.save_pretrained(tmp_path / "published")
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    if is_turned:
+        turn(tmp_path / "stacked")
+    check_same(tmp_path / "stacked", tmp_path / "published")
+
+
+def test_stacked_experts_of_another_size_are_named(checkpoints: Path, tmp_path: Path) -> None:
+    save_stacked(checkpoints / "qwen3_next", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"moe_intermediate_size": 8}))
+    with pytest.raises(CheckpointError, match="lacks model.layers.0.mlp.experts.0.down_proj"):
+        parameters(tmp_path, 0, 1)
+
+
+def test_a_turned_part_is_a_view_of_its_expert(checkpoints: Path, tmp_path: Path) -> None:
+    """Each expert is told from the others, and gate from up."""
+    save_stacked(checkpoints / "qwen3_moe_sharded", tmp_path)
+    turn(tmp_path)
+    loaded = parameters(tmp_path, 0, 1)
+    stored = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
+    [w13] = (loaded[name] for name in loaded if name.endswith("layers.1.mlp.experts.w13"))
+    assert torch.equal(w13[5], stored[5].t())
