@@ -28,11 +28,6 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
 
     scoring: ClassVar[str] = "softmax"
     num_dense: ClassVar[int] = 0
-    """First layers without experts where config.json does not say."""
-
-    @classmethod
-    def may_have_dense_layers(cls, file: ConfigFile) -> bool:
-        return len(first_layers(file, cls.num_dense)) > 0
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:

@@ -11,7 +11,7 @@ from engine.config import KVLayers, ModelConfig, ParallelConfig
 from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
-from engine.models.specs.experts import ExpertSpec
+from engine.models.specs.experts import ExpertSpec, first_layers
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.linear import LinearSpec
 from engine.models.specs.rope import read_rotary
@@ -65,6 +65,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         other_weights: Names of the checkpoint's tensors that are not read, such as layers that
             predict several tokens at once; those that begin with them.
         has_dense_layers: Layers may have an ordinary feed-forward block.
+        num_dense: So many first layers have one where config.json does not say; None: those without
+            experts are no first ones.
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
         attention_bias: Queries, keys and values have a bias.
         output_bias: So has the projection behind attention.
@@ -106,6 +108,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     output_gate: ClassVar[bool] = False
     other_weights: ClassVar[tuple[str, ...]] = ()
     has_dense_layers: ClassVar[bool] = True
+    num_dense: ClassVar[int | None] = None
 
     hidden_size: int
     intermediate_size: int
@@ -152,7 +155,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     @classmethod
     def may_have_dense_layers(cls, file: ConfigFile) -> bool:
         """Returns whether config.json leaves a layer with an ordinary feed-forward block."""
-        return cls.has_dense_layers
+        return (
+            cls.has_dense_layers
+            if cls.num_dense is None
+            else bool(first_layers(file, cls.num_dense))
+        )
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:

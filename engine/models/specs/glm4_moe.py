@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from engine.models.config_file import ConfigFile
 from engine.models.specs.dense import DenseSpec
-from engine.models.specs.experts import first_layers, sigmoid_experts
+from engine.models.specs.experts import sigmoid_experts
 
 
 class Glm4MoeSpec(DenseSpec, frozen=True, kw_only=True):
@@ -17,11 +17,6 @@ class Glm4MoeSpec(DenseSpec, frozen=True, kw_only=True):
     default_rotary_part: ClassVar[float | None] = 0.5
 
     num_dense: ClassVar[int] = 1
-    """First layers without experts where config.json does not say."""
-
-    @classmethod
-    def may_have_dense_layers(cls, file: ConfigFile) -> bool:
-        return len(first_layers(file, cls.num_dense)) > 0
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
