@@ -5,8 +5,8 @@
     3. the file is still as it was in 2.: its digests are stored
 
 Files are the same while device, inode, size and the times of their last changes are; one of these
-times cannot be set back. The store is in `$XDG_CACHE_HOME/tandem` (`~/.cache/tandem`), a file for
-each weight file. Where it cannot be written, the next start reads the weights once more.
+times cannot be set back. The store is beside the hub's cache, in `tandem/digests` of `HF_HOME`, a
+file for each weight file. Where it cannot be written, the next start reads the weights once more.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from threading import local
 
 import msgspec
 import xxhash
+from huggingface_hub.constants import HF_HOME
 
 from engine.models.errors import CheckpointError
 from engine.models.stored_tensors import DOWNLOAD_AGAIN, StoredTensor
@@ -32,6 +33,7 @@ _READ_BYTES = 1 << 20
 """So much stays in a core's cache between reading and hashing."""
 _MAX_THREADS = 8
 _FORMAT = 1
+STORE = Path(HF_HOME) / "tandem" / "digests"
 
 
 class _StoredDigests(msgspec.Struct):
@@ -110,9 +112,8 @@ def _state_of(file: Path) -> tuple[int, ...]:
 
 
 def _store_of(file: Path) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = xxhash.xxh3_128_hexdigest(os.fsencode(file.resolve()))
-    return Path(base).expanduser() / "tandem" / "digests" / f"{name}.json"
+    return STORE / f"{name}.json"
 
 
 def _read_store(file: Path, state: tuple[int, ...]) -> _StoredDigests:

@@ -30,7 +30,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(content_digests, "_digest", watched)
     monkeypatch.setattr(content_digests, "_LEAST_STORED", 1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(content_digests, "STORE", tmp_path / "cache" / "digests")
     return found
 
 
@@ -89,7 +89,7 @@ def test_a_store_that_cannot_be_used_costs_only_time(
 ) -> None:
     folder = make("one", [])
     before = identity(folder)
-    [kept] = (tmp_path / "cache" / "tandem" / "digests").iterdir()
+    [kept] = (tmp_path / "cache" / "digests").iterdir()
     for spoiled in (b"", b'{"format": 1}', kept.read_bytes().replace(b'"format":1', b'"format":0')):
         kept.write_bytes(spoiled)
         assert identity(folder) == before
