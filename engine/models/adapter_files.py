@@ -64,7 +64,7 @@ _CURES = {
     "alone, so it cannot be merged either",
     "arrow_config": "serve the adapters that it mixes one by one",
 }
-"""What helps where merging does not."""
+"""These help where merging does not."""
 
 
 class AdapterError(CheckpointError):

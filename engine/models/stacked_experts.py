@@ -18,7 +18,7 @@ from engine.models.specs.experts import ExpertNames
 from engine.models.stored_tensors import StoredTensor
 
 _IN_MEMORY = "mlp"
-"""What transformers 5 calls the block of every family, whatever is published."""
+"""transformers 5 calls the block of every family so, whatever is published."""
 
 
 @dataclass(frozen=True, slots=True)

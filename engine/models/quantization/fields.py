@@ -37,7 +37,7 @@ _MEANINGS = {
     "scale_dtype": "scales in {}",
     "weight_block_size": "blocks of {}",
 }
-"""What fields ask for; all others are written as name and value."""
+"""Fields that are not here are written as name and value."""
 _SHOWN = 80
 """Characters of a value in a message."""
 

@@ -102,7 +102,7 @@ class DeepseekV3Spec(DeepseekV2Spec, frozen=True, kw_only=True):
     scoring: ClassVar[str] = "sigmoid"
     num_dense: ClassVar[int] = 3
     default_scaling: ClassVar[float] = 2.5
-    """Of routed experts, where config.json does not say."""
+    """The scaling of routed experts where config.json does not say."""
 
     @classmethod
     def read_experts(cls, file: ConfigFile) -> ExpertSpec:

@@ -1,4 +1,4 @@
-"""What a rank holds of a checkpoint once it is loaded."""
+"""Loads a checkpoint as a rank does, and compares what ranks hold of two."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What tools and publishers write beside what transformers writes is read, or is refused by what it
-is."""
+"""Other forms than those that transformers writes are read, or are refused by what they are."""
 
 from __future__ import annotations
 
