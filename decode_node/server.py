@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
+from decode_node.answer.sse import Liveness
 from decode_node.app import create_app
 from decode_node.config import DecodeNodeSettings
 from decode_node.disagg.cached_prefixes import CachedPrefixes
@@ -349,8 +350,11 @@ def create_node_app(
         proxy,
         metrics,
         limits=AskLimits(settings.max_choices, settings.max_logprobs),
-        send_timeout_s=settings.send_timeout_s,
-        heartbeats=state.heartbeats,
+        liveness=Liveness(
+            heartbeats=state.heartbeats,
+            send_timeout_s=settings.send_timeout_s,
+            keepalive_s=settings.sse_keepalive_s,
+        ),
         reading=reading,
         grammars=AnswerGrammars(
             model, tokenizer.added_token_ids, parsers.reasoning_format, checker

@@ -47,6 +47,31 @@ to decode nodes, so clients see no difference; what it does not serve is asked o
 |---|---|---|---|
 """
 
+STREAMS = """
+## Streams
+
+A stream of events is never silent for longer than `--sse-keepalive-s` (default 10; 0: it may be):
+
+| when | what the client gets |
+|---|---|
+| the first token comes within that time | status and headers with the first token, as ever |
+| it does not | status 200 and headers after that time, and a comment, which clients skip |
+| in every pause of that time, also while an answer moves to another node | a comment |
+
+The time runs from the request's arrival, and waiting in the router's queue is part of it.
+**Where the line runs**: what fails before a stream has begun is an HTTP status, as for an answer in
+one piece. So are all refusals that need no waiting: a wrong body (400), rates (429), a full queue
+or a wait that would be too long (503), nodes that are not there (503; `--no-node-wait-s` is shorter
+than the default). What fails later, such as a request whose time in the queue is over, is an event
+with the same error object, and then the stream ends without its last event (`[DONE]`,
+`message_stop`, `response.completed`). Metrics count the request by the error's status either way. A
+stream that began with a comment has no `x-tandem-prefill-node`, since that is not known yet.
+
+Comments (`: keep-alive`) come from the router; a decode node sends its own to clients that ask it
+directly. Answers in one piece (`"stream": false`) are sent when they are complete; a proxy in
+between has to wait for them ([proxies](proxies.md)). Every stream says `X-Accel-Buffering: no`.
+"""
+
 FIELDS = """
 ## Fields
 
@@ -143,7 +168,14 @@ def page() -> str:
     titles |= {body: f"POST {path}" for path, body in BODIES.items()}
     bodies = [section(titles[body], body, _parent(body, titles), titles) for body in titles]
     return (
-        HEAD + endpoints() + FIELDS + "".join(bodies) + NOT_BUILT_HEAD + not_built() + DIFFERENCES
+        HEAD
+        + endpoints()
+        + STREAMS
+        + FIELDS
+        + "".join(bodies)
+        + NOT_BUILT_HEAD
+        + not_built()
+        + DIFFERENCES
     )
 
 

@@ -44,7 +44,8 @@ from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.edge.operator_routes import OperatorParts, operator_routes
 from router.make_adapters import make_adapters
 from router.make_discovery import make_discovery
-from router.make_scaling import make_prefill_hold, make_scaling
+from router.make_forwarder import make_forwarder
+from router.make_scaling import make_scaling
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCatalog
 from router.models.models_metrics import ModelsCollector
@@ -70,7 +71,6 @@ from router.placement.tandem_policy import TandemParameters
 from router.relay.attempts import Attempts
 from router.relay.forward import Forwarder
 from router.relay.known_labels import start_at_zero
-from router.relay.migration import Migrations
 from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
 from router.request.proxied_path import PROXIED_PATHS
@@ -274,7 +274,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
             rng=world.rng,
         ),
         silence=silence,
-        forwarder=_make_forwarder(settings, attempts, world.rng),
+        forwarder=make_forwarder(settings, attempts, world.rng),
         gates=gates,
         models=models,
         tracer=tracer,
@@ -309,28 +309,6 @@ def _make_gates(
         clock=clock,
         rng=rng,
         on_request=lambda request: scaling.of(request.model).arrived(request),
-    )
-
-
-def _make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Random) -> Forwarder:
-    migrations = Migrations(
-        attempts=attempts,
-        registry=attempts.registry,
-        budgets=PerModel(
-            lambda model: RetryBudget(settings.retry_budget, settings.migration_burst)
-        ),
-        max_per_request=settings.max_migrations,
-        timeout_s=settings.resume_timeout_s,
-        rng=rng,
-    )
-    return Forwarder(
-        attempts=attempts,
-        migrations=migrations,
-        metrics=attempts.metrics,
-        hold=make_prefill_hold(settings, attempts.registry, attempts.scaling, rng),
-        send_timeout_s=settings.send_timeout_s,
-        no_node_wait_s=settings.no_node_wait_s,
-        rng=rng,
     )
 
 
@@ -378,6 +356,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for work in (
             services.discovery.run(),
             services.silence.run(),
+            services.forwarder.clients.run(),
             services.keys.watch(),
             services.models.rules.watch(),
             services.sources.run(),

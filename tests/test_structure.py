@@ -96,6 +96,7 @@ ROUTER_ORDER = [
     {"observe"},
     {"relay"},
     {"edge", "make_discovery", "make_adapters", "make_scaling"},
+    {"make_forwarder"},
     {"app"},
     {"server", "garbage"},
     {"main"},

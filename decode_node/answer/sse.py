@@ -1,14 +1,17 @@
 """Answers on the wire: one JSON body, or a stream of server-sent events.
 
+    : keep-alive                 after each `--sse-keepalive-s` without anything, also before:
+
     data: {first chunk}          the status and headers wait for it: what fails before is a real
-    data: {next chunk}           HTTP error, not a 200 with bad news inside
-    ...
+    data: {next chunk}           HTTP error, not a 200 with bad news inside, unless a keep-alive
+    ...                          has come first
     data: [DONE]                 exactly once and last, and only after a complete answer
 
     data: {"error": {...}}       instead of [DONE] when the answer breaks off; then the end
 
-A router that keeps a journal also hears how errors are meant, and a heartbeat when an answer has
-nothing new for a while (`decode_node.answer.journal`).
+A router that keeps a journal also hears how errors are meant, and a heartbeat each second when an
+answer that has begun has nothing new (`decode_node.answer.journal`). Before, it hears nothing: from
+the head it learns what was computed where, and without one it tries another node.
 
 A client that reads slowly holds up only itself: its chunks wait in the socket, and after
 `send_timeout_s` without progress it is disconnected. When a client hangs up, the work is cancelled.
@@ -19,18 +22,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from decode_node.answer.event import DONE, event
-from decode_node.answer.heartbeats import Heartbeats, Pulse
-from decode_node.answer.journal import COMPLETE
+from decode_node.answer.journal import COMPLETE, HEARTBEAT
 from decode_node.errors import GenerationFailed, Unavailable
 from edge.http.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import HttpError, send_error
+from edge.http.heartbeats import (
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    Head,
+    Heartbeats,
+    Pulse,
+    send_start,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +56,6 @@ class Form(Protocol):
 
     def error_event(self, error: HttpError) -> bytes: ...
     def error_body(self, error: HttpError) -> bytes: ...
-
-
-async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 class JsonResponse(Response):
@@ -77,23 +83,35 @@ class JsonResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """Says how answers show that they live. A client that takes nothing for `send_timeout_s` is
+    disconnected; `keepalive_s` is the longest silence of a stream, in seconds; 0: any."""
+
+    heartbeats: Heartbeats
+    send_timeout_s: float
+    keepalive_s: float = 0.0
+
+    def with_keepalives(self, is_on: bool) -> Liveness:
+        return self if is_on else replace(self, keepalive_s=0.0)
+
+
 class EventStreamResponse(Response):
     """Sends `events`, and ends them as their API does, or with an error event."""
-
-    content_type = "text/event-stream; charset=utf-8"
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         form: Form,
         headers: Headers,
-        send_timeout_s: float,
+        liveness: Liveness,
     ) -> None:
         super().__init__()
         self._events = events
         self._form = form
         self._late_headers = headers
-        self._send_timeout_s = send_timeout_s
+        self._liveness = liveness
+        self._pulse: Pulse | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected):
@@ -101,17 +119,40 @@ class EventStreamResponse(Response):
                 await self._answer(send)
 
     async def _answer(self, send: Send) -> None:
+        head = Head(send)
         async with contextlib.aclosing(self._events):
-            try:
-                first = await anext(self._events, b"")
-            except HttpError as error:
-                await send_error(send, error, body=self._form.error_body(error))
-                return
-            await self._stream(first, send)
+            with self._watched(send, head):
+                try:
+                    first = await anext(self._events, b"")
+                except HttpError as error:
+                    if not await head.take():
+                        await self._end(send, self._error_event(error))
+                        return
+                    refusal = error
+                else:
+                    await self._stream(first, send, head)
+                    return
+            await send_error(send, refusal, body=self._form.error_body(refusal))
 
-    async def _stream(self, first: bytes, send: Send) -> None:
-        headers = {"content-type": self.content_type, "cache-control": "no-store"}
-        await send_start(send, 200, {**headers, **self._late_headers()})
+    @contextlib.contextmanager
+    def _watched(self, send: Send, head: Head) -> Iterator[None]:
+        """Is open while the answer is awaited and sent."""
+        if not self._liveness.keepalive_s:
+            yield
+            return
+        pulse = Pulse(
+            send,
+            interval_s=self._liveness.keepalive_s,
+            begin=lambda: head.send(200, STREAM_HEADERS),
+        )
+        with self._liveness.heartbeats.watch(pulse) as self._pulse:
+            yield
+
+    def _head(self) -> dict[str, str]:
+        return {**STREAM_HEADERS, **self._late_headers()}
+
+    async def _stream(self, first: bytes, send: Send, head: Head) -> None:
+        await head.send(200, self._head())
         try:
             if first:
                 await self._send(send, first)
@@ -125,14 +166,18 @@ class EventStreamResponse(Response):
         except Exception:
             logger.exception("an answer broke off")
             last = self._error_event(GenerationFailed("the server failed; see its log"))
+        await self._end(send, last)
+
+    async def _end(self, send: Send, last: bytes) -> None:
         if last:
             await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
         """Sends, and raises TimeoutError when the client takes nothing."""
-        async with asyncio.timeout(self._send_timeout_s):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        with self._pulse.sending(data) if self._pulse is not None else contextlib.nullcontext():
+            async with asyncio.timeout(self._liveness.send_timeout_s):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
 
     def _done(self) -> bytes:
         return self._form.done
@@ -150,26 +195,20 @@ class JournaledResponse(EventStreamResponse):
         events: AsyncGenerator[bytes, None],
         form: Form,
         headers: Headers,
-        send_timeout_s: float,
-        heartbeats: Heartbeats,
+        liveness: Liveness,
         *,
         is_whole: bool,
     ) -> None:
-        super().__init__(events, form, headers, send_timeout_s)
-        if is_whole:
-            self.content_type = "application/json"
+        super().__init__(events, form, headers, liveness.with_keepalives(False))
         self._is_whole = is_whole
-        self._heartbeats = heartbeats
-        self._pulse: Pulse | None = None
 
-    async def _stream(self, first: bytes, send: Send) -> None:
-        with self._heartbeats.watch(send) as self._pulse:
-            await super()._stream(first, send)
+    def _head(self) -> dict[str, str]:
+        kind = "application/json" if self._is_whole else EVENT_STREAM
+        return {**super()._head(), "content-type": kind}
 
-    async def _send(self, send: Send, data: bytes) -> None:
-        assert self._pulse is not None
-        with self._pulse.sending():
-            await super()._send(send, data)
+    async def _stream(self, first: bytes, send: Send, head: Head) -> None:
+        with self._liveness.heartbeats.watch(Pulse(send, HEARTBEAT)) as self._pulse:
+            await super()._stream(first, send, head)
 
     def _done(self) -> bytes:
         return DONE if self._is_whole else super()._done() or COMPLETE

@@ -13,7 +13,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from decode_node.answer.heartbeats import Heartbeats
 from decode_node.answer.journal import (
     MAX_RESUME_BYTES,
     read_resume,
@@ -37,6 +36,7 @@ from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
 from edge.http.exposition import scrape_response
+from edge.http.heartbeats import Heartbeats
 from edge.http.unknown_path import path_without_slash
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.node.open_requests import OpenRequests
@@ -106,6 +106,7 @@ class Api:
             prefill_nodes=None if named is None else prefill_nodes(named),
             wants_timeline=headers.get(names.TIMELINE) == "1",
             wants_journal=headers.get(names.JOURNAL) == "1",
+            wants_keepalives=headers.get(names.SSE_KEEPALIVE) != "0",
             resume=resume,
             model=names.decode_name(headers.get(names.MODEL, "")),
             adapter_digest=headers.get(names.ADAPTER, ""),

@@ -22,11 +22,15 @@ from decode_node.answer.chat_format import ChatFormat, ChatOptions
 from decode_node.answer.completion_format import CompletionFormat
 from decode_node.answer.format import FormatOptions, ResponseFormat
 from decode_node.answer.generation import Choice, Generation
-from decode_node.answer.heartbeats import Heartbeats
 from decode_node.answer.journal import JournalWriter, Resume, ResumedChoice
 from decode_node.answer.messages_format import MessagesFormat
 from decode_node.answer.responses_format import ResponsesFormat
-from decode_node.answer.sse import EventStreamResponse, JournaledResponse, JsonResponse
+from decode_node.answer.sse import (
+    EventStreamResponse,
+    JournaledResponse,
+    JsonResponse,
+    Liveness,
+)
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.grammar.answer_grammars import AnswerGrammars
@@ -70,6 +74,7 @@ class RequestContext:
     prefill_nodes: list[str] | None = None
     wants_timeline: bool = False
     wants_journal: bool = False
+    wants_keepalives: bool = True
     resume: Resume | None = None
     cache_salt: str = ""
     """The tenant's salt, which the request's own can narrow and never leave."""
@@ -96,8 +101,7 @@ class OpenAIServing:
         metrics: DecodeMetrics,
         *,
         limits: AskLimits,
-        send_timeout_s: float,
-        heartbeats: Heartbeats,
+        liveness: Liveness,
         reading: ChatReading,
         grammars: AnswerGrammars,
         images: ImageReader,
@@ -113,8 +117,7 @@ class OpenAIServing:
         self._metrics = metrics
         self._limits = limits
         self._defaults = defaults
-        self._send_timeout_s = send_timeout_s
-        self._heartbeats = heartbeats
+        self._liveness = liveness
         self._reading = reading
         self._grammars = grammars
         self.images = ImagePrompts(images, config.model.vision)
@@ -230,12 +233,12 @@ class OpenAIServing:
                 answer.events() if body.stream else answer.body_events(),
                 form,
                 headers,
-                self._send_timeout_s,
-                self._heartbeats,
+                self._liveness,
                 is_whole=not body.stream,
             )
         if body.stream:
-            return EventStreamResponse(answer.events(), form, headers, self._send_timeout_s)
+            liveness = self._liveness.with_keepalives(context.wants_keepalives)
+            return EventStreamResponse(answer.events(), form, headers, liveness)
         return JsonResponse(answer.body, form, headers)
 
     async def _choices(

@@ -2,7 +2,7 @@
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL,
-                          ADAPTER
+                          ADAPTER, SSE_KEEPALIVE
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED
 A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE
 """
@@ -31,6 +31,9 @@ JOURNAL = "x-tandem-journal"
 """Says in a request that a journal is wanted, in an answer the number of its first entry."""
 RESUME = "x-tandem-resume"
 """Bytes of the client's own body; what exists of the answer already follows it."""
+SSE_KEEPALIVE = "x-tandem-sse-keepalive"
+"""Says by `0` that the node begins a stream with its first token and sends no keep-alives. Whoever
+says so keeps the client's stream alive, and learns from the head of the answer."""
 MODEL = "x-tandem-model"
 """The name by which the node serves the model, where the client asked by one that only routers
 know. Percent-encoded, as is MODEL_VERSION."""
@@ -44,7 +47,17 @@ PREFILL_WORK = "x-tandem-prefill-work"
 PREFILL_FAILED = "x-tandem-prefill-failed"
 
 FROM_ROUTERS = frozenset(
-    {PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL, ADAPTER}
+    {
+        PREFILL_NODES,
+        CACHE_SALT,
+        PREFIX,
+        PREFIX_HOLDER,
+        JOURNAL,
+        RESUME,
+        MODEL,
+        ADAPTER,
+        SSE_KEEPALIVE,
+    }
 )
 
 

@@ -53,6 +53,14 @@ class HttpEdgeSettings(BaseModel):
     send_timeout_s: float
     """Seconds after which a client that reads nothing is disconnected. Each service has its own
     default: a router gives up before the nodes behind it."""
+    sse_keepalive_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="Longest silence in seconds of a streamed answer: then a comment is sent, "
+        "which clients skip, so that no proxy takes the connection for dead. An answer whose first "
+        "token takes longer begins with one: its status is 200 then, and an error is an event. "
+        "0: none.",
+    )
     max_connections_without_key: int = Field(
         default=256,
         ge=0,

@@ -40,8 +40,8 @@ from router.models.models_catalog import ModelCard, ModelCatalog
 from router.models.request_room import RequestRoom
 from router.observe.metrics import RouterMetrics
 from router.observe.status.recent_requests import RecentRequests
+from router.relay.client import AnswerBroken, Client
 from router.relay.forward import Forwarder
-from router.relay.plain_relay import AnswerBroken
 from router.request.client_request import ClientRequest
 from router.request.info import read_request_info
 from router.request.request_history import RequestHistory
@@ -94,25 +94,36 @@ class ProxyEndpoint:
         """Returns the status that the client got, or would have got."""
         try:
             request = await self._read(scope, receive, record)
-            info = request.info
-            record.trace.model = (info.model_name, info.model)
-            gate = self.gates.of(info.model)
-            with self.room.admitted(info.model):
-                async with ClientGuard(receive):
-                    if not info.generates:
-                        gate.check_rates(info)
-                        return await self.forwarder.ask(request, send)
-                    async with Ticket(gate, info) as ticket:
-                        return await self.forwarder.forward(request, ticket, send)
         except HttpError as error:
             await send_error(send, error, record.trace.request_id)
             return int(error.status)
         except ClientDisconnected:
             return _CLIENT_LEFT
-        except AnswerBroken:
-            trace = record.trace
-            trace.failure = trace.failure or "the client took nothing, or the answer broke off"
-            return 200
+        info = request.info
+        record.trace.model = (info.model_name, info.model)
+        with self.forwarder.clients.client(info, send) as client:
+            try:
+                return await self._serve(request, receive, client)
+            except HttpError as error:
+                await client.fail(error)
+                return int(error.status)
+            except ClientDisconnected:
+                return _CLIENT_LEFT
+            except AnswerBroken:
+                trace = record.trace
+                trace.failure = trace.failure or "the client took nothing, or the answer broke off"
+                return 200
+
+    async def _serve(self, request: ClientRequest, receive: Receive, client: Client) -> int:
+        info = request.info
+        gate = self.gates.of(info.model)
+        with self.room.admitted(info.model):
+            async with ClientGuard(receive):
+                if not info.generates:
+                    gate.check_rates(info)
+                    return await self.forwarder.ask(request, client)
+                async with Ticket(gate, info) as ticket:
+                    return await self.forwarder.forward(request, ticket, client)
 
     async def _read(self, scope: Scope, receive: Receive, record: RequestHistory) -> ClientRequest:
         self.room.check()

@@ -191,6 +191,8 @@ class Attempts:
         headers[names.REQUEST_ID] = info.request_id
         if self.wants_journal and info.generates:
             headers[names.JOURNAL] = "1"
+        elif info.is_stream:
+            headers[names.SSE_KEEPALIVE] = "0"
         served = info.adapter or info.model
         if served != info.asked_model:
             headers[names.MODEL] = names.encode_name(served)

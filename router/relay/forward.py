@@ -1,5 +1,7 @@
 """Forwards streams, and may change its mind as long as the client cannot notice.
 
+0. client    takes the answer; a stream that is silent for long begins without one, and its status
+             is 200 then whatever comes (`router.relay.client`)
 1. begin     a decode node begins the answer (`router.relay.attempts`)
 2. relay     to the client, as it comes (`router.relay.plain_relay`, `router.relay.journaled_relay`)
 3. migrate   the node is lost or stops: another one goes on behind what the client has
@@ -17,39 +19,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from starlette.types import Send
-
 from router.admission.ticket import Ticket
 from router.observe.metrics import RouterMetrics
 from router.placement.policy import Placement
 from router.relay.attempts import Attempts
+from router.relay.client import Client, Clients
 from router.relay.exchange import Exchange
 from router.relay.journaled_relay import JournaledRelay
 from router.relay.migration import Migrations
 from router.relay.node_wait import NodeWait
-from router.relay.plain_relay import Client, PlainRelay
+from router.relay.plain_relay import PlainRelay
 from router.relay.prefill_hold import PrefillHold
 from router.request.client_request import ClientRequest
 
 
 @dataclass(slots=True, kw_only=True)
 class Forwarder:
-    """Has requests answered. A client that takes nothing for `send_timeout_s` is disconnected; a
-    request waits for a live node for `no_node_wait_s` at most, and never beyond its deadline."""
+    """Has requests answered. A request waits for a live node for `no_node_wait_s` at most, and
+    never beyond its deadline."""
 
     attempts: Attempts
     migrations: Migrations
     metrics: RouterMetrics
     hold: PrefillHold
-    send_timeout_s: float = 20.0
+    clients: Clients = field(default_factory=Clients)
     no_node_wait_s: float = 5.0
     rng: random.Random = field(default_factory=random.Random)
 
-    async def forward(self, request: ClientRequest, ticket: Ticket, send: Send) -> int:
-        """Has `request` answered through `send`; returns the status that the client got.
+    async def forward(self, request: ClientRequest, ticket: Ticket, client: Client) -> int:
+        """Has `request` answered; returns the status that the client got.
 
         Raises:
-            HttpError: nothing has been sent yet; the caller answers with it.
+            HttpError: no part of an answer has been sent; the caller answers with it.
             AnswerBroken: the client's connection must be cut.
         """
         exchange = await self._begin(request, ticket.check, ticket.time_left_s())
@@ -61,16 +62,14 @@ class Forwarder:
             request.trace.answered_at - request.trace.admitted_at,
             request.trace.context.exemplar(),
         )
-        client = Client(send, request.info.request_id, self.send_timeout_s)
         if exchange.is_journaled:
             relay = JournaledRelay(self.attempts, self.migrations, self.metrics, request, client)
             return await relay.run(exchange)
         return await PlainRelay(self.attempts, self.metrics, request, client).run(exchange)
 
-    async def ask(self, request: ClientRequest, send: Send) -> int:
+    async def ask(self, request: ClientRequest, client: Client) -> int:
         """Has a request answered that generates nothing. Raises as `forward` does."""
         exchange = await self._begin(request, lambda placement: None, self.no_node_wait_s)
-        client = Client(send, request.info.request_id, self.send_timeout_s)
         return await PlainRelay(self.attempts, self.metrics, request, client).run(exchange)
 
     async def _begin(

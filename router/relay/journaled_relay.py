@@ -20,12 +20,13 @@ from edge.http.answer_times import read_answer_times
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts, Failure
+from router.relay.client import Client, Headers
 from router.relay.event_buffer import EventBuffer
 from router.relay.exchange import Exchange
 from router.relay.journal import Journal, JournalEnd
 from router.relay.migration import Migrations
 from router.relay.move_times import MoveTimes
-from router.relay.plain_relay import Client, Headers, lost_event
+from router.relay.plain_relay import lost_event
 from router.request.client_request import ClientRequest
 
 logger = logging.getLogger(__name__)

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
-from starlette.types import Send
-
-from edge.http import headers as names
 from edge.http.error_forms import ErrorForm
 from edge.http.errors import error_body
 from router.errors import NodeLost
 from router.observe.metrics import RouterMetrics
 from router.relay.attempts import Attempts, Failure
+from router.relay.client import AnswerBroken, Client
 from router.relay.event_buffer import EventBuffer
 from router.relay.exchange import Exchange
 from router.request.client_request import ClientRequest
 
 _LOST_STATUS = 500
-Headers = list[tuple[bytes, bytes]]
-
-
-class AnswerBroken(Exception):
-    """An answer ended early, after part of it had gone to the client."""
-
-
-@dataclass(slots=True)
-class Client:
-    """Takes the answer. Raises `AnswerBroken` when the client takes nothing for long."""
-
-    send: Send
-    request_id: str
-    send_timeout_s: float
-
-    async def start(self, status: int, headers: Headers) -> None:
-        headers = [*headers, (names.REQUEST_ID.encode(), self.request_id.encode())]
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def write(self, data: bytes, *, more: bool) -> None:
-        message = {"type": "http.response.body", "body": data, "more_body": more}
-        try:
-            async with asyncio.timeout(self.send_timeout_s):
-                await self.send(message)
-        except TimeoutError:
-            raise AnswerBroken(f"{self.request_id}: the client does not read") from None
 
 
 @dataclass(slots=True)

@@ -69,6 +69,7 @@ class RequestInfo:
 
     Attributes:
         generates: False for a question that any decode node answers at once.
+        is_stream: The client wants events, as they come.
         asked_model: The name that the client wrote; empty when it wrote none.
         model_name: The model it stands for, whose versions may be several.
         model: The version that serves it, by its nodes' first name for it.
@@ -90,6 +91,7 @@ class RequestInfo:
     path: str
     request_id: str
     generates: bool = True
+    is_stream: bool = False
     asked_model: str = ""
     model_name: str = ""
     model: str = ""
@@ -158,6 +160,7 @@ def read_request_info(
         path=path,
         request_id=request_id,
         generates=form.generates,
+        is_stream=form.generates and bytes(fields.get("stream", b"")).strip() == b"true",
         asked_model=asked,
         model_name=led.name,
         model=version,
