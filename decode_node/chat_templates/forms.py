@@ -16,13 +16,16 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         shows_tools: A tool of the request is in the prompt.
-        shows_calls: A call of an earlier turn is in the prompt.
+        shows_calls: A call of an earlier turn is in the prompt. Where it is not, calls become text.
+        takes_results: Without calls, there is a role of tools all the same.
         empty_content: What stands for no content beside calls: an empty text, null, or no key.
         arguments: A call's arguments are an object, or JSON text.
         takes_broken_arguments: Arguments that are no object may stay text.
         parallel_calls: One turn may hold several calls.
         call_ids: Whose ids of calls are taken: anybody's, Mistral's nine letters and digits, or
             Kimi's `functions.NAME:INDEX`.
+        content_beside_calls: What a turn says besides its calls is kept, has to be a turn of its
+            own before them, or cannot be shown.
         names_results: A tool's message needs the name of its function.
         tool_fields: Fields that a tool must have, of `description` and `parameters`.
         reasoning: The name of an assistant's reasoning; "parts" for a part of type `thinking` in
@@ -38,11 +41,13 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
 
     shows_tools: bool = True
     shows_calls: bool = True
+    takes_results: bool = True
     empty_content: Literal["text", "null", "absent"] = "text"
     arguments: Literal["object", "text"] = "object"
     takes_broken_arguments: bool = True
     parallel_calls: bool = True
     call_ids: Literal["any", "mistral", "kimi_k2"] = "any"
+    content_beside_calls: Literal["kept", "apart", "lost"] = "kept"
     names_results: bool = False
     tool_fields: tuple[str, ...] = ()
     reasoning: Literal["", "reasoning_content", "reasoning", "thinking", "parts"] = ""

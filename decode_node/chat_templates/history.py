@@ -2,7 +2,7 @@
 
     messages ─▶ plain ─▶ roles ─▶ calls and results ─▶ order of turns ─▶ contents
 
-What a template has no place for moves to where it has one: nothing that was said is left out.
+What a template has no place for moves to where it has one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Messa
         found = [m | {"role": "system"} if m["role"] == "developer" else m for m in found]
     if forms.system != "anywhere":
         found = _with_system_in_front(found, forms)
+    if not forms.shows_calls:
+        found = [_as_text(message, forms) for message in found]
+    if forms.content_beside_calls != "kept":
+        found = _content_apart(found, forms)
     if not forms.parallel_calls:
         found = _one_call_a_turn(found)
     if forms.call_ids != "any" or forms.names_results:
@@ -105,6 +109,34 @@ def _with_system_in_front(messages: list[Message], forms: TemplateForms) -> list
         content = _both(whole["content"], others[0]["content"])
         return [{**others[0], "content": content}, *others[1:]]
     return [{**whole, "role": "user"}, *others]
+
+
+def _as_text(message: Message, forms: TemplateForms) -> Message:
+    """Writes calls, and results if need be, into contents: one JSON object a line."""
+    if message["role"] == "tool" and not forms.takes_results:
+        return {"role": "user", "content": message["content"]}
+    lines = [
+        json.dumps(
+            {"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False
+        )
+        for function in (_call(call, forms)["function"] for call in message.pop("tool_calls", ()))
+    ]
+    if lines:
+        message["content"] = _both(message["content"], "\n".join(lines))
+    return message
+
+
+def _content_apart(messages: list[Message], forms: TemplateForms) -> list[Message]:
+    """Makes a turn of what is said beside calls. Where that is refused as well, it is left out: the
+    start's log and the model's card say so."""
+    found: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            if forms.content_beside_calls == "apart":
+                found.append({"role": message["role"], "content": message["content"]})
+            message["content"] = ""
+        found.append(message)
+    return found
 
 
 def _one_call_a_turn(messages: list[Message]) -> list[Message]:
@@ -248,12 +280,12 @@ def _arguments(given: str | Message | None, forms: TemplateForms) -> str | Messa
     becomes the object's only value."""
     if forms.arguments == "text":
         if isinstance(given, str):
-            return given or "{}"
+            return given.strip() or "{}"
         return json.dumps(given or {}, ensure_ascii=False)
     if not isinstance(given, str):
         return given or {}
     try:
-        found = json.loads(with_valid_strings(given) or "{}")
+        found = json.loads(with_valid_strings(given.strip()) or "{}")
     except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict):

@@ -9,10 +9,10 @@ checked by it (`Probe.written_call`).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
 from typing import Any, Literal
 
 import msgspec
@@ -121,7 +121,7 @@ class _Prober:
         return self._shows([_USER], TOOL_NAME, tools=[_TOOL])
 
     def _with_calls(self, forms: TemplateForms) -> TemplateForms:
-        for style, arguments, content in product(_IDS, ("object", "text"), _CONTENTS):
+        for style, arguments, content in itertools.product(_IDS, ("object", "text"), _CONTENTS):
             call_id = _IDS[style]
             turn = _turn([_call(call_id, arguments)], _CONTENTS[content])
             if not self._writes_call([_USER, turn]):
@@ -142,9 +142,16 @@ class _Prober:
             return msgspec.structs.replace(
                 forms,
                 takes_broken_arguments=self._takes_broken_arguments(),
+                content_beside_calls=self._content_beside_calls(),
                 parallel_calls=self._takes_two_calls(arguments, content),
             )
-        return msgspec.structs.replace(forms, shows_calls=False)
+        chat = [
+            _USER,
+            {"role": "assistant", "content": "probe answer"},
+            _result("", "probe result"),
+        ]
+        takes_results = self._shows(chat, "probe answer", "probe result", tools=[_TOOL])
+        return msgspec.structs.replace(forms, shows_calls=False, takes_results=takes_results)
 
     def _writes_call(self, messages: Sequence[Message]) -> bool:
         text = self._render(messages, [_TOOL])
@@ -162,6 +169,20 @@ class _Prober:
             *(TOOL_NAME, "probe value", "probe result"),
             tools=[_TOOL],
         )
+
+    def _content_beside_calls(self) -> str:
+        said = {"role": "assistant", "content": "probe answer"}
+        result = _result(self._call_id, "probe result", name=TOOL_NAME)
+        words = ("probe answer", "probe value", "probe result")
+        chats = {
+            "kept": [_USER, {**self._call, **said}, result],
+            "apart": [_USER, said, self._call, result],
+        }
+        for way, chat in chats.items():
+            text = self._render(chat, [_TOOL]) or ""
+            if all(word in text for word in words):
+                return way
+        return "lost"
 
     def _takes_broken_arguments(self) -> bool:
         turn = _turn([_call(self._call_id, "text")], self._call)
@@ -204,7 +225,10 @@ class _Prober:
         place = "nowhere"
         if self._shows([system, _USER], *rule) or self._shows([system, _USER], *rule[::-1]):
             chats = [[_USER, late, other], [system, _USER, answer, late, other]]
-            is_free = all(self._shows(chat, "probe late", "probe other") for chat in chats)
+            is_free = all(self._shows(chat, "probe late", "probe other") for chat in chats) and any(
+                self._shows(chats[1], *words)
+                for words in itertools.permutations(("probe rule", "probe late"))
+            )
             place = "anywhere" if is_free else "first"
         developer = {**system, "role": "developer"}
         found = {

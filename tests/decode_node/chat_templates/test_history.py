@@ -282,3 +282,41 @@ def test_the_call_that_a_template_writes_begins_where_an_answer_does() -> None:
     )
     written = probe(ChatTemplate(template, {})).written_call
     assert written.startswith("<tool_call>{") and written.endswith("</tool_call>")
+
+
+def test_what_is_said_beside_calls_is_a_turn_where_the_template_would_drop_it() -> None:
+    template = (
+        LOOP
+        + "<{{ m.role }}>{% if m.tool_calls %}"
+        + CALLS
+        + "{% else %}{{ m.content }}{% endif %}"
+        + END
+    )
+    assert forms(template).content_beside_calls == "apart"
+    found = prompt(template, [USER, turn(call(), content="I look"), RESULT])
+    assert found == '<user>hi<assistant>I look<assistant>(f {"n": 1})<tool>15'
+
+
+def test_what_is_said_beside_calls_is_left_out_where_it_is_refused_in_every_place() -> None:
+    template = (
+        "{% set ns = namespace(last='') %}"
+        + LOOP
+        + "{% if m.tool_calls and m.content or m.role == ns.last %}"
+        "{{ raise_exception('one thing a turn') }}{% endif %}{% set ns.last = m.role %}"
+        "<{{ m.role }}>{{ m.content }}" + CALLS + END
+    )
+    assert forms(template).content_beside_calls == "lost"
+    found = prompt(template, [USER, turn(call(), content="I look"), RESULT])
+    assert found == '<user>hi<assistant>(f {"n": 1})<tool>15'
+
+
+def test_calls_are_text_where_the_template_shows_none() -> None:
+    template = f"{LOOP}<{{{{ m.role }}}}>{{{{ m.content }}}}{END}"
+    chat = [USER, turn(call(), call(name="g"), content="I look"), RESULT]
+    calls = '{"name": "f", "arguments": {"n": 1}}\n{"name": "g", "arguments": {"n": 1}}'
+    assert prompt(template, chat) == f"<user>hi<assistant>I look\n\n{calls}<tool>15"
+    strict = (
+        LOOP + "{% if m.role == 'tool' %}{{ raise_exception('who?') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}" + END
+    )
+    assert prompt(strict, chat) == f"<user>hi<assistant>I look\n\n{calls}<user>15"
