@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from decode_node.protocol.body import Ignored, Int, Name, StrictBody
-from decode_node.protocol.messages_input import chat_messages, chat_tools
+from decode_node.protocol.messages_input import chat_messages, left_out_blocks
+from decode_node.protocol.messages_tools import MessageTools
 from decode_node.protocol.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
 from edge.http.errors import BadRequest
 
 _SAME_IN_CHATS = ("model", "temperature", "top_p", "top_k", "stream", "priority", "cache_salt")
+_FORMAT = "output_format"
 _CLEAR_THINKING = "clear_thinking_"
+_CLEARING = ("clear_tool_uses_", "compact_")
 _THINKING_OFF = {"enable_thinking": False, "thinking": False}
 _THINKING_ON = {"enable_thinking": True, "thinking": True}
 
@@ -64,51 +68,78 @@ class CountTokensRequest(StrictBody):
     system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """A text, or text blocks, before the turns."""
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    """Tools that the client runs: `name`, `description`, `input_schema`."""
+    """Tools that the client runs: `name`, `description`, `input_schema`; or of the types `bash`,
+    `text_editor` and `memory`. Those that a server would run are ignored where there are others.
+    With `defer_loading` one is shown when a result refers to it."""
     tool_choice: AnthropicToolChoice | None = None
     """How the model may choose among the tools."""
     thinking: Thinking | None = None
     """Whether the model thinks before it answers."""
     output_config: dict[str, Any] | None = None
     """Has `format`, a JSON schema that the answer follows, and `effort` for the chat template."""
+    output_format: dict[str, Any] | None = None
+    """The older name of `output_config.format`."""
     mcp_servers: Any = None
     """Only empty: this server calls no other."""
     container: Any = None
     """Only null: this server runs no code."""
     context_management: dict[str, Any] | None = None
-    """Only edits of thinking, which templates leave out of former turns by themselves."""
+    """Edits of thinking, which templates leave out of former turns by themselves. Those that clear
+    results of tools or compact the turns are ignored: nothing is cleared."""
     betas: Ignored = None
     """Names of features; each is honoured or refused by its own field."""
     cache_control: Ignored = None
     """Prefixes are found by their content."""
 
+    @cached_property
+    def read_tools(self) -> MessageTools:
+        """The tools as functions. Raises `BadRequest`."""
+        return MessageTools.of(self.tools or [], self.messages)
+
+    def unknown_fields(self) -> list[str]:
+        names = super().unknown_fields() + [f"tools.{kind}" for kind in self.read_tools.left_out]
+        names += [f"context_management.{kind}" for kind in self._edits() if _is_clearing(kind)]
+        return names + [f"messages.{kind}" for kind in left_out_blocks(self.messages)]
+
     def named_fields(self) -> AbstractContextManager[None]:
         """Names fields of the chat in errors as this API does."""
-        return named_fields(ChatOfMessages.other_names)
+        names = {f"tools.{i}": place for i, place in enumerate(self.read_tools.places)}
+        if self._has_older_format:
+            names |= {"response_format": _FORMAT, "response_format.json_schema": _FORMAT}
+        return named_fields(ChatOfMessages.other_names | names)
 
     def check_supported(self) -> None:
         """Raises `BadRequest` for what would run on the server."""
         for name in ("mcp_servers", "container"):
             if getattr(self, name):
                 raise _refused(name, "this server answers from the request alone")
+        if not all(_is_clearing(kind) or _is_of_thinking(kind) for kind in self._edits()):
+            raise _refused("context_management", "edits of this type are not known")
+
+    def _edits(self) -> list[Any]:
+        """Returns the types of the edits of `context_management`."""
         edits = (self.context_management or {}).get("edits") or []
-        kinds: list[Any] = [None]
-        if isinstance(edits, list):
-            kinds = [edit.get("type") if isinstance(edit, dict) else edit for edit in edits]
-        if not all(isinstance(kind, str) and kind.startswith(_CLEAR_THINKING) for kind in kinds):
-            raise _refused("context_management", "nothing is cleared from the turns but thinking")
+        if not isinstance(edits, list):
+            return [None]
+        return [edit.get("type") if isinstance(edit, dict) else edit for edit in edits]
+
+    @property
+    def _has_older_format(self) -> bool:
+        return self.output_format is not None and not (self.output_config or {}).get("format")
 
     def to_chat(self) -> ChatOfMessages:
         """Returns the same request as a chat. Raises `BadRequest`."""
         self.check_supported()
-        return ChatOfMessages.of(self._chat_fields())
+        chat = ChatOfMessages.of(self._chat_fields())
+        chat._hidden_tools = frozenset(self.read_tools.deferred)
+        return chat
 
     def _chat_fields(self) -> dict[str, Any]:
-        messages, is_open = chat_messages(self.system, self.messages)
+        messages, is_open = chat_messages(self.system, self.messages, self.read_tools.deferred)
         fields: dict[str, Any] = {
             "messages": messages,
             "continue_final_message": is_open or None,
-            "tools": None if self.tools is None else chat_tools(self.tools),
+            "tools": None if self.tools is None else self.read_tools.functions,
             "reasoning_effort": (self.output_config or {}).get("effort"),
             "response_format": self._response_format(),
         }
@@ -123,6 +154,8 @@ class CountTokensRequest(StrictBody):
 
     def _response_format(self) -> dict[str, Any] | None:
         form, place = (self.output_config or {}).get("format"), "output_config.format"
+        if self._has_older_format:
+            form, place = self.output_format, _FORMAT
         if form is None:
             return None
         if not isinstance(form, dict):
@@ -172,6 +205,15 @@ class MessagesRequest(CountTokensRequest):
             "stop": self.stop_sequences,
             "stream_options": options,
         }
+
+
+def _is_of_thinking(kind: Any) -> bool:
+    return isinstance(kind, str) and kind.startswith(_CLEAR_THINKING)
+
+
+def _is_clearing(kind: Any) -> bool:
+    """Says whether an edit makes the turns shorter, which is not done here."""
+    return isinstance(kind, str) and kind.startswith(_CLEARING)
 
 
 def _refused(name: str, why: str) -> BadRequest:

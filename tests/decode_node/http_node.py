@@ -111,16 +111,19 @@ async def http_node(
     tokenizer: Tokenizer | None = None,
     scripts: Sequence[str] = (),
     context: int = CONTEXT,
+    block_size: int = 0,
     aliases: tuple[str, ...] = (),
     lora: LoRAConfig | None = None,
     **settings: Any,
 ) -> AsyncIterator[HttpNode]:
     """At the end everything must be empty. `auto`: the engine answers by itself, with one of the
-    `scripts` where there are any."""
+    `scripts` where there are any. `block_size`: larger than usual, for long prompts."""
     tokenizer = tokenizer or chat_tokenizer()
     vocab_size = max(VOCAB_SIZE, tokenizer.vocab_size)
     config = tiny_config(vocab_size=vocab_size, max_model_len=context, served_aliases=aliases)
     config = replace(config, lora=lora)
+    if block_size:
+        config = replace(config, cache=replace(config.cache, block_size=block_size))
     engine = FakeEngine(config, tokenizer, auto=auto)
     engine.scripts = [tokenizer.encode(text + "</s>") for text in scripts]
     nodes = FakePrefillNodes()

@@ -149,6 +149,23 @@ async def test_the_input_of_calls_is_valid_json(tokens_per_output: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments", ['{"city": "x",}', '{"city": "a" b"}', '{"city": "x" "days": 2}', "{,}"]
+)
+async def test_what_is_no_object_is_never_an_empty_one(arguments: str) -> None:
+    script = WEATHER.replace('{"city": "Köln", "days": 2}', arguments)
+    async with one_node(script) as node:
+        whole = (await node.client.post(MESSAGES, json=ASK)).json()
+        response = await node.client.post(MESSAGES, json={**ASK, "stream": True})
+    blocks = [block for block in whole["content"] if block["type"] == "tool_use"]
+    deltas = [event["delta"] for event in events_of(response.text) if "delta" in event]
+    told = "".join(delta.get("partial_json", "") for delta in deltas)
+    if blocks:
+        assert blocks[0]["input"] == {"INVALID_JSON": told} and told
+    else:
+        assert arguments in "".join(block.get("text", "") for block in whole["content"])
+
+
+@pytest.mark.parametrize(
     ("script", "fields", "stop"),
     [
         ("It rains.", {}, ("end_turn", None)),
@@ -253,7 +270,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    (turn("user", {"type": "document"}), "messages.0.content.0.type"),
+    (turn("user", {"type": "audio"}), "messages.0.content.0.type"),
+    (turn("user", {"type": "document"}), "messages.0.content.0.source"),
+    (turn("assistant", {"type": "tool_reference"}), "messages.0.content.0.tool_name"),
     (turn("user", {"type": "image"}), "messages.0.content.0.source"),
     (turn("user", {"type": "image", "source": FILE}), "messages.0.content.0.source"),
     (turn("user", {"type": "text", "text": "a"}, IMAGE), "messages.0.content.1: "),
@@ -273,13 +292,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
-    (
-        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-        "context_management",
-    ),
+    ({"context_management": {"edits": [{"type": "clear_all"}]}}, "context_management"),
     ({"context_management": {"edits": 3}}, "context_management"),
     ({"output_config": {"format": "json"}}, "output_config.format must be an object"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
+    ({"output_format": {"type": "xml"}}, "output_format.type must be"),
     ({"output_config": {"effort": 3}}, "output_config.effort must be a string"),
     ({"temperature": 200.0}, "temperature"),
 ]

@@ -1,0 +1,176 @@
+"""Agents send more to /v1/messages than text and calls: tools, blocks, a header of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from decode_node.chat_templates.forms import TemplateForms
+from decode_node.chat_templates.history import history
+from decode_node.protocol.messages import MessagesRequest
+from decode_node.protocol.parse_body import parse_body
+from tests.decode_node.http_node import http_node
+from tests.decode_node.test_messages_api import ASK, MESSAGES, TOOLS, USER, one_node
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1.332.{}; cc_entrypoint=cli;"
+SEARCH = {"name": "ToolSearch", "description": "Finds tools.", "input_schema": {"type": "object"}}
+DEFERRED = [
+    {"name": f"mcp_{i}", "description": "x" * 99, "input_schema": {"type": "object"},
+     "defer_loading": True}
+    for i in range(3)
+]  # fmt: skip
+
+
+def request_of(**fields: Any) -> MessagesRequest:
+    return parse_body(json.dumps({**ASK, **fields}).encode(), MessagesRequest)
+
+
+def shown(*turns: dict[str, Any], **fields: Any) -> list[tuple[str, Any]]:
+    chat = request_of(messages=[USER, *turns], **fields).to_chat()
+    return [(m["role"], m["content"]) for m in history(chat.messages, TemplateForms())][1:]
+
+
+def user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def assistant(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+async def test_conversations_of_an_agent_share_their_prefix() -> None:
+    """Its first system block is one line that is another one in each conversation."""
+    prompts = []
+    async with http_node() as node:
+        for version in ("a1b", "c2d"):
+            system = [
+                {"type": "text", "text": HEADER.format(version)},
+                {"type": "text", "text": "You are an agent."},
+            ]
+            answer = await node.client.post(
+                MESSAGES, json={"max_tokens": 2, "messages": [USER], "system": system}
+            )
+            assert answer.status_code == 200
+            spec = list(node.engine.requests.values())[-1].request.spec
+            prompts.append(node.tokenizer.decode(spec.prompt_token_ids))
+        joined = HEADER.format("a") + "\nYou are an agent."
+        body = {"max_tokens": 2, "messages": [USER], "system": joined}
+        assert (await node.client.post(MESSAGES, json=body)).status_code == 200
+        body["system"] = HEADER.format("a")
+        assert (await node.client.post(MESSAGES, json=body)).status_code == 200
+        last, alone = list(node.engine.requests.values())[-2:]
+        prompts.append(node.tokenizer.decode(last.request.spec.prompt_token_ids))
+        assert node.tokenizer.decode(alone.request.spec.prompt_token_ids) == "u:hello\n"
+    assert set(prompts) == {"s:You are an agent.\nu:hello\n"}
+
+
+def test_blocks_that_hold_text_are_text() -> None:
+    document = {"type": "text", "media_type": "text/plain", "data": "the body"}
+    result = {"type": "search_result", "title": "T", "source": "s", "content": [
+        {"type": "text", "text": "found"}
+    ]}  # fmt: skip
+    assert shown(
+        user(
+            {"type": "document", "source": document, "title": "A", "context": "from b"},
+            {"type": "document", "source": {"type": "content", "content": "more"}},
+            result,
+        ),
+        assistant(
+            {"type": "redacted_thinking", "data": "AAAA"},
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": [
+                {"type": "web_search_result", "title": "Page", "url": "http://x",
+                 "encrypted_content": "AAAA"}
+            ]},
+            {"type": "text", "text": "So it is."},
+        ),
+        user({"type": "tool_result", "tool_use_id": "c", "content": [result]}),
+    ) == [
+        ("user", "A\nfrom b\nthe body\nmore\nT\ns\nfound"),
+        ("assistant", "Page\nhttp://x\nSo it is."),
+        ("tool", "T\ns\nfound"),
+    ]  # fmt: skip
+
+
+def test_a_compaction_stands_for_what_was_before_it() -> None:
+    turns = [assistant({"type": "text", "text": "long ago"}), USER]
+    summary = {"type": "compaction", "content": "They met."}
+    after = assistant({"type": "text", "text": "before"}, summary, {"type": "text", "text": "on"})
+    chat = request_of(messages=[USER, *turns, after, USER]).to_chat()
+    messages = [(m["role"], m["content"]) for m in history(chat.messages, TemplateForms())]
+    assert messages == [("user", "They met."), ("assistant", "on"), ("user", "hello")]
+    chat = request_of(messages=[USER, assistant(summary)]).to_chat()
+    assert [m["content"] for m in history(chat.messages, TemplateForms())] == ["They met."]
+
+
+def test_tools_that_the_api_defines_have_its_input() -> None:
+    kinds = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "memory_20250818", "name": "memory"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    use = request_of(tools=kinds).to_chat().tool_use()
+    assert [tool.name for tool in use.tools] == ["bash", "str_replace_based_edit_tool", "memory"]
+    assert "restart" in use.tools[0].parameters["properties"]
+    commands = [tool.parameters["properties"]["command"]["enum"] for tool in use.tools[1:]]
+    assert commands[0] == ["view", "create", "str_replace", "insert"]
+    assert commands[1] == [*commands[0], "delete", "rename"]
+
+
+async def test_what_this_server_has_not_is_left_out_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = "decode_node.http.ignored_fields"
+    caplog.set_level(logging.WARNING, logger)
+    body = {
+        **ASK,
+        "tools": [*TOOLS, {"type": "web_search_20250305", "name": "web_search"}],
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    }
+    async with one_node() as node:
+        for _ in range(2):
+            assert (await node.client.post(MESSAGES, json=body)).status_code == 200
+    named = [record.args for record in caplog.records if record.name == logger]
+    assert named == [
+        ("tools.web_search_20250305",), ("context_management.clear_tool_uses_20250919",)
+    ]  # fmt: skip
+    async with one_node(strict_fields=True) as node:
+        assert (await node.client.post(MESSAGES, json=body)).status_code == 400
+
+
+async def test_deferred_tools_are_shown_where_a_result_refers_to_them() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "ToolSearch", "input": {}}
+    found = {"type": "tool_result", "tool_use_id": "c", "content": [
+        {"type": "tool_reference", "tool_name": "mcp_1"}
+    ]}  # fmt: skip
+    body = {**ASK, "tools": [SEARCH, *DEFERRED]}
+    turns = [USER, assistant(call), user(found)]
+    async with one_node() as node:
+        for messages in ([USER], turns):
+            answer = await node.client.post(MESSAGES, json={**body, "messages": messages})
+            assert answer.status_code == 200, answer.text
+        first, second = (
+            node.tokenizer.decode(fake.request.spec.prompt_token_ids)
+            for fake in node.engine.requests.values()
+        )
+    assert "ToolSearch" in first and "mcp_" not in first
+    assert second.startswith(first) and "mcp_1 can be called now" in second
+    assert "mcp_0" not in second
+    use = request_of(tools=body["tools"], messages=turns).to_chat().tool_use()
+    assert [tool.name for tool in use.tools] == ["ToolSearch", "mcp_1"]
+    server = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    use = request_of(tools=[server, SEARCH, *DEFERRED]).to_chat().tool_use()
+    assert len(use.tools) == len(use.shown) == 4
+
+
+def test_the_older_name_of_the_form_is_known() -> None:
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    form = {"type": "json_schema", "schema": schema}
+    chat = request_of(output_format=form).to_chat()
+    assert (
+        chat.response_format == request_of(output_config={"format": form}).to_chat().response_format
+    )
