@@ -196,4 +196,5 @@ class KVPaths:
                     bytes_per_s=path.bytes_per_s(now),
                     backlog_bytes=int(path.backlog(now)),
                     avoided_s=max(0.0, path.avoided_until - now),
+                    num_pulls=len(path.pulls),
                 )

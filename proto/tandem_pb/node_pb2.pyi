@@ -139,16 +139,18 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_s: _Optional[float] = ...) -> None: ...
 
 class KVPath(_message.Message):
-    __slots__ = ("prefill_node", "bytes_per_s", "backlog_bytes", "avoided_s")
+    __slots__ = ("prefill_node", "bytes_per_s", "backlog_bytes", "avoided_s", "num_pulls")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_BYTES_FIELD_NUMBER: _ClassVar[int]
     AVOIDED_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLS_FIELD_NUMBER: _ClassVar[int]
     prefill_node: str
     bytes_per_s: float
     backlog_bytes: int
     avoided_s: float
-    def __init__(self, prefill_node: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., avoided_s: _Optional[float] = ...) -> None: ...
+    num_pulls: int
+    def __init__(self, prefill_node: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., avoided_s: _Optional[float] = ..., num_pulls: _Optional[int] = ...) -> None: ...
 
 class GroupLoad(_message.Message):
     __slots__ = ("num_waiting_requests", "num_running_requests", "num_waiting_tokens", "num_free_blocks")

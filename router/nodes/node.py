@@ -61,11 +61,17 @@ class OwnWork:
     recent_requests: int = 0
     recent_tokens: int = 0
     recent_kv_tokens: int = 0
+    recent_pulls: dict[str, list[int]] = field(default_factory=dict)
+    """Prompt tokens whose KV it will pull, by the prefill node's `host:port`."""
+
+    def note_pull(self, prefill: Node, num_tokens: int) -> None:
+        self.recent_pulls.setdefault(prefill.address.target, []).append(num_tokens)
 
     def forget_recent(self) -> None:
         self.recent_requests = 0
         self.recent_tokens = 0
         self.recent_kv_tokens = 0
+        self.recent_pulls.clear()
 
 
 @dataclass(slots=True, eq=False)

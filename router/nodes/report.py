@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 from edge.adapter_call import AdapterCall
@@ -23,6 +24,9 @@ _MAX_VERSION = 64
 _MAX_PORT = 65535
 _MAX_PLACES = 16
 """Most places of drafts in one report; likewise."""
+_MAX_PATHS = 256
+"""Most paths of KV in one report; a node tells no more."""
+_LEAST_BYTES_PER_S = 1.0
 _LEAST_RATE = 0.01
 """Tokens a second. With less, estimates would have no end."""
 
@@ -58,6 +62,16 @@ class NodeTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVPathReport:
+    """Says how KV comes to a decode node from one prefill node. `bytes_per_s` 0: not measured."""
+
+    bytes_per_s: float = 0.0
+    backlog_bytes: int = 0
+    num_pulls: int = 0
+    avoided_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """Holds what `NodeLoad` says, checked. `role` is None when the node did not name one we
     know. `num_receiving` requests wait for KV; a transfer reads blocks of `num_held` that ended."""
@@ -89,6 +103,9 @@ class NodeReport:
     """Tokens that a prompt and its answer may have together; 0: it has not said."""
     num_receiving: int = 0
     num_held: int = 0
+    kv_paths: Mapping[str, KVPathReport] = field(default_factory=dict)
+    """Paths from prefill nodes, by their `host:port`."""
+    kv_bytes_per_token: float = 0.0
     totals: NodeTotals = NodeTotals()
 
     @classmethod
@@ -122,6 +139,8 @@ class NodeReport:
             max_model_len=load.max_model_len,
             num_receiving=load.num_receiving,
             num_held=load.num_held,
+            kv_paths={path.prefill_node: _kv_path(path) for path in load.kv_paths[:_MAX_PATHS]},
+            kv_bytes_per_token=_usable(load.kv_bytes_per_token),
             totals=NodeTotals(
                 prompt_tokens_computed=load.prompt_tokens_computed,
                 prompt_tokens_cached=load.prompt_tokens_cached,
@@ -160,6 +179,15 @@ class NodeReport:
 def _adapter_call(call: node_pb2.AdapterCall) -> AdapterCall:
     name, digest = call.name[:_MAX_NAME], call.digest[:_MAX_DIGEST]
     return AdapterCall(name, digest, call.path[:_MAX_PATH], call.version, call.model[:_MAX_NAME])
+
+
+def _kv_path(path: node_pb2.KVPath) -> KVPathReport:
+    return KVPathReport(
+        bytes_per_s=_usable(path.bytes_per_s, _LEAST_BYTES_PER_S),
+        backlog_bytes=path.backlog_bytes,
+        num_pulls=path.num_pulls,
+        avoided_s=_usable(path.avoided_s),
+    )
 
 
 def _usable(value: float, least: float = 0.0) -> float:

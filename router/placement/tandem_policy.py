@@ -102,7 +102,8 @@ class TandemPolicy(BasePolicy):
         new = {node: num_new_tokens(request, match, node) for node in candidates}
         if request.is_later_turn and own and own[0] in new:
             new[own[0]] = without_unseen(request, new[own[0]])
-        costs = known.estimator.costs_s(new, request.num_prompt_tokens, self.registry.clock())
+        num_prompt, now = request.num_prompt_tokens, self.registry.clock()
+        costs = known.estimator.costs_s(new, num_prompt, now, decode)
         ranked = sorted(candidates, key=costs.__getitem__)
         choice = self._stay_or_spill(request, ranked, costs, new, known.fit.mean_s)
         if choice is PrefillChoice.HOME:
@@ -168,6 +169,7 @@ class TandemPolicy(BasePolicy):
     def placed(self, request: RequestInfo, placement: Placement) -> None:
         super().placed(request, placement)
         if placement.prefills:
+            placement.decode.work.note_pull(placement.prefills[0], request.num_prompt_tokens)
             if request.session_key:
                 self._places.note(request.session_key, placement.prefills[0])
             self._learn_prefix(placement.prefills[0], request)

@@ -1,7 +1,7 @@
 """Estimates when a prefill node would have the first token, and what that costs everybody.
 
     ttft = queue + service
-    cost = queue + service + (weight - 1) · time of the tokens that another candidate has cached
+    cost = ttft + wait for KV + (weight - 1) · time of the tokens that another candidate has cached
     weight = base + per_queue · shortest queue / mean service time
 
 queue     tokens that wait there (its report, and our own dispatches since), at the rate that it
@@ -9,6 +9,7 @@ queue     tokens that wait there (its report, and our own dispatches since), at 
           because others have dispatched too. Not at the time that single prompts took: those
           computed in the same steps share it
 service   the prompt itself, without the tokens that are cached there
+wait      of KV behind the first token: `kv_paths`
 weight    what is computed anew although a node has it delays all who come after, and its KV drives
           out what is cached for them. How much so depends on how busy the nodes are: when even the
           best of them has a queue, every second of computing is waited for by many. What no node
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.nodes.node import Node
+from router.placement.kv_paths import kv_waits_s
 from router.placement.service_time import ServiceTimeFit
 
 _FRESH_S = 1.0
@@ -46,18 +48,22 @@ class TtftEstimator:
         return self.fit.time.seconds(num_new, num_prompt) * self.pace(node)
 
     def costs_s(
-        self, num_new: Mapping[Node, int], num_prompt: int, now: float
+        self, num_new: Mapping[Node, int], num_prompt: int, now: float, decode: Node
     ) -> dict[Node, float]:
-        """Returns what the choice between nodes goes by. There is at least one."""
+        """Returns what the choice between nodes goes by. There is at least one. `decode` is to
+        pull their KV."""
         queues = {node: self.queue_s(node, now) for node in num_new}
         seconds = self.fit.time.seconds
         services = {count: seconds(count, num_prompt) for count in set(num_new.values())}
         least = min(services.values())
         again = self.weight(min(queues.values())) - 1
+        ttfts = {
+            node: queues[node] + self.pace(node) * services[count]
+            for node, count in num_new.items()
+        }
+        waits = kv_waits_s(decode, ttfts, num_prompt)
         return {
-            node: queues[node]
-            + self.pace(node) * services[count]
-            + again * (services[count] - least)
+            node: ttfts[node] + waits[node] + again * (services[count] - least)
             for node, count in num_new.items()
         }
 
