@@ -1,4 +1,4 @@
-"""What the router makes of the paths of KV that decode nodes report."""
+"""Weighs the paths of KV that decode nodes report, as the router does."""
 
 from __future__ import annotations
 
