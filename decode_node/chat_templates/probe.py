@@ -157,11 +157,13 @@ class _Prober:
         text = self._render(messages, [_TOOL])
         if text is None:
             return False
+        before = self._render([_USER], [_TOOL]) or ""
+        is_empty = len(_EMPTY.findall(text)) > len(_EMPTY.findall(before))
         _, _, text = text.rpartition(_QUESTION)
         places = [text.find(word) for word in (TOOL_NAME, "probe_key", "probe value")]
         is_python, is_twice = "{'probe_key'" in text, r"\"probe_key" in text
         is_whole = min(places) >= 0 and places == sorted(places)
-        return is_whole and not (is_python or is_twice or _EMPTY.search(text))
+        return is_whole and not (is_python or is_twice or is_empty)
 
     def _takes_result(self, turn: Message, call_id: str, **name: str) -> bool:
         return self._shows(

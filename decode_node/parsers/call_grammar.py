@@ -27,9 +27,10 @@ from decode_node.grammar.grammar_text import (
     repeat,
     sequence,
 )
-from decode_node.parsers.families import (
+from decode_node.parsers.formats import (
     CallFormat,
     HarmonyFormat,
+    JsonListFormat,
     JsonObjectFormat,
     MistralFormat,
     NamedJsonFormat,
@@ -133,7 +134,7 @@ class CallGrammar:
     @property
     def _has_quoted_names(self) -> bool:
         """Says whether names are JSON, so that they may have any characters."""
-        return isinstance(self._form, JsonObjectFormat) or (
+        return isinstance(self._form, JsonObjectFormat | JsonListFormat) or (
             isinstance(self._form, MistralFormat) and not self._has_token(self._form.arguments)
         )
 
@@ -151,6 +152,8 @@ class CallGrammar:
         match form:
             case JsonObjectFormat():
                 return self._object_shape(form)
+            case JsonListFormat():
+                return self._list_shape(form)
             case NamedJsonFormat():
                 return self._named_shape(form)
             case MistralFormat():
@@ -179,6 +182,29 @@ class CallGrammar:
             return Shape("", before, name, form.separator, end, rest)
         return Shape(form.begin, "", form.begin + name, form.separator, "", rest)
 
+    def _list_shape(self, form: JsonListFormat) -> Shape:
+        prefix = f'{{"{form.id_key}": "' if form.id_key else "{"
+
+        def rest(tool: Tool) -> Expression:
+            number = (
+                sequence(regex(f"[0-9]{{1,{_MAX_NUMBER}}}"), literal('", '))
+                if form.id_key
+                else NOTHING
+            )
+            name = f"{_quoted(tool.name)}: "
+            if form.name_key:
+                name = f'"{form.name_key}": {_quoted(tool.name)}, "{form.arguments_key}": '
+            return sequence(number, literal(name), self._arguments(tool), literal("}"))
+
+        return Shape(
+            form.begin,
+            form.begin + form.opening,
+            prefix,
+            form.separator,
+            form.closing + form.end,
+            rest,
+        )
+
     def _named_shape(self, form: NamedJsonFormat) -> Shape:
         def rest(tool: Tool) -> Expression:
             number = regex(f":[0-9]{{1,{_MAX_NUMBER}}}") if form.numbers_calls else NOTHING
@@ -191,7 +217,7 @@ class CallGrammar:
             )
 
         return Shape(
-            form.section_begin,
+            form.section_begin or form.begin,
             form.section_begin,
             form.begin + form.before_name,
             form.separator,
@@ -276,7 +302,8 @@ class CallGrammar:
             arguments = keyword_arguments(self._text, tool)
             return sequence(literal(f"{tool.name}("), arguments, literal(")"))
 
-        return Shape(form.begin, f"{form.begin}[", "", ", ", f"]{form.end}", rest)
+        before, after = form.begin + form.opening, form.closing + form.end
+        return Shape(form.begin, before, "", form.separator, after, rest)
 
 
 def _check_name(tool: Tool) -> None:

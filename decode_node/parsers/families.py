@@ -9,108 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonObjectFormat:
-    """One JSON object a call, with the keys `name` and `arguments`, between two markers.
-
-    Attributes:
-        arguments_key: How the model spells the key of the arguments.
-        may_be_bare: An answer may begin with such an object, without the marker.
-        padding: What stands between the markers and the object.
-        separator: What stands between calls; where they have no marker, it has to.
-    """
-
-    begin: str
-    end: str = ""
-    padding: str = ""
-    arguments_key: str = "arguments"
-    may_be_bare: bool = False
-    separator: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedJsonFormat:
-    """A name between markers, and behind it the arguments as JSON.
-
-    Attributes:
-        numbers_calls: The name ends with a colon and the call's number.
-    """
-
-    section_begin: str
-    section_end: str
-    begin: str
-    before_name: str = ""
-    after_name: str
-    after_arguments: str = ""
-    end: str
-    separator: str = ""
-    numbers_calls: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MistralFormat:
-    """An array of objects behind one marker, or for each call a marker, its name, the arguments."""
-
-    begin: str = "[TOOL_CALLS]"
-    arguments: str = "[ARGS]"
-    call_id: str = "[CALL_ID]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class XmlFormat:
-    """Each argument between tags of its own, as text; its type is in the tool's schema.
-
-    Attributes:
-        before_name, after_name: Stand around the name of the function.
-        before_key, after_key: Stand around the name of a parameter.
-        before_value: Stands before the value, where it has a tag of its own.
-        after_value: Ends the value.
-        is_typed: A parameter tells whether it is text: `string="true"`.
-        is_json: A value whose type the schema does not tell is JSON, if it can be read so.
-        has_lines: Tags and values have a line each; a line break at either end of a value is not
-            part of it.
-        has_own_sections: Each call has a section of its own.
-    """
-
-    section_begin: str = ""
-    section_end: str = ""
-    before_name: str
-    after_name: str = ""
-    before_key: str
-    after_key: str
-    before_value: str = ""
-    after_value: str
-    end: str
-    is_typed: bool = False
-    is_json: bool = False
-    has_lines: bool = False
-    has_own_sections: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HarmonyFormat:
-    """Messages with a channel and a recipient each (gpt-oss)."""
-
-    start: str = "<|start|>"
-    channel: str = "<|channel|>"
-    constrain: str = "<|constrain|>"
-    message: str = "<|message|>"
-    end: str = "<|end|>"
-    call: str = "<|call|>"
-    final: str = "<|return|>"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PythonicFormat:
-    """A list of calls as in Python, `[f(a=1), g(b="x")]`, which is all of the answer."""
-
-    begin: str = ""
-    end: str = ""
-
-
-CallFormat = (
-    JsonObjectFormat | NamedJsonFormat | MistralFormat | XmlFormat | HarmonyFormat | PythonicFormat
+from decode_node.parsers.formats import (
+    CallFormat,
+    HarmonyFormat,
+    JsonListFormat,
+    JsonObjectFormat,
+    MistralFormat,
+    NamedJsonFormat,
+    PythonicFormat,
+    XmlFormat,
 )
 
 
@@ -151,6 +58,22 @@ def literals(form: CallFormat | ReasoningFamily) -> list[str]:
     return [value for value in values if isinstance(value, str) and value]
 
 
+def _dsml(section: str) -> XmlFormat:
+    """Returns DeepSeek's format from V3.2 on."""
+    return XmlFormat(
+        section_begin=f"<｜DSML｜{section}>",
+        section_end=f"</｜DSML｜{section}>",
+        before_name='<｜DSML｜invoke name="',
+        after_name='">',
+        before_key='<｜DSML｜parameter name="',
+        after_key='"',
+        before_value=">",
+        after_value="</｜DSML｜parameter>",
+        end="</｜DSML｜invoke>",
+        is_typed=True,
+    )
+
+
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
@@ -164,19 +87,9 @@ CALL_FAMILIES = (
     CallFamily(
         names=("deepseek_v32",),
         signs=("｜DSML｜", "function_calls>"),
-        form=XmlFormat(
-            section_begin="<｜DSML｜function_calls>",
-            section_end="</｜DSML｜function_calls>",
-            before_name='<｜DSML｜invoke name="',
-            after_name='">',
-            before_key='<｜DSML｜parameter name="',
-            after_key='"',
-            before_value=">",
-            after_value="</｜DSML｜parameter>",
-            end="</｜DSML｜invoke>",
-            is_typed=True,
-        ),
+        form=_dsml("function_calls"),
     ),
+    CallFamily(names=("deepseek_v4",), signs=("｜DSML｜", "tool_calls>"), form=_dsml("tool_calls")),
     CallFamily(
         names=("deepseek_v3",),
         signs=(_DEEPSEEK_CALL, "```json"),
@@ -282,6 +195,104 @@ CALL_FAMILIES = (
         ),
     ),
     CallFamily(
+        names=("llama_nemotron_json", "nemotron_json"),
+        signs=("<TOOLCALL>",),
+        form=JsonListFormat(begin="<TOOLCALL>", end="</TOOLCALL>"),
+    ),
+    CallFamily(
+        names=("minimax",),
+        signs=("<tool_calls>", "<end_of_sentence>"),
+        form=JsonListFormat(
+            begin="<tool_calls>", end="</tool_calls>", opening="\n", separator="\n", closing="\n"
+        ),
+    ),
+    CallFamily(
+        names=("apriel",),
+        signs=("<tool_calls>[",),
+        form=JsonListFormat(begin="<tool_calls>", end="</tool_calls>"),
+    ),
+    CallFamily(
+        names=("apertus",),
+        signs=("<|tools_prefix|>",),
+        form=JsonListFormat(begin="<|tools_prefix|>", end="<|tools_suffix|>", name_key=""),
+    ),
+    CallFamily(
+        names=("cohere_command3", "cohere"),
+        signs=("<|START_ACTION|>",),
+        form=JsonListFormat(
+            begin="<|START_ACTION|>",
+            end="<|END_ACTION|>",
+            opening="[\n    ",
+            separator=",\n    ",
+            closing="\n]",
+            id_key="tool_call_id",
+            name_key="tool_name",
+            arguments_key="parameters",
+        ),
+    ),
+    CallFamily(
+        names=("granite",), signs=("<|tool_call|>",), form=JsonListFormat(begin="<|tool_call|>")
+    ),
+    CallFamily(
+        names=("phi4_mini_json",),
+        signs=("<|tool|>", "<|/tool|>"),
+        form=JsonListFormat(begin="functools"),
+    ),
+    CallFamily(
+        names=("gigachat3",),
+        signs=("<|function_call|>",),
+        form=JsonObjectFormat(begin="<|function_call|>"),
+    ),
+    CallFamily(
+        names=("functionary",),
+        signs=("<function=", "</function>"),
+        form=NamedJsonFormat(begin="<function=", after_name=">", end="</function>"),
+    ),
+    CallFamily(
+        names=("minicpm5",),
+        signs=('<function name="', '<param name="'),
+        form=XmlFormat(
+            before_name='<function name="',
+            after_name='">',
+            before_key='<param name="',
+            after_key='">',
+            after_value="</param>",
+            end="</function>",
+        ),
+    ),
+    CallFamily(
+        names=("hunyuan_v3",),
+        signs=("<tool_sep:opensource>",),
+        form=XmlFormat(
+            section_begin="<tool_calls:opensource>",
+            section_end="</tool_calls:opensource>",
+            before_name="<tool_call:opensource>",
+            after_name="<tool_sep:opensource>",
+            before_key="<arg_key:opensource>",
+            after_key="</arg_key:opensource>",
+            before_value="<arg_value:opensource>",
+            after_value="</arg_value:opensource>",
+            end="</tool_call:opensource>",
+            is_json=True,
+        ),
+    ),
+    CallFamily(
+        names=("lfm2",),
+        signs=("<|tool_call_start|>",),
+        form=PythonicFormat(begin="<|tool_call_start|>", end="<|tool_call_end|>"),
+    ),
+    CallFamily(
+        names=("olmo3",),
+        signs=("<function_calls>", "</function_calls>"),
+        form=PythonicFormat(
+            begin="<function_calls>",
+            end="</function_calls>",
+            opening="\n",
+            separator="\n",
+            closing="\n",
+        ),
+    ),
+    CallFamily(
         names=("llama4_pythonic",),
         signs=("<|header_start|>", "[func_name1("),
         form=PythonicFormat(begin="<|python_start|>", end="<|python_end|>"),
@@ -329,6 +340,15 @@ REASONING_FAMILIES = (
         begin="<think>",
         end="</think>",
     ),
+    ReasoningFamily(names=("minimax_m3",), begin="<mm:think>", end="</mm:think>"),
+    ReasoningFamily(names=("hunyuan_v3",), begin="<think:opensource>", end="</think:opensource>"),
+    ReasoningFamily(names=("apertus",), begin="<|inner_prefix|>", end="<|inner_suffix|>"),
+    ReasoningFamily(
+        names=("cohere_command3", "cohere"),
+        begin="<|START_THINKING|>",
+        end="<|END_THINKING|>",
+    ),
+    ReasoningFamily(names=("gemma4",), begin="<|channel>thought\n", end="<channel|>"),
     ReasoningFamily(names=("mistral",), begin="[THINK]", end="[/THINK]"),
     ReasoningFamily(names=("seed_oss",), begin="<seed:think>", end="</seed:think>"),
 )

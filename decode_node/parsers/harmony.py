@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from decode_node.parsers import json_reader
 from decode_node.parsers.call_stage import MAX_NAME
 from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.families import HarmonyFormat
+from decode_node.parsers.formats import HarmonyFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.text_input import MarkerSet, Steps, TextInput
 from decode_node.protocol.tools import Tool

@@ -1,6 +1,7 @@
 """Calls whose arguments are JSON: one object with the name inside, or a name and then the object.
 
 <tool_call>{"name": "f", "arguments": {…}}</tool_call>                 JsonObjectStage
+<TOOLCALL>[{"name": "f", "arguments": {…}}, …]</TOOLCALL>              JsonListStage
 <｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>                  NamedJsonStage
 [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]   [TOOL_CALLS]f[ARGS]{…}   MistralStage
 """
@@ -13,7 +14,12 @@ from collections.abc import Sequence
 from decode_node.parsers import json_reader
 from decode_node.parsers.call_stage import MAX_NAME, CallStage
 from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.families import JsonObjectFormat, MistralFormat, NamedJsonFormat
+from decode_node.parsers.formats import (
+    JsonListFormat,
+    JsonObjectFormat,
+    MistralFormat,
+    NamedJsonFormat,
+)
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.text_input import MarkerSet, Steps
 from decode_node.protocol.tools import Tool
@@ -25,6 +31,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 class JsonStage(CallStage):
     """Reads arguments that are JSON, and objects that hold a name and arguments."""
+
+    name_keys: tuple[str, ...] = ("name",)
 
     def object_call(self) -> Steps[bool]:
         """Reads an object that is a call; says whether it was one. The source stands at it.
@@ -50,7 +58,7 @@ class JsonStage(CallStage):
                 return False
             source.take(source.at + 1)
             char = yield from source.skip_white_space()
-            if key == "name":
+            if key in self.name_keys:
                 name = yield from json_reader.text(source)
                 if name not in self.tools:
                     return False
@@ -142,6 +150,54 @@ class JsonObjectStage(JsonStage):
             if char != "{" or not (yield from self.object_call()):
                 self.reject()
                 return
+
+
+class JsonListStage(JsonStage):
+    """Reads one list of objects between markers, or the objects alone."""
+
+    def __init__(
+        self, form: JsonListFormat, sink: DeltaSink, tools: Sequence[Tool], markers: MarkerTokens
+    ) -> None:
+        ends = [markers.translate(form.end)] if form.end else []
+        super().__init__(sink, tools, [markers.translate(form.begin)], ends)
+        self.name_keys = ("name", form.name_key)
+        self._is_keyed = not form.name_key
+
+    def call(self, marker: str) -> Steps[None]:
+        source = self.source
+        is_list = (yield from source.skip_white_space()) == "["
+        if is_list:
+            source.take(source.at + 1)
+        read = self._keyed_call if self._is_keyed else self.object_call
+        while (yield from read()):
+            source.record("")
+            char = yield from source.skip_white_space()
+            if char == "]" or char == ",":
+                source.take(source.at + 1)
+            if char != "," and (is_list or char != "{"):
+                source.forget()
+                return None
+        return self.reject()
+
+    def _keyed_call(self) -> Steps[bool]:
+        """Reads an object whose only key is the function's name."""
+        source = self.source
+        if (yield from source.skip_white_space()) != "{":
+            return False
+        source.take(source.at + 1)
+        yield from source.skip_white_space()
+        name = yield from json_reader.text(source)
+        if name is None or name not in self.tools:
+            return False
+        if (yield from source.skip_white_space()) != ":":
+            return False
+        source.take(source.at + 1)
+        if (yield from source.skip_white_space()) != "{":
+            return False
+        self.accept(name)
+        if (yield from self.arguments()) and (yield from source.skip_white_space()) == "}":
+            source.take(source.at + 1)
+        return True
 
 
 class NamedJsonStage(JsonStage):

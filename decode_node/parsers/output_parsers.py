@@ -23,18 +23,26 @@ from decode_node.parsers.families import (
     CALL_FAMILIES,
     REASONING_FAMILIES,
     CallFamily,
+    ReasoningFamily,
+    literals,
+)
+from decode_node.parsers.formats import (
     CallFormat,
     HarmonyFormat,
+    JsonListFormat,
     JsonObjectFormat,
     MistralFormat,
     NamedJsonFormat,
     PythonicFormat,
-    ReasoningFamily,
     XmlFormat,
-    literals,
 )
 from decode_node.parsers.harmony import HarmonyStage
-from decode_node.parsers.json_calls import JsonObjectStage, MistralStage, NamedJsonStage
+from decode_node.parsers.json_calls import (
+    JsonListStage,
+    JsonObjectStage,
+    MistralStage,
+    NamedJsonStage,
+)
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.pythonic import PythonicStage
@@ -239,6 +247,8 @@ def _call_stage(
     match form:
         case JsonObjectFormat():
             return JsonObjectStage(form, sink, tools, markers)
+        case JsonListFormat():
+            return JsonListStage(form, sink, tools, markers)
         case NamedJsonFormat():
             return NamedJsonStage(form, sink, tools, markers)
         case MistralFormat():

@@ -24,7 +24,7 @@ from decode_node.grammar.grammar_text import (
     token,
 )
 from decode_node.grammar.known_keywords import is_known_pattern
-from decode_node.parsers.families import XmlFormat
+from decode_node.parsers.formats import XmlFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import is_text, types_of
 from decode_node.protocol.tools import Tool

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from decode_node.parsers.call_stage import MAX_NAME, CallStage
 from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.families import PythonicFormat
+from decode_node.parsers.formats import PythonicFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import literal_json
 from decode_node.parsers.text_input import MarkerSet, Steps
@@ -33,25 +33,29 @@ class PythonicStage(CallStage):
         begins = [markers.translate(form.begin)] if form.begin else []
         ends = [markers.translate(form.end)] if form.end else []
         super().__init__(sink, tools, begins, ends)
+        self._has_brackets = form.opening == "["
 
     def begin(self) -> Steps[None]:
-        self.source.record("")
-        yield from self._list()
+        if self._has_brackets:
+            self.source.record("")
+            yield from self._list()
 
     def call(self, marker: str) -> Steps[None]:
         yield from self._list()
 
     def _list(self) -> Steps[None]:
         source = self.source
-        if (yield from source.skip_white_space()) != "[":
-            return self.reject()
-        source.take(source.at + 1)
+        if self._has_brackets:
+            if (yield from source.skip_white_space()) != "[":
+                return self.reject()
+            source.take(source.at + 1)
         while (yield from self._one()):
             source.record("")
             char = yield from source.skip_white_space()
-            if char in ("]", ","):
+            if char and char in "],":
                 source.take(source.at + 1)
-            if char != ",":
+            is_over = char != "," if self._has_brackets else not (char.isalpha() or char == "_")
+            if is_over:
                 source.forget()
                 return None
         return self.reject()

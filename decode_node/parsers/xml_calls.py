@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from decode_node.parsers.call_stage import MAX_NAME, CallStage
 from decode_node.parsers.delta_sink import DeltaSink
-from decode_node.parsers.families import XmlFormat
+from decode_node.parsers.formats import XmlFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import is_text, parameter_types, value_json
 from decode_node.parsers.text_input import MarkerSet, Steps

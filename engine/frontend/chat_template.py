@@ -26,6 +26,8 @@ RESERVED_VARIABLES = frozenset(
 )
 """Names that a client's template arguments may not replace."""
 
+_XML_TOOLS = "xml_tools"
+"""The name that SmolLM3's template has for tools that are called by JSON between tags."""
 _CONTINUE_HERE = "\ufdd0continue\ufdd1"
 """Marks the end of a message that the answer continues. Unicode keeps these characters out of
 text."""
@@ -82,6 +84,8 @@ class ChatTemplate:
         """Returns the prompt's text, special tokens included. With `continue_final_message` it ends
         with the last message's content. Raises `ChatTemplateError`."""
         extra = {k: v for k, v in (variables or {}).items() if k not in RESERVED_VARIABLES}
+        if tools and _XML_TOOLS in self.source:
+            extra.setdefault(_XML_TOOLS, list(tools))
         shown = list(messages)
         if continue_final_message:
             shown[-1] = _marked(shown[-1])

@@ -194,3 +194,11 @@ def test_json_in_templates_is_what_transformers_writes(tmp_path: Path) -> None:
     )
     assert ours == theirs
     assert "<b>" in ours
+
+
+def test_tools_have_the_name_that_smollm3_has_for_them() -> None:
+    template = "{{ xml_tools[0].function.name if xml_tools else 'none' }}"
+    assert prompt_of(template, {"tools": [TOOL]}) == "get_weather"
+    assert prompt_of(template, {}) == "none"
+    mine = {"tools": [TOOL], "chat_template_kwargs": {"xml_tools": []}}
+    assert prompt_of(template, mine) == "none"

@@ -1,4 +1,4 @@
-"""Outputs of the ten families, written from the formats' public documentation.
+"""Outputs of all families, written from the formats' public documentation.
 
 Each is the text that a model generates, its special tokens spelled out. Whether a marker is a token
 or text depends on the tokenizer; tests read every output both ways.
@@ -76,6 +76,7 @@ def _json_outputs() -> Iterator[Output]:
     """Yields the same outputs in every format whose arguments are JSON."""
     v3, sep = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
     kimi = "<|tool_call_begin|>functions."
+    named = '{{"name": "{name}", "arguments": {args}}}'
     formats = {
         "hermes": (
             "",
@@ -108,6 +109,20 @@ def _json_outputs() -> Iterator[Output]:
             "<|tool_calls_section_end|>",
         ),
         "mistral": ("", "[TOOL_CALLS]{name}[ARGS]{args}", "", ""),
+        "llama_nemotron_json": ("<TOOLCALL>[", named, ", ", "]</TOOLCALL>"),
+        "minimax": ("<tool_calls>\n", named, "\n", "\n</tool_calls>"),
+        "apriel": ("<tool_calls>[", named, ", ", "]</tool_calls>"),
+        "apertus": ("<|tools_prefix|>[", '{{"{name}": {args}}}', ", ", "]<|tools_suffix|>"),
+        "cohere_command3": (
+            "<|START_ACTION|>[\n    ",
+            '{{"tool_call_id": "0", "tool_name": "{name}", "parameters": {args}}}',
+            ",\n    ",
+            "\n]<|END_ACTION|>",
+        ),
+        "granite": ("<|tool_call|>[", named, ", ", "]"),
+        "phi4_mini_json": ("functools[", named, ", ", "]"),
+        "gigachat3": ("", f"<|function_call|>{named}", "", ""),
+        "functionary": ("", "<function={name}>{args}</function>", "", ""),
     }
     for family, (begin, one, between, end) in formats.items():
 
@@ -266,6 +281,19 @@ def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = Fals
         return f"<tool_call>\n<function={name}>\n{inner}" + (
             "" if cut else "</function>\n</tool_call>"
         )
+    if family == "hunyuan_v3":
+        tag = "{}:opensource>".format
+        inner = "".join(
+            f"<{tag('arg_key')}{k}</{tag('arg_key')}\n<{tag('arg_value')}{v}</{tag('arg_value')}\n"
+            for k, v in parameters.items()
+        )
+        call_begin = f"<{tag('tool_call')}{name}<{tag('tool_sep')}\n{inner}"
+        return f"<{tag('tool_calls')}\n{call_begin}" + (
+            "" if cut else f"</{tag('tool_call')}\n</{tag('tool_calls')}"
+        )
+    if family == "minicpm5":
+        inner = "".join(f'<param name="{k}">{v}</param>' for k, v in parameters.items())
+        return f'<function name="{name}">{inner}' + ("" if cut else "</function>")
     if family == "glm45":
         inner = "".join(
             f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in parameters.items()
@@ -285,13 +313,17 @@ def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = Fals
         f'<｜DSML｜parameter name="{k}" string="{types.get(k, "false")}">{v}</｜DSML｜parameter>\n'
         for k, v in parameters.items()
     )
-    return f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n{inner}' + (
-        "" if cut else "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    section = "tool_calls" if family == "deepseek_v4" else "function_calls"
+    return f'<｜DSML｜{section}>\n<｜DSML｜invoke name="{name}">\n{inner}' + (
+        "" if cut else f"</｜DSML｜invoke>\n</｜DSML｜{section}>"
     )
 
 
 def _xml_outputs() -> Iterator[Output]:
-    for family in ("qwen3_coder", "glm45", "deepseek_v32", "seed_oss", "minimax_m2"):
+    for family in (
+        *("qwen3_coder", "glm45", "deepseek_v32", "deepseek_v4", "seed_oss", "minimax_m2"),
+        *("minicpm5", "hunyuan_v3"),
+    ):
         end_of_thinking = "</seed:think>" if family == "seed_oss" else "</think>"
 
         def of(name: str = "get_weather", family: str = family, **parameters: str) -> str:
@@ -447,6 +479,7 @@ def _pythonic_outputs() -> Iterator[Output]:
     for family, begin, end in (
         ("pythonic", "", ""),
         ("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
+        ("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
     ):
         yield Output(
             family,
@@ -482,6 +515,23 @@ def _pythonic_outputs() -> Iterator[Output]:
             incomplete="call",
         )
         yield Output(family, "a list", x := "[1, 2] and more", content=x)
+    begin, end = "<function_calls>\n", "\n</function_calls>"
+    yield Output(
+        "olmo3",
+        "two calls, a line each",
+        f"{begin}get_weather(city='Paris', days=3)\nnow(){end}",
+        [call(), call("now", "{}")],
+    )
+    yield Output("olmo3", "unknown function", x := f"{begin}rm(a=1){end}", content=x)
+    yield Output(
+        "olmo3",
+        "content, and a call that is cut off",
+        f"I look.\n{begin}get_weather(city='Paris', days=",
+        [broken('{"city": "Paris"')],
+        content="I look.",
+        incomplete="call",
+    )
+    yield Output("olmo3", "a list", x := "[now()]", content=x)
     yield Output("pythonic", "text", x := "It rains. [now()]", content=x)
 
 

@@ -43,12 +43,15 @@ def tokens_of(family: str) -> dict[str, int]:
     form = next(known.form for known in CALL_FAMILIES if family in known.names)
     reasoning = next(known for known in REASONING_FAMILIES if reasoning_of(family) in known.names)
     texts = [*literals(form), *literals(reasoning)]
-    texts += ["｜DSML｜"] * (family == "deepseek_v32")
+    texts += ["｜DSML｜"] * (family in ("deepseek_v32", "deepseek_v4"))
     plain = {
         "qwen3_coder": ("</parameter>", "</function>"),
         "seed_oss": ("</parameter>", "</function>"),
         "minimax_m2": ("</parameter>", "</invoke>"),
         "deepseek_v32": ("<",),
+        "deepseek_v4": ("<",),
+        "minicpm5": ("<function", "<param"),
+        "functionary": ("<function=", ">"),
     }
     found = sorted(
         {

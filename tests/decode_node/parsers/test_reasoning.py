@@ -120,6 +120,10 @@ def test_auto_recognises_the_template() -> None:
         ("llama4_json", '<|header_start|>{"name": f, "parameters": d}', ()),
         ("pythonic", "<|start_header_id|>[func_name1(params_name1=v)] parameters", ()),
         ("llama3_json", '<|start_header_id|>{"name": f, "parameters": d}', ()),
+        ("granite", "respond with <|tool_call|> followed by a JSON list", ()),
+        ("phi4_mini_json", "<|tool|>{{ message.tools }}<|/tool|>", ()),
+        ("olmo3", "<function_calls>{{ calls }}</function_calls>", ()),
+        ("lfm2", "<|tool_list_start|>", ("<|tool_call_start|>",)),
         ("", "<|im_start|>user", ("<tool_call>", "<think>")),
     ],
 )
@@ -136,5 +140,20 @@ def test_only_tokens_of_the_format_are_markers() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnknownParser, match=r"'qwen9'; there are auto, deepseek_r1, .*qwen3"):
+    with pytest.raises(UnknownParser, match=r"'qwen9'; there are auto, .*deepseek_r1, .*qwen3"):
         parsers(THINK, "qwen9")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("minimax_m3", "<mm:think>Hm</mm:think>Yes"),
+        ("hunyuan_v3", "<think:opensource>Hm</think:opensource>Yes"),
+        ("apertus", "<|inner_prefix|>Hm<|inner_suffix|>Yes"),
+        ("cohere_command3", "<|START_THINKING|>Hm<|END_THINKING|>Yes"),
+        ("gemma4", "<|channel>thought\nHm<channel|>Yes"),
+    ],
+)
+def test_families_think_between_markers_of_their_own(name: str, answer: str) -> None:
+    found = parse(parsers({}, name).parser(), [[answer]])
+    assert (found.reasoning, found.content) == ("Hm", "Yes")

@@ -1,0 +1,143 @@
+"""The kinds of formats in which models call, with what differs between families of one kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonObjectFormat:
+    """One JSON object a call, with the keys `name` and `arguments`, between two markers.
+
+    Attributes:
+        arguments_key: How the model spells the key of the arguments.
+        may_be_bare: An answer may begin with such an object, without the marker.
+        padding: What stands between the markers and the object.
+        separator: What stands between calls; where they have no marker, it has to.
+    """
+
+    begin: str
+    end: str = ""
+    padding: str = ""
+    arguments_key: str = "arguments"
+    may_be_bare: bool = False
+    separator: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonListFormat:
+    """All calls of an answer in one JSON list, between two markers.
+
+    Attributes:
+        opening, separator, closing: Stand around and between the objects.
+        id_key: The key of a call's number, which comes first; "" for none.
+        name_key: The key of the name; "" where the name itself is the key of the arguments.
+        arguments_key: The key of the arguments.
+    """
+
+    begin: str
+    end: str = ""
+    opening: str = "["
+    separator: str = ", "
+    closing: str = "]"
+    id_key: str = ""
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedJsonFormat:
+    """A name between markers, and behind it the arguments as JSON.
+
+    Attributes:
+        numbers_calls: The name ends with a colon and the call's number.
+    """
+
+    section_begin: str = ""
+    section_end: str = ""
+    begin: str
+    before_name: str = ""
+    after_name: str
+    after_arguments: str = ""
+    end: str = ""
+    separator: str = ""
+    numbers_calls: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MistralFormat:
+    """An array of objects behind one marker, or for each call a marker, its name, the arguments."""
+
+    begin: str = "[TOOL_CALLS]"
+    arguments: str = "[ARGS]"
+    call_id: str = "[CALL_ID]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XmlFormat:
+    """Each argument between tags of its own, as text; its type is in the tool's schema.
+
+    Attributes:
+        before_name, after_name: Stand around the name of the function.
+        before_key, after_key: Stand around the name of a parameter.
+        before_value: Stands before the value, where it has a tag of its own.
+        after_value: Ends the value.
+        is_typed: A parameter tells whether it is text: `string="true"`.
+        is_json: A value whose type the schema does not tell is JSON, if it can be read so.
+        has_lines: Tags and values have a line each; a line break at either end of a value is not
+            part of it.
+        has_own_sections: Each call has a section of its own.
+    """
+
+    section_begin: str = ""
+    section_end: str = ""
+    before_name: str
+    after_name: str = ""
+    before_key: str
+    after_key: str
+    before_value: str = ""
+    after_value: str
+    end: str
+    is_typed: bool = False
+    is_json: bool = False
+    has_lines: bool = False
+    has_own_sections: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmonyFormat:
+    """Messages with a channel and a recipient each (gpt-oss)."""
+
+    start: str = "<|start|>"
+    channel: str = "<|channel|>"
+    constrain: str = "<|constrain|>"
+    message: str = "<|message|>"
+    end: str = "<|end|>"
+    call: str = "<|call|>"
+    final: str = "<|return|>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonicFormat:
+    """A list of calls as in Python, `[f(a=1), g(b="x")]`, which is all of the answer.
+
+    Attributes:
+        opening, separator, closing: Stand around and between the calls.
+    """
+
+    begin: str = ""
+    end: str = ""
+    opening: str = "["
+    separator: str = ", "
+    closing: str = "]"
+
+
+CallFormat = (
+    JsonObjectFormat
+    | JsonListFormat
+    | NamedJsonFormat
+    | MistralFormat
+    | XmlFormat
+    | HarmonyFormat
+    | PythonicFormat
+)
