@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # Tests start hundreds of processes of ours, each of which would compile our modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-clients test-templates helm-tools prometheus-tools chromium lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test test-clients test-templates helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
@@ -45,7 +45,7 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
-test: $(VENV)/.installed-dev helm-tools prometheus-tools chromium
+test: $(VENV)/.installed-dev helm-tools prometheus-tools chromium proxies
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
 		$(PYTEST_ARGS)
 
@@ -125,6 +125,15 @@ chromium: | $(VENV)/.installed-dev
 		tests/browser/get_chromium.sh $(VENV)/chromium >/dev/null 2>&1 || \
 		{ rm -rf $(VENV)/chromium; \
 		echo "no browser: tests of the status page will skip (install Debian's chromium)"; }
+
+# Proxies, through which tests ask a router: Debian's packages, unpacked without installing (about
+# 5 s). Elsewhere those tests skip and say so.
+proxies: | $(VENV)/.installed-dev
+	@test -d $(VENV)/proxies || \
+		{ command -v nginx && command -v haproxy && command -v caddy; } >/dev/null || \
+		tests/proxies/get_proxies.sh $(VENV)/proxies >/dev/null 2>&1 || \
+		{ rm -rf $(VENV)/proxies; \
+		echo "no proxies: tests of streams through them will skip (install Debian's nginx, haproxy, caddy)"; }
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

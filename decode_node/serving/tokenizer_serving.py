@@ -77,7 +77,7 @@ class TokenizerServing:
         `HttpError`."""
         with body.named_fields():
             chat = body.to_chat()
-            self._served.check(model or chat.model)
+            self._served.check(model or body.model)
             images = await self._images.read(chat)
             _, tokens = await self._prompts.of_chat(chat, chat.tool_use(), is_long=is_long)
             return len(self._images.with_images(chat, tokens, images).token_ids)

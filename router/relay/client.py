@@ -29,6 +29,7 @@ from router.request.info import RequestInfo
 Headers = list[tuple[bytes, bytes]]
 
 _STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
+_TICK_S = 0.25
 _FIRST_ERROR = 400
 _OK = 200
 
@@ -134,4 +135,4 @@ class Clients:
     async def run(self) -> None:
         """Keeps streams alive until cancelled."""
         if self.keepalive_s:
-            await self.heartbeats.run(min(1.0, self.keepalive_s / 10))
+            await self.heartbeats.run(min(_TICK_S, self.keepalive_s / 10))

@@ -21,6 +21,8 @@ from router.relay.client import Client, Clients
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.factories import request
 from tests.router.fakes import answer_json, event, open_stream, stream_tokens
+from tests.router.test_migration import die_at, stop_afterwards
+from tests.router.token_server import TokenHandler, expected, texts
 
 COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
 BODY = {"model": "demo", "prompt": "hello", "stream": True}
@@ -331,6 +333,22 @@ async def test_a_pause_is_filled_and_the_openai_client_reads_on(cluster: Cluster
         may_go_on.set()
         texts += [chunk.choices[0].text async for chunk in stream]
     assert texts == ["t0 ", "t1 "]
+
+
+async def test_a_move_to_another_node_is_filled_and_nothing_is_lost(cluster: Cluster) -> None:
+    """The only node dies in the answer and refuses more, until the client has had two comments."""
+    node = await cluster.decode()
+    node.handler = stop_afterwards(node, TokenHandler(fault=die_at(5)))
+    router = await cluster.router(node, sse_keepalive_s=OFTEN_S)
+    body = {**BODY, "seed": 7, "max_tokens": 12}
+    async with router.post(body) as response:
+        seen = [await first_line(response)]
+        while seen.count(KEEP_ALIVE) < 2 or len(seen) < 7:
+            seen.append(await first_line(response))
+        node.handler = TokenHandler()
+        seen.append(await response.read())
+    assert texts(b"".join(seen).replace(KEEP_ALIVE, b"").decode()) == [expected(body)]
+    assert router.metric("tandem_router_migrations_total", reason="lost") == 1
 
 
 async def test_without_keep_alives_the_head_waits_for_the_answer(cluster: Cluster) -> None:
