@@ -150,10 +150,12 @@ def load_model_config(
     folder = Path(folder)
     path = folder / "config.json"
     architecture, wrapper = find_architecture(path)
-    weights = WeightFiles(folder, wrapper) if load_format == "safetensors" else None
+    kind = MODELS[architecture].spec
+    weights = None
+    if load_format == "safetensors":
+        weights = WeightFiles(folder, wrapper, kind.renamed_tensors)
     file, whole = _read_config(path, wrapper, weights)
     length = _max_model_len(folder, file, max_model_len)
-    kind = MODELS[architecture].spec
     with _named(path):
         spec = kind.from_config(file, length)
         place, values = file.quantization

@@ -97,7 +97,8 @@ class ConfigFile(msgspec.Struct):
     sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
-    sliding_window_pattern: int | None = None
+    sliding_window_pattern: int | str | None = None
+    """One of so many layers sees everything; or "L" and "G" in turns, EXAONE's form."""
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -119,7 +120,7 @@ class ConfigFile(msgspec.Struct):
     mlp_layer_types: list[str] | None = None
     moe_layer_freq: int = 1
     scoring_func: str | None = None
-    use_qk_norm: bool = False
+    use_qk_norm: bool | None = None
     moe_intermediate_size: int | None = None
     num_experts: int | None = None
     num_local_experts: int | None = None
@@ -130,6 +131,16 @@ class ConfigFile(msgspec.Struct):
     shared_expert_intermediate_size: int | None = None
     n_routed_experts: int | None = None
     n_shared_experts: int | None = None
+    num_shared_experts: int | None = None
+    """The other name of `n_shared_experts`."""
+    router_scaling_factor: float | None = None
+    score_function: str | None = None
+    moe_num_experts: int | None = None
+    moe_k: int | None = None
+    moe_num_shared_experts: int | None = None
+    moe_layer_start_index: int = 1
+    moe_layer_end_index: int = -1
+    moe_layer_interval: int = 1
     routed_scaling_factor: float | None = None
     n_group: int | None = None
     topk_group: int | None = None
@@ -140,6 +151,9 @@ class ConfigFile(msgspec.Struct):
     num_mtp_layers: int | None = None
     """The newer name of `num_nextn_predict_layers`."""
     qkv_bias: bool | None = None
+    use_qkv_bias: bool = False
+    bias: bool = False
+    clip_qkv: float | None = None
     full_attention_interval: int | None = None
     attn_output_gate: bool | None = None
     linear_num_key_heads: int | None = None

@@ -2,59 +2,92 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from engine.models.errors import CheckpointError
 
-_STATE_SPACE = "layers with a recurrent state"
+_MAMBA = "layers with a Mamba state"
+_MAMBA2 = "layers with a Mamba2 state"
 _ENCODER = "it encodes its input and has no decoder alone"
 _LLAMA, _DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
 _PARALLEL = "attention and feed-forward block side by side, and norms that subtract the mean"
 _OLD_DECODER = "learned or other positions, norms that subtract the mean, and no gate"
 DIFFERENCES = {
-    "bamba": (_LLAMA, _STATE_SPACE),
+    "afmoe": (
+        "Glm4MoeForCausalLM",
+        "gated attention, windows, norms behind the blocks",
+    ),
+    "apertus": (_LLAMA, "a feed-forward block without a gate (xIELU)"),
+    "arcee": (_LLAMA, "a feed-forward block without a gate (squared ReLU)"),
+    "bailing_hybrid": ("BailingMoeV2ForCausalLM", "latent attention, and layers with a state"),
+    "bailing_moe": ("BailingMoeV2ForCausalLM", "softmax scores of experts"),
+    "bamba": (_LLAMA, _MAMBA2),
     "bert": ("", _ENCODER),
     "bloom": (_LLAMA, _OLD_DECODER),
     "cohere": (_LLAMA, _PARALLEL),
     "cohere2": (_LLAMA, _PARALLEL),
+    "cohere2_moe": ("Qwen3MoeForCausalLM", _PARALLEL),
     "dbrx": ("MixtralForCausalLM", "norms that subtract the mean, and experts as one tensor"),
     "deepseek_v32": (_DEEPSEEK, "an indexer that chooses which tokens are attended"),
     "deepseek_v4": (_DEEPSEEK, "compressed sparse attention and several residual streams"),
+    "exaone": (_LLAMA, "other names of its settings and tensors"),
+    "exaone_moe": ("Exaone4ForCausalLM", "experts"),
     "falcon": (_LLAMA, _PARALLEL),
-    "falcon_h1": (_LLAMA, _STATE_SPACE),
+    "falcon_h1": (_LLAMA, _MAMBA2),
+    "flex_olmo": ("Olmo2ForCausalLM", "experts"),
+    "gemma": ("Gemma2ForCausalLM", "no norms behind the blocks, and no bound of scores"),
     "gemma3n": ("Gemma3ForCausalLM", "embeddings of each layer, and layers that share keys"),
     "gemma4": ("Gemma3ForCausalLM", "heads of two sizes, and layers that share keys"),
+    "glm": ("Glm4ForCausalLM", "no norms behind the blocks"),
+    "glm4v": ("Glm4ForCausalLM", "three positions for each token"),
     "glm_moe_dsa": (_DEEPSEEK, "an indexer that chooses which tokens are attended"),
     "gpt2": (_LLAMA, _OLD_DECODER),
     "gpt_bigcode": (_LLAMA, _OLD_DECODER),
     "gpt_neox": (_LLAMA, _PARALLEL),
-    "granitemoehybrid": (_LLAMA, _STATE_SPACE),
-    "jamba": ("MixtralForCausalLM", _STATE_SPACE),
-    "kimi_linear": (_DEEPSEEK, _STATE_SPACE),
+    "granitemoe": ("GraniteForCausalLM", "experts as one tensor"),
+    "granitemoehybrid": (_LLAMA, _MAMBA2),
+    "helium": (_LLAMA, "interleaved pairs"),
+    "hunyuan_v1_dense": ("Qwen3ForCausalLM", "norms of heads behind the rotation"),
+    "hunyuan_v1_moe": ("Qwen3MoeForCausalLM", "norms of heads behind the rotation"),
+    "internvl_chat": (
+        "InternVLForConditionalGeneration",
+        "use the -HF release",
+    ),
+    "jamba": ("MixtralForCausalLM", _MAMBA),
+    "kimi_linear": (_DEEPSEEK, "layers with a state of Kimi Delta Attention"),
     "lfm2": (_LLAMA, "convolutions in place of attention"),
+    "lfm2_moe": ("Qwen3MoeForCausalLM", "convolutions in place of attention"),
     "llama4": (
         _LLAMA,
         "attention within chunks, and experts whose input is weighted in place of their output",
     ),
-    "mamba": (_LLAMA, _STATE_SPACE),
-    "mamba2": (_LLAMA, _STATE_SPACE),
-    "minimax": ("MiniMaxM2ForCausalLM", _STATE_SPACE),
+    "longcat_flash": (_DEEPSEEK, "two blocks of attention a layer, and experts that do nothing"),
+    "mamba": (_LLAMA, _MAMBA),
+    "mamba2": (_LLAMA, _MAMBA2),
+    "mimo_v2_flash": ("Qwen3MoeForCausalLM", "sinks, and heads of two sizes"),
+    "minimax": ("MixtralForCausalLM", "layers with a state of lightning attention"),
     "mistral4": (_DEEPSEEK, "scores that grow with the position"),
     "mllama": (_LLAMA, "layers that attend to an image"),
+    "nanochat": (_LLAMA, "norms without weights, and no gate"),
     "nemotron": (_LLAMA, "norms that subtract the mean, and no gate"),
-    "nemotron_h": (_LLAMA, _STATE_SPACE),
+    "nemotron_h": (_LLAMA, _MAMBA2),
+    "olmo": ("Olmo2ForCausalLM", "norms without weights, in front of the blocks"),
+    "olmoe": ("Olmo2ForCausalLM", "experts, and norms in front of the blocks"),
     "opt": (_LLAMA, _OLD_DECODER),
     "phi": ("Phi3ForCausalLM", _PARALLEL),
+    "phimoe": ("MixtralForCausalLM", "norms that subtract the mean, and experts chosen one by one"),
+    "qwen2_vl": ("Qwen2_5_VLForConditionalGeneration", "a tower of another kind"),
+    "stablelm": (_LLAMA, "norms that subtract the mean"),
     "starcoder2": ("MistralForCausalLM", "norms that subtract the mean, and no gate"),
+    "step3_text": ("Qwen3MoeForCausalLM", "queries from a latent that all heads share"),
     "t5": ("", _ENCODER),
+    "vaultgemma": ("Gemma2ForCausalLM", "no norms behind the blocks"),
     "whisper": ("", _ENCODER),
 }
 """Maps `model_type` to the nearest architecture, or to "", and to what it has besides."""
 _KIND_OF_HEAD = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
-_LEAST_LIKENESS = 0.5
 
 
 def foreign_architecture(
@@ -82,15 +115,16 @@ def foreign_architecture(
 def _nearest(
     names: Sequence[str], model_types: Sequence[str], known: Collection[str]
 ) -> tuple[str, str]:
-    """Returns the nearest architecture and the difference, as far as they are known."""
+    """Returns the nearest architecture and the difference, as far as they are known: names that
+    are spelled alike say nothing."""
     for model_type in model_types:
         for kind in (model_type, model_type.removesuffix("_text")):
             if kind in DIFFERENCES:
                 return DIFFERENCES[kind]
     stems = {_stem(name): name for name in sorted(known)}
     for name in (*names, *model_types):
-        if found := difflib.get_close_matches(_stem(name), stems, 1, _LEAST_LIKENESS):
-            return stems[found[0]], ""
+        if found := stems.get(_stem(name)):
+            return found, ""
     return "", ""
 
 

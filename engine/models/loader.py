@@ -16,12 +16,13 @@ from typing import Protocol
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
 from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
 from engine.models.fill_jobs import STORED_TYPES, fill_jobs
 from engine.models.kv_scale_files import is_kv_scale
+from engine.models.registry import MODELS
 from engine.models.stacked_experts import StackableExperts, unstacked
 from engine.models.stored_tensors import StoredTensor
 from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
@@ -94,7 +95,7 @@ def load_weights(
             fill_dummy(wanted, report)
             skipped = SkippedTensors((), 0)
         else:
-            files = WeightFiles(Path(config.model.path), config.model.wrapper)
+            files = files_of(config.model)
             if is_tower:
                 files.take_tower()
             if (experts := model.stackable_experts) is not None:
@@ -105,6 +106,12 @@ def load_weights(
             _load(files, wanted, report, on_total)
     report(1.0)
     return skipped
+
+
+def files_of(model: ModelConfig) -> WeightFiles:
+    """Returns the files of a model, or of a drafter. Raises `CheckpointError`."""
+    renamed = MODELS[model.architecture].spec.renamed_tensors
+    return WeightFiles(Path(model.path), model.wrapper, renamed)
 
 
 def _take_tied_head(files: WeightFiles, wanted: list[CheckpointWeight]) -> None:

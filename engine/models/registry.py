@@ -13,21 +13,25 @@ from engine.config import ModelConfig
 from engine.models.config_file import ConfigHead
 from engine.models.foreign import foreign_architecture
 from engine.models.json_file import read_json
+from engine.models.specs.bailing import BailingMoeV2Spec, SarvamMoeSpec
 from engine.models.specs.base import ModelSpec
 from engine.models.specs.deepseek import DeepseekV2Spec, DeepseekV3Spec, Glm4MoeLiteSpec
-from engine.models.specs.ernie import Ernie45Spec
+from engine.models.specs.dots import Dots1Spec
+from engine.models.specs.ernie import Ernie45MoeSpec, Ernie45Spec
+from engine.models.specs.exaone import Exaone4Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
 from engine.models.specs.glm4 import Glm4Spec
-from engine.models.specs.glm4_moe import Glm4MoeSpec
+from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
 from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteSpec
-from engine.models.specs.llama import LlamaSpec
+from engine.models.specs.hunyuan import HYV3Spec
+from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec
 from engine.models.specs.minimax import MiniMaxM2Spec
 from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
 from engine.models.specs.phi3 import Phi3Spec
-from engine.models.specs.qwen import Qwen2Spec, Qwen3Spec
+from engine.models.specs.qwen import MiMoSpec, Qwen2Spec, Qwen3Spec
 from engine.models.specs.qwen_hybrid import Qwen3NextSpec, Qwen35MoeSpec, Qwen35Spec
 from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
 from engine.models.specs.seed_oss import SeedOssSpec
@@ -49,9 +53,13 @@ class Entry:
 
 _LLAMA = "engine.models.llama:LlamaForCausalLM"
 MODELS: dict[str, Entry] = {
+    "BailingMoeV2ForCausalLM": Entry(BailingMoeV2Spec, _LLAMA),
     "DeepseekV2ForCausalLM": Entry(DeepseekV2Spec, _LLAMA),
     "DeepseekV3ForCausalLM": Entry(DeepseekV3Spec, _LLAMA),
+    "Dots1ForCausalLM": Entry(Dots1Spec, _LLAMA),
     "Ernie4_5ForCausalLM": Entry(Ernie45Spec, _LLAMA),
+    "Ernie4_5_MoeForCausalLM": Entry(Ernie45MoeSpec, _LLAMA),
+    "Exaone4ForCausalLM": Entry(Exaone4Spec, _LLAMA),
     "Gemma2ForCausalLM": Entry(Gemma2Spec, _LLAMA),
     "Gemma3ForCausalLM": Entry(Gemma3Spec, _LLAMA),
     "Glm4ForCausalLM": Entry(Glm4Spec, _LLAMA),
@@ -59,7 +67,11 @@ MODELS: dict[str, Entry] = {
     "Glm4MoeLiteForCausalLM": Entry(Glm4MoeLiteSpec, _LLAMA),
     "GraniteForCausalLM": Entry(GraniteSpec, _LLAMA),
     "GptOssForCausalLM": Entry(GptOssSpec, _LLAMA),
+    "HYV3ForCausalLM": Entry(HYV3Spec, _LLAMA),
+    "IQuestCoderForCausalLM": Entry(IQuestCoderSpec, _LLAMA),
+    "InternLM3ForCausalLM": Entry(InternLM3Spec, _LLAMA),
     "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
+    "MiMoForCausalLM": Entry(MiMoSpec, _LLAMA),
     "MiniMaxM2ForCausalLM": Entry(MiniMaxM2Spec, _LLAMA),
     "Ministral3ForCausalLM": Entry(Ministral3Spec, _LLAMA),
     "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
@@ -71,7 +83,9 @@ MODELS: dict[str, Entry] = {
     "Qwen2MoeForCausalLM": Entry(Qwen2MoeSpec, _LLAMA),
     "Qwen3ForCausalLM": Entry(Qwen3Spec, _LLAMA),
     "Qwen3MoeForCausalLM": Entry(Qwen3MoeSpec, _LLAMA),
+    "SarvamMoEForCausalLM": Entry(SarvamMoeSpec, _LLAMA),
     "SeedOssForCausalLM": Entry(SeedOssSpec, _LLAMA),
+    "SolarOpenForCausalLM": Entry(SolarOpenSpec, _LLAMA),
     "SmolLM3ForCausalLM": Entry(SmolLM3Spec, _LLAMA),
     "Qwen3NextForCausalLM": Entry(Qwen3NextSpec, _LLAMA),
     "Qwen3_5ForCausalLM": Entry(Qwen35Spec, _LLAMA),

@@ -5,7 +5,9 @@ Headers are enough to find missing, foreign and cut-off files before a worker st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -35,6 +37,7 @@ class WeightFiles:
     Args:
         wrapper: The architecture of the whole model that a decoder is the text part of; "": none.
             Tensors bear the names that they would have in the decoder alone.
+        renamed: See `ModelSpec.renamed_tensors`.
 
     Attributes:
         others: The tensors that are not of the text part.
@@ -43,10 +46,14 @@ class WeightFiles:
         CheckpointError: A file is missing, cut off or not what the index says.
     """
 
-    def __init__(self, folder: Path, wrapper: str = "") -> None:
+    def __init__(
+        self, folder: Path, wrapper: str = "", renamed: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         self.folder = folder
         self.tensors = self._read_index() if self._is_sharded() else read_header(self._single())
-        self.tensors = {_own_name(tensor): tensor for tensor in self.tensors.values()}
+        self.tensors = {_own_name(tensor): _flat(tensor) for tensor in self.tensors.values()}
+        for expression, name in renamed:
+            self.tensors = {re.sub(expression, name, own): it for own, it in self.tensors.items()}
         if not wrapper and _is_bare(self.tensors):
             self.tensors = {_of_bare_model(name): it for name, it in self.tensors.items()}
         self.others: tuple[StoredTensor, ...] = ()
@@ -129,6 +136,12 @@ class WeightFiles:
             content = contents[tensor.name]
             digest.update(f"{name}|{tensor.dtype}|{tensor.shape}|{content}\n".encode())
         return digest.digest()
+
+
+def _flat(tensor: StoredTensor) -> StoredTensor:
+    """Returns a tensor with the bias of a router as a vector: ERNIE has it [1, E]."""
+    is_row = tensor.name.endswith("e_score_correction_bias") and tensor.shape[:-1] == (1,)
+    return replace(tensor, shape=tensor.shape[1:]) if is_row else tensor
 
 
 def _is_bare(tensors: Collection[str]) -> bool:

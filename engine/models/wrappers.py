@@ -19,7 +19,11 @@ from typing import Any
 import msgspec
 
 _VISION = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.")
+_OTHERS = ("thinker.", "talker.", "code2wav.")
+"""These are the other parts of a model that speaks (Qwen3-Omni)."""
 _PREFIXES = {
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
@@ -40,12 +44,20 @@ class Wrapper(msgspec.Struct, frozen=True):
     Attributes:
         text: Its architecture, by the `model_type` of `text_config`; "": whatever it says.
         defaults: What `text_config` leaves out, as transformers completes it.
+        within: The part of config.json that has `text_config`; "": the whole.
     """
 
     text: dict[str, str]
     defaults: dict[str, Any] = {}
+    within: str = ""
 
 
+_INTERN = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper(
         {"": "Gemma3ForCausalLM"},
@@ -58,12 +70,23 @@ WRAPPERS = {
         },
     ),
     "KimiK25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),
+    "Glm4vMoeForConditionalGeneration": Wrapper(
+        {"": "Glm4MoeForCausalLM"}, {"attention_bias": True}
+    ),
+    "InternS1ForConditionalGeneration": Wrapper(_INTERN),
+    "InternVLForConditionalGeneration": Wrapper(_INTERN),
     "Kimi_K25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),
     "Mistral3ForConditionalGeneration": Wrapper(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     ),
     "Qwen2_5_VLForConditionalGeneration": Wrapper({"": "Qwen2ForCausalLM"}),
+    "Qwen3OmniMoeForConditionalGeneration": Wrapper(
+        {"": "Qwen3MoeForCausalLM"}, {"norm_topk_prob": True}, within="thinker_config"
+    ),
     "Qwen3VLForConditionalGeneration": Wrapper({"": "Qwen3ForCausalLM"}),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(
+        {"": "Qwen3MoeForCausalLM"}, {"norm_topk_prob": True, "rope_theta": 500_000.0}
+    ),
     "Qwen3_5ForConditionalGeneration": Wrapper({"": "Qwen3_5ForCausalLM"}),
     "Qwen3_5MoeForConditionalGeneration": Wrapper({"": "Qwen3_5MoeForCausalLM"}),
 }
@@ -90,9 +113,11 @@ def text_config(name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         whole: What config.json says. Some releases have no `text_config`, but all in one.
     """
-    text = whole.get("text_config") or whole
+    wrapper = WRAPPERS[name]
+    part = whole.get(wrapper.within) or whole
+    text = part.get("text_config") or part
     above = {key: whole[key] for key in _OF_ALL if whole.get(key) is not None}
-    config = {**WRAPPERS[name].defaults, **text, **above}
+    config = {**wrapper.defaults, **text, **above}
     named = {key: with_own_names(config[key]) for key in _QUANTIZATION if config.get(key)}
     return config | named
 
@@ -122,4 +147,4 @@ def text_name(stored: str) -> str | None:
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
     inner = stored.removeprefix("model.")
-    return None if inner.startswith(_VISION) else stored
+    return None if inner.startswith((*_VISION, *_OTHERS)) else stored

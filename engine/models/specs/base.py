@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -41,6 +41,10 @@ def of_each_layer(file: ConfigFile, name: str) -> list[Any] | None:
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what only the architecture itself reads of a checkpoint's config.json."""
+
+    renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """What a checkpoint calls its tensors otherwise than most: expressions, and what they stand
+    for, in this order."""
 
     @classmethod
     @abstractmethod

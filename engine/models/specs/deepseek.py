@@ -27,7 +27,7 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
     """Latent attention, and experts beside shared ones behind a few dense layers."""
 
     scoring: ClassVar[str] = "softmax"
-    num_dense: ClassVar[int] = 0
+    num_dense: ClassVar[int | None] = 0
 
     @classmethod
     def head_dim_of(cls, file: ConfigFile) -> int:
@@ -79,7 +79,7 @@ class DeepseekV2Spec(DenseSpec, frozen=True, kw_only=True):
             top_k=number_of(file, "num_experts_per_tok"),
             intermediate_size=width,
             renormalise=False,
-            dense_layers=first_layers(file, cls.num_dense),
+            dense_layers=first_layers(file, cls.num_dense or 0),
             shared_size=width * (file.n_shared_experts or 0),
             scaling=1.0 if file.routed_scaling_factor is None else file.routed_scaling_factor,
             num_groups=(file.n_group or 1) if is_grouped else 1,
@@ -100,18 +100,18 @@ class DeepseekV3Spec(DeepseekV2Spec, frozen=True, kw_only=True):
     """Experts are chosen by sigmoid scores and a bias, of the best groups."""
 
     scoring: ClassVar[str] = "sigmoid"
-    num_dense: ClassVar[int] = 3
+    num_dense: ClassVar[int | None] = 3
     default_scaling: ClassVar[float] = 2.5
     """The scaling of routed experts where config.json does not say."""
 
     @classmethod
     def read_experts(cls, file: ConfigFile) -> ExpertSpec:
-        return sigmoid_experts(file, cls.num_dense, cls.default_scaling)
+        return sigmoid_experts(file, cls.num_dense or 0, cls.default_scaling)
 
 
 class Glm4MoeLiteSpec(DeepseekV3Spec, frozen=True, kw_only=True):
     """A V3 with other sizes."""
 
     default_eps: ClassVar[float] = 1e-5
-    num_dense: ClassVar[int] = 1
+    num_dense: ClassVar[int | None] = 1
     default_scaling: ClassVar[float] = 1.8

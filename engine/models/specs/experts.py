@@ -92,13 +92,23 @@ def num_experts_of(file: ConfigFile) -> int:
     return count
 
 
-def sigmoid_experts(file: ConfigFile, num_dense: int, scaling: float = 1.0) -> ExpertSpec:
+def sigmoid_experts(
+    file: ConfigFile,
+    num_dense: int,
+    scaling: float = 1.0,
+    *,
+    num_shared: int = 0,
+    renormalises: bool | None = None,
+) -> ExpertSpec:
     """Returns the experts of DeepSeek V3 and of what follows it: chosen by sigmoid scores and a
     bias, out of the best groups, beside shared ones and behind a few dense layers.
 
     Args:
         num_dense: The number of those where config.json does not say.
         scaling: Of the routed experts' weights, where config.json does not say.
+        num_shared: The number of shared ones where config.json does not say.
+        renormalises: Whether their weights are divided by their sum; None: unless config.json
+            denies it.
 
     Raises:
         UnsupportedField: A number is missing.
@@ -108,9 +118,9 @@ def sigmoid_experts(file: ConfigFile, num_dense: int, scaling: float = 1.0) -> E
         count=num_experts_of(file),
         top_k=number_of(file, "num_experts_per_tok"),
         intermediate_size=width,
-        renormalise=file.norm_topk_prob is not False,
+        renormalise=file.norm_topk_prob is not False if renormalises is None else renormalises,
         dense_layers=first_layers(file, num_dense),
-        shared_size=width * (file.n_shared_experts or 0),
+        shared_size=width * _num_shared_of(file, num_shared),
         sigmoid=True,
         choice_bias=True,
         scaling=scaling if said is None else said,
@@ -118,6 +128,12 @@ def sigmoid_experts(file: ConfigFile, num_dense: int, scaling: float = 1.0) -> E
         top_groups=file.topk_group or 1,
         names=SHARED_EXPERTS,
     )
+
+
+def _num_shared_of(file: ConfigFile, default: int) -> int:
+    """Returns the number of shared experts, by either name."""
+    said = file.num_shared_experts if file.n_shared_experts is None else file.n_shared_experts
+    return default if said is None else said
 
 
 def first_layers(file: ConfigFile, default: int) -> tuple[int, ...]:

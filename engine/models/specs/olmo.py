@@ -11,7 +11,7 @@ from engine.models.specs.dense import DenseSpec, HeadNorm, NormNames
 from engine.models.specs.windowed import WindowedSpec
 from engine.rope import Rotary
 
-_OLMO_NORMS = NormNames(
+OLMO_NORMS = NormNames(
     before_attention=None,
     after_attention="post_attention_layernorm",
     before_mlp=None,
@@ -25,7 +25,7 @@ class Olmo2Spec(DenseSpec, frozen=True, kw_only=True):
 
     default_eps: ClassVar[float] = 1e-5
     default_head_norm: ClassVar[HeadNorm] = "all"
-    norms: ClassVar[NormNames] = _OLMO_NORMS
+    norms: ClassVar[NormNames] = OLMO_NORMS
 
 
 class Olmo3Spec(WindowedSpec, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Olmo3Spec(WindowedSpec, frozen=True, kw_only=True):
     default_eps: ClassVar[float] = 1e-5
     full_layer_every: ClassVar[int] = 4
     default_head_norm: ClassVar[HeadNorm] = "all"
-    norms: ClassVar[NormNames] = _OLMO_NORMS
+    norms: ClassVar[NormNames] = OLMO_NORMS
     default_theta: ClassVar[float] = _OLMO_THETA
     local_theta: ClassVar[float | None] = _OLMO_THETA
 

@@ -18,3 +18,9 @@ class Qwen3Spec(DenseSpec, frozen=True, kw_only=True):
 
     default_head_norm: ClassVar[HeadNorm] = "each"
     default_head_dim: ClassVar[int | None] = 128
+
+
+class MiMoSpec(Qwen2Spec, frozen=True, kw_only=True):
+    """MiMo-7B: Qwen2 with layers that predict ahead, which are not read."""
+
+    other_weights: ClassVar[tuple[str, ...]] = ("model.mtp_layers.",)

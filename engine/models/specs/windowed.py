@@ -42,7 +42,8 @@ class WindowedSpec(DenseSpec, frozen=True, kw_only=True):
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
         if unknown := set(file.layer_types or ()) - {"full_attention", "sliding_attention"}:
             raise UnsupportedField("layer_types", ", ".join(sorted(unknown)))
-        every = file.sliding_window_pattern or cls.full_layer_every
+        said = file.sliding_window_pattern
+        every = said if isinstance(said, int) and said else cls.full_layer_every
         kinds = of_each_layer(file, "layer_types") or [
             "full_attention" if (i + 1) % every == 0 else "sliding_attention"
             for i in range(file.num_hidden_layers)

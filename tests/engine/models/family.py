@@ -57,6 +57,12 @@ class Family:
     whole: dict[str, Any] = field(default_factory=dict)
     stacks_experts: bool = False
 
+    @property
+    def architecture(self) -> str:
+        """Returns its name in config.json."""
+        names: list[str] = self.published.get("architectures", [self.model.__name__])
+        return names[0]
+
     def make_config(self) -> PretrainedConfig:
         if self.vision is not None:
             text = {**SIZES, **self.changes}

@@ -17,6 +17,8 @@ REPLICATED_VARIANTS = frozenset(
         "phi3_part_rotates", "phi3_longrope_tied", "phi4_mini", "qwen3_yarn", "smollm3",
         "granite_tied",
         "ernie4_5", "seed_oss", "ministral3", "qwen3_moe_some_layers_tied", "glm4_moe_lite",
+        "exaone4_without_windows", "dots1", "solar_open", "ernie4_5_moe", "hy_v3", "internlm3",
+        "iquestcoder", "mimo", "sarvam_moe", "qwen3_moe_images", "glm4_moe_images",
         "kimi_k2", "gemma3_images", "mistral3_images", "qwen2_5_images", "qwen3_images_tied",
     }
 )  # fmt: skip

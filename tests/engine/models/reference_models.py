@@ -50,6 +50,7 @@ from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES
 from tests.engine.models.hybrid_families import HYBRID_FAMILIES
 from tests.engine.models.image_families import IMAGE_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
+from tests.engine.models.nearby_families import NEARBY_FAMILIES
 from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, prompts
 
 _LLAMA3_ROPE = {
@@ -80,6 +81,7 @@ FAMILIES = {
     **MORE_FAMILIES,
     **IMAGE_FAMILIES,
     **HYBRID_FAMILIES,
+    **NEARBY_FAMILIES,
     "deepseek_v2": Family(
         DeepseekV2ForCausalLM,
         DeepseekV2Config,
@@ -266,7 +268,7 @@ def _to_older_config(path: Path) -> None:
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    family = next(f for f in FAMILIES.values() if f.model.__name__ == _architecture(folder))
+    family = next(f for f in FAMILIES.values() if f.architecture == _architecture(folder))
     config = family.config.from_pretrained(folder)
     # Kimi K2 has a name of its own for what transformers knows as DeepSeek V3.
     config.model_type = family.config.model_type

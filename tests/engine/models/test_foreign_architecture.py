@@ -41,8 +41,14 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
             "DeepseekV3ForCausalLM",
             "an indexer",
         ),
-        ({"architectures": ["Qwen3MoeLiteForCausalLM"]}, "Qwen3MoeForCausalLM", ""),
-        ({"architectures": ["Mistrall4ForCausalLM"]}, "MistralForCausalLM", ""),
+        ({"architectures": ["Qwen3MoeModel"], "model_type": "x"}, "Qwen3MoeForCausalLM", ""),
+        ({"architectures": ["Mistrall4ForCausalLM"], "model_type": "mistrall4"}, "", ""),
+        ({"architectures": ["Cohere2Next"], "model_type": "cohere2_next"}, "", ""),
+        (
+            {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"},
+            "DeepseekV3ForCausalLM",
+            "Kimi Delta Attention",
+        ),
         ({"architectures": None, "model_type": "mixtral"}, "MixtralForCausalLM", ""),
         (
             {
@@ -76,7 +82,7 @@ def test_the_nearest_architecture_and_what_differs(
 
 
 def test_differences_are_to_architectures_that_are_here() -> None:
-    assert {nearest for nearest, _ in DIFFERENCES.values()} <= {"", *MODELS}
+    assert {nearest for nearest, _ in DIFFERENCES.values()} <= {"", *MODELS, *WRAPPERS}
 
 
 def test_serve_exits_at_once_with_one_line(

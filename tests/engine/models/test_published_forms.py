@@ -40,11 +40,15 @@ def copy(checkpoints: Path, tmp_path: Path) -> Copy:
     def make(family: str, **changes: Any) -> Path:
         folder = tmp_path / family
         shutil.copytree(checkpoints / family, folder)
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-        return folder
+        return _with(folder, **changes)
 
     return make
+
+
+def _with(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
 
 
 def read(values: dict[str, Any] | None, folder: Path = Path()) -> Quantization:
@@ -176,6 +180,60 @@ def test_an_expert_that_is_not_quantised_as_the_others_is_named(
         CheckpointError, match="lacks .*experts.2.w1.weight_scale_inv, of layers that"
     ):
         parameters(folders[0], 0, 1)
+
+
+def test_windows_by_letters(copy: Copy) -> None:
+    """EXAONE 4 has `LLLG`; the last layer sees everything."""
+    by_letters = copy("exaone4", sliding_window_pattern="LLLG", layer_types=None)
+    letters = spec_of(load_model_config(by_letters))
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    assert isinstance(letters, DenseSpec) and letters.unrotated_layers == (3,)
+    assert letters == spec_of(load_model_config(_with(by_letters, layer_types=kinds)))
+
+
+def test_ling_is_sarvam_by_another_name(checkpoints: Path, copy: Copy) -> None:
+    """What config.json of Ling 2.0 says besides is read, too."""
+    more = {"score_function": "sigmoid", "use_qk_norm": True, "moe_router_enable_expert_bias": True}
+    folder = copy("sarvam_moe", architectures=["BailingMoeV2ForCausalLM"], **more)
+    check_same(folder, checkpoints / "sarvam_moe")
+    with pytest.raises(CheckpointError, match="score_function"):
+        load_model_config(_with(folder, score_function="softmax"))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "changes"),
+    [
+        ("internlm3", "qkv_bias", {"qkv_bias": True}),
+        ("internlm3", "bias", {"bias": True}),
+        ("iquestcoder", "clip_qkv", {"clip_qkv": 8.0}),
+    ],
+)
+def test_what_no_release_of_a_family_has_is_refused(
+    family: str, name: str, changes: dict[str, Any], copy: Copy
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"\({name}\)"):
+        load_model_config(copy(family, **changes))
+
+
+def test_a_model_that_speaks(checkpoints: Path, tmp_path: Path) -> None:
+    """Of Qwen3-Omni the thinker's text part is served."""
+    plain = checkpoints / "qwen3_moe_some_layers_tied"
+    text = json.loads((plain / "config.json").read_text())
+    del text["architectures"]
+    thinker = {"text_config": text, "vision_config": {}, "audio_config": {}}
+    config = {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": thinker,
+        "talker_config": {"text_config": {"hidden_size": 8}},
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {f"thinker.{n}": t for n, t in load_file(plain / "model.safetensors").items()}
+    for other in ("thinker.visual.patch_embed", "thinker.audio_tower.conv", "talker.model.norm"):
+        tensors[f"{other}.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_same(tmp_path, plain)
 
 
 # Names and numbers ----------------------------------------------------------------------------

@@ -162,6 +162,8 @@ NEWER = "model.language_model.", "lm_head."
         ("ministral3", "Mistral3ForConditionalGeneration", PUBLISHED),
         ("qwen2", "Qwen2_5_VLForConditionalGeneration", ("model.", "lm_head.")),
         ("qwen3_5_tied", "Qwen3_5ForConditionalGeneration", NEWER),
+        ("qwen3_tied", "InternS1ForConditionalGeneration", NEWER),
+        ("qwen2", "InternVLForConditionalGeneration", PUBLISHED),
     ],
 )
 def test_wherever_tensors_are_they_are_those_of_the_decoder(

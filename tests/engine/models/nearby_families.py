@@ -1,0 +1,161 @@
+"""Families that share nearly all with another one, under names of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    Dots1Config,
+    Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    Glm4MoeForCausalLM,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
+    HYV3Config,
+    HYV3ForCausalLM,
+    InternLM3Config,
+    IQuestCoderConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    SarvamMoEConfig,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
+)
+
+from tests.engine.models.family import YARN, Family
+from tests.engine.models.image_families import QWEN_TOKENS, QWEN_TOWER
+
+_NO_TOKENS = {"eos_token_id": 0, "pad_token_id": 0}
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GROUPS = {**_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_SECTION = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+
+
+def _published(name: str, **more: Any) -> dict[str, Any]:
+    """Returns keys of config.json under which a family is published that transformers has as
+    another one."""
+    return {"architectures": [name], **more}
+
+
+NEARBY_FAMILIES = {
+    "exaone4": Family(
+        Exaone4ForCausalLM,
+        Exaone4Config,
+        {
+            **_NO_TOKENS,
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "sliding_window": 17,
+            "sliding_window_pattern": "LLLG",
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+    "exaone4_without_windows": Family(
+        Exaone4ForCausalLM,
+        Exaone4Config,
+        {
+            **_NO_TOKENS,
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
+    "dots1": Family(
+        Dots1ForCausalLM,
+        Dots1Config,
+        {
+            **_NO_TOKENS,
+            **_GROUPS,
+            "head_dim": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+        },
+    ),
+    "solar_open": Family(
+        SolarOpenForCausalLM,
+        SolarOpenConfig,
+        {**_NO_TOKENS, **_EXPERTS, "n_routed_experts": 8, "head_dim": 24, "rope_parameters": YARN},
+    ),
+    "ernie4_5_moe": Family(
+        Ernie4_5_MoeForCausalLM,
+        Ernie4_5_MoeConfig,
+        {
+            **_NO_TOKENS,
+            "head_dim": 24,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hy_v3": Family(
+        HYV3ForCausalLM,
+        HYV3Config,
+        {**_NO_TOKENS, **_EXPERTS, "num_experts": 8, "head_dim": 24, "router_scaling_factor": 1.7},
+    ),
+    "internlm3": Family(
+        LlamaForCausalLM,
+        InternLM3Config,
+        {**_NO_TOKENS, "head_dim": 24},
+        published=_published("InternLM3ForCausalLM", qkv_bias=False, bias=False),
+    ),
+    "iquestcoder": Family(
+        LlamaForCausalLM,
+        IQuestCoderConfig,
+        {**_NO_TOKENS, "head_dim": 24, "num_key_value_heads": 1},
+        published=_published("IQuestCoderForCausalLM", clip_qkv=None),
+    ),
+    "mimo": Family(
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {**_NO_TOKENS, "head_dim": 24},
+        published=_published("MiMoForCausalLM", num_nextn_predict_layers=1),
+    ),
+    "sarvam_moe": Family(
+        Glm4MoeForCausalLM,
+        SarvamMoEConfig,
+        {
+            **_NO_TOKENS,
+            **_GROUPS,
+            "head_dim": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        published=_published(
+            "SarvamMoEForCausalLM", num_experts=8, num_shared_experts=1, use_qkv_bias=False
+        ),
+    ),
+    "qwen3_moe_images": Family(
+        Qwen3VLMoeForConditionalGeneration,
+        Qwen3VLMoeConfig,
+        {
+            **_EXPERTS,
+            "num_experts": 8,
+            "head_dim": 16,
+            "rope_parameters": {**_SECTION, "mrope_interleaved": True},
+        },
+        vision={**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        whole={**QWEN_TOKENS, "tie_word_embeddings": False},
+    ),
+    "glm4_moe_images": Family(
+        Glm4vMoeForConditionalGeneration,
+        Glm4vMoeConfig,
+        {
+            **_GROUPS,
+            "head_dim": 32,
+            "n_shared_experts": 1,
+            "rope_parameters": {**_SECTION, "partial_rotary_factor": 0.5},
+        },
+        vision={**QWEN_TOWER, "out_hidden_size": 64, "image_size": 28, "num_heads": 2},
+        whole={**QWEN_TOKENS, "tie_word_embeddings": False},
+    ),
+}
