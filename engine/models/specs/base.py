@@ -43,8 +43,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what only the architecture itself reads of a checkpoint's config.json."""
 
     renamed_tensors: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """What a checkpoint calls its tensors otherwise than most: expressions, and what they stand
-    for, in this order."""
+    """These expressions find names of tensors that a checkpoint has otherwise than most, with what
+    they stand for, in this order."""
 
     @classmethod
     @abstractmethod

@@ -192,7 +192,7 @@ def test_windows_by_letters(copy: Copy) -> None:
 
 
 def test_ling_is_sarvam_by_another_name(checkpoints: Path, copy: Copy) -> None:
-    """What config.json of Ling 2.0 says besides is read, too."""
+    """Settings that only Ling 2.0 has are read."""
     more = {"score_function": "sigmoid", "use_qk_norm": True, "moe_router_enable_expert_bias": True}
     folder = copy("sarvam_moe", architectures=["BailingMoeV2ForCausalLM"], **more)
     check_same(folder, checkpoints / "sarvam_moe")
@@ -216,7 +216,7 @@ def test_what_no_release_of_a_family_has_is_refused(
 
 
 def test_a_model_that_speaks(checkpoints: Path, tmp_path: Path) -> None:
-    """Of Qwen3-Omni the thinker's text part is served."""
+    """The text part of the thinker is served."""
     plain = checkpoints / "qwen3_moe_some_layers_tied"
     text = json.loads((plain / "config.json").read_text())
     del text["architectures"]
