@@ -5,14 +5,19 @@
     <｜DSML｜invoke name="f"><｜DSML｜parameter name="p" string="true">value</｜DSML｜parameter>…
 
 The arguments are composed as JSON. A value that is a string is given while it comes; the others
-have to be complete to be understood. As values are not escaped, a closing tag ends one only where
-the next tag follows it: else it is a part of the value.
+have to be complete to be understood. Values are not escaped, so what ends one is decided like this:
+
+    a closing tag     if the end of the call follows it, or the next parameter; in a value that has
+                      begun to quote parameters, the next one must be one of the schema's
+    a begin tag       of a parameter of the schema that the call has not yet: its closing tag was
+                      left out
+    anything else     is text, and so is all of a call of a known function that the value quotes
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from decode_node.parsers.call_stage import MAX_NAME, CallStage
 from decode_node.parsers.delta_sink import DeltaSink
@@ -46,10 +51,14 @@ class XmlStage(CallStage):
         self._after_value = marked(form.after_value)
         self._name_ends = MarkerSet([self._after_name or self._before_key, *ends])
         self._key_ends = MarkerSet([marked(form.after_key)])
-        self._value_ends = MarkerSet([self._after_value, *([self._end] if section else [])])
+        self._value_marks = [self._after_value, self._end, self._before_key, before_name]
         self._value_begins = MarkerSet([self._before_value])
         self._behind_value = [self._before_key, *ends]
         self._behind_call = [text for text in (self._section_end, before_name) if text]
+        self._ends_values = bool(section) or len(self._end) == 1
+        """The end of a call ends a value that was not closed, too."""
+        self._given: set[str] = set()
+        """Parameters that the call has so far."""
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source
@@ -72,6 +81,7 @@ class XmlStage(CallStage):
 
     def _arguments(self, tool: Tool) -> Steps[None]:
         source, opening = self.source, "{"
+        self._given.clear()
         while True:
             yield from source.skip_white_space()
             if (yield from source.takes(self._before_key)):
@@ -103,19 +113,20 @@ class XmlStage(CallStage):
         if not end:
             return False
         key = self._plain(key.strip())
+        self._given.add(key)
         self.sink.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         types = parameter_types(tool, key)
         if _STRING in attributes if form.is_typed else is_text(types, is_json=form.is_json):
-            return (yield from self._string())
+            return (yield from self._string(tool, key))
         parts: list[str] = []
-        is_complete = yield from self._value(parts.append)
+        is_complete = yield from self._value(tool, key, parts.append)
         value = self._plain("".join(parts))
         self.sink.arguments(value_json(value, types) if is_complete else value)
         return is_complete
 
-    def _string(self) -> Steps[bool]:
+    def _string(self, tool: Tool, key: str) -> Steps[bool]:
         self.sink.arguments('"')
-        is_complete = yield from self._value(self._give_string)
+        is_complete = yield from self._value(tool, key, self._give_string)
         if is_complete:
             self.sink.arguments('"')
         return is_complete
@@ -123,28 +134,68 @@ class XmlStage(CallStage):
     def _give_string(self, text: str) -> None:
         self.sink.arguments(json.dumps(self._plain(text), ensure_ascii=False)[1:-1])
 
-    def _value(self, emit: Callable[[str], object]) -> Steps[bool]:
+    def _value(self, tool: Tool, key: str, emit: Callable[[str], object]) -> Steps[bool]:
         """Gives the value to `emit` and takes its end tag; says whether that came."""
-        source = self.source
+        source, wrong_end = self.source, f"</{key}>"
         give = _Lines(emit) if self._form.has_lines else emit
-        while marker := (yield from source.until(self._value_ends, give)):
-            if len(marker) == 1:
-                break
-            source.record(marker)
-            yield from source.skip_white_space()
-            followers = self._behind_value if marker == self._after_value else self._behind_call
-            if source.is_end and source.at == len(source.text):
-                is_end = True
+        marks = MarkerSet([*self._value_marks, wrong_end])
+        num_calls = num_keys = 0
+        """Calls and parameters that the value quotes, and has not closed."""
+        while marker := (yield from source.until(marks, give)):
+            if marker == self._before_name:
+                source.record(marker)
+                name, _ = yield from source.read(self._name_ends, MAX_NAME)
+                num_calls += name.strip() in self.tools
+                give(source.forget())
+            elif num_calls:
+                num_calls -= marker == self._end
+                give(marker)
+            elif marker == self._before_key:
+                source.put_back(marker)
+                if (yield from self._is_next(tool)):
+                    return True
+                give(source.take(source.at + len(marker)))
+                num_keys += 1
             else:
-                is_end = yield from source.comes(followers)
-            taken = source.forget()
-            if not is_end:
+                is_end, taken = yield from self._ends(marker, tool, is_quoting=num_keys > 0)
+                if is_end:
+                    return True
+                num_keys -= num_keys > 0
                 give(taken)
-                continue
-            if marker != self._after_value:
-                source.feed_again(taken)
-            break
-        return bool(marker)
+        return False
+
+    def _ends(self, marker: str, tool: Tool, *, is_quoting: bool) -> Steps[tuple[bool, str]]:
+        """Returns whether a closing tag ends the value, and the text that was taken with it."""
+        source = self.source
+        source.record(marker)
+        yield from source.skip_white_space()
+        taken = source.forget()
+        if source.is_end and source.at == len(source.text):
+            is_end = marker != self._end or self._ends_values
+        elif marker == self._end:
+            is_end = self._ends_values and (yield from source.comes(self._behind_call))
+        elif (yield from source.comes(self._behind_value[1:])):
+            is_end = True
+        elif (yield from source.comes(self._behind_value)):
+            is_end = not is_quoting or (yield from self._is_next(tool))
+        else:
+            is_end = False
+        if is_end and marker == self._end:
+            source.feed_again(taken)
+        return is_end, taken
+
+    def _is_next(self, tool: Tool) -> Steps[bool]:
+        """Says whether the parameter whose tag comes next is one that the schema knows and the call
+        has not yet."""
+        source = self.source
+        source.record("")
+        source.take(source.at + len(self._before_key))
+        key, end = yield from source.read(self._key_ends, MAX_NAME)
+        source.feed_again(source.forget())
+        properties = tool.parameters.get("properties")
+        name = self._plain(key.strip())
+        is_known = isinstance(properties, Mapping) and name in properties
+        return bool(end) and is_known and name not in self._given
 
 
 class _Lines:

@@ -50,7 +50,6 @@ Json = dict[str, Any]
 
 PAGE = Path(__file__).parents[2] / "docs" / "tool_calls.md"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-LIMIT_S = 60.0
 
 
 @dataclass
@@ -287,7 +286,7 @@ def main() -> int:
         print(f"FAILED {PAGE}: its table of templates is old; `make test-templates WRITE=--write`")
     num_failed = sum(bool(result.faults) for result in results + counted)
     print(f"{len(results + counted) - num_failed} passed, {num_failed} failed")
-    return int(num_failed > 0 or seconds > LIMIT_S)
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ or text depends on the tokenizer; tests read every output both ways.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -410,6 +412,15 @@ def _xml_outputs() -> Iterator[Output]:
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nA\n</function>\n</tool_call>",
         [call(arguments='{"city": "A"}')],
     )
+    yield from _quoting_outputs()
+    yield Output(
+        "glm45",
+        "a value with its own closing tag, and one that is not closed",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a </arg_value> b</arg_value>\n"
+        "<arg_key>note</arg_key>\n<arg_value>c\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"
+        "</tool_call>",
+        [call(arguments='{"city": "a </arg_value> b", "note": "c\\n", "days": 3}')],
+    )
     yield Output(
         "glm45",
         "one line, types unknown",
@@ -417,6 +428,53 @@ def _xml_outputs() -> Iterator[Output]:
         "<arg_key>c</arg_key><arg_value>d e</arg_value></tool_call>",
         [call("write-file.v2", '{"a": {"b": 1}, "c": "d e"}')],
     )
+
+
+def _quoting_outputs() -> Iterator[Output]:
+    """Yields values that quote calls, and tags that were left out."""
+    for family in ("qwen3_coder", "seed_oss", "minimax_m2", "deepseek_v32", "minicpm5"):
+
+        def of(family: str = family, **parameters: str) -> str:
+            return _xml(family, "get_weather", parameters)
+
+        if family != "minicpm5":
+            whole = of(city="A", days="3")
+            first = _xml(family, "get_weather", {"city": "A"}, cut=True)
+            closing = re.search(r"\n?</[^<>]*parameter>\n", first)
+            assert closing is not None
+            for what, tag in (("without", ""), ("with another name as", "</city>")):
+                text = whole.replace(closing[0], f"{tag}\n", 1)
+                arguments = '{"city": "A", "days": 3}'
+                if not tag and family != "qwen3_coder":
+                    arguments = '{"city": "A\\n", "days": 3}'
+                yield Output(
+                    family, f"a parameter {what} its end", text, [call(arguments=arguments)]
+                )
+        quoted = of(city="x", days="1")
+        for what, text in (
+            ("a whole call", f"So:\n{quoted}\nDone"),
+            ("parameters that the tool has not", _unknown_parameters(family)),
+        ):
+            yield Output(
+                family,
+                f"a value that quotes {what}",
+                of(city=text, days="3"),
+                [call(arguments=json.dumps({"city": text, "days": 3}, ensure_ascii=False))],
+                tokens_only=family == "deepseek_v32",
+            )
+        known = '{"city": "A", "more": "b", "days": 3}'
+        yield Output(
+            family,
+            "a parameter that the tool has not",
+            of(city="A", more="b", days="3").replace('more" string="false"', 'more" string="true"'),
+            [call(arguments=known)],
+        )
+
+
+def _unknown_parameters(family: str) -> str:
+    """Returns a text with parameters of another tool."""
+    begin, whole = (_xml(family, "", some, cut=True) for some in ({}, {"a": "1", "b": "2"}))
+    return f"Use\n{whole[len(begin) :]}\nEnd"
 
 
 def _harmony_outputs() -> Iterator[Output]:
