@@ -3,8 +3,8 @@ nodes that served it: what the router's and the planner's code say that clients 
 
     arrivals     as they were sent
     steps        the medians of prompts by tokens in a step, and of decode by rows, from `/steps`
-    overhead     the median of what is neither queue nor prefill of a first token, from timelines;
-                 that prefill takes longer than its step is not in it: `prefill_beyond_step_ms`
+    overhead     what a first token takes besides its prompt's step where no prompt was in the way:
+                 HTTP, router, the calls between nodes, the wake-ups of their processes
     ideal        the same prompts in one queue before as many servers, alone and without overhead
 
 Where live figures are higher than simulated ones, real processes lose time that no model of them
@@ -112,13 +112,13 @@ def simulated(
     sent = sorted(one.sent - start for one in outcomes if one.sent is not None)
     if profile is None or not sent or not (row["ttft_ms"] and row["itl_ms"]):
         return {}
-    overhead_s = _overhead_s(outcomes)
+    step_s = MeasuredTimes(profile).prompt_s(n_in, n_in)
+    overhead_s = _overhead_s(outcomes, step_s)
     arrivals = in_order([Arrival(at_s, n_in, n_out) for at_s in sent])
     traffic = Traffic("measured", arrivals)
     runs = [_run(traffic, profile, nodes, overhead_s, seed) for seed in _SEEDS]
     found = {name: statistics.median(run[name] for run in runs) for name in _FIGURES}
     live = {name: row[f"{name[:-4]}_ms"][name[-3:]] for name in _FIGURES}
-    step_s = MeasuredTimes(profile).prompt_s(n_in, n_in)
     waits = ideal_s([arrival.at_s for arrival in arrivals], nodes.prefill or nodes.decode, step_s)
     return {
         "simulated": {
@@ -129,7 +129,6 @@ def simulated(
             },
             "ideal_ttft_ms": distribution_ms(waits),
             "prompt_step_ms": round(1e3 * step_s, 3),
-            "prefill_beyond_step_ms": round(1e3 * (_prefill_s(outcomes) - step_s), 3),
         }
     }
 
@@ -145,21 +144,13 @@ def ideal_s(arrivals: Sequence[float], num_servers: int, service_s: float) -> li
     return found
 
 
-def _overhead_s(outcomes: Sequence[Outcome]) -> float:
-    """Returns the median of what a first token takes besides queue and steps. 0: nobody told."""
-    rest = [
-        one.ttft_s - one.timeline["queue_s"] - one.timeline["prefill_s"]
-        for one in outcomes
-        if one.complete and one.timeline
-    ]
-    return max(0.0, statistics.median(rest)) if rest else 0.0
-
-
-def _prefill_s(outcomes: Sequence[Outcome]) -> float:
-    """Returns the median from a prompt's first step to its token, of prompts that did not wait."""
-    told = [one.timeline for one in outcomes if one.complete and one.timeline]
-    quick = sorted(told, key=lambda timeline: timeline["queue_s"])[: max(1, len(told) // 2)]
-    return statistics.median(one["prefill_s"] for one in quick) if quick else 0.0
+def _overhead_s(outcomes: Sequence[Outcome], step_s: float) -> float:
+    """Returns the median of what first tokens took besides the step of their prompt, of the half
+    that waited least. 0: nobody told."""
+    told = [one for one in outcomes if one.complete and one.timeline]
+    told.sort(key=lambda one: one.timeline["queue_s"])
+    quick = told[: max(1, len(told) // 2)]
+    return max(0.0, statistics.median(one.ttft_s - step_s for one in quick)) if quick else 0.0
 
 
 def _run(

@@ -184,7 +184,6 @@ def test_a_load_without_queues_is_what_virtual_time_says() -> None:
     found = simulated(load, outcomes, 0.0, times, nodes)["simulated"]
     assert found["live_over_simulated"]["ttft_p50"] == pytest.approx(1, abs=0.01)
     assert found["overhead_ms"] == pytest.approx(5, abs=0.01)
-    assert found["prefill_beyond_step_ms"] == pytest.approx(0, abs=0.01)
     assert found["ideal_ttft_ms"]["max"] == pytest.approx(40, abs=0.01)
     table = live_table([load | {"simulated": found}])
     assert "45 / 45 (1.00) |" in table and "*" not in table
