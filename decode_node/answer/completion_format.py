@@ -43,7 +43,9 @@ class CompletionFormat(ResponseFormat):
         if not (text or self._has_news(output)):
             return []
         offset = self._offsets.get(choice.index, len(choice.prompt_text))
-        self._offsets[choice.index] = offset + text_length(self._tokenizer, output.token_ids)
+        # Only log probabilities tell offsets, and where one output has them, all have.
+        length = text_length(self._tokenizer, output.token_ids) if output.logprobs else 0
+        self._offsets[choice.index] = offset + length
         item = CompletionChoice(
             index=choice.index,
             text=text,

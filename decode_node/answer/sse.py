@@ -42,6 +42,7 @@ from edge.http.heartbeats import (
     Pulse,
     send_start,
 )
+from edge.http.limited_wait import within
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +177,8 @@ class EventStreamResponse(Response):
     async def _send(self, send: Send, data: bytes) -> None:
         """Sends, and raises TimeoutError when the client takes nothing."""
         with self._pulse.sending(data) if self._pulse is not None else contextlib.nullcontext():
-            async with asyncio.timeout(self._liveness.send_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            message = {"type": "http.response.body", "body": data, "more_body": True}
+            await within(self._liveness.send_timeout_s, send(message))
 
     def _done(self) -> bytes:
         return self._form.done
