@@ -143,6 +143,7 @@ class PullService:
 
     async def _write(self, pull: OpenPull, call: ServerCall, message: OutMessage) -> None:
         pull.is_writing = True
+        call.bytes_to_come = pull.bytes_left
         try:
             await call.write(message)
         finally:

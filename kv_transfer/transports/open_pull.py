@@ -46,6 +46,7 @@ class OpenPull(ABC):
         )
         if self.wish.repeat:
             self._wanted &= self.wish.repeat
+        self._chunk_bytes = terms.grid.mean_bytes(self.share)
 
     @abstractmethod
     def next_message(self) -> OutMessage | None:
@@ -55,6 +56,11 @@ class OpenPull(ABC):
     @property
     def is_complete(self) -> bool:
         return not self._wanted
+
+    @property
+    def bytes_left(self) -> int:
+        """Returns about how much it still wants."""
+        return int(len(self._wanted) * self._chunk_bytes)
 
     def wants(self, index: int) -> bool:
         return index in self._wanted

@@ -91,6 +91,15 @@ class ChunkGrid:
     def num_chunks(self) -> int:
         return self._starts[-1]
 
+    def mean_bytes(self, share: tuple[PageShape, ...]) -> float:
+        """Returns the bytes of a chunk that is wanted, on average, with `share` of each block."""
+        num_bytes = num_chunks = 0
+        for group, page in zip(self.groups, share, strict=True):
+            num_blocks = group.num_blocks - group.first_block
+            num_bytes += group.num_layers * max(0, num_blocks) * page.num_bytes
+            num_chunks += group.num_layers * len(group.wanted_spans) * (page.num_bytes > 0)
+        return num_bytes / max(1, num_chunks)
+
     def blocks_of(self, place: ChunkPlace) -> range:
         """Returns the blocks of a chunk that are wanted."""
         return self.groups[place.group].blocks_of(place.span)

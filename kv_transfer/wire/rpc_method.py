@@ -13,7 +13,10 @@ from kv_transfer.wire.out_message import OutMessage
 
 
 class ServerCall(ABC):
-    """The call that a handler answers, and what it may do with it."""
+    """The call that a handler answers, and what it may do with it. `bytes_to_come`: about how much
+    will follow what was written; the less, the sooner it is sent where calls share a connection."""
+
+    bytes_to_come: int = 0
 
     @abstractmethod
     async def write(self, message: OutMessage) -> None:

@@ -67,6 +67,7 @@ class H2Call(ServerCall):
         """Messages to cut, and finished header frames between them."""
         self._num_cut = 0
         """Wire bytes of the first message of the queue that are in frames already."""
+        self._queued_bytes = 0
         self._num_unsent = 0
         self._room = asyncio.Event()
 
@@ -110,6 +111,7 @@ class H2Call(ServerCall):
             self._has_answered = True
             self._queue.append(h2.headers(self.stream, h2.RESPONSE_FIELDS))
         self._queue.append(message)
+        self._queued_bytes += message.num_wire_bytes
         self._num_unsent += 1
         self._writer.add(self)
         while self._num_unsent >= _DEPTH:
@@ -155,6 +157,7 @@ class H2Call(ServerCall):
                 self._queue.append(item)
             else:
                 self._num_unsent -= 1
+                self._queued_bytes -= item.num_wire_bytes
                 item.dropped()
 
     # What the writer asks ---------------------------------------------------------------------
@@ -162,6 +165,11 @@ class H2Call(ServerCall):
     @property
     def has_more(self) -> bool:
         return bool(self._queue)
+
+    @property
+    def bytes_left(self) -> int:
+        """Returns what is queued and what the handler says will follow."""
+        return self.bytes_to_come + self._queued_bytes - self._num_cut
 
     def next_segment(self, limit: int) -> Segment | None:
         if not self._queue:
@@ -178,6 +186,7 @@ class H2Call(ServerCall):
         self._num_cut = stop
         if stop == item.num_wire_bytes:
             self._queue.popleft()
+            self._queued_bytes -= stop
             self._num_cut = 0
         head = h2.frame_header(stop - start, h2.FrameKind.DATA, 0, self.stream)
         return Segment(head, item, start, stop)

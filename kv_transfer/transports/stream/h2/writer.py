@@ -1,8 +1,13 @@
 """Sends for one server connection: frames, cut from messages as flow control allows.
 
-call 1   [message][message]      `_fill` cuts frames in turn, as far as  ┐
-call 3   [message][trailers]     windows and the peer's frame size allow ├─▶ `_out` ─▶ socket
+call 1   [message][message]      `_fill` cuts frames, as far as windows  ┐
+call 3   [message][trailers]     and the peer's frame size allow         ├─▶ `_out` ─▶ socket
 control  PING, SETTINGS ...      at once                                 ┘
+
+The call that has least to send comes first: a short prompt's KV does not wait for a long one's, and
+of equal ones the first is complete when half of the time has passed, not both at its end. A call
+that has waited for half a second comes before all others, so none falls silent; as long as the path
+takes more than one frame of each in that time, those that wait share a part of it.
 
 1. little is written at once, on the event loop
 2. much goes to a sending thread; nothing else is written until it is done
@@ -13,17 +18,23 @@ control  PING, SETTINGS ...      at once                                 ┘
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Protocol
 
 from kv_transfer.transports.stream.h2 import frames as h2
+from kv_transfer.transports.stream.h2.send_pace import SendPace
 from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads, Sent, send_now
 from kv_transfer.wire.out_message import Buffer, OutMessage
 
-_AHEAD_BYTES = 2 << 20
-"""Cut into frames before they can be sent. A frame once begun must be finished."""
+_LONGEST_WAIT_S = 0.5
+_UNSENT_BYTES = 0x894B
+"""SIOCOUTQNSD of linux/sockios.h."""
 _SMALL_BYTES = 32 << 10
 _MAX_BUFFERS = 512
 _MAX_CONTROL_BYTES = 64 << 10
@@ -59,6 +70,9 @@ class Source(Protocol):
 
     @property
     def has_more(self) -> bool: ...
+    @property
+    def bytes_left(self) -> int:
+        """Returns about how much it will send until its end."""
 
     def next_segment(self, limit: int) -> Segment | None:
         """Returns at most `limit` bytes of payload. None: nothing that may be sent now."""
@@ -82,7 +96,9 @@ class H2Writer:
         self._threads = threads
         self._on_lost = on_lost
         self._window = h2.DEFAULT_WINDOW
-        self._sources: deque[Source] = deque()
+        self._pace = SendPace(self._limit_unsent)
+        self._sources: dict[Source, float] = {}
+        """When each was served last, or came."""
         self._out: deque[tuple[Segment, Source | None]] = deque()
         self._out_bytes = 0
         self._control_bytes = 0
@@ -110,14 +126,12 @@ class H2Writer:
 
     def add(self, source: Source) -> None:
         """It has something to send. No harm if that is known."""
-        if source not in self._sources:
-            self._sources.append(source)
+        self._sources.setdefault(source, self._loop.time())
         self.pump()
 
     def remove(self, source: Source) -> None:
         """Removes the source. What was cut is sent all the same."""
-        if source in self._sources:
-            self._sources.remove(source)
+        self._sources.pop(source, None)
 
     def grow_window(self, num_bytes: int) -> None:
         self._window += num_bytes
@@ -151,19 +165,32 @@ class H2Writer:
     # Cutting ----------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Fills in turn, until no call has anything that it may send now."""
-        num_idle = 0
-        while self._out_bytes < _AHEAD_BYTES and num_idle < len(self._sources):
-            source = self._sources.popleft()
-            segment = source.next_segment(min(self._window, self.max_frame_bytes))
-            if source.has_more:
-                self._sources.append(source)
-            if segment is None:
-                num_idle += 1
-                continue
-            num_idle = 0
-            self._window -= segment.stop - segment.start
-            self._push(segment, source)
+        """Fills until no call has anything that it may send now. A frame once begun must be
+        finished: on a slow path they are short."""
+        limit = self.max_frame_bytes
+        if self._pace.is_bounded:
+            limit = min(limit, self._pace.ahead)
+        now, idle = self._loop.time(), set[Source]()
+        while self._out_bytes < self._pace.ahead and (source := self._next(idle, now)):
+            segment = source.next_segment(min(self._window, limit))
+            if not source.has_more:
+                del self._sources[source]
+            elif segment is None:
+                idle.add(source)
+            if segment is not None:
+                if source in self._sources:
+                    self._sources[source] = now
+                self._window -= segment.stop - segment.start
+                self._push(segment, source)
+
+    def _next(self, idle: set[Source], now: float) -> Source | None:
+        waiting = [source for source in self._sources if source not in idle]
+        if len(waiting) < 2:
+            return waiting[0] if waiting else None
+        longest = min(waiting, key=self._sources.__getitem__)
+        if now - self._sources[longest] > _LONGEST_WAIT_S:
+            return longest
+        return min(waiting, key=lambda source: source.bytes_left)
 
     def _push(self, segment: Segment, source: Source | None) -> None:
         self._out.append((segment, source))
@@ -209,15 +236,32 @@ class H2Writer:
         if isinstance(result, OSError):
             self._on_lost(result)
             return
-        if result < num_bytes:
+        is_full = result < num_bytes
+        has_more = bool(self._sources) or len(self._out) > 1
+        self._pace.sent(result, self._loop.time(), is_full=is_full, has_more=has_more)
+        if is_full:
             self._is_waiting = True
             self._loop.add_writer(self._socket.fileno(), self._has_room)
         self._advance(result)
 
+    def _limit_unsent(self, num_bytes: int) -> None:
+        with suppress(OSError):  # Not every socket is one of TCP.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
+
     def _has_room(self) -> None:
         self._loop.remove_writer(self._socket.fileno())
         self._is_waiting = False
+        if not self._num_unsent():
+            self._pace.ran_dry()
         self.pump()
+
+    def _num_unsent(self) -> int:
+        """Returns the bytes that wait in the kernel; 1 where it does not say."""
+        try:
+            told = fcntl.ioctl(self._socket.fileno(), _UNSENT_BYTES, bytes(4))
+        except OSError:
+            return 1
+        return int.from_bytes(told, sys.byteorder)
 
     def _advance(self, num_bytes: int) -> None:
         self._out_bytes -= num_bytes
