@@ -53,6 +53,7 @@ class Outcomes:
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
     failed: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    failure_codes: dict[str, str] = field(default_factory=dict)
     num_tokens_kept: dict[str, int] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
@@ -104,6 +105,7 @@ class KVNode:
         self.done.sent += output.finished_sending
         self.done.received += output.finished_recving
         self.done.failed.update(output.failed)
+        self.done.failure_codes.update(output.failure_codes)
         self.done.num_tokens_kept.update(output.num_tokens_kept)
         self.done.aborted += output.aborted
         self.done.released += output.released
