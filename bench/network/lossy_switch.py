@@ -29,7 +29,7 @@ _TUNSETIFF = 0x400454CA
 _TAP_WITHOUT_INFO = 0x0002 | 0x1000
 _CLONE_NEWNET = 0x40000000
 _QUEUE_S = 0.4
-"""Of a link with a rate: what would wait longer is dropped."""
+"""Packets that would wait longer for a link with a rate are dropped."""
 _ETHERNET_BYTES = 14
 _MAX_FRAME = 65536
 _AT_ONCE = 64
@@ -84,7 +84,7 @@ class LossySwitch:
         self._thread = threading.Thread(target=self._run, name="switch", daemon=True)
 
     def open(self) -> None:
-        """Raises `NoSwitchError`."""
+        """Builds everything. Raises `NoSwitchError`."""
         try:
             for port in self._ports:
                 self._plug(port)
@@ -225,7 +225,7 @@ def _corrupted(frame: bytes, rng: random.Random) -> bytes:
 
 @contextmanager
 def opened_switch(*names: str) -> Iterator[LossySwitch]:
-    """Raises `NoSwitchError`."""
+    """Returns one that is open. Raises `NoSwitchError`."""
     switch = LossySwitch(names)
     try:
         switch.open()
