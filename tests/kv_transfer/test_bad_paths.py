@@ -15,10 +15,10 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KV_DAMAGED, KV_STALLED
 
 SHAPE = layout(num_layers=4, num_kv_heads=64)
-"""8 KiB a token."""
+"""Takes 8 KiB a token."""
 LONG, SHORT = 700, 20
 RATE = 2_500_000.0
-"""20 Mbit: 2.3 s for the long prompt, 0.07 s for the short one."""
+"""Is 20 Mbit: 2.3 s for the long prompt, 0.07 s for the short one."""
 
 
 @pytest.fixture(scope="module")
