@@ -94,7 +94,7 @@ ROWS = {
 
 @dataclass(slots=True)
 class Answer:
-    """What a client saw. Times are seconds from the request's start."""
+    """Holds what a client saw. Times are seconds from the request's start."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)

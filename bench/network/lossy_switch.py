@@ -31,6 +31,8 @@ _CLONE_NEWNET = 0x40000000
 _QUEUE_S = 0.4
 """Packets that would wait longer for a link with a rate are dropped."""
 _ETHERNET_BYTES = 14
+_QUEUED = 10_000
+"""Packets of a kernel that wait for us: when we are busy, they should not be lost."""
 _MAX_FRAME = 65536
 _AT_ONCE = 64
 _TCP_OVER_IP = 40
@@ -149,7 +151,8 @@ class LossySwitch:
             with self.on(port.name):
                 port.tap = _tap(device)
             _run("ip", *inside, "link", "set", "lo", "up")
-        _run("ip", *inside, *f"link set {device} address {_hardware(port.index)} up".split())
+        _run("ip", *inside, *f"link set {device} address {_hardware(port.index)}".split())
+        _run("ip", *inside, *f"link set {device} txqueuelen {_QUEUED} up".split())
         address = f"{self.addresses[port.name]}/24"
         _run("ip", *inside, *f"addr add {address} dev {device}".split())
 
