@@ -19,7 +19,6 @@ A client that reads slowly holds up only itself: its chunks wait in the socket, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
@@ -125,10 +124,12 @@ class EventStreamResponse(Response):
             with self._watched(send, head):
                 try:
                     first = await anext(self._events, b"")
-                except HttpError as error:
+                except Exception as error:
                     if not await head.take():
-                        await self._end(send, self._error_event(error))
+                        await self._end(send, self._error_event(_told(error)))
                         return
+                    if not isinstance(error, HttpError):
+                        raise
                     refusal = error
                 else:
                     await self._stream(first, send, head)
@@ -160,13 +161,10 @@ class EventStreamResponse(Response):
             async for chunk in self._events:
                 await self._send(send, chunk)
             last = self._done()
-        except HttpError as error:
-            last = self._error_event(error)
-        except (asyncio.CancelledError, TimeoutError):
+        except TimeoutError:
             raise
-        except Exception:
-            logger.exception("an answer broke off")
-            last = self._error_event(GenerationFailed("the server failed; see its log"))
+        except Exception as error:
+            last = self._error_event(_told(error))
         await self._end(send, last)
 
     async def _end(self, send: Send, last: bytes) -> None:
@@ -221,3 +219,11 @@ class JournaledResponse(EventStreamResponse):
         else:
             shown = super()._error_event(error)
         return b":%b %d\n" % (kind, error.status) + shown
+
+
+def _told(error: Exception) -> HttpError:
+    """Returns what the client reads of an error that ends its stream."""
+    if isinstance(error, HttpError):
+        return error
+    logger.exception("an answer broke off")
+    return GenerationFailed("the server failed; see its log")

@@ -13,7 +13,6 @@ be tried, and its head says what was computed where.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from edge.http import headers as names
 from edge.http.error_forms import ErrorForm
 from edge.http.errors import HttpError, send_error
 from edge.http.heartbeats import EVENT_END, STREAM_HEADERS, Head, Heartbeats, Pulse
+from edge.http.limited_wait import within
 from router.request.info import RequestInfo
 
 Headers = list[tuple[bytes, bytes]]
@@ -99,8 +99,7 @@ class Client:
 
     async def _write(self, message: dict[str, object]) -> None:
         try:
-            async with asyncio.timeout(self.send_timeout_s):
-                await self.send(message)
+            await within(self.send_timeout_s, self.send(message))
         except TimeoutError:
             raise AnswerBroken(f"{self.info.request_id}: the client does not read") from None
 

@@ -10,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from decode_node.answer.answer import Answer
 from tests.decode_node.decode_fakes import until
 from tests.decode_node.http_node import HttpNode, http_node, live
 
@@ -75,6 +76,28 @@ async def test_an_error_is_a_status_until_the_stream_begins_and_an_event_then(pa
         assert comment == KEEP_ALIVE
         assert told.startswith("event: error\ndata: {" if path == MESSAGES else "data: {")
         assert "this cannot be" in told
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_what_nobody_foresaw_is_told_too(
+    has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_fail = asyncio.Event()
+
+    async def broken(answer: Answer) -> AsyncIterator[bytes]:
+        await may_fail.wait()
+        raise ZeroDivisionError
+        yield b""
+
+    monkeypatch.setattr(Answer, "events", broken)
+    async with http_node() as node:
+        running = asyncio.create_task(node.client.post(COMPLETIONS, json=STREAM))
+        await silence(node, 10.0 if has_begun else 0.0)
+        may_fail.set()
+        response = await running
+    assert response.status_code == (200 if has_begun else 500)
+    assert response.text.startswith(KEEP_ALIVE) is has_begun
+    assert "the server failed; see its log" in response.text
 
 
 @pytest.mark.parametrize(
