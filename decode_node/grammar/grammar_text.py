@@ -18,11 +18,15 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from decode_node.grammar.formats import with_exact_formats
-from decode_node.grammar.known_keywords import with_known_keywords, without_unknown_patterns
+from decode_node.grammar.known_keywords import (
+    with_known_keywords,
+    without_inexact_numbers,
+    without_unknown_patterns,
+)
 
-WHITE_SPACE = r"[ \n\r\t]{1,20}"
-"""Limits the white space between the parts of a JSON document. Without a bound, models that are not
-sure of themselves write blanks until they reach `max_tokens`."""
+WHITE_SPACE = r" |\r?\n( {0,20}|\t{0,10})"
+"""Limits the white space between the parts of a JSON document to a blank, or a line break and what
+indents the next line. Models that are not sure of themselves write all the blanks that they may."""
 
 _OPTIONS = '%llguidance {"no_forcing": true}'
 """Turns off that the library spells what must come, all of it, in each step, and allows only the
@@ -73,7 +77,7 @@ def json_schema(
         options = {"whitespace_flexible": False}
     if lenient:
         options["lenient"] = True
-        schema = without_unknown_patterns(schema)
+        schema = without_inexact_numbers(without_unknown_patterns(schema))
     exact = with_exact_formats(with_known_keywords(schema))
     return f"%json {json.dumps({**exact, 'x-guidance': options}, ensure_ascii=False)}"
 

@@ -2,6 +2,7 @@
 
     propertyNames of a list of names     properties, and no others
     propertyNames with a pattern         patternProperties, and no others
+    patternProperties of listed names    properties
     propertyNames of any string, uniqueItems: false       nothing: they ask for nothing
     format of a name of their own beside a pattern        the pattern
 
@@ -17,9 +18,12 @@ from typing import Any
 
 import msgspec
 
-from decode_node.grammar.schema_checks import MAX_BYTES, subschemas
+from decode_node.grammar.schema_checks import MAX_BYTES, inexact_keywords, subschemas
 
 _NAMES, _UNIQUE, _FORMAT = "propertyNames", "uniqueItems", "format"
+_PATTERNS = "patternProperties"
+_LISTED_NAMES = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\))\$")
+"""Matches a pattern of one name, or of several in brackets."""
 _FORMATS = {
     *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
     *("byte", "binary", "password"),
@@ -36,7 +40,9 @@ _MAX_REFERENCES = 8
 def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema that means the same. What the library's keywords cannot say stays, for it to
     be refused by its name."""
-    if not any(part.keys() & {_NAMES, _UNIQUE, _FORMAT} for _, part in subschemas(schema)):
+    if not any(
+        part.keys() & {_NAMES, _UNIQUE, _FORMAT, _PATTERNS} for _, part in subschemas(schema)
+    ):
         return dict(schema)
     changed = copy.deepcopy(dict(schema))
     for _, part in list(subschemas(changed)):
@@ -47,6 +53,8 @@ def with_known_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
             del part[_FORMAT]
         if _NAMES in part:
             _replace_names(part, changed)
+        if isinstance(part.get(_PATTERNS), dict):
+            _list_patterns(part)
     return changed
 
 
@@ -58,6 +66,17 @@ def without_unknown_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
     for _, part in subschemas(changed):
         if _has_unknown_pattern(part):
             del part["pattern"]
+    return changed
+
+
+def without_inexact_numbers(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema that allows more: whole numbers that cannot be kept exactly are any."""
+    if not any(inexact_keywords(part) for _, part in subschemas(schema)):
+        return dict(schema)
+    changed = copy.deepcopy(dict(schema))
+    for _, part in subschemas(changed):
+        for keyword in inexact_keywords(part):
+            del part[keyword]
     return changed
 
 
@@ -89,6 +108,22 @@ def _replace_names(part: dict[str, Any], root: Mapping[str, Any]) -> None:
     if listed is not None and len(listed) * len(msgspec.json.encode(value)) <= MAX_BYTES:
         del part[_NAMES]
         part |= {keyword: dict.fromkeys(listed, value), "additionalProperties": False}
+
+
+def _list_patterns(part: dict[str, Any]) -> None:
+    """Makes properties of patterns that only list names. The library would look for more names that
+    match, and find none amid an answer."""
+    for pattern, schema in list(part[_PATTERNS].items()):
+        found = _LISTED_NAMES.fullmatch(pattern)
+        properties = part.setdefault("properties", {})
+        if found is None or not isinstance(properties, dict):
+            continue
+        del part[_PATTERNS][pattern]
+        for name in (found[1] or found[2]).split("|"):
+            if properties.setdefault(name, schema) != schema:
+                properties[name] = {"allOf": [properties[name], schema]}
+    if not part[_PATTERNS]:
+        del part[_PATTERNS]
 
 
 def _listed(said: set[str], names: Mapping[str, Any]) -> list[str] | None:

@@ -19,6 +19,10 @@ _MAX_NESTING = 2 * MAX_DEPTH + 2
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords with an object of schemas."""
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_VALUES = ("const", "enum")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAX_EXACT = 1 << 53
+"""The grammar library has numbers as doubles, which are exact up to here."""
 _SINGLE = (
     "items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
     "unevaluatedItems", "unevaluatedProperties", "additionalItems",
@@ -61,12 +65,42 @@ def check_schema(schema: Any, param: str) -> None:
             f"{param}: the keyword x-guidance is not supported; see structured_outputs",
             param=param,
         )
+    check_numbers(schema, param)
     for place, part in subschemas(schema):
         reference = part.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#"):
             raise BadRequest(
                 f"{param}{place}: a $ref must begin with #; no other document is read", param=param
             )
+
+
+def check_numbers(schema: Mapping[str, Any], param: str) -> None:
+    """Raises `BadRequest` for whole numbers that answers could not be held to exactly."""
+    for place, part in subschemas(schema):
+        for keyword in inexact_keywords(part):
+            raise BadRequest(
+                f"{param}{place}: {keyword} has a whole number beyond 2^53, which cannot be kept "
+                "exactly; leave it out, or make it a string",
+                param=param,
+            )
+
+
+def inexact_keywords(part: Mapping[str, Any]) -> list[str]:
+    """Returns the keywords of one schema whose whole numbers are too large to be kept exactly."""
+    return [key for key in (*_VALUES, *_BOUNDS) if key in part and _has_large_number(part[key])]
+
+
+def _has_large_number(value: Any) -> bool:
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, int) and not isinstance(one, bool) and abs(one) > _MAX_EXACT:
+            return True
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return False
 
 
 def check_json(value: Any, param: str) -> None:

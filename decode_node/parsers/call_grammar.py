@@ -27,6 +27,7 @@ from decode_node.grammar.grammar_text import (
     repeat,
     sequence,
 )
+from decode_node.grammar.schema_checks import check_numbers
 from decode_node.parsers.formats import (
     CallFormat,
     HarmonyFormat,
@@ -117,6 +118,9 @@ class CallGrammar:
         if not self._has_quoted_names:
             for tool in tools:
                 _check_name(tool)
+        for tool in tools:
+            if tool.strict:
+                check_numbers(tool.parameters, "tools")
         rest = self._shape.rest
         return self._text.rule("call", either(*map(rest, tools)))
 

@@ -95,11 +95,46 @@ def test_a_schema_takes_its_documents_in_its_order() -> None:
 def test_white_space_in_documents_has_a_bound(schema: dict[str, object]) -> None:
     opening = "[" if schema["type"] == "array" else "{"
     grammar = written(json_schema(schema))
-    assert any(
-        accepted_blank in spell(" ", "\n") for accepted_blank in allowed_after(grammar, opening)
-    )
-    after = allowed_after(grammar, opening, " " * 20)
-    assert not {*spell(" "), *spell("\n"), *spell("\t")} & set(after)
+    blanks = {*spell(" "), *spell("\n"), *spell("\t")}
+    assert {*spell(" "), *spell("\n")} <= set(allowed_after(grammar, opening))
+    for run in (" ", "\n" + " " * 20, "\n" + "\t" * 10):
+        assert not blanks & set(allowed_after(grammar, opening, run)), run
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name":"a","größe":1}',
+        '{ "name": "a", "größe": 1 }',
+        '{\n    "name": "a",\r\n\t"größe": 1\n}',
+    ],
+)
+def test_json_is_taken_as_people_and_programs_write_it(text: str) -> None:
+    assert accepts(written(json_schema(PERSON)), text)
+
+
+@pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^(?:b|a)$"])
+def test_patterns_that_list_names_are_properties(pattern: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "patternProperties": {pattern: {"maximum": 5}},
+        "additionalProperties": False,
+        "required": ["a"],
+    }
+    grammar = written(json_schema(schema))
+    assert accepts(grammar, '{"a":5}')
+    assert not accepts(grammar, '{"a":6}') and not accepts(grammar, '{"a":1.5}')
+    assert accepts(grammar, '{"a":1,"b":1.5}') is ("b" in pattern)
+    assert not accepts(grammar, '{"a":1,"c":1}')
+
+
+@pytest.mark.parametrize("keyword", ["const", "minimum", "maximum", "multipleOf"])
+def test_whole_numbers_that_are_not_exact_are_any_where_schemas_are_kept_as_far_as_possible(
+    keyword: str,
+) -> None:
+    schema = {"type": "integer", keyword: 1234567890123456789}
+    assert accepts(written(json_schema(schema, lenient=True)), "1234567890123456789")
 
 
 @pytest.mark.parametrize(("schema", "right"), [(True, "[1, {}]"), ({}, "null")])

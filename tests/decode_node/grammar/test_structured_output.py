@@ -338,3 +338,17 @@ def test_formats_cannot_be_nested_without_end() -> None:
     for _ in range(90):
         form = {"type": "optional", "content": form}
     assert "nested" in refused({"structural_tag": {"format": form}}).message
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": 1234567890123456789}, r": const"),
+        ({"properties": {"a": {"enum": [[1, 2**53 + 1]]}}}, r"\.properties\.a: enum"),
+        ({"items": {"type": "integer", "maximum": -(2**63)}}, r"\.items: maximum"),
+    ],
+)
+def test_whole_numbers_beyond_doubles_are_refused_by_name(schema: Any, place: str) -> None:
+    with pytest.raises(BadRequest, match=rf"guided_json{place} has a whole number beyond 2\^53"):
+        grammar_of({"guided_json": schema})
+    assert grammar_of({"guided_json": {"const": 2**53, "enum": [True, "x", 1e300]}})
