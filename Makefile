@@ -69,8 +69,15 @@ $(CLIENTS)/node/.installed: $(wildcard tests/clients/node/*)
 	if command -v npm >/dev/null && npm --prefix $(@D) ci --silent --ignore-scripts; then \
 		touch $@; else rm -rf $(@D)/node_modules; fi
 
+# Coding agents: programs of 0.2 to 0.4 GB each. What their packages would run at installation is
+# not needed.
+$(CLIENTS)/agents/.installed: $(wildcard tests/clients/agents/*)
+	mkdir -p $(@D) && cp $^ $(@D)
+	if command -v npm >/dev/null && npm --prefix $(@D) ci --silent --ignore-scripts; then \
+		touch $@; else rm -rf $(@D)/node_modules; fi
+
 test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS) $(CLIENTS)/guidellm/.lent \
-		$(CLIENTS)/node/.installed
+		$(CLIENTS)/node/.installed $(CLIENTS)/agents/.installed
 	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 # Published chat templates and tokenizers, which are no dependencies of ours: tests/templates/README.md.

@@ -140,6 +140,8 @@ class ResponsesRequest(StrictBody):
     """Told back with the answer."""
     max_tool_calls: Ignored = None
     """It counts calls of tools of the server."""
+    client_metadata: Ignored = None
+    """Codex describes itself in it."""
     user: Ignored = None
     """Nothing is kept by user."""
     service_tier: Ignored = None

@@ -8,7 +8,8 @@ Called by `make test-clients`:
 libraries disagree about the version of `openai` that they need. Each client is a script that gets
 the cluster's address and ends with an error when something is not as its library promises. The
 model is the demo checkpoint with a chat template that takes tools; what it says is of no matter,
-because schemas and required calls hold for any model.
+because schemas and required calls hold for any model. Agents act on what a model says: theirs is
+scripted (`agent_turns.py`).
 """
 
 from __future__ import annotations
@@ -116,6 +117,16 @@ def run_client(environment: Path, name: str, url: str) -> bool:
     return is_good
 
 
+def run_agents(environments: Path) -> bool:
+    """Runs coding agents against a scripted node, and prints how each went."""
+    words = [sys.executable, str(HERE / "agent_turns.py"), str(environments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=CLIENT_S)
+    print(done.stdout, end="")
+    if done.returncode:
+        print(done.stderr)
+    return done.returncode == 0
+
+
 def main() -> int:
     environments = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +135,8 @@ def main() -> int:
         shutil.copy(HERE / "chat_template.jinja", model)
         with Cluster(model) as cluster, ThreadPoolExecutor(AT_ONCE) as pool:
             started_at = time.monotonic()
-            running = [
+            running = [pool.submit(run_agents, environments)]
+            running += [
                 pool.submit(run_client, environments / environment, name, cluster.url)
                 for environment, names in CLIENTS.items()
                 for name in names

@@ -1,0 +1,309 @@
+"""Runs coding agents, and LiteLLM's proxy, unchanged and pinned: each one task with a real tool.
+
+Called by `run.py`:
+
+    python tests/clients/agent_turns.py FOLDER
+
+`FOLDER` has their environments. The model is scripted (`scripted_node.py`): it calls the agent's
+own tool, which writes a file, and says that it is done when it sees the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from engine.node.http_server import listen
+from tests.clients.scripted_node import MODEL, TOOL_TURN, ScriptedNode, call
+
+AGENT_S = 60.0
+FILE, TEXT = "made.txt", "made by a tool"
+COMMAND = f"echo {TEXT} > {FILE}"
+DONE = "All of it is done."
+KEY = "sk-of-this-test-alone-1234"
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "https_proxy": "http://127.0.0.1:9"}
+"""LiteLLM asks for prices of models, which must not be waited for: that proxy is nobody."""
+MIN_SHARED = 0.8
+"""Share of a second conversation's prompt that the first has in common with it."""
+
+FIRST_CALLS: dict[str, list[str]] = {
+    "Codex": [
+        call("multi_agent_v1__close_agent", target="nobody"),
+        call("exec_command", cmd=COMMAND),
+    ],
+    "Claude": [call("Bash", command=COMMAND, description="Writes a file")],
+    "opencode": [call("bash", command=COMMAND, description="Writes a file")],
+    "qwen": [call("run_shell_command", command=COMMAND, is_background=False)],
+    "proxy": [call("write", text=TEXT)],
+}
+"""What the model answers, before and behind each result of a tool, by the name in the task."""
+AIDER_EDIT = f"{FILE}\n```\n<<<<<<< SEARCH\n=======\n{TEXT}\n>>>>>>> REPLACE\n```\n"
+
+
+def script(prompt: str) -> str:
+    """Plays the model: the next call for the agent that the task names, in whose tools it is."""
+    if "ask of aider" in prompt:
+        return AIDER_EDIT
+    made = prompt.count(TOOL_TURN)
+    for agent, calls in FIRST_CALLS.items():
+        if f"ask of {agent}" in prompt and made < len(calls):
+            name = json.loads(calls[made].split("\n")[1])["name"]
+            if f'"{name}"' in prompt:
+                return f"I do it.\n{calls[made]}"
+    return DONE
+
+
+class Bench:
+    """Has what all agents need: the folder of their environments, and the node."""
+
+    def __init__(self, environments: Path, node: ScriptedNode) -> None:
+        self.environments = environments
+        self.agents = environments / "agents" / "node_modules"
+        self.node = node
+
+    def binary(self, pattern: str) -> str | None:
+        """Returns a program of the agents' environment, if it is there for this machine."""
+        return next((str(path) for path in self.agents.glob(pattern)), None)
+
+    def run(self, words: list[str], work: Path, **variables: str) -> str:
+        """Runs an agent in a folder of its own, and returns what it says."""
+        home = work.parent / "home"
+        home.mkdir(exist_ok=True)
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            **variables,
+        }
+        done = subprocess.run(
+            words,
+            cwd=work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=AGENT_S,
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        return said
+
+
+def check_made(work: Path, said: str) -> None:
+    assert (work / FILE).read_text().strip() == TEXT, said
+    assert DONE in said, said
+
+
+def codex(bench: Bench, work: Path) -> None:
+    """The OpenAI Codex CLI: a tool of a namespace, and a command. `web_search` stays on."""
+    program = bench.binary("@openai/codex-linux-*/vendor/*/bin/codex")
+    assert program is not None
+    home = work.parent / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'model = "{MODEL}"\nmodel_provider = "tandem"\n[model_providers.tandem]\n'
+        f'name = "tandem"\nbase_url = "{bench.node.url}/v1"\nwire_api = "responses"\n'
+    )
+    words = [program, "exec", "--skip-git-repo-check"]
+    words += ["--dangerously-bypass-approvals-and-sandbox", "ask of Codex"]
+    check_made(work, bench.run(words, work, CODEX_HOME=str(home)))
+    last = next(p for p in reversed(bench.node.prompts) if "ask of Codex" in p)
+    closed, ran = last.split(TOOL_TURN)[1:]
+    assert "unsupported" not in closed and "nobody" in closed.lower(), closed
+    assert "exit" in ran.lower() or "chunk" in ran.lower(), ran
+
+
+def claude_code(bench: Bench, work: Path) -> None:
+    """Claude Code: a command, and a second conversation, most of whose prompt is the first's."""
+    program = bench.binary("@anthropic-ai/claude-code-linux-*/claude")
+    assert program is not None
+    words = [program, "--permission-mode", "bypassPermissions", "-p"]
+    variables = {
+        "ANTHROPIC_BASE_URL": bench.node.url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": MODEL,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "IS_SANDBOX": "1",
+    }
+    check_made(work, bench.run([*words, "ask of Claude"], work, **variables))
+    (work / FILE).unlink()
+    assert DONE in bench.run([*words, "Another task."], work, **variables)
+    first = next(prompt for prompt in bench.node.prompts if "ask of Claude" in prompt)
+    second = next(prompt for prompt in bench.node.prompts if "Another task." in prompt)
+    pairs = zip(first, second, strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    share = common / len(second)
+    print(f"Claude Code: conversations share {share:.1%} of {len(second)} characters")
+    assert share >= MIN_SHARED
+
+
+def opencode(bench: Bench, work: Path) -> None:
+    program = bench.binary("opencode-linux-*/bin/opencode")
+    assert program is not None
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{bench.node.url}/v1", "apiKey": "none"},
+        "models": {MODEL: {}},
+    }
+    settings = {
+        "autoupdate": False,
+        "share": "disabled",
+        "model": f"tandem/{MODEL}",
+        "provider": {"tandem": provider},
+        "permission": {"bash": "allow"},
+    }
+    (work / "opencode.json").write_text(json.dumps(settings))
+    offline = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"}
+    check_made(work, bench.run([program, "run", "ask of opencode"], work, **offline))
+
+
+def qwen_code(bench: Bench, work: Path) -> None:
+    words = ["node", str(bench.agents / "@qwen-code" / "qwen-code" / "cli.js"), "--yolo"]
+    words += ["--auth-type", "openai", "-p", "ask of qwen"]
+    variables = {
+        "OPENAI_API_KEY": "none",
+        "OPENAI_BASE_URL": f"{bench.node.url}/v1",
+        "OPENAI_MODEL": MODEL,
+    }
+    check_made(work, bench.run(words, work, **variables))
+
+
+def aider(bench: Bench, work: Path) -> None:
+    """aider, whose tool is the edit that it reads in the answer."""
+    words = [str(bench.environments / "aider" / "bin" / "aider"), "--model", f"openai/{MODEL}"]
+    words += ["--edit-format", "diff", "--yes-always", "--no-git", "--no-check-update"]
+    words += ["--no-show-model-warnings", "--no-show-release-notes", "--no-analytics"]
+    words += ["--message", "ask of aider", FILE]
+    variables = {"OPENAI_API_KEY": "none", "OPENAI_API_BASE": f"{bench.node.url}/v1"}
+    said = bench.run(words, work, **OFFLINE, **variables)
+    assert (work / FILE).read_text().strip() == TEXT, said
+
+
+def litellm_proxy(bench: Bench, work: Path) -> None:
+    """LiteLLM's proxy between a client and tandem: chats, messages, responses, a call."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    variables = {**OFFLINE, "LITELLM_MASTER_KEY": KEY}
+    log = work / "log"
+    with log.open("w") as out:
+        proxy = subprocess.Popen(
+            [
+                *(str(bench.environments / "litellm-proxy" / "bin" / "litellm"), "--host"),
+                *("127.0.0.1", "--port", str(port), "--model", f"hosted_vllm/{MODEL}"),
+                *("--api_base", f"{bench.node.url}/v1", "--telemetry", "False"),
+            ],
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(work),
+                **variables,
+            },
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(f"{url}/health/liveliness", proxy)
+        user = [{"role": "user", "content": "ask of proxy"}]
+        tool = {"type": "object", "properties": {"text": {"type": "string"}}}
+        chat = {
+            "messages": user,
+            "tools": [{"type": "function", "function": {"name": "write", "parameters": tool}}],
+        }
+        message = _ask(f"{url}/v1/chat/completions", chat)["choices"][0]["message"]
+        made = json.loads(message["tool_calls"][0]["function"]["arguments"])
+        assert made == {"text": TEXT}
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}
+        chat["messages"] = [*user, message, result]
+        last = _ask(f"{url}/v1/chat/completions", chat)["choices"][0]["message"]
+        assert last["content"] == DONE
+        body = {"max_tokens": 100, "messages": user}
+        body |= {"tools": [{"name": "write", "input_schema": tool}]}
+        blocks = _ask(f"{url}/v1/messages", body)["content"]
+        assert blocks[-1]["input"] == {"text": TEXT}
+        answer = _ask(f"{url}/v1/responses", {"input": "hello"})
+        assert answer["output"][0]["content"][0]["text"] == DONE
+    except BaseException:
+        print(log.read_text())
+        raise
+    finally:
+        proxy.terminate()
+        proxy.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    ends_at = time.monotonic() + AGENT_S
+    while time.monotonic() < ends_at:
+        assert process.poll() is None, "the proxy has ended"
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(url)
+
+
+def _ask(url: str, body: dict[str, object]) -> dict[str, list]:
+    request = urllib.request.Request(
+        url,
+        json.dumps({"model": f"hosted_vllm/{MODEL}", **body}).encode(),
+        {"content-type": "application/json", "authorization": f"Bearer {KEY}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=AGENT_S) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        raise AssertionError(error.read().decode()) from None
+
+
+Agent = Callable[[Bench, Path], None]
+AGENTS: dict[str, tuple[Agent, str]] = {
+    "qwen_code": (qwen_code, "agents/node_modules"),
+    "opencode": (opencode, "agents/node_modules"),
+    "litellm_proxy": (litellm_proxy, "litellm-proxy/bin"),
+    "aider": (aider, "aider/bin"),
+    "codex": (codex, "agents/node_modules"),
+    "claude_code": (claude_code, "agents/node_modules"),
+}
+"""Agents with the folder that shows that they are installed; the longest comes first."""
+
+
+def run_agent(name: str, bench: Bench, folder: Path) -> bool:
+    """Runs one agent and prints how it went. One that is not here is no failure."""
+    agent, needs = AGENTS[name]
+    if not (bench.environments / needs).is_dir():
+        print(f"skipped {name}: it could not be installed here")
+        return True
+    started_at = time.monotonic()
+    work = folder / name / "work"
+    work.mkdir(parents=True)
+    try:
+        agent(bench, work)
+    except Exception as error:
+        print(f"FAILED {name}: {error!r}")
+        return False
+    print(f"passed {name}, {time.monotonic() - started_at:.1f} s")
+    return True
+
+
+def main() -> int:
+    # Codex makes no helpers below a folder for temporary files, and says so.
+    with tempfile.TemporaryDirectory() as folder, ScriptedNode(script) as node:
+        bench = Bench(Path(sys.argv[1]).resolve(), node)
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(lambda name: run_agent(name, bench, Path(folder)), AGENTS))
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
