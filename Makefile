@@ -73,8 +73,8 @@ $(CLIENTS)/node/.installed: $(wildcard tests/clients/node/*)
 # not needed.
 $(CLIENTS)/agents/.installed: $(wildcard tests/clients/agents/*)
 	mkdir -p $(@D) && cp $^ $(@D)
-	if command -v npm >/dev/null && npm --prefix $(@D) ci --silent --ignore-scripts; then \
-		touch $@; else rm -rf $(@D)/node_modules; fi
+	if command -v npm >/dev/null && npm --prefix $(@D) install --silent --ignore-scripts \
+		--omit=optional --no-package-lock; then touch $@; else rm -rf $(@D)/node_modules; fi
 
 test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS) $(CLIENTS)/guidellm/.lent \
 		$(CLIENTS)/node/.installed $(CLIENTS)/agents/.installed

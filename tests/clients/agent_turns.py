@@ -48,7 +48,7 @@ FIRST_CALLS: dict[str, list[str]] = {
     "qwen": [call("run_shell_command", command=COMMAND, is_background=False)],
     "proxy": [call("write", text=TEXT)],
 }
-"""What the model answers, before and behind each result of a tool, by the name in the task."""
+"""Calls of the model, before and behind each result of a tool, by the name in the task."""
 AIDER_EDIT = f"{FILE}\n```\n<<<<<<< SEARCH\n=======\n{TEXT}\n>>>>>>> REPLACE\n```\n"
 
 
@@ -107,7 +107,7 @@ def check_made(work: Path, said: str) -> None:
 
 def codex(bench: Bench, work: Path) -> None:
     """The OpenAI Codex CLI: a tool of a namespace, and a command. `web_search` stays on."""
-    program = bench.binary("@openai/codex-linux-*/vendor/*/bin/codex")
+    program = bench.binary("@openai/codex-linux-x64/vendor/*/bin/codex")
     assert program is not None
     home = work.parent / "home"
     home.mkdir()
@@ -126,7 +126,7 @@ def codex(bench: Bench, work: Path) -> None:
 
 def claude_code(bench: Bench, work: Path) -> None:
     """Claude Code: a command, and a second conversation, most of whose prompt is the first's."""
-    program = bench.binary("@anthropic-ai/claude-code-linux-*/claude")
+    program = bench.binary("@anthropic-ai/claude-code-linux-x64/claude")
     assert program is not None
     words = [program, "--permission-mode", "bypassPermissions", "-p"]
     variables = {
@@ -149,7 +149,7 @@ def claude_code(bench: Bench, work: Path) -> None:
 
 
 def opencode(bench: Bench, work: Path) -> None:
-    program = bench.binary("opencode-linux-*/bin/opencode")
+    program = bench.binary("opencode-linux-x64/bin/opencode")
     assert program is not None
     provider = {
         "npm": "@ai-sdk/openai-compatible",
