@@ -9,8 +9,10 @@ cause, the first of these that holds:
     garbage    the engine core collected garbage between the two ends
     turn       the engine core was long at one turn of its loop
     idle       workers had nothing to do in between for more than a tenth of the median
+    host       the worker's host took longer than half the median to start steps in between, and
+               twice as long as it mostly takes
     join       requests entered with the step
-    other      nothing of these: the GPU, or the worker that starts its work
+    other      nothing of these: the GPU, or what else happens on it
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Gap:
     seconds: float
     median_s: float
     idle_s: float
+    host_s: float
+    usual_host_s: float
     pauses: list[PauseTold] = field(default_factory=list)
 
     @property
@@ -72,21 +76,28 @@ class Gap:
             return "turn"
         if self.idle_s > 0.1 * self.median_s:
             return "idle"
+        if self.host_s > max(0.5 * self.median_s, 2 * self.usual_host_s):
+            return "host"
         return "join" if self.step.new_rows else "other"
 
 
 def gaps(report: HistoryReport) -> Iterator[Gap]:
     """Returns the times between tokens that the steps made, as they passed."""
     recent: deque[float] = deque(maxlen=_MEDIAN_OF)
+    hosts: deque[float] = deque(maxlen=_MEDIAN_OF)
     core = [pause for pause in report.pauses if pause.process == _CORE]
     ended = [step for step in report.steps if step.ended_at]
     for before, step in itertools.pairwise(ended):
         if step.rows - step.new_rows <= 0 or not before.rows:
             continue
         seconds = step.ended_at - before.ended_at
-        median_s = statistics.median(recent) if len(recent) >= _LEAST_FOR_MEDIAN else 0.0
         idle_s = max(0.0, step.issued_at - before.ended_at)
-        gap = Gap(step, seconds, median_s, idle_s)
+        host_s = max(0.0, step.worker_host_s - before.worker_host_s)
+        knows = len(recent) >= _LEAST_FOR_MEDIAN
+        median_s = statistics.median(recent) if knows else 0.0
+        gap = Gap(
+            step, seconds, median_s, idle_s, host_s, statistics.median(hosts) if knows else 0.0
+        )
         if gap.is_late:
             gap.pauses.extend(
                 pause
@@ -95,6 +106,7 @@ def gaps(report: HistoryReport) -> Iterator[Gap]:
                 and pause.ended_at - pause.seconds < step.ended_at
             )
         recent.append(seconds)
+        hosts.append(host_s)
         yield gap
 
 
@@ -112,6 +124,7 @@ def decode_figures(report: HistoryReport, start: float) -> Figures:
         "step_ms": distribution_ms([gap.seconds for gap in found]),
         "with_joins_ms": distribution_ms([g.seconds for g in found if g.step.new_rows]),
         "without_joins_ms": distribution_ms([g.seconds for g in found if not g.step.new_rows]),
+        "worker_host_ms": distribution_ms([gap.host_s for gap in found]),
         "rows": _spread([gap.step.rows for gap in found]),
         "joins": sum(gap.step.new_rows for gap in found),
         "prompt_steps": sum(bool(gap.step.prompt_tokens) for gap in found),
@@ -135,6 +148,7 @@ def _row(gap: Gap, start: float) -> Figures:
         "new_rows": step.new_rows,
         "prompt_tokens": step.prompt_tokens,
         "idle_ms": round(1e3 * gap.idle_s, 2),
+        "host_ms": round(1e3 * gap.host_s, 2),
         "pauses": [f"{pause.kind} {1e3 * pause.seconds:.1f} ms" for pause in gap.pauses],
     }
 

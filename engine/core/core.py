@@ -76,8 +76,8 @@ class EngineCore:
         step_log: StepLog | None = None,
     ) -> None:
         """Loads the model. `executor` belongs to the caller, also when this fails. `signs`: of all
-        processes of the engine; None: a frozen transfer process is not noticed. `step_log`: for a
-        crash report; None: there will be none."""
+        processes of the engine; None: a frozen transfer process is not noticed. `step_log`: where
+        the last steps are noted; None: nowhere."""
         caches = executor.initialize(report)
         self.num_blocks = caches.num_blocks
         self.device_name = caches.device_name
@@ -137,6 +137,8 @@ class EngineCore:
         happened. Raises EngineDeadError."""
         for output in self._executor.collect():
             self._add(self._finish_step(output))
+            if self._step_log is not None:
+                self._step_log.worked(output.step_id, self._executor.host_s)
         self._add(self.adapters.check())
         events = self.connector.get_finished()
         if events is not None:

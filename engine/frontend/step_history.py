@@ -35,7 +35,8 @@ class PauseTold(msgspec.Struct, frozen=True):
 
 class HistoryReport(msgspec.Struct, frozen=True):
     """Holds what is told. `now`: CLOCK_MONOTONIC seconds of this host, as all times here. A step is
-    [number, issued at, ended at (0: it goes on), rows, tokens, prompt tokens, new rows]."""
+    [number, issued at, ended at (0: it goes on), the worker's host seconds so far, rows, tokens,
+    prompt tokens, new rows]."""
 
     now: float
     steps: list[StepRecord]

@@ -2,7 +2,7 @@
 
 The node server makes the memory and the engine core writes it, so a report has the last steps also
 of a core that was killed or does not answer, and whoever looks for what holds tokens up can read
-half a minute of steps without asking the core. It costs two small stores a step. A number is
+half a minute of steps without asking the core. It costs three small stores a step. A number is
 written last, so a reader never takes half a record for a step.
 """
 
@@ -16,10 +16,12 @@ import msgspec
 from host.memory_file import MemoryFile
 
 NUM_STEPS = 4096
-_RECORD = struct.Struct("<ddiiiiq")
-"""Holds issued at, ended at or 0, rows, tokens, prompt tokens, new rows, step number + 1."""
-_ENDED = struct.Struct("<d")
+_RECORD = struct.Struct("<dddiiiiq")
+"""Holds issued at, ended at or 0, worker's host seconds so far or 0, rows, tokens, prompt tokens,
+new rows, step number + 1."""
+_SECONDS = struct.Struct("<d")
 _ENDED_OFFSET = 8
+_HOST_OFFSET = 16
 _NUMBER = struct.Struct("<q")
 _NUMBER_OFFSET = _RECORD.size - _NUMBER.size
 
@@ -27,11 +29,13 @@ _NUMBER_OFFSET = _RECORD.size - _NUMBER.size
 class StepRecord(NamedTuple):
     """One step. Times are CLOCK_MONOTONIC seconds; `ended_at` is 0 while workers have it. `rows`
     compute `tokens` in it, `prompt_tokens` of them of prompts; `new_rows` of them were not in the
-    step before: prompts that begin, and requests whose KV has come."""
+    step before: prompts that begin, and requests whose KV has come. `worker_host_s`: what the first
+    worker's host had spent on starting steps when the result came, since its start."""
 
     step_id: int
     issued_at: float
     ended_at: float
+    worker_host_s: float
     rows: int
     tokens: int
     prompt_tokens: int
@@ -78,12 +82,17 @@ class StepLog:
         offset = step_id % NUM_STEPS * _RECORD.size
         counts = num_rows, num_tokens, num_prompt_tokens, num_new_rows
         _NUMBER.pack_into(self._buffer, offset + _NUMBER_OFFSET, 0)
-        _RECORD.pack_into(self._buffer, offset, now, 0.0, *counts, step_id + 1)
+        _RECORD.pack_into(self._buffer, offset, now, 0.0, 0.0, *counts, step_id + 1)
 
     def retired(self, step_id: int, now: float) -> None:
         """Records that the step's result has come."""
         offset = step_id % NUM_STEPS * _RECORD.size
-        _ENDED.pack_into(self._buffer, offset + _ENDED_OFFSET, now)
+        _SECONDS.pack_into(self._buffer, offset + _ENDED_OFFSET, now)
+
+    def worked(self, step_id: int, worker_host_s: float) -> None:
+        """Records what the worker's host has spent so far, behind the step's result."""
+        offset = step_id % NUM_STEPS * _RECORD.size
+        _SECONDS.pack_into(self._buffer, offset + _HOST_OFFSET, worker_host_s)
 
     def steps(self, since: float = 0.0) -> list[StepRecord]:
         """Returns the last steps, the oldest first; none issued before `since`."""

@@ -90,12 +90,16 @@ def test_arguments_say_what_runs() -> None:
         Workload.parse("2000@24")
 
 
-def history(*steps: tuple[float, float, int, int, int], pauses: Any = ()) -> HistoryReport:
-    """Makes steps of (issued, ended, rows, prompt tokens, new rows), in milliseconds."""
-    records = [
-        StepRecord(number, issued / 1e3, ended / 1e3, rows, rows, prompt, new)
-        for number, (issued, ended, rows, prompt, new) in enumerate(steps)
-    ]
+def history(*steps: Any, pauses: Any = ()) -> HistoryReport:
+    """Makes steps of (issued, ended, rows, prompt tokens, new rows), in milliseconds, and of the
+    worker's host, which takes 2 for each unless told otherwise."""
+    records = []
+    host_s = 0.0
+    for number, (issued, ended, rows, prompt, new, *host) in enumerate(steps):
+        host_s += (host[0] if host else 2) / 1e3
+        records.append(
+            StepRecord(number, issued / 1e3, ended / 1e3, host_s, rows, rows, prompt, new)
+        )
     return HistoryReport(99.0, records, list(pauses))
 
 
@@ -109,6 +113,7 @@ def steady(count: int, every: float = 10.0) -> list[tuple[float, float, int, int
         ((205, 240, 5, 0, 0), None, "idle"),
         ((195, 240, 5, 0, 0), None, "other"),
         ((195, 240, 5, 0, 1), None, "join"),
+        ((195, 240, 5, 0, 1, 12), None, "host"),
         ((195, 240, 5, 100, 1), None, "prompt"),
         ((195, 240, 5, 0, 1), ("engine core", "garbage", 0.215, 0.01), "garbage"),
         ((205, 240, 5, 0, 1), ("engine core", "turn", 0.245, 0.01), "turn"),

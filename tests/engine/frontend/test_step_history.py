@@ -32,9 +32,10 @@ async def test_steps_and_pauses_of_core_and_server_are_told() -> None:
             now = began.now
             history.steps.issued(7, now, 3, 4, 0, 1)
             history.steps.retired(7, now + 0.01)
+            history.steps.worked(7, 1.5)
             history.core_pauses.add(PauseKind.TURN, now + 0.02, 0.004)
             told = await report_with_a_late_loop(client, url, now)
-            assert told.steps == [(7, now, now + 0.01, 3, 4, 0, 1)]
+            assert told.steps == [(7, now, now + 0.01, 1.5, 3, 4, 0, 1)]
             [turn] = [pause for pause in told.pauses if pause.process == "engine core"]
             assert (turn.kind, turn.ended_at, turn.seconds) == ("turn", now + 0.02, 0.004)
             assert (await report(client, url, since=now + 1000)).steps == []
