@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures a cluster whose KV crosses a bad network: a row for each condition.
 
-    python -m bench.network                                all rows; about a minute each on 2 cores
-    python -m bench.network --rows clean black-hole 20mbit-6
+    python -m bench.network.conditions                      all rows, half a minute to a minute each
+    python -m bench.network.conditions --rows clean black-hole 20mbit-6
 
 A router, two prefill and two decode nodes, each in a network namespace, on a switch of our own
 (`lossy_switch`), with random weights of 16 KiB of KV a token. A row has nodes of its own, and the
