@@ -29,7 +29,7 @@ KV_AVOIDED = "kv_avoided"
 KV_SLOW = "kv_slow"
 """The prompt is sooner computed here than its KV comes from that node."""
 KV_LATE = "kv_late"
-"""KV did not come in the time in which the prompt would have been computed here, three times."""
+"""KV did not come in the time in which the prompt would have been computed here, and half of it."""
 OF_A_PATH = frozenset((KV_LATE, KV_STALLED, KV_DAMAGED, KV_LOST))
 """Failures for which a path is avoided."""
 _FIRST_S = 1.0

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _DISTURBANCE = 1.3
 """A prompt takes so much longer between decode steps, and makes others' tokens wait."""
-_PATIENCE = 3.0
+_PATIENCE = 1.5
 _STEPS = 8
 
 
