@@ -124,8 +124,14 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         "recognises it in the chat template; `none` leaves reasoning in the text.",
     )
     reasoning_alias: bool = Field(
+        default=True,
+        description="Tell reasoning in chats as `reasoning` too, which newer clients read, and not "
+        "only as `reasoning_content`.",
+    )
+    enable_force_include_usage: bool = Field(
         default=False,
-        description="Tell reasoning as `reasoning` too, not only as `reasoning_content`.",
+        description="End every stream of chats and completions with its usage, whether the request "
+        "asks for it or not.",
     )
     chat_template: Path | None = Field(
         default=None,

@@ -49,6 +49,7 @@ class Answer:
         include_usage: bool = False,
         is_usage_told: bool = False,
         wants_timeline: bool = False,
+        wants_metrics: bool = False,
     ) -> None:
         self._generation = generation
         self._form = form
@@ -56,6 +57,7 @@ class Answer:
         self._journal = journal
         self._tells_usage = include_usage and not is_usage_told
         self._wants_timeline = wants_timeline
+        self._wants_metrics = wants_metrics
         self._begun: set[int] = set()
         """Choices that the journal has entries of."""
 
@@ -158,4 +160,6 @@ class Answer:
         return await long_work.run(True, partial(self._form.body, results, usage, timeline))
 
     def _timeline(self, is_last: bool) -> Timeline | UnsetType:
+        if is_last and self._wants_metrics:
+            self._form.metrics = self._generation.metrics()
         return self._generation.timeline() if is_last and self._wants_timeline else UNSET

@@ -98,6 +98,7 @@ class ChatFormat(ResponseFormat):
                 usage,
                 timeline if item is last else UNSET,
                 prompt_ids if item is items[0] else UNSET,
+                is_last=item is last,
             )
             for item in items
         ]
@@ -133,6 +134,7 @@ class ChatFormat(ResponseFormat):
                 prompt_token_ids=self._prompt_ids(results[0].choice),
                 prompt_logprobs=self._prompt_logprobs(results[0]),
                 timeline=timeline,
+                metrics=self.metrics,
             )
         )
 
@@ -222,6 +224,8 @@ class ChatFormat(ResponseFormat):
         usage: Usage | UnsetType | None,
         timeline: Timeline | UnsetType,
         prompt_token_ids: list[int] | UnsetType = UNSET,
+        *,
+        is_last: bool = True,
     ) -> bytes:
         chunk = ChatChunk(
             id=self.id,
@@ -231,5 +235,6 @@ class ChatFormat(ResponseFormat):
             prompt_token_ids=prompt_token_ids,
             usage=usage,
             timeline=timeline,
+            metrics=self.metrics if is_last else UNSET,
         )
         return event(self._encoder.encode(chunk))

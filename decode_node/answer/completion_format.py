@@ -118,5 +118,6 @@ class CompletionFormat(ResponseFormat):
                 choices=choices,
                 usage=usage,
                 timeline=timeline,
+                metrics=self.metrics,
             )
         )

@@ -14,7 +14,7 @@ from decode_node.answer.event import DONE, event
 from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenNames, TokenTexts, prompt_logprobs
-from decode_node.observe.timeline import Timeline
+from decode_node.observe.timeline import RequestMetrics, Timeline
 from decode_node.protocol.usage import PromptLogprobList, Usage
 from edge.http.errors import HttpError
 from engine.frontend.output_processor import RequestOutput
@@ -61,6 +61,8 @@ class ResponseFormat(ABC):
         self.num_events = 0
         """The events that were told, where they are numbered."""
         self._options = options
+        self.metrics: RequestMetrics | UnsetType = UNSET
+        """The answer's times, which are known when its last event is formed."""
         self._encoder = msgspec.json.Encoder()
 
     def take_over(self, resume: Resume) -> None:

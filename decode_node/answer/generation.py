@@ -14,10 +14,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.errors import CannotFollow, GenerationFailed, Unavailable
-from decode_node.observe.timeline import RequestRecord, Timeline
+from decode_node.observe.timeline import RequestMetrics, RequestRecord, Timeline
 from decode_node.protocol.usage import PromptTokensDetails, Usage
 from edge.http.answer_times import AnswerTimes
 from engine.errors import EngineDeadError
@@ -145,6 +146,13 @@ class Generation:
     def timeline(self) -> Timeline:
         """Returns the timeline of the first choice."""
         return self.choices[0].record.timeline()
+
+    def metrics(self) -> RequestMetrics | UnsetType:
+        """Returns the times of a single answer that this node alone gave; of several, or of a part,
+        they would say nothing."""
+        first = self.choices[0]
+        is_whole = len(self.choices) == 1 and not first.is_begun
+        return first.record.metrics() if is_whole else UNSET
 
     def answer_times(self) -> AnswerTimes:
         """Returns what a router hears at the end: the times of the first choice, with the tokens of

@@ -22,6 +22,22 @@ from kv_transfer.metadata import TransferStats
 Path = Literal["remote", "local"]
 
 
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Times of one answer as vLLM tells them, from when the decode node received the request.
+
+    Attributes:
+        generation_time_ms: To the last token.
+        mean_itl_ms: Between two tokens; None for a single one.
+        tokens_per_second: Tokens of the answer by all of that time.
+    """
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float
+
+
 class Timeline(msgspec.Struct, kw_only=True):
     """Times that a client may ask to see, in seconds since the decode node received the request.
 
@@ -148,6 +164,17 @@ class RequestRecord:
             prefill_node=prefill.prefill_node,
             path=prefill.path,
             attempts=prefill.attempts,
+        )
+
+    def metrics(self) -> RequestMetrics:
+        told, tokens = self.timeline(), self.num_output_tokens
+        between = told.total_s - told.first_token_s
+        return RequestMetrics(
+            time_to_first_token_ms=1e3 * told.first_token_s,
+            generation_time_ms=1e3 * told.total_s,
+            queue_time_ms=1e3 * told.queue_s,
+            mean_itl_ms=1e3 * between / (tokens - 1) if tokens > 1 else None,
+            tokens_per_second=tokens / told.total_s if told.total_s else 0.0,
         )
 
     def answer_times(self) -> AnswerTimes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from decode_node.observe.timeline import Timeline
+from decode_node.observe.timeline import RequestMetrics, Timeline
 from decode_node.protocol.usage import PromptLogprobList, Usage
 
 
@@ -95,6 +95,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     timeline: Timeline | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -116,3 +117,4 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
     timeline: Timeline | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET

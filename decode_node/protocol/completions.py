@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from decode_node.observe.timeline import Timeline
+from decode_node.observe.timeline import RequestMetrics, Timeline
 from decode_node.protocol.body import Int
 from decode_node.protocol.generation_body import GenerationBody, too_long
 from decode_node.protocol.kept_part import KeptPart
@@ -133,3 +133,4 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     timeline: Timeline | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET

@@ -114,6 +114,8 @@ class GenerationBody(StructuredFields):
     likely ones; up to 128, with `logprobs`."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens of log probabilities as `token_id:5`."""
+    include_metrics: bool | None = None
+    """Tell the request's times with the last chunk, in vLLM's form: for a single answer."""
     request_id: Name | None = None
     """The name of the answer, in place of the X-Request-Id header, which is echoed."""
 
@@ -139,6 +141,12 @@ class GenerationBody(StructuredFields):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def force_usage(self) -> None:
+        """Makes a stream end with its usage, as if the request asked for it."""
+        if self.stream and not self.include_usage:
+            options = self.stream_options or StreamOptions()
+            self.stream_options = options.model_copy(update={"include_usage": True})
 
     @property
     def continuous_usage(self) -> bool:

@@ -106,6 +106,7 @@ class OpenAIServing:
         grammars: AnswerGrammars,
         images: ImageReader,
         trusts_templates: bool = False,
+        forces_usage: bool = False,
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         self._model = config.model
@@ -117,6 +118,7 @@ class OpenAIServing:
         self._metrics = metrics
         self._limits = limits
         self._defaults = defaults
+        self._forces_usage = forces_usage
         self._liveness = liveness
         self._reading = reading
         self._grammars = grammars
@@ -185,6 +187,8 @@ class OpenAIServing:
         self, body: CompletionRequest | ChatCompletionRequest, context: RequestContext
     ) -> tuple[str, str, Tokenizer, FormatOptions]:
         """Returns what every format is made of."""
+        if self._forces_usage:
+            body.force_usage()
         options = FormatOptions(
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
@@ -222,6 +226,7 @@ class OpenAIServing:
             include_usage=body.include_usage,
             is_usage_told=resume is not None and resume.is_usage_told,
             wants_timeline=context.wants_timeline,
+            wants_metrics=bool(body.include_metrics),
         )
 
         def headers() -> dict[str, str]:

@@ -475,3 +475,32 @@ async def test_a_ping_is_answered_as_the_health_is() -> None:
                 await node.client.get("/health"),
             ):
                 assert answer.status_code == status
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_metrics_are_told_of_a_single_answer_at_its_end(url: str) -> None:
+    names = {
+        "time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms",
+        "tokens_per_second",
+    }  # fmt: skip
+    async with http_node() as node:
+        body = {**URLS[url], "max_tokens": 5, "include_metrics": True}
+        whole = await post(node, url, body)
+        assert set(whole["metrics"]) == names
+        times = whole["metrics"]
+        assert times["generation_time_ms"] >= times["time_to_first_token_ms"] >= 0
+        for options in (None, {"include_usage": True}):
+            *chunks, last = await stream(node, url, {**body, "stream_options": options})
+            assert set(last["metrics"]) == names
+            assert not any("metrics" in chunk for chunk in chunks)
+        assert "metrics" not in await post(node, url, {**body, "n": 2})
+        assert "metrics" not in await post(node, url, {**body, "include_metrics": None})
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_an_operator_may_have_all_streams_tell_usage(url: str) -> None:
+    async with http_node(enable_force_include_usage=True) as node:
+        for options in (None, {"include_usage": False}):
+            *chunks, last = await stream(node, url, {**URLS[url], "stream_options": options})
+            assert last["usage"]["total_tokens"] > 0 and last["choices"] == []
+            assert all(chunk["usage"] is None for chunk in chunks)
