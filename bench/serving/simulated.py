@@ -145,12 +145,16 @@ def ideal_s(arrivals: Sequence[float], num_servers: int, service_s: float) -> li
 
 
 def _overhead_s(outcomes: Sequence[Outcome], step_s: float) -> float:
-    """Returns the median of what first tokens took besides the step of their prompt, of the half
-    that waited least. 0: nobody told."""
-    told = [one for one in outcomes if one.complete and one.timeline]
-    told.sort(key=lambda one: one.timeline["queue_s"])
-    quick = told[: max(1, len(told) // 2)]
-    return max(0.0, statistics.median(one.ttft_s - step_s for one in quick)) if quick else 0.0
+    """Returns what first tokens take besides the step: the median of what is neither queue
+    nor prefill, and what queue and prefill are longer than the step in the half of prompts that
+    waited least. 0: nobody told."""
+    told = [(one, one.timeline) for one in outcomes if one.complete and one.timeline]
+    if not told:
+        return 0.0
+    rest = [one.ttft_s - timeline["queue_s"] - timeline["prefill_s"] for one, timeline in told]
+    waits = sorted((timeline["queue_s"], timeline["prefill_s"]) for _, timeline in told)
+    quick = [queue + prefill - step_s for queue, prefill in waits[: -(-len(waits) // 2)]]
+    return max(0.0, statistics.median(rest) + statistics.median(quick))
 
 
 def _run(
