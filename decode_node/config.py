@@ -142,6 +142,11 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         description="Let requests bring a chat template of their own (`chat_template`). It runs in "
         "a sandbox, but it can keep a processor busy.",
     )
+    sanitize_control_tokens: bool = Field(
+        default=False,
+        description="Read control tokens that users and tools write in chats, such as <|im_end|>, "
+        "as the text that they spell, so that nobody forges a turn.",
+    )
     max_logprobs: int = Field(
         default=DEFAULT_MAX_LOGPROBS,
         ge=0,

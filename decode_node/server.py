@@ -362,6 +362,7 @@ def create_node_app(
         images=images,
         trusts_templates=settings.trust_request_chat_template,
         forces_usage=settings.enable_force_include_usage,
+        sanitizes=settings.sanitize_control_tokens,
         defaults=defaults,
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+from decode_node.chat_templates.control_tokens import ControlTokens
 from decode_node.chat_templates.history import history, shown_tools
 from decode_node.chat_templates.probe import probe
 from decode_node.protocol.chat import ChatCompletionRequest
@@ -26,10 +27,19 @@ MAX_TEMPLATE = 1 << 18
 
 
 class ChatPrompt:
-    """Renders chats for one model. `trusts_templates` says whether clients may bring their own."""
+    """Renders chats for one model.
 
-    def __init__(self, tokenizer: Tokenizer, *, trusts_templates: bool = False) -> None:
+    Args:
+        trusts_templates: Clients may bring templates of their own.
+        sanitizes: Control tokens that users and tools write are cut by marks
+            (`control_tokens.py`).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, trusts_templates: bool = False, sanitizes: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._control_tokens = ControlTokens(tokenizer.added_token_ids) if sanitizes else None
         self._trusts_templates = trusts_templates
         self._has_warned = False
 
@@ -47,9 +57,12 @@ class ChatPrompt:
         forms = probe(template).forms
         if tools and not forms.shows_tools:
             self._warn_of_hidden_tools()
+        messages = history(body.messages, forms)
+        if self._control_tokens is not None:
+            messages = self._control_tokens.sanitize(messages)
         with _as_bad_request("messages"):
             return template.render(
-                history(body.messages, forms),
+                messages,
                 tools=shown_tools(tools, forms),
                 documents=body.documents,
                 add_generation_prompt=wants_prompt,

@@ -107,12 +107,15 @@ class OpenAIServing:
         images: ImageReader,
         trusts_templates: bool = False,
         forces_usage: bool = False,
+        sanitizes: bool = False,
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         self._model = config.model
         self._served = served
         self._tokenizer = tokenizer
-        self.prompts = Prompts(config.model, tokenizer, trusts_templates=trusts_templates)
+        self.prompts = Prompts(
+            config.model, tokenizer, trusts_templates=trusts_templates, sanitizes=sanitizes
+        )
         self._input_processor = InputProcessor(config)
         self._proxy = proxy
         self._metrics = metrics

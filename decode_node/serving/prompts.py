@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from decode_node.chat_templates.control_tokens import MARK
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import too_long
@@ -22,15 +23,24 @@ from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 
 class Prompts:
     """Forms prompts for one model. `is_long`: the body is long, and what is done to all of it
-    happens beside the event loop."""
+    happens beside the event loop. `sanitizes`: control tokens that users and tools write in chats
+    are text."""
 
     def __init__(
-        self, model: ModelConfig, tokenizer: Tokenizer, *, trusts_templates: bool = False
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        trusts_templates: bool = False,
+        sanitizes: bool = False,
     ) -> None:
         self._max_tokens = model.max_model_len
         self._vocab_size = model.vocab_size
         self._tokenizer = tokenizer
-        self._chat_prompt = ChatPrompt(tokenizer, trusts_templates=trusts_templates)
+        self._sanitizes = sanitizes
+        self._chat_prompt = ChatPrompt(
+            tokenizer, trusts_templates=trusts_templates, sanitizes=sanitizes
+        )
 
     async def of_texts(
         self, body: CompletionRequest, *, is_long: bool
@@ -115,7 +125,9 @@ class Prompts:
     ) -> list[int]:
         """Returns the tokens of `text`, which came in the field `param`: only those to `keep`,
         if that is given. Raises `BadRequest`."""
-        if keep is None:
+        if self._sanitizes and MARK in text:
+            encode = partial(self._encode_pieces, text, keep)
+        elif keep is None:
             self._check_length(text, param)
             encode = partial(self._tokenizer.encode, text, max_tokens=self._max_tokens)
         else:
@@ -133,6 +145,21 @@ class Prompts:
             raise too_long(self._max_tokens, f"{error.num_tokens} tokens", param) from None
         except TypeError:
             raise BadRequest("the text holds half a surrogate pair", param=param) from None
+
+    def _encode_pieces(
+        self, text: str, keep: KeptPart | None, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Returns the tokens of a text whose pieces between marks are tokenised alone. Raises
+        `TooManyTokens`."""
+        first, *others = text.split(MARK)
+        ids = self._tokenizer.encode(first, add_special_tokens=add_special_tokens)
+        for part in self._tokenizer.encode_all(others):
+            ids += part
+        if keep is not None:
+            return ids[: keep.num_tokens] if keep.is_front else ids[-keep.num_tokens :]
+        if len(ids) > self._max_tokens:
+            raise TooManyTokens(len(ids))
+        return ids
 
     def _given(self, body: CompletionRequest, keep: KeptPart | None) -> list[str | list[int]]:
         """Returns the prompts as the client wrote them. Raises `BadRequest`."""
