@@ -46,6 +46,11 @@ class CallStage(ABC):
         self._awaits_end = False
         self._steps = self._run()
 
+    @property
+    def begin_tokens(self) -> frozenset[str]:
+        """Returns the begin markers that are tokens."""
+        return frozenset(marker for marker in self._begins if len(marker) == 1)
+
     def push(self, text: str) -> None:
         self.source.feed(text)
         next(self._steps)

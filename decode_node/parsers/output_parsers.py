@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from decode_node.grammar.grammar_text import Expression, GrammarText
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
 from decode_node.parsers.call_grammar import CallGrammar
+from decode_node.parsers.call_stage import CallStage
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.deltas import CallArguments, CallStart, ContentText
 from decode_node.parsers.families import (
@@ -123,6 +124,9 @@ class OutputParsers:
         if reasoning is None:
             return None
         ends = {reasoning.ends_before, *(literals(self._harmony) if self._harmony else ())}
+        if self._calls is not None:
+            names = ("section_begin", "begin", "before_name")
+            ends |= {getattr(self._calls.form, name, "") for name in names}
         return ReasoningFormat(
             Marker(reasoning.begin, token_ids.get(reasoning.begin)),
             Marker(reasoning.end, token_ids.get(reasoning.end)),
@@ -229,6 +233,7 @@ class OutputParsers:
             form = self._calls.form if self._calls else ANY_MODEL
             stage = _call_stage(form, sink, tools, markers)
         if self._reasoning is not None:
+            call_tokens, try_call = self._calls_in_reasoning(tools, stage)
             around = self._reasoning
             stage = ReasoningStage(
                 markers.translate(around.begin),
@@ -237,8 +242,25 @@ class OutputParsers:
                 stage,
                 is_open=is_reasoning_open,
                 ends_before=markers.translate(around.ends_before),
+                call_tokens=call_tokens,
+                try_call=try_call,
             )
         return OutputParser(markers, sink, stage)
+
+    def _calls_in_reasoning(
+        self, tools: Sequence[Tool], stage: Stage
+    ) -> tuple[Collection[str], Callable[[], tuple[Stage, DeltaSink]] | None]:
+        """Returns the tokens that may begin a call amid reasoning, and what makes a stage that sees
+        whether one does."""
+        if self._calls is None or not isinstance(stage, CallStage):
+            return (), None
+        form, markers = self._calls.form, self._markers
+
+        def try_call() -> tuple[Stage, DeltaSink]:
+            sink = DeltaSink(markers, may_call=True)
+            return _call_stage(form, sink, tools, markers), sink
+
+        return stage.begin_tokens, try_call
 
 
 def _call_stage(

@@ -4,13 +4,21 @@
                └─────────────── anything else ────────────────────────────────────▶
 
 An answer has one stretch of reasoning, at its beginning: open from the start where the prompt ends
-with the begin marker, which the model may then write once more. Markers later on are content, and
-calls inside of reasoning are reasoning. Without an end marker all of the answer is reasoning.
+with the begin marker, which the model may then write once more. Markers later on are content.
+Without an end marker all of the answer is reasoning.
+
+A call ends reasoning too, where its begin marker is a token: models forget the end marker, and what
+they then call would never run. A token alone ends nothing, because models think about their own
+markers: what follows it waits, until it is certain to be a call of a function that the request
+offers, and else is reasoning. Calls that are only text in reasoning are reasoning.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.deltas import CallStart
 from decode_node.parsers.marked_text import num_held_back
 from decode_node.parsers.stage import Stage
 
@@ -18,8 +26,12 @@ from decode_node.parsers.stage import Stage
 class ReasoningStage:
     """Gives reasoning to the sink and the rest to the next stage.
 
-    Markers are marked text. `ends_before` is a marker that ends reasoning and belongs to the next
-    stage already: some models begin to call without an end marker.
+    Args:
+        begin, end: Markers, as marked text.
+        ends_before: A marker that ends reasoning and belongs to the next stage already, whatever
+            follows it.
+        call_tokens: Markers that are tokens and begin a call.
+        try_call: Makes a stage like the next one, and the sink that it gives to.
     """
 
     def __init__(
@@ -31,11 +43,17 @@ class ReasoningStage:
         *,
         is_open: bool,
         ends_before: str = "",
+        call_tokens: Collection[str] = (),
+        try_call: Callable[[], tuple[Stage, DeltaSink]] | None = None,
     ) -> None:
         self._begin = begin
         self._ends = [end, *([ends_before] if ends_before else [])]
         self._sink = sink
         self._follow = follow
+        self._call_tokens = tuple(call_tokens)
+        self._try_call = try_call
+        self._trial: tuple[Stage, DeltaSink] | None = None
+        """Reads the text that may be a call, which `_kept` holds."""
         self._blank: list[str] = []
         """White space before anything else."""
         self._kept = ""
@@ -49,9 +67,9 @@ class ReasoningStage:
                 return
             text, self._kept = self._kept + text, ""
             text = self._skip_begin(text)
-        if text and self.is_reasoning:
-            self._push_reasoning(text)
-        elif text:
+        while text and self.is_reasoning:
+            text = self._try(text) if self._trial else self._push_reasoning(text)
+        if text:
             self._follow.push(text)
 
     def finish(self) -> None:
@@ -78,16 +96,36 @@ class ReasoningStage:
         self._is_at_beginning = False
         return text
 
-    def _push_reasoning(self, text: str) -> None:
+    def _push_reasoning(self, text: str) -> str:
+        """Gives reasoning and returns what is left, behind its end or from a call's marker on."""
         text, self._kept = self._kept + text, ""
-        found = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
+        marks = (*self._ends, *self._call_tokens)
+        found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
         if not found:
             held = max(num_held_back(text, end) for end in self._ends)
             self._sink.reasoning(text[: len(text) - held])
             self._kept = text[len(text) - held :]
-            return
-        at, end = min(found)
-        self.is_reasoning = False
+            return ""
+        at, mark = min(found)
         self._sink.reasoning(text[:at])
-        if rest := text[at + len(end) if end == self._ends[0] else at :]:
-            self._follow.push(rest)
+        if mark in self._call_tokens and mark not in self._ends:
+            assert self._try_call is not None
+            self._trial = self._try_call()
+            return text[at:]
+        self.is_reasoning = False
+        return text[at + len(mark) if mark == self._ends[0] else at :]
+
+    def _try(self, text: str) -> str:
+        """Reads what may be a call, and returns what is left once that is decided."""
+        assert self._trial is not None
+        stage, sink = self._trial
+        self._kept += text
+        stage.push(text)
+        if not (deltas := sink.take()):
+            return ""
+        whole, self._kept, self._trial = self._kept, "", None
+        if isinstance(deltas[0], CallStart):
+            self.is_reasoning = False
+            return whole
+        self._sink.reasoning(whole[0])
+        return whole[1:]

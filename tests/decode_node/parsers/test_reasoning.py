@@ -6,6 +6,7 @@ import pytest
 
 from decode_node.grammar.reasoning import ReasoningState, reasoning_state
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser
+from decode_node.protocol.tools import Tool
 from tests.decode_node.parsers.parsing import Parsed, parse, pieces, random_cuts, two_part_cuts
 
 THINK = {"<think>": 7, "</think>": 8}
@@ -157,3 +158,53 @@ def test_an_unknown_name_is_refused_with_those_there_are() -> None:
 def test_families_think_between_markers_of_their_own(name: str, answer: str) -> None:
     found = parse(parsers({}, name).parser(), [[answer]])
     assert (found.reasoning, found.content) == ("Hm", "Yes")
+
+
+HERMES = {**THINK, "<tool_call>": 5, "</tool_call>": 6}
+CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "num_calls", "content"),
+    [
+        (f"I look{CALLED}", "I look", 1, ""),
+        (f"I look{CALLED}\n{CALLED}", "I look", 2, ""),
+        (f"{CALLED}</think>yes", "", 1, "</think>yes"),
+        ("say <tool_call>{}</tool_call>.</think>yes", "say <tool_call>{}</tool_call>.", 0, "yes"),
+        ('say <tool_call>{"name": "rm"}</think>yes', 'say <tool_call>{"name": "rm"}', 0, "yes"),
+        ("<tool_call><tool_call></think>yes", "<tool_call><tool_call>", 0, "yes"),
+        (f"<tool_call>{CALLED}", "<tool_call>", 1, ""),
+        ('hm<tool_call>\n{"na', 'hm<tool_call>\n{"na', 0, ""),
+        (f"hm</think>{CALLED}", "hm", 1, ""),
+    ],
+)
+def test_a_call_ends_reasoning_where_its_marker_is_a_token(
+    text: str, reasoning: str, num_calls: int, content: str
+) -> None:
+    tools = [Tool("now", {}, strict=False, raw={})]
+    made = OutputParsers.of_model(
+        Texts(HERMES), reasoning_parser="qwen3", tool_call_parser="hermes"
+    )
+    stream = pieces(text, HERMES)
+    for cut in [[stream], *two_part_cuts(stream), *(random_cuts(stream, i) for i in range(20))]:
+        found = parse(made.parser(tools, is_reasoning_open=True), cut)
+        assert (found.reasoning, found.content) == (reasoning, content)
+        assert [call.name for call in found.calls] == ["now"] * num_calls
+    untold = parse(made.parser((), is_reasoning_open=True), [stream])
+    assert not untold.calls, "nothing may be called"
+
+
+def test_a_call_that_is_only_text_is_reasoning() -> None:
+    made = OutputParsers.of_model(Texts(THINK), reasoning_parser="qwen3", tool_call_parser="hermes")
+    tools = [Tool("now", {}, strict=False, raw={})]
+    found = parse(made.parser(tools, is_reasoning_open=True), [[f"I look{CALLED}"]])
+    assert (found.reasoning, found.calls) == (f"I look{CALLED}", [])
+
+
+def test_thousands_of_markers_in_one_piece_of_reasoning_are_read() -> None:
+    made = OutputParsers.of_model(
+        Texts(HERMES), reasoning_parser="qwen3", tool_call_parser="hermes"
+    )
+    tools = [Tool("now", {}, strict=False, raw={})]
+    found = parse(made.parser(tools, is_reasoning_open=True), [[5] * 3000])
+    assert found.reasoning == "<tool_call>" * 3000
