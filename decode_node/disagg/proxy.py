@@ -131,6 +131,12 @@ class DisaggProxy:
         return self._credits.num_free
 
     @property
+    def kv_usage(self) -> float:
+        """Returns the share of KV blocks that are in use, 0 to 1."""
+        stats = self._engine.stats
+        return 1 - stats.num_free_blocks / max(stats.num_total_blocks, 1)
+
+    @property
     def num_remote(self) -> int:
         """Returns the number of requests with a prefill node involved."""
         return len(self._tasks)

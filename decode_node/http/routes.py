@@ -112,6 +112,7 @@ class Api:
             adapter_digest=headers.get(names.ADAPTER, ""),
             cache_salt=headers.get(names.CACHE_SALT, ""),
             trace=trace,
+            load_format=headers.get(names.LOAD_FORMAT, ""),
             prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),
             prefix_holder=checked_holder(headers.get(names.PREFIX_HOLDER, "")),
         )

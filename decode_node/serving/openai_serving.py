@@ -47,6 +47,7 @@ from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_grammar import ChatGrammar
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.image_prompts import ImagePrompts
+from decode_node.serving.load_report import load_headers
 from decode_node.serving.model_cards import ServedModel
 from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
@@ -81,6 +82,8 @@ class RequestContext:
     model: str = ""
     """The router calls the model so; the answer bears the client's own name for it then."""
     trace: TraceContext | None = None
+    load_format: str = ""
+    """The format in which the answer tells the node's load; "": none."""
     prefix_hash: int = 0
     """The name that routers give to the prompt's beginning."""
     adapter_digest: str = ""
@@ -234,6 +237,7 @@ class OpenAIServing:
 
         def headers() -> dict[str, str]:
             known = prefill_headers(generation.choices[0].record)
+            known |= load_headers(context.load_format, self._proxy)
             return known if journal is None else known | {names.JOURNAL: str(journal.first_number)}
 
         if journal is not None:

@@ -1,9 +1,9 @@
 """Names tandem's own HTTP headers, in lower case, and says who says each to whom.
 
-Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
+Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID, LOAD_FORMAT
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL,
                           ADAPTER, SSE_KEEPALIVE
-A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED
+A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED, LOAD
 A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE
 """
 
@@ -18,6 +18,9 @@ PRIORITY = "x-tandem-priority"
 TTFT_DEADLINE = "x-slo-ttft-ms"
 TIMELINE = "x-tandem-timeline"
 """An answer says where its time went, if this header is `1`."""
+LOAD_FORMAT = "endpoint-load-metrics-format"
+"""Asks a decode node for its load, by the name of a format."""
+LOAD = "endpoint-load-metrics"
 
 PREFILL_NODES = "x-prefiller-host-port"
 """`host:port` of each, best first; empty: the decode node computes the prompt itself."""

@@ -504,3 +504,19 @@ async def test_an_operator_may_have_all_streams_tell_usage(url: str) -> None:
             *chunks, last = await stream(node, url, {**URLS[url], "stream_options": options})
             assert last["usage"]["total_tokens"] > 0 and last["choices"] == []
             assert all(chunk["usage"] is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("url", URLS)
+async def test_the_load_is_told_in_the_format_that_a_gateway_asks_for(url: str) -> None:
+    async with http_node() as node:
+        for form, expected in (
+            ("TEXT", "TEXT named_metrics.kv_cache_usage_perc=0.0, "
+             "named_metrics.num_requests_waiting=0"),
+            ("json", 'JSON {"named_metrics":{"kv_cache_usage_perc":0.0,'
+             '"num_requests_waiting":0}}'),
+            ("BIN", None),
+        ):  # fmt: skip
+            headers = {"endpoint-load-metrics-format": form}
+            answer = await node.client.post(url, json=URLS[url], headers=headers)
+            assert answer.headers.get("endpoint-load-metrics") == expected
+        assert "endpoint-load-metrics" not in (await node.client.post(url, json=URLS[url])).headers
