@@ -37,6 +37,7 @@ QuantizationName = Literal[
 ]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+PromptOrderName = Literal["arrival", "shortest"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3"]
 AttentionBackendName = Literal["auto", "triton", "flash-attn"]
 ExecutorBackend = Literal["mp", "ray"]
@@ -185,6 +186,9 @@ class SchedulerConfig:
             budget is refused.
         long_prefill_token_threshold: A prompt takes at most this much of one step; 0: no limit.
         policy: Order of waiting requests and of victims of preemption.
+        prompt_order: Order of prompts under one priority; see `engine.sched.prompt_order`. Without
+            chunked prefill it is that of arrival.
+        full_step_tokens: A step of prompts is full with so many tokens; 0: as measured.
         async_scheduling: Decide the next step while workers compute one. Without, the scheduler
             waits for each result.
     """
@@ -194,6 +198,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     policy: SchedulingPolicy = "fcfs"
+    prompt_order: PromptOrderName = "arrival"
+    full_step_tokens: int = 0
     async_scheduling: bool = False
 
 

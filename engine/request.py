@@ -73,6 +73,7 @@ class Request:
         "block_hashes",
         "choice_ids",
         "draft_feature",
+        "due_at",
         "eos_token_ids",
         "first_scheduled_at",
         "first_tokens",
@@ -85,6 +86,7 @@ class Request:
         "num_prompt_tokens",
         "pixels",
         "prefix_peer",
+        "prompt_work",
         "pulled",
         "reads_disk",
         "request_id",
@@ -108,6 +110,11 @@ class Request:
         self.arrival_time = message.arrival_time
         self.arrival_order = 0
         """Counts requests as they reach the scheduler."""
+        self.due_at = 0.0
+        """When it is due (`engine.sched.prompt_order`), from when that is known."""
+        self.prompt_work: float | None = None
+        """Counts what is left to compute when it waits, in tokens at the beginning of a prompt;
+        None: that is not known yet, or not any more."""
         self.kv_transfer_params: KVTransferParams | None = message.kv_transfer_params
         self.all_token_ids: list[int] = list(message.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)

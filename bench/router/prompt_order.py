@@ -83,7 +83,7 @@ class Result:
     held_p50: float = 0.0
     held_p99: float = 0.0
     held_twice: float = 0.0
-    """The part of all short ones that waited more than twice their own time for it."""
+    """The part of those that waited more than twice their own time for it."""
     itl_mean: float = 0.0
     itl_p99: float = 0.0
 
@@ -211,7 +211,7 @@ def _held(case: Case, node: Node, without: Answers) -> dict[str, float]:
         "long_s": long_s,
         "held_p50": _part(held, 0.5),
         "held_p99": _part(held, 0.99),
-        "held_twice": sum(more > 2 for more in held) / len(added),
+        "held_twice": sum(more > 2 for more in held) / len(held),
     }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.executor.abstract import KVCaches
 from engine.life_places import first_transfer_place
+from engine.models.step_costs import cost_of
+from engine.sched.even_chunks import COST_BY_TOKENS, EvenChunks, whole_tiles
 from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.prompt_order import FULL_TOKENS, PromptOrder, full_tokens
 from engine.sched.scheduler import Scheduler
 from engine.sched.step_log import StepLog
 from host.life_signs import LifeSigns
@@ -15,6 +19,8 @@ from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.factory import create_scheduler_connector
 from kv_transfer.group_connector import GroupConnector
+
+logger = logging.getLogger(__name__)
 
 
 def create_scheduling(
@@ -27,7 +33,7 @@ def create_scheduling(
     # Steps of several groups are no single line of a log: the report tells of the first group's.
     logs = [step_log, *[None] * (num_groups - 1)]
     schedulers = [
-        Scheduler(config, caches.num_blocks, connector, log)
+        Scheduler(config, caches.num_blocks, connector, log, prompt_order(config, caches))
         for connector, log in zip(connectors, logs, strict=True)
     ]
     if num_groups == 1:
@@ -35,6 +41,19 @@ def create_scheduling(
     query_len, is_adaptive = config.decode_query_len, config.is_adaptive
     groups = GroupScheduler(schedulers, query_len, is_adaptive=is_adaptive)
     return GroupConnector(connectors), groups
+
+
+def prompt_order(config: EngineConfig, caches: KVCaches) -> PromptOrder | None:
+    """Returns the order in which an engine computes prompts; None: in that of their arrival."""
+    limits = config.scheduler
+    if limits.prompt_order == "arrival" or not limits.enable_chunked_prefill:
+        return None
+    full, budget = limits.full_step_tokens or FULL_TOKENS, limits.max_num_batched_tokens
+    if not limits.full_step_tokens and caches.prompt_steps:
+        full = whole_tiles(full_tokens(caches.prompt_steps))
+    logger.info("prompts: a step is full with %d tokens", min(full, budget))
+    chunks = EvenChunks(cost_of(config) or COST_BY_TOKENS, budget)
+    return PromptOrder(chunks=chunks, full_tokens=full)
 
 
 def _connector(

@@ -39,12 +39,14 @@ PollSource = zmq.Socket[bytes] | int
 @dataclass(frozen=True, slots=True)
 class KVCaches:
     """`num_blocks` of each rank, `handles[rank]`, and `hosts[rank]` where the handle is valid;
-    no hosts: all here. `device_name`: of rank 0's GPU, if it has one."""
+    no hosts: all here. `device_name`: of rank 0's GPU, if it has one. `prompt_steps`: tokens and
+    seconds of steps of prompts that were measured, if any were."""
 
     num_blocks: int
     handles: list[KVCacheHandle]
     hosts: Sequence[ProcessHost] = ()
     device_name: str = ""
+    prompt_steps: Sequence[tuple[int, float]] = ()
 
 
 class Executor(ABC):

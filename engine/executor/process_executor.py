@@ -122,6 +122,7 @@ class ProcessExecutor(Executor):
         self._is_running = False
         self._hosts: Sequence[ProcessHost] = ()
         self._num_blocks, self._device_name = 0, ""
+        self._prompt_steps: Sequence[tuple[int, float]] = ()
         self._host_s = 0.0
         self._grammar_stats = GrammarStats()
         self._expert_stats: ExpertStats | None = None
@@ -173,6 +174,7 @@ class ProcessExecutor(Executor):
         self._num_blocks = min(reply.num_blocks for reply in loaded)
         self._send(InitializeKVCache(self._num_blocks))
         ready = self._wait_for_all(WorkerReady, report)
+        self._prompt_steps = ready[0].prompt_steps
         self._is_running = True
         return self._caches([reply.handle for reply in ready])
 
@@ -182,7 +184,9 @@ class ProcessExecutor(Executor):
         return self._caches([reply.handle for reply in ready])
 
     def _caches(self, handles: list[KVCacheHandle]) -> KVCaches:
-        return KVCaches(self._num_blocks, handles, self._hosts, self._device_name)
+        return KVCaches(
+            self._num_blocks, handles, self._hosts, self._device_name, self._prompt_steps
+        )
 
     def _start_workers(self, hosts: Sequence[ProcessHost], port: int) -> None:
         env = {"OMP_NUM_THREADS": str(self._config.device.num_threads)}

@@ -17,6 +17,7 @@ from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import Step
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
+from kv_transfer.base import KVCacheHandle
 
 
 class UniprocExecutor(Executor):
@@ -41,11 +42,15 @@ class UniprocExecutor(Executor):
         num_blocks = self._worker.determine_num_blocks()
         handle = self._worker.initialize_kv_cache(num_blocks)
         self._worker.capture_model(report)
-        return KVCaches(num_blocks, [handle], device_name=self._worker.device_name)
+        return self._caches(num_blocks, handle)
 
     def switch_role(self, config: EngineConfig) -> KVCaches:
         handle = self._worker.switch_role(config)
-        return KVCaches(handle.num_blocks, [handle], device_name=self._worker.device_name)
+        return self._caches(handle.num_blocks, handle)
+
+    def _caches(self, num_blocks: int, handle: KVCacheHandle) -> KVCaches:
+        worker = self._worker
+        return KVCaches(num_blocks, [handle], (), worker.device_name, worker.prompt_steps)
 
     def execute_model(self, step: Step) -> None:
         self._outputs.append(self._profiler.run(step))

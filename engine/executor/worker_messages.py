@@ -118,8 +118,11 @@ class WorkerLoaded(msgspec.Struct, tag="loaded", array_like=True):
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
+    """The rank computes what it is sent. `prompt_steps`: see `KVCaches`."""
+
     rank: int
     handle: KVCacheHandle
+    prompt_steps: list[tuple[int, float]] = []
 
 
 class StepDone(msgspec.Struct, tag="ran", array_like=True):

@@ -137,7 +137,7 @@ class WorkerProc:
             case InitializeKVCache(num_blocks):
                 handle = self._worker.initialize_kv_cache(num_blocks)
                 self._worker.capture_model(self._report)
-                self._reply(WorkerReady(self._rank, handle))
+                self._reply(WorkerReady(self._rank, handle, self._worker.prompt_steps))
             case SwitchWorker(engine):
                 self._reply(WorkerReady(self._rank, self._worker.switch_role(engine)))
             case _:

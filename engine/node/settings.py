@@ -32,6 +32,7 @@ from engine.config import (
     LoadFormat,
     ModelConfig,
     ParallelConfig,
+    PromptOrderName,
     QuantizationName,
     SchedulerConfig,
     SchedulingPolicy,
@@ -236,6 +237,18 @@ class EngineSettings(
     scheduling_policy: SchedulingPolicy = Field(
         default="fcfs",
         description="fcfs: in order of arrival. priority: requests of smaller `priority` first.",
+    )
+    prompt_order: PromptOrderName = Field(
+        default="shortest",
+        description="shortest: prompts with the least to compute first, but each in its turn "
+        "once it has waited for long; those that fill a step run one after the other. arrival: in "
+        "order of arrival, steps filled to max_num_batched_tokens.",
+    )
+    full_step_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens of prompts that fill a step: sharing it with more gains nothing. 0: "
+        "measured at the start on a GPU, else 2048.",
     )
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Most requests in the queue; more are refused."

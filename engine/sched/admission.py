@@ -30,10 +30,11 @@ from engine.sched.counters import SchedulerCounters
 from engine.sched.exports import is_exported
 from engine.sched.forks import Forks
 from engine.sched.output import BeamSeat
+from engine.sched.prompt_order import StepRoom
 from engine.sched.pull import Pull
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
-from engine.sched.request_queue import RequestQueue
+from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.row import Row
 from engine.sched.running import RunningRows
 
@@ -74,6 +75,11 @@ class Admission:
         self._counters = counters
         self._stranded: list[str] = []
         """Requests that would be computed here, and cannot be for their images."""
+        self._may_take_blocks = True
+        """Says that no choice waits for blocks."""
+        self.without_room = ""
+        """The request that was first in the waiting queue when there was no row or no block for
+        it, if the step was not full."""
         self._blocked_at: tuple[str, int, int] | None = None
         """The last attempt: (request that did not fit, free blocks, headroom)."""
 
@@ -83,19 +89,26 @@ class Admission:
         stranded, self._stranded = self._stranded, []
         return stranded
 
-    def admit(self, budget: int) -> None:
-        """Admits requests; up to `budget` of their tokens are computed."""
-        budget = self._admit_searches(self._admit_loaded(self._admit_ready(budget)))
-        left = self._admit_choices(budget)
-        if left is not None:
-            self._admit_waiting(left)
-            self._adapters.put_back()
-        if not self._running.table.num_live:
-            self._admit_early()
+    @property
+    def longest_part(self) -> int:
+        """Returns how many tokens of one prompt a step computes at most."""
+        return self._limits.max_chunk
 
-    def _admit_ready(self, budget: int) -> int:
-        """Returns what is left of the budget."""
-        while self._pulls.ready and budget > 0 and self._running.table.num_free > 0:
+    def admit(self, room: StepRoom) -> None:
+        """Admits requests; the step computes as many of their tokens as there is room for."""
+        self.admit_prepared(room)
+        self.admit_waiting(room)
+        self.admit_early()
+
+    def admit_prepared(self, room: StepRoom) -> None:
+        """Admits all that have a prompt already, or KV of its beginning."""
+        self._admit_ready(room)
+        self._admit_loaded(room)
+        self._admit_searches(room)
+        self._may_take_blocks = self._admit_choices(room)
+
+    def _admit_ready(self, room: StepRoom) -> None:
+        while self._pulls.ready and not room.is_full and self._running.table.num_free > 0:
             request = self._pulls.take_ready()
             if self._limits.images.is_stranded(request, request.num_computed_tokens):
                 self._stranded.append(request.request_id)
@@ -103,41 +116,37 @@ class Admission:
             row = self._enter(request)
             # Certain only now: every rank has its share, and it will be used as it is.
             self._kv_cache.confirm(request, request.num_computed_tokens)
-            budget -= self._running.add_chunk(row, min(budget, self._limits.max_chunk))
-        return budget
+            self._running.add_chunk(row, room)
 
-    def _admit_loaded(self, budget: int) -> int:
-        """Returns what is left of the budget."""
+    def _admit_loaded(self, room: StepRoom) -> None:
         ready = self._outside
-        while ready and budget > 0 and self._running.table.num_free > 0:
+        while ready and not room.is_full and self._running.table.num_free > 0:
             request = ready.peek()
             if self._remote.peers.take_over(request):
                 ready.remove(request)
                 continue
-            left = request.num_tokens - request.num_computed_tokens
-            count = min(left, self._limits.max_chunk)
-            if count > budget and self._must_stay_whole(count):
-                return budget
+            if not self._part_of(request, request.num_computed_tokens, room):
+                return
             ready.pop()
             row = self._enter(request)
             self._kv_cache.confirm(request, request.num_computed_tokens)
-            budget -= self._running.add_chunk(row, min(budget, self._limits.max_chunk))
-        return budget
+            self._running.add_chunk(row, room)
 
-    def _admit_early(self) -> None:
+    def admit_early(self) -> None:
         """Lets a request compute whose layers are still being loaded. The step may have to wait for
         them, so it is only for a time in which there is nothing else to do."""
+        if self._running.table.num_live:
+            return
         request = self._remote.host.start_early()
         if request is not None:
-            most = min(self._limits.max_chunk, self._config.max_num_batched_tokens)
-            self._running.add_chunk(self._enter(request), most)
+            room = StepRoom(self._config.max_num_batched_tokens, self._limits.max_chunk)
+            self._running.add_chunk(self._enter(request), room)
 
-    def _admit_searches(self, budget: int) -> int:
-        """Lets all beams of a search enter together, if rows, blocks and budget suffice. Returns
-        what is left of the budget."""
+    def _admit_searches(self, room: StepRoom) -> None:
+        """Lets all beams of a search enter together, if rows, blocks and budget suffice."""
         running = self._running
         for group in self._beams.take_branched():
-            if len(group.beams) > min(budget, running.table.num_free):
+            if len(group.beams) > min(room.left, running.table.num_free):
                 continue
             taken = self._beams.sit_down(group, self._headroom())
             if taken is None:
@@ -149,29 +158,39 @@ class Admission:
                 for beam, seat in zip(group.beams, seats, strict=True)
             ]
             self._beams.seated(group, rows)
-            budget -= sum(running.add_chunk(row, 1) for row in rows)
-        return budget
+            for row in rows:
+                running.add_chunk(row, StepRoom(1, 1))
+            room.take(0, len(rows))
 
-    def _admit_choices(self, budget: int) -> int | None:
-        """Returns what is left of the budget; None while a choice waits for blocks, which nobody
-        behind it may take. Nobody runs who could give any: then a fork gives up its own."""
+    def _admit_choices(self, room: StepRoom) -> bool:
+        """Returns False while a choice waits for blocks, which nobody behind it may take. Nobody
+        runs who could give any: then a fork gives up its own."""
         forks, headroom = self._forks, self._headroom()
-        while forks.ready and budget > 0 and self._running.table.num_free > 0:
+        while forks.ready and room.left > 0 and self._running.table.num_free > 0:
             taken = forks.take_ready(headroom)
             if taken is not None:
                 choice, copies = taken
                 row = self._enter(choice)
                 self._running.builder.copy_blocks(copies)
-                budget -= self._running.add_chunk(row, 1)
+                self._running.add_chunk(row, StepRoom(1, 1))
+                room.take(0, 1)
             elif self._running.table.num_live > 0 or forks.waits_for_steps:
-                return None
+                return False
             else:
                 forks.reclaim()
-        return budget
+        return True
 
-    def _admit_waiting(self, budget: int) -> None:
-        while self._waiting:
+    def admit_waiting(self, room: StepRoom, before: SortKey | None = None) -> None:
+        """Admits requests from the waiting queue, those that come `before` a row of that key."""
+        if self._may_take_blocks:
+            self._admit_waiting(room, before)
+            self._adapters.put_back()
+
+    def _admit_waiting(self, room: StepRoom, before: SortKey | None) -> None:
+        self.without_room = ""
+        while self._waiting and (before is None or self._waiting.first_key < before):
             request = self._waiting.peek()
+            self.without_room = "" if room.is_full else request.request_id
             if self._is_still_blocked(request):
                 if not self._frees_some():
                     return
@@ -190,10 +209,9 @@ class Admission:
             found = self._cached_prefix(request) if self._remote.has_prefix_sources else None
             if found is not None and self._admit_load(request, *found):
                 continue
-            computed = self._admit_local(request, budget, found)
-            if computed == 0 and not self._frees_some():
+            if not self._admit_local(request, room, found) and not self._frees_some():
                 return
-            budget -= computed
+        self.without_room = ""
 
     def _frees_some(self) -> bool:
         """Returns whether blocks became free that beams hold, while nobody runs who could give
@@ -202,16 +220,16 @@ class Admission:
         return idle and self._forks.reclaim()
 
     def _admit_local(
-        self, request: Request, budget: int, found: tuple[BlockTables, int] | None = None
+        self, request: Request, room: StepRoom, found: tuple[BlockTables, int] | None = None
     ) -> int:
         """Returns how many of the request's tokens the step computes; 0 means that it must wait.
         `found`: its cached prefix, if that was looked up already."""
-        if budget == 0 or self._running.table.num_free == 0:
+        if room.is_full or self._running.table.num_free == 0:
             return 0
         num_tokens = request.num_tokens
         cached, num_cached = found or self._cached_prefix(request)
-        count = min(num_tokens - num_cached, self._limits.max_chunk)
-        if count > budget and self._must_stay_whole(count):
+        if not self._part_of(request, num_cached, room):
+            self.without_room = ""
             return 0
         if not self._kv_cache.can_allocate(num_tokens, cached, self._headroom()):
             self._note_blocked(request)
@@ -225,7 +243,15 @@ class Admission:
             self._running.builder.copy_blocks(self._kv_cache.copies_of_states(blocks))
         if self._config.enable_chunked_prefill:
             row.keep_at = self._kv_cache.place_to_keep(request)
-        return self._running.add_chunk(row, min(budget, self._limits.max_chunk))
+        return self._running.add_chunk(row, room)
+
+    def _part_of(self, request: Request, num_cached: int, room: StepRoom) -> int:
+        """Returns how many of the request's tokens behind `num_cached` the step computes; 0: it has
+        no room for them, or not for all that must be computed in one step."""
+        remaining = request.num_tokens - num_cached
+        count = room.part(num_cached, remaining)
+        whole = min(remaining, self._limits.max_chunk)
+        return 0 if count < whole and self._must_stay_whole(whole) else count
 
     def _admit_load(self, request: Request, cached: BlockTables, num_cached: int) -> bool:
         """Returns whether the request left the queue, to come back with KV from elsewhere."""

@@ -20,6 +20,17 @@ _UNIT = 64
 """Chunks that were made shorter have a multiple of so many tokens: kernels work on tiles."""
 
 
+COST_BY_TOKENS = ModelCost(
+    flops_per_token=1.0, flops_per_sample=0.0, weight_bytes=0.0, token_bytes=0.0, attention=()
+)
+"""Is taken for the cost of a model that is not described: all tokens cost the same."""
+
+
+def whole_tiles(num_tokens: int) -> int:
+    """Rounds up to what kernels work on anyway."""
+    return -(-num_tokens // _UNIT) * _UNIT
+
+
 class EvenChunks:
     """Cuts the prompts of steps that have `budget` tokens at most."""
 

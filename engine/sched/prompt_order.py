@@ -8,8 +8,9 @@ The scheduler of an engine and the simulated engine (`planner.simulation`) ask t
                      shortest first, or that of what is due, the earliest first
     due              when a prompt has waited `patience` times as long as it takes by itself.
                      Prompts that are due get every second step, until none is
-    a part           is what a step computes of a prompt that takes several: a full step. The next
-                     may be another's; the prompt keeps its blocks, and goes on behind its last part
+    a part           is what a step computes of a prompt that takes several: a full step, or half of
+                     one while there are very many. The next step may be another's; the prompt keeps
+                     its blocks, and goes on behind its last part
 
 So nothing starves: what is due waits for at most as much work of others as came before it was due,
 and gets half of the steps. And a long prompt, due or not, takes no two steps in a row while a
@@ -31,6 +32,9 @@ _GAIN = 1.05
 _WHOLE = 2
 """A prompt of which so many full steps are left is computed at once: another part would cost more
 than it gains."""
+_VERY_LONG, _FINER = 16, 2
+"""A prompt of more full steps than that is cut finer, to parts of one in so many: it would hold all
+that come up for so long that it pays to be slower itself."""
 _FEWEST = 128
 """Steps of fewer tokens are full nowhere."""
 _MEMORY_S = 60.0
@@ -87,7 +91,11 @@ class StepRoom:
         room = self._full - self._used
         if not self._used:
             worth = remaining if self._chunks is None else self._chunks.worth(context, remaining)
-            room = self._whole if worth <= self._whole else self._full
+            room = self._full
+            if worth <= self._whole:
+                room = self._whole
+            elif not self._shares_parts and worth > _VERY_LONG * self._full:
+                room //= _FINER
         limit = min(room, self._longest_part, self.left)
         if limit <= 0:
             return 0
@@ -124,9 +132,10 @@ class PromptOrder:
         """Returns when a prompt is due that came at `arrived_at` and takes `seconds` alone."""
         return arrived_at + self.patience * seconds
 
-    def turn(self, now: float, earliest_due_at: float) -> Line:
-        """Returns the line whose first prompt begins the next step."""
-        is_due = earliest_due_at <= now and self._last is not Line.DUE
+    def turn(self, now: float, earliest_due_at: float, *, insists: bool = False) -> Line:
+        """Returns the line whose first prompt begins the next step. What is due `insists` while it
+        finds no room: none may take any before it."""
+        is_due = earliest_due_at <= now and (insists or self._last is not Line.DUE)
         self._last = Line.DUE if is_due else Line.SHORTEST
         return self._last
 

@@ -402,5 +402,5 @@ class Pulls:
 
     def _requeue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.num_computed_tokens, request.prompt_work = 0, None
         self._waiting.add(request)

@@ -9,6 +9,7 @@ from engine.config import SchedulingPolicy
 from engine.request import Request
 
 SortKey = tuple[int, float, int]
+_Entry = tuple[SortKey, int, Request]
 
 
 class RequestQueue:
@@ -20,7 +21,9 @@ class RequestQueue:
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy: SchedulingPolicy = policy
-        self._heap: list[tuple[SortKey, int, Request]] = []
+        self._heaps: tuple[list[_Entry], ...] = ([],)
+        self._line = 0
+        """The heap by which requests leave."""
         self._tickets: dict[str, tuple[int, int]] = {}
         """request id -> (ticket of its valid entry, tokens counted for it)."""
         self._next_ticket = 0
@@ -35,7 +38,7 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """Iterates in no particular order."""
-        return (entry[2] for entry in self._heap if self._is_valid(entry))
+        return (entry[2] for entry in self._heaps[0] if self._is_valid(entry))
 
     def add(self, request: Request) -> None:
         """Raises `ValueError` when the request is queued already."""
@@ -44,20 +47,32 @@ class RequestQueue:
         self._next_ticket += 1
         self._tickets[request.request_id] = (self._next_ticket, request.num_tokens)
         self.num_tokens += request.num_tokens
-        key = request.sort_key(self._policy)
-        heapq.heappush(self._heap, (key, self._next_ticket, request))
+        for heap, key in zip(self._heaps, self._keys(request), strict=True):
+            heapq.heappush(heap, (key, self._next_ticket, request))
+
+    def _keys(self, request: Request) -> tuple[SortKey, ...]:
+        """Returns the request's place in each heap."""
+        return (request.sort_key(self._policy),)
 
     def peek(self) -> Request:
         """Raises `IndexError` when the queue is empty."""
-        while not self._is_valid(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+        return self._first(self._line)[2]
+
+    @property
+    def first_key(self) -> SortKey:
+        """Returns the key of the request that leaves next. Raises `IndexError` without one."""
+        return self._first(self._line)[0]
+
+    def _first(self, line: int) -> _Entry:
+        heap = self._heaps[line]
+        while not self._is_valid(heap[0]):
+            heapq.heappop(heap)
+        return heap[0]
 
     def pop(self) -> Request:
         """Raises `IndexError` when the queue is empty."""
         request = self.peek()
-        heapq.heappop(self._heap)
-        self._forget(request)
+        self.remove(request)
         return request
 
     def remove(self, request: Request) -> None:
@@ -65,11 +80,12 @@ class RequestQueue:
         if request in self:
             self._forget(request)
         if not self._tickets:
-            self._heap.clear()
+            for heap in self._heaps:
+                heap.clear()
 
     def _forget(self, request: Request) -> None:
         self.num_tokens -= self._tickets.pop(request.request_id)[1]
 
-    def _is_valid(self, entry: tuple[SortKey, int, Request]) -> bool:
+    def _is_valid(self, entry: _Entry) -> bool:
         _, ticket, request = entry
         return self._tickets.get(request.request_id, (0, 0))[0] == ticket

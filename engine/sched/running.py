@@ -4,8 +4,9 @@ For each step, in this order:
 
     1. `grow_decodes`: rows that ran out of blocks get one; rows whose last step is scheduled
        leave the decode set; rows whose prefill is scheduled join it
-    2. `continue_prefills`: chunks for rows still inside their prefill
-    3. `enter`, then `add_chunk`, for each request that is admitted
+    2. `continue_prefills`: parts of rows still inside their prefill
+    3. `enter`, then `add_chunk`, for each request that is admitted; with an order of prompts, 2
+       and 3 take turns (`engine.sched.prompt_steps`)
 
 A row that needs a block when none is free:
 
@@ -23,7 +24,9 @@ never wait for each other: where one cannot go on, all of the search are preempt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from engine.config import EngineConfig
 from engine.kv_cache.block_hash import pack_tokens
@@ -38,6 +41,7 @@ from engine.sched.forks import Forks
 from engine.sched.image_encoding import ImageEncoding
 from engine.sched.in_flight import DraftingStep, InFlightStep
 from engine.sched.output import BeamSeat, NewRequestData, PulledDrafts, SchedulerOutput
+from engine.sched.prompt_order import StepRoom
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue, SortKey
@@ -93,6 +97,15 @@ class RunningRows:
         self._joining: list[Row] = []
         """May hold rows that are gone."""
         self._prefilling: list[Row] = []
+
+    @property
+    def num_prefills(self) -> int:
+        """Returns the number of rows inside their prefill."""
+        return len(self._prefilling)
+
+    def prefills(self) -> Sequence[Row]:
+        """Returns the rows inside their prefill."""
+        return self._prefilling
 
     @property
     def num_prompt_tokens_left(self) -> int:
@@ -178,6 +191,7 @@ class RunningRows:
         request.num_computed_tokens = 0
         request.pulled = None
         request.num_preemptions += 1
+        request.prompt_work = None
         self._waiting.add(request)
 
     # What rows compute next -------------------------------------------------------------------
@@ -253,22 +267,38 @@ class RunningRows:
         self.preempt(max(able, key=_key))
         return True
 
-    def continue_prefills(self, budget: int, threshold: int) -> int:
-        """Chunks for rows inside their prefill, oldest first; what is left of `budget` tokens."""
-        if len(self._prefilling) > 1:
-            self._prefilling.sort(key=_key)
-        for row in list(self._prefilling):
-            if budget == 0:
-                break
-            budget -= self.add_chunk(row, min(budget, threshold))
-        return budget
+    def prefills_in_order(
+        self, key: Callable[[Row], SortKey] | None = None
+    ) -> deque[tuple[SortKey, Row]]:
+        """Returns the rows inside their prefill by `key`, or oldest first."""
+        keyed = [(row.key if key is None else key(row), row) for row in self._prefilling]
+        if len(keyed) > 1:
+            keyed.sort(key=itemgetter(0))
+        return deque(keyed)
 
-    def add_chunk(self, row: Row, limit: int) -> int:
-        """Schedules up to `limit` tokens of the row's prefill. Returns what they take of the
-        step's budget: none, while an image stands there that is not encoded yet."""
-        first, chunks = row.num_reserved, self.even_chunks
-        longest = limit if chunks is None else chunks.longest(first, limit)
-        count = min(row.remaining_prefill, longest)
+    def continue_prefills(
+        self,
+        rows: deque[tuple[SortKey, Row]],
+        room: StepRoom,
+        before: SortKey | None = None,
+    ) -> None:
+        """Takes parts of `rows` that come `before` another prompt, in order, until the step is
+        full."""
+        while rows and not room.is_full and (before is None or rows[0][0] < before):
+            row = rows[0][1]
+            if not row.is_gone and not room.part(row.num_reserved, row.remaining_prefill):
+                return
+            rows.popleft()
+            if not row.is_gone:
+                self.add_chunk(row, room)
+
+    def add_chunk(self, row: Row, room: StepRoom) -> int:
+        """Schedules as many tokens of the row's prefill as there is room for, and returns their
+        number: none, while an image stands there that is not encoded yet."""
+        first = row.num_reserved
+        count = room.part(first, row.remaining_prefill)
+        if count == 0:
+            return 0
         if row.keep_at:
             if first < row.keep_at:
                 count = min(count, row.keep_at - first)
@@ -280,13 +310,14 @@ class RunningRows:
             if count == 0:
                 return 0
             self.images.passed(row.request, first + count)
+        room.take(first, count)
         row.num_reserved += count
         self.builder.add_chunk(row, first, count)
         if row.num_reserved == row.prefill_len:
             self._prefilling.remove(row)
             row.phase = RowPhase.JOINING
             self._joining.append(row)
-        return count if chunks is None else min(chunks.charge(first, count), limit)
+        return count
 
     @property
     def has_work(self) -> bool:

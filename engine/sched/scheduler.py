@@ -2,8 +2,8 @@
 
 One step:
 
-    1. `schedule`            running requests first: all that decode, then prompts under way;
-                             then waiting ones, in order, while budget, rows and blocks last
+    1. `schedule`            running requests that decode first; then prompts, under way or waiting,
+                             in their order, while budget, rows and blocks last
     2. the workers run it    a second step may be scheduled meanwhile
     3. `update_from_output`  sampled tokens are confirmed; ends are found; blocks that are full
                              and certain enter the prefix cache
@@ -37,9 +37,10 @@ from engine.sched.forks import Forks
 from engine.sched.group_choice import GroupOffer
 from engine.sched.in_flight import StepsInFlight
 from engine.sched.output import SchedulerOutput
+from engine.sched.prompt_order import PromptOrder
+from engine.sched.prompt_steps import PromptSteps
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
-from engine.sched.request_queue import RequestQueue
 from engine.sched.row import Row
 from engine.sched.running import RunningRows
 from engine.sched.scheduler_view import SchedulerView
@@ -61,6 +62,7 @@ class Scheduler:
         num_blocks: int,
         connector: KVConnectorScheduler,
         step_log: StepLog | NoStepLog | None = None,
+        order: PromptOrder | None = None,
     ) -> None:
         policy = config.scheduler.policy
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
@@ -69,24 +71,19 @@ class Scheduler:
         self._kv_cache = KVCacheManager.of(config, num_blocks)
         self._fence = StepFence(self._kv_cache)
         self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog())
-        self._waiting = RequestQueue(policy)
+        rate, kv_cache = self._steps.prefill_rate, self._kv_cache
+        self._prompts = PromptSteps(order, policy, kv_cache, rate)
+        self._waiting = self._prompts.waiting
         self.remote = self._remote = RemoteKV(
-            connector, self._kv_cache, self._fence, self._waiting, config, self._steps.prefill_rate
+            connector, kv_cache, self._fence, self._waiting, config, rate
         )
+        self._prompts.pulls = self._remote.pulls
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
         self._requests: dict[str, Request] = {}
         self.adapters = AdapterTable(config.lora, self._requests, self._waiting)
-        self.running = self._running = RunningRows(
-            self._limits,
-            config,
-            self._kv_cache,
-            self._fence,
-            self._waiting,
-            self._remote,
-            self._forks,
-            self.adapters,
-            self._counters,
-        )
+        parts = self._limits, config, kv_cache, self._fence, self._waiting, self._remote
+        others = self._forks, self.adapters, self._counters
+        self.running = self._running = RunningRows(*parts, *others)
         self._unreported: set[str] = set()
         """Requests whose first output is still to come."""
         self._choices = self._make_choices(config)
@@ -253,12 +250,10 @@ class Scheduler:
         running = self._running
         self._remote.begin_step()
         step_id = running.step_id + 1
-        has_blocks = running.grow_decodes(step_id)
+        # Who was preempted last may come back: no result of a step would call us again.
+        may_admit = running.grow_decodes(step_id) or not running.table.num_live
         budget = self._max_num_batched_tokens - running.calendar.num_tokens
-        budget = running.continue_prefills(budget, self._limits.max_chunk)
-        if has_blocks or running.table.num_live == 0:
-            # Who was preempted last may come back: no result of a step would call us again.
-            self.admission.admit(budget)
+        self._prompts.fill(running, self.admission, budget, may_admit=may_admit)
         if not running.has_work:
             return None
         kv = self._remote.build_meta(step_id, running.builder.exported_chunks)

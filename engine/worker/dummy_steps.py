@@ -29,6 +29,8 @@ _CHUNK, _CHUNK_ROWS, _CHUNK_CONTEXT = 640, 128 * 128, 16
 recorded step, and more query rows (a token has one for each head of the rank): our own attention
 kernel has larger tiles for it. It comes with a decode."""
 _FEWEST_PROMPTS = 16
+_STRIDE = 7919
+"""A prime, by which tokens that shall differ are apart."""
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
 _SMALL_BATCHES = (1, 2, 4, 8)
@@ -48,6 +50,8 @@ class DummyStep(NamedTuple):
     sampling: SamplingParams
     num_cached: int = 0
     sibling_seeds: tuple[int, ...] = ()
+    is_varied: bool = False
+    """Its tokens differ, as those of texts do: experts get about as many of them each."""
 
     def messages(self, config: EngineConfig, num_blocks: int) -> list[SchedulerOutput]:
         """Returns the step's message, those of steps with drafts behind it, one for each number of
@@ -62,7 +66,10 @@ class DummyStep(NamedTuple):
         step = AdaptiveOutput(
             step_id=0,
             num_drafts=lengths[0] - 1 if config.is_adaptive else None,
-            new_reqs=[self._request(row, groups[0], length) for row, length in enumerate(whole)],
+            new_reqs=[
+                self._request(row, groups[0], length, config.model.vocab_size)
+                for row, length in enumerate(whole)
+            ],
             new_block_ids=[
                 (
                     row * len(groups) + index,
@@ -84,12 +91,18 @@ class DummyStep(NamedTuple):
                 decoding.append(AdaptiveOutput(step_id=0))
         return [step, *decoding, SchedulerOutput(step_id=0, finished_rows=rows)]
 
-    def _request(self, row: int, group: KVGroup, length: int) -> NewRequestData:
+    def _token_ids(self, row: int, length: int, vocab_size: int) -> bytes:
+        if not self.is_varied:
+            return bytes(4 * length)
+        places = np.arange(row * length, (row + 1) * length, dtype=np.int64)
+        return (places * _STRIDE % vocab_size).astype(np.int32).tobytes()
+
+    def _request(self, row: int, group: KVGroup, length: int, vocab_size: int) -> NewRequestData:
         return NewRequestData(
             row=row,
             epoch=0,
             prompt_len=length,
-            prefill_token_ids=bytes(4 * length),
+            prefill_token_ids=self._token_ids(row, length, vocab_size),
             num_computed_tokens=self.num_cached,
             block_ids=[0] * group.num_blocks_for(length),
             max_len=length,

@@ -56,6 +56,7 @@ from engine.worker.out_of_memory import (
     device_memory_error,
     naming_out_of_memory,
 )
+from engine.worker.prompt_times import measures_prompts, time_prompt_steps
 from engine.worker.stage_runner import create_runner
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.transports.nixl.environment import has_window
@@ -108,6 +109,8 @@ class Worker:
         self._gpu = config.device.first_gpu + rank if gpu is None else gpu
         self._layout = config.kv_layout.of_rank(rank)
         self._last_step_id: int | None = None
+        self.prompt_steps: list[tuple[int, float]] = []
+        """Tokens and seconds of steps of prompts that were timed at the start."""
         self._connector = create_kv_connector(config, rank)
         self._closers = ExitStack()
         """Everything that has been started, to be ended in reverse order."""
@@ -233,6 +236,9 @@ class Worker:
             doing = "recording CUDA graphs"
             with naming_out_of_memory(doing, cure_of_graphs(self.config), self._device):
                 self.runner.capture_model(lambda fraction: report(doing, fraction))
+        if measures_prompts(self.config):
+            report("measuring prompts", 0.0)
+            self.prompt_steps = time_prompt_steps(self.runner, self.config)
         self.compile_guard.start()
         self._closers.callback(self.compile_guard.stop)
 

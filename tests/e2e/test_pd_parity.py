@@ -24,9 +24,9 @@ TWO_TOPOLOGIES = [
         id="pp2-tp2-block64to16-streams8-chunked",
     ),
     pytest.param(
-        ["--kv-processes", "2"],
+        ["--kv-processes", "2", "--full-step-tokens", "24"],
         ["--kv-processes", "2", "--kv-streams", "2", "--local-prefill-threshold", "20"],
-        id="two-processes-short-prompts-stay",
+        id="two-processes-short-prompts-stay-long-ones-in-parts",
     ),
 ]
 

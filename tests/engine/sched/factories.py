@@ -9,6 +9,8 @@ from engine.messages import EngineCoreRequest
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
+from engine.sched.even_chunks import COST_BY_TOKENS, EvenChunks
+from engine.sched.prompt_order import PromptOrder
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout, Plane, attention_group
 from kv_transfer.metadata import KVPeer, KVTransferParams
@@ -69,6 +71,11 @@ def make_config(
         decode_query_len=decode_query_len,
         kv_transfer=kv_transfer,
     )
+
+
+def make_order(full_tokens: int = 8, budget: int = 64) -> PromptOrder:
+    """Makes an order of prompts, whose tokens all take the same time."""
+    return PromptOrder(chunks=EvenChunks(COST_BY_TOKENS, budget), full_tokens=full_tokens)
 
 
 def make_request(

@@ -23,6 +23,7 @@ from engine.messages import (
 from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
 from engine.sched.output import SchedulerOutput
+from engine.sched.prompt_order import PromptOrder
 from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
 from engine.sched.row import RowPhase
 from engine.sched.scheduler import Scheduler
@@ -70,6 +71,7 @@ class StepMachine:
         seed: int = 0,
         num_host_slots: int = 0,
         num_files: int = 0,
+        order: PromptOrder | None = None,
     ) -> None:
         self.config = config
         self.depth = depth
@@ -85,7 +87,7 @@ class StepMachine:
             else None
         )
         self.connector = MemoryConnector(self.memory, self.rng, self.host)
-        self.scheduler = Scheduler(config, num_blocks, self.connector)
+        self.scheduler = Scheduler(config, num_blocks, self.connector, order=order)
         self.peer_blocks: Callable[[PrefixAsk], int] = lambda ask: 0
         """How many of the blocks that a peer is asked for it says to have."""
         self.num_asked = 0

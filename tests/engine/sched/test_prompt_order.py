@@ -55,7 +55,8 @@ def met(order: PromptOrder) -> StepRoom:
         ([100, 900, 100], [100, 900]),  # Until the step is full.
         ([100, 1000], [100]),  # Who shares a step ends in it.
         ([2000, 2000], [2000]),  # Who fills it is alone, and whole up to two full steps.
-        ([2049, 10], [FULL]),  # Who takes several has one full step of each.
+        ([2049, 10], [FULL]),  # Who takes several has one full step of each,
+        ([20_000, 10], [FULL // 2, 10]),  # and who takes very many, half of one.
     ],
 )
 def test_steps_are_filled(lengths: list[int], expected: list[int]) -> None:
@@ -65,8 +66,8 @@ def test_steps_are_filled(lengths: list[int], expected: list[int]) -> None:
 def test_a_prompt_that_meets_nobody_has_the_whole_budget() -> None:
     order = order_of()
     assert parts(order.room(0.0, BUDGET, BUDGET, num_prompts=1), 120_000) == [BUDGET]
-    assert parts(order.room(1.0, BUDGET, BUDGET, num_prompts=2), 120_000) == [FULL]
-    assert parts(order.room(60.0, BUDGET, BUDGET, num_prompts=1), 120_000) == [FULL]
+    assert parts(order.room(1.0, BUDGET, BUDGET, num_prompts=2), 12_000) == [FULL]
+    assert parts(order.room(60.0, BUDGET, BUDGET, num_prompts=1), 12_000) == [FULL]
     assert parts(order.room(61.5, BUDGET, BUDGET, num_prompts=1), 120_000) == [BUDGET]
 
 
@@ -80,7 +81,7 @@ def test_budget_and_threshold_hold() -> None:
 def test_parts_behind_long_contexts_take_as_long_as_others() -> None:
     order = order_of(pair=1e-4)
     room = met(order)
-    first, later = room.part(0, 200_000), room.part(100_000, 100_000)
+    first, later = room.part(0, 4000), room.part(100_000, 1500)
     assert first == FULL
     assert FULL / 16 < later <= FULL / 8
     assert order.chunks.worth(100_000, later) <= FULL

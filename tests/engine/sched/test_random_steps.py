@@ -21,6 +21,7 @@ from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.sched.factories import (
     make_config,
+    make_order,
     make_request,
     remote_decode,
     remote_prefill,
@@ -265,6 +266,7 @@ def _random_traffic(
         seed=seed,
         num_host_slots=num_slots,
         num_files=rng.choice([0, 20]),
+        order=make_order() if seed % 3 == 1 else None,
     )
     Traffic(machine, seed, kinds).run()
 
