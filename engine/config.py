@@ -185,6 +185,8 @@ class SchedulerConfig:
         enable_chunked_prefill: Prompts may be split over steps. Off: a prompt longer than the
             budget is refused.
         long_prefill_token_threshold: A prompt takes at most this much of one step; 0: no limit.
+        itl_objective_ms: Prompts beside running answers make steps no longer than that; 0: they
+            fill the budget.
         policy: Order of waiting requests and of victims of preemption.
         prompt_order: Order of prompts under one priority; see `engine.sched.prompt_order`. Without
             chunked prefill it is that of arrival.
@@ -197,6 +199,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    itl_objective_ms: float = 0.0
     policy: SchedulingPolicy = "fcfs"
     prompt_order: PromptOrderName = "arrival"
     full_step_tokens: int = 0

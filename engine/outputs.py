@@ -384,6 +384,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     worker_host_s: float = 0.0
     """Seconds that the worker's host took to start steps."""
     prefill_tokens_per_s: float = 0.0
+    slack_tokens_per_s: float = 0.0
+    """Prompt tokens a second that steps have room for within the objective of running answers."""
     num_dropped_messages: int = 0
     """Messages dropped on the sockets of the core and the workers' replies, because they were not
     from processes of this engine.

@@ -19,7 +19,7 @@ from bench.router.requests import (
 )
 from bench.workload import PRESETS
 from planner.simulation.cluster import ClusterShape, SimCluster
-from planner.simulation.measured import Measured
+from planner.simulation.measured import Measured, weighted_quantiles
 from planner.simulation.requests import SimRequest
 from planner.simulation.step_times import MeasuredTimes, Part, StepTimes
 from router.nodes.registry import NodeRegistry
@@ -84,10 +84,14 @@ class Result:
     hit_limit: float
     ttft_mean_s: float
     ttft_p50_s: float
+    ttft_p95_s: float
     ttft_p99_s: float
     ideal_mean_s: float
     ideal_p50_s: float
     ideal_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    """Is 0 where decode nodes do not step."""
     work_balance: float
     decision_p50_us: float
     decision_mean_us: float
@@ -175,6 +179,7 @@ def _result(
     ttft = sorted(measured.ttft_s)
     busy = [node.engine.busy_s for node in cluster.prefills]
     decisions = sorted(measured.decision_s)
+    itl_p50_s, itl_p99_s = weighted_quantiles(measured.gaps, (0.5, 0.99))
     return Result(
         group=case.group,
         label=case.label,
@@ -190,10 +195,13 @@ def _result(
         hit_limit=limit.hit,
         ttft_mean_s=statistics.fmean(ttft),
         ttft_p50_s=statistics.median(ttft),
+        ttft_p95_s=ttft[int(0.95 * len(ttft))],
         ttft_p99_s=ttft[int(0.99 * len(ttft))],
         ideal_mean_s=statistics.fmean(ideal),
         ideal_p50_s=statistics.median(ideal),
         ideal_p99_s=ideal[int(0.99 * len(ideal))],
+        itl_p50_s=itl_p50_s,
+        itl_p99_s=itl_p99_s,
         work_balance=max(busy) / statistics.fmean(busy),
         decision_p50_us=1e6 * statistics.median(decisions),
         decision_mean_us=1e6 * statistics.fmean(decisions[: int(0.99 * len(decisions))]),

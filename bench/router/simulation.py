@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from bench.record import RESULTS, write_result
 from bench.router.simulated_case import HOT_KEY, SLO_S, Case, Result, policy_maker, requests_of, run
 from engine.speed.profile import load_profile
 from planner.simulation.cluster import ClusterShape, SimCluster
+from planner.simulation.step_filling import prompt_order
 from planner.simulation.step_times import MeasuredTimes, PrefillCost
 from router.admission.admission_gate import GateLimits
 from router.placement.choose_policy import PolicyName
 from router.placement.spill import Margin
 from router.placement.tandem_policy import TandemParameters
 
+_BUDGET = 8192
 _COMPARED = (PolicyName.LEAST_LOADED, PolicyName.TANDEM)
 
 # What is compared -------------------------------------------------------------------------------
@@ -137,10 +140,26 @@ def _uncached(label: str, load: float, shape: ClusterShape, slow_nodes: int = 0)
 
 def rates() -> Iterable[Case]:
     """Sends what was sent to four GPUs (docs/performance.md), with the steps of Llama-3.1-8B."""
+    for policy in (PolicyName.ROUND_ROBIN, *_COMPARED):
+        yield from _at_rates("rates", policy, policy)
+
+
+def deflected() -> Iterable[Case]:
+    """Lets decode nodes compute prompts in the room of their steps, with objectives of theirs."""
+    for objective_ms in (0, 15, 20, 30, 50):
+        label = f"ITL objective {objective_ms} ms" if objective_ms else "never"
+        yield from _at_rates(
+            "deflected", label, PolicyName.TANDEM, itl_objective_s=objective_ms / 1000
+        )
+
+
+def _at_rates(
+    group: str, label: str, policy: PolicyName, itl_objective_s: float = 0.0
+) -> Iterable[Case]:
     steps = MeasuredTimes(load_profile(Path(PROFILES) / "h200-llama-3.1-8b.json"))
     for workload, num_prefill, num_decode, sent in (
-        ("equal", 3, 1, (24, 48, 55)),
-        ("1000-300", 2, 2, (30, 60)),
+        ("equal", 3, 1, (24, 48, 55, 60, 65)),
+        ("1000-300", 2, 2, (30, 60, 70, 80)),
     ):
         shape = ClusterShape(
             num_prefill=num_prefill,
@@ -148,19 +167,21 @@ def rates() -> Iterable[Case]:
             num_routers=1,
             steps=steps,
             batched=True,
+            make_fill=partial(prompt_order, steps, _BUDGET),
+            max_batched_tokens=_BUDGET,
+            itl_objective_s=itl_objective_s,
         )
         for rate in sent:
-            for policy in (PolicyName.ROUND_ROBIN, *_COMPARED):
-                yield Case(
-                    group="rates",
-                    label=f"{policy}, {rate}/s",
-                    load=0.0,
-                    rate=rate,
-                    policy=policy,
-                    workload=workload,
-                    count=4000,
-                    shape=shape,
-                )
+            yield Case(
+                group=group,
+                label=f"{label}, {rate}/s",
+                load=0.0,
+                rate=rate,
+                policy=policy,
+                workload=workload,
+                count=4000,
+                shape=shape,
+            )
 
 
 def crowded() -> Iterable[Case]:
@@ -192,7 +213,7 @@ GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
     group.__name__: group
     for group in (
         policies, seeds, routers, reports, nodes, workloads, parts, slow, overload,
-        uncached, rates, crowded,
+        uncached, rates, deflected, crowded,
     )
 }
 # fmt: on
@@ -219,7 +240,7 @@ def decision_us(num_prefill: int, count: int = 4000) -> float:
 
 _HEAD = (
     "group", "case", "workload", "nodes", "load", "SLO", "refused", "hits / limit", "TTFT mean",
-    "p50", "p99", "ideal mean", "p99",
+    "p50", "p99", "ideal mean", "p99", "ITL p99",
 )  # fmt: skip
 
 
@@ -239,6 +260,7 @@ def table(results: Iterable[Result]) -> str:
                     r.ttft_p99_s,
                     r.ideal_mean_s,
                     r.ideal_p99_s,
+                    r.itl_p99_s,
                 )
             ),
         )

@@ -234,6 +234,15 @@ class EngineSettings(
     long_prefill_token_threshold: int = Field(
         default=0, ge=0, description="Most tokens of one prompt in a step. 0: no limit."
     )
+    itl_objective_ms: float = Field(
+        default=0.0,
+        ge=0,
+        description="Milliseconds between tokens that prompts leave to the answers that run beside "
+        "them: parts of prompts are cut so that a step takes no longer, as far as measured steps "
+        "tell. A decode node then tells routers how much room its steps have, and they send it "
+        "prompts that it has computed sooner than the prefill nodes. 0: no bound, and prompts are "
+        "sent to prefill nodes.",
+    )
     scheduling_policy: SchedulingPolicy = Field(
         default="fcfs",
         description="fcfs: in order of arrival. priority: requests of smaller `priority` first.",

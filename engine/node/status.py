@@ -169,6 +169,7 @@ class NodeStatus:
             num_total_blocks=total,
             block_size=self._tokens_per_block(),
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            slack_tokens_per_s=stats.slack_tokens_per_s,
             seconds_since_progress=self.seconds_since_progress(),
             num_transfers=stats.num_waiting_for_remote_kvs + stats.num_delayed_frees,
             model_name=config.model.served_model_name,

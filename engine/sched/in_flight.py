@@ -13,6 +13,7 @@ from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
 from engine.sched.step_log import NoStepLog, StepLog
+from engine.sched.step_slack import StepSlack
 from engine.sched.work_meter import WorkMeter
 from engine.step_work import StepWork
 from kv_transfer.layout import BlockIds
@@ -49,6 +50,7 @@ class InFlightStep:
     issued_at: float
     chunks: list[tuple[Row, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    num_decodes: int = 0
     num_rows: int = 0
     num_tokens: int = 0
     num_new_rows: int = 0
@@ -60,12 +62,17 @@ class StepsInFlight:
     """All of them, oldest first: each comes back once, in order."""
 
     def __init__(
-        self, fence: StepFence, counters: SchedulerCounters, log: StepLog | NoStepLog
+        self,
+        fence: StepFence,
+        counters: SchedulerCounters,
+        log: StepLog | NoStepLog,
+        slack: StepSlack,
     ) -> None:
         self._log = log
         self._steps: deque[InFlightStep] = deque()
         self._fence = fence
         self._counters = counters
+        self.slack = slack
         self.prefill_rate = PrefillRate()
         self.meter: WorkMeter | None = None
 
@@ -97,14 +104,14 @@ class StepsInFlight:
         done = self._steps.popleft()
         self._fence.retire(done.step_id)
         self._log.retired(done.step_id, now)
+        seconds = now - max(done.issued_at, self._counters.last_step_at)
+        self.slack.observe(seconds, done.num_decodes, done.num_prompt_tokens)
         if done.num_prompt_tokens or done.work is not None:
-            seconds = now - max(done.issued_at, self._counters.last_step_at)
             if done.num_prompt_tokens:
                 self.prefill_rate.add_step(done.num_prompt_tokens, seconds)
             if done.work is not None and self.meter is not None:
                 self.meter.add_step(done.work, seconds)
         if (drafting := done.drafting) is not None:
-            seconds = now - max(done.issued_at, self._counters.last_step_at)
             _learn(drafting, output, None if done.num_prompt_tokens else seconds)
         self._counters.add_step(done.num_prompt_tokens, len(output.token_ids), now)
         if output.drafts is not None and output.drafts.counts:

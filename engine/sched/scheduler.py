@@ -46,6 +46,7 @@ from engine.sched.running import RunningRows
 from engine.sched.scheduler_view import SchedulerView
 from engine.sched.step_fence import StepFence
 from engine.sched.step_log import NoStepLog, StepLog
+from engine.sched.step_slack import StepSlack
 from engine.sched.work_meter import WorkMeter
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
@@ -64,21 +65,21 @@ class Scheduler:
         step_log: StepLog | NoStepLog | None = None,
         order: PromptOrder | None = None,
     ) -> None:
-        policy = config.scheduler.policy
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._limits = RequestLimits(config, num_blocks)
         self._counters = SchedulerCounters()
         self._kv_cache = KVCacheManager.of(config, num_blocks)
         self._fence = StepFence(self._kv_cache)
-        self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog())
+        slack = StepSlack(config.scheduler.itl_objective_ms / 1000)
+        self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog(), slack)
         rate, kv_cache = self._steps.prefill_rate, self._kv_cache
-        self._prompts = PromptSteps(order, policy, kv_cache, rate)
+        self._prompts = PromptSteps(order, config.scheduler.policy, kv_cache, rate)
         self._waiting = self._prompts.waiting
         self.remote = self._remote = RemoteKV(
             connector, kv_cache, self._fence, self._waiting, config, rate
         )
         self._prompts.pulls = self._remote.pulls
-        self._forks = Forks(self._kv_cache, self._fence, self._waiting, policy)
+        self._forks = Forks(self._kv_cache, self._fence, self._waiting, config.scheduler.policy)
         self._requests: dict[str, Request] = {}
         self.adapters = AdapterTable(config.lora, self._requests, self._waiting)
         parts = self._limits, config, kv_cache, self._fence, self._waiting, self._remote
@@ -253,6 +254,7 @@ class Scheduler:
         # Who was preempted last may come back: no result of a step would call us again.
         may_admit = running.grow_decodes(step_id) or not running.table.num_live
         budget = self._max_num_batched_tokens - running.calendar.num_tokens
+        budget = self._steps.slack.limit(budget, running.calendar.size)
         self._prompts.fill(running, self.admission, budget, may_admit=may_admit)
         if not running.has_work:
             return None

@@ -78,6 +78,7 @@ class SchedulerView:
             prompt_tokens_pulled=remote.peers.counters.pulled_tokens,
             prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
+            slack_tokens_per_s=self._steps.slack.tokens_per_s(self._usage()),
             kv_transfer=remote.counters,
             lora=self._adapters.stats(),
             images=self._running.images.stats() if self._running.images.is_on else None,
@@ -85,6 +86,12 @@ class SchedulerView:
             work=self._steps.meter.stats() if self._steps.meter is not None else None,
             **totals,
         )
+
+    def _usage(self) -> float:
+        """Returns the part of blocks or rows in use, whichever are rarer."""
+        table, pool = self._running.table, self._kv_cache
+        rows = table.num_live / max(1, table.num_live + table.num_free)
+        return max(rows, 1 - pool.num_free_blocks / max(1, pool.num_blocks))
 
     def offer(self, request: Request) -> GroupOffer:
         """Returns what this scheduler could do for a request that it does not have."""

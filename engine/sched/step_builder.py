@@ -128,6 +128,7 @@ class StepBuilder:
             time.monotonic(),
             self._chunks,
             self._num_prompt_tokens,
+            num_decodes,
             num_decodes + len(self._chunks),
             num_decode_tokens + sum(count for _, count in self._prefill_chunks),
             len(self._new_reqs),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from engine.sched.step_slack import StepSlack
 from planner.simulation.engine import SimEngine
 from planner.simulation.jobs import Job, SimRouter
 from planner.simulation.measured import Measured
@@ -54,6 +55,7 @@ class ClusterShape:
         steps: Times of steps.
         batched: Steps take prompts up to `max_batched_tokens`, and decode nodes step too, with room
             for `max_sequences`. Otherwise a step is one prompt, and tokens come at a fixed pace.
+        itl_objective_s: Of decode nodes; 0: none.
         overhead_s: Added to every time to the first token.
         make_fill: Makes for each engine what says which prompts its steps compute.
     """
@@ -74,6 +76,7 @@ class ClusterShape:
     batched: bool = False
     max_batched_tokens: int = 8192
     max_sequences: int = 256
+    itl_objective_s: float = 0.0
     overhead_s: float = 0.0
     make_fill: Callable[[], StepFilling] = InOrderOfArrival
 
@@ -130,7 +133,9 @@ class SimCluster:
         kv_tokens = self.shape.decode_kv_tokens
         address = _address(NodeRole.DECODE, index)
         node = SimDecodeNode(address, kv_tokens, self._make_cache(), engine)
-        node.steps = self.shape.batched
+        node.steps, node.max_sequences = self.shape.batched, self.shape.max_sequences
+        engine.slack = StepSlack(self.shape.itl_objective_s)
+        engine.began = partial(self._changed, node)
         engine.begin = partial(self._begin_local, node)
         engine.first = partial(self._first_local, node)
         engine.end = partial(self._end, node)
@@ -196,7 +201,7 @@ class SimCluster:
             return None
         return now + every_s * max(1, math.ceil((self._coming[0] - now) / every_s) - 1)
 
-    def _changed(self, node: SimPrefillNode) -> None:
+    def _changed(self, node: SimPrefillNode | SimDecodeNode) -> None:
         if self.shape.reports_on_change:
             report = node.report()
             self.timeline.at(
@@ -323,6 +328,7 @@ class SimCluster:
 
     def _first_local(self, node: SimDecodeNode, job: Job) -> None:
         job.first_at = self.timeline.now
+        job.prefill_work.close()
         node.cache.keep(job.request.blocks)
         job.router.gate.free()
         self._decode(job)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.sched.step_slack import StepSlack
 from planner.simulation.jobs import Job
 from planner.simulation.step_filling import InOrderOfArrival, StepFilling
 from planner.simulation.step_times import Part, StepTimes
@@ -36,6 +37,7 @@ class SimEngine:
         speed: Divides all times; 1 for an ordinary node.
         one_prompt: A step computes one prompt whole.
         fill: Says which prompts a step computes.
+        slack: Says how much of a step prompts may have beside running sequences.
         busy_s, prompt_s: Seconds of steps, and of those with prompts in them.
         sequence_s: Sequences times seconds.
     """
@@ -51,6 +53,7 @@ class SimEngine:
     speed: float = 1.0
     one_prompt: bool = False
     fill: StepFilling = field(default_factory=InOrderOfArrival)
+    slack: StepSlack = field(default_factory=lambda: StepSlack(0.0))
     waiting: deque[Job] = field(default_factory=deque)
     computing: list[Job] = field(default_factory=list)
     busy_s: float = 0.0
@@ -73,6 +76,11 @@ class SimEngine:
     @property
     def num_running(self) -> int:
         return len(self._running) + len(self._joining)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Returns the prompt tokens that are still to be computed."""
+        return sum(job.num_left for jobs in (self.computing, self.waiting) for job in jobs)
 
     @property
     def is_idle(self) -> bool:
@@ -132,6 +140,7 @@ class SimEngine:
                 self._add_part(job, job.num_left)
             return
         budget = self.max_batched_tokens - len(self._running)
+        budget = self.slack.limit(budget, len(self._running))
         if budget <= 0 or not (self.computing or self.waiting):
             return
         there = [*self.computing, *self.waiting]
@@ -170,6 +179,8 @@ class SimEngine:
         assert self._run is not None
         _, first_s, growth_s, count = self._run
         took_s, self._run = steps_s(count, first_s, growth_s), None
+        num_new = sum(part.num_new for _, part in self._parts)
+        self.slack.observe(took_s / count, len(self._running), num_new)
         self._count(took_s, count)
         ended = []
         while self._running and self._running[0][0] <= self._num_steps:

@@ -83,8 +83,12 @@ class SimDecodeNode:
     num_running: int = 0
     sequence: int = 0
     model: str = "m"
+    max_sequences: int = 256
     steps: bool = False
     pending: deque[Job] = field(default_factory=deque)
+
+    def _usage(self) -> float:
+        return max(self.used_tokens / self.kv_tokens, self.num_running / self.max_sequences)
 
     def report(self) -> NodeReport:
         self.sequence += 1
@@ -97,6 +101,8 @@ class SimDecodeNode:
             sequence=self.sequence,
             num_waiting_requests=len(self.pending) + self.num_running - running,
             num_running_requests=running,
+            num_waiting_tokens=self.engine.num_waiting_tokens if self.steps else 0,
+            slack_tokens_per_s=self.engine.slack.tokens_per_s(self._usage()),
             num_free_blocks=max(0, total - self.used_tokens // _KV_BLOCK),
             num_total_blocks=total,
             block_size=_KV_BLOCK,

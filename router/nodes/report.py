@@ -88,6 +88,7 @@ class NodeReport:
     num_total_blocks: int = 0
     block_size: int = 0
     prefill_tokens_per_s: float = 0.0
+    slack_tokens_per_s: float = 0.0
     seconds_since_progress: float = 0.0
     model_name: str = ""
     model_aliases: tuple[str, ...] = ()
@@ -123,6 +124,7 @@ class NodeReport:
             num_total_blocks=load.num_total_blocks,
             block_size=load.block_size,
             prefill_tokens_per_s=_usable(load.prefill_tokens_per_s, _LEAST_RATE),
+            slack_tokens_per_s=_usable(load.slack_tokens_per_s, _LEAST_RATE),
             seconds_since_progress=_usable(load.seconds_since_progress),
             model_name=load.model_name[:_MAX_NAME],
             model_aliases=tuple(name[:_MAX_NAME] for name in load.model_aliases[:_MAX_ALIASES]),

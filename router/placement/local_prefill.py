@@ -1,12 +1,17 @@
 """Decides when the decode node computes a prompt itself although there are prefill nodes.
 
-A prompt so short that its KV would take longer to move than to compute; or a little longer one,
-while the prefill nodes are so busy that it would be done sooner. Never on a decode node whose KV
-cache is filling up: computing prompts makes everybody's tokens wait.
+short       a prompt so short that its KV would take longer to move than to compute; or a little
+            longer one, while the prefill nodes are so busy that it would be done sooner
+deflected   any prompt, while the prefill nodes are so busy that the decode node has computed it
+            sooner in parts that leave running answers their objective: the room that its steps
+            have is what it reports (`engine/sched/step_slack.py`), none where it has no objective
+
+Never on a decode node whose KV cache is filling up.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from router.nodes.node import Node
@@ -15,6 +20,9 @@ _DISTURBANCE = 1.3
 """A prompt takes so much longer between decode steps."""
 _MAX_KV_USAGE = 0.8
 _LONGER = 4
+_WORTH = 1.2
+"""A prompt is deflected if it takes so much longer by way of the prefill nodes: what is moved for
+less comes back the next moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +32,25 @@ class LocalPrefillRule:
 
     short_tokens: int = 0
 
-    def applies(self, decode: Node, num_prompt: int, alone_s: float, remote_s: float) -> bool:
-        """Returns whether it does. `alone_s` is to compute the prompt with nothing cached,
-        `remote_s` to the first token by way of a prefill node."""
-        if not self.short_tokens or decode.kv_usage_with(num_prompt) > _MAX_KV_USAGE:
+    def local_s(self, decode: Node, num_prompt: int, alone_s: float, remote_s: float) -> float:
+        """Returns the seconds to the first token if `decode` should compute the prompt; infinite if
+        it should not. `alone_s` is to compute the prompt with nothing cached, `remote_s` to the
+        first token by way of a prefill node."""
+        if decode.kv_usage_with(num_prompt) > _MAX_KV_USAGE:
+            return math.inf
+        if self._is_short(num_prompt, alone_s, remote_s):
+            return alone_s
+        deflected_s = _deflected_s(decode, num_prompt)
+        return deflected_s if _WORTH * deflected_s < remote_s else math.inf
+
+    def _is_short(self, num_prompt: int, alone_s: float, remote_s: float) -> bool:
+        if not self.short_tokens or num_prompt > _LONGER * self.short_tokens:
             return False
-        if num_prompt <= self.short_tokens:
-            return True
-        return num_prompt <= _LONGER * self.short_tokens and _DISTURBANCE * alone_s < remote_s
+        return num_prompt <= self.short_tokens or _DISTURBANCE * alone_s < remote_s
+
+
+def _deflected_s(decode: Node, num_prompt: int) -> float:
+    """Returns the seconds until the steps of `decode` have had room for the prompts that it has and
+    for this one."""
+    room = decode.report.slack_tokens_per_s if decode.report is not None else 0.0
+    return (decode.predicted_tokens + num_prompt) / room if room else math.inf

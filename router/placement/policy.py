@@ -37,7 +37,8 @@ class Placement:
 
     Attributes:
         prefills: Ranked, best first; empty when the decode node is to compute the prompt.
-        num_new_tokens: Prompt tokens that the first prefill node will probably have to compute.
+        num_new_tokens: Prompt tokens that the first prefill node will probably have to compute; or
+            the decode node, if it is to do what prefill nodes could.
         num_kv_tokens: Tokens whose KV the decode node will probably hold at the end.
         queue_s: Estimated seconds until the prompt is begun; 0 when nobody knows.
         ttft_s: Estimated seconds to the first token; likewise.
@@ -58,10 +59,10 @@ class Placement:
         return self.decode.hold_request(self.num_kv_tokens)
 
     def hold_prefill(self) -> AbstractContextManager[None]:
-        """Counts the prompt as work of the first prefill node while this is open."""
-        if not self.prefills:
+        """Counts the prompt as work of the node that computes it while this is open."""
+        if not self.num_new_tokens:
             return nullcontext()
-        return self.prefills[0].hold_tokens(self.num_new_tokens)
+        return (*self.prefills, self.decode)[0].hold_tokens(self.num_new_tokens)
 
 
 class Policy(Protocol):

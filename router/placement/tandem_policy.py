@@ -14,6 +14,7 @@ them by the same loads.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy, RankedPrefills
 from router.placement.crowding import Crowding
+from router.placement.kv_paths import kv_waits_s
 from router.placement.local_prefill import LocalPrefillRule
 from router.placement.node_pool import NodeGroup
 from router.placement.policy import Placement, PrefillChoice
@@ -157,11 +159,14 @@ class TandemPolicy(BasePolicy):
         estimator: TtftEstimator,
     ) -> RankedPrefills:
         num_prompt = request.num_prompt_tokens
-        queue_s = estimator.queue_s(ranked[0], self.registry.clock())
-        remote_s = queue_s + estimator.service_s(ranked[0], num_new, num_prompt)
+        first = ranked[0]
+        queue_s = estimator.queue_s(first, self.registry.clock())
+        remote_s = queue_s + estimator.service_s(first, num_new, num_prompt)
         alone_s = estimator.fit.time.seconds(num_prompt, num_prompt)
-        if self._local.applies(decode, num_prompt, alone_s, remote_s):
-            return RankedPrefills((), PrefillChoice.LOCAL, ttft_s=alone_s)
+        with_kv_s = remote_s + kv_waits_s(decode, {first: remote_s}, num_prompt)[first]
+        local_s = self._local.local_s(decode, num_prompt, alone_s, with_kv_s)
+        if local_s < math.inf:
+            return RankedPrefills((), PrefillChoice.LOCAL, num_prompt, ttft_s=local_s)
         return RankedPrefills(ranked, choice, num_new, queue_s, remote_s)
 
     # Learning ----------------------------------------------------------------------------------

@@ -167,3 +167,15 @@ def test_quantiles_weigh() -> None:
     assert weighted_quantiles(with_spread([(1.0, 100.0)], 1.5), (0.5, 0.99)) == [1.0, 1.5]
     assert interpolate([1, 2, 4], [10, 20, 30], 0.5) == 10
     assert interpolate([1, 2, 4], [10, 20, 30], 8) == 50
+
+
+def test_decode_nodes_with_room_compute_prompts_that_prefill_nodes_are_late_with() -> None:
+    """Ten prompts come at once. One prefill node computes a token in a millisecond; beside their
+    answers the decode node has room for half of each step, and takes what would come later."""
+    arrivals = [Arrival(0.0, 100, 40)] + [Arrival(0.5 + 0.001 * i, 400, 4) for i in range(10)]
+    alone = run(arrivals, itl_objective_s=0.0).measured
+    shared = run(arrivals, itl_objective_s=0.4).measured
+    assert alone.choices["local"] == 0 < shared.choices["local"]
+    assert max(shared.ttft_s) < max(alone.ttft_s)
+    longest = max(seconds for seconds, _ in shared.gaps)
+    assert longest <= 2 * 0.4, "an answer that joins waits for the step under way, then for its own"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, OrderedDict
 from typing import Any
@@ -442,8 +443,51 @@ def test_short_prompts_are_computed_on_the_decode_node(
 ) -> None:
     rule, target = LocalPrefillRule(short_tokens=256), decode("d", used=used)
     target.apply(report(num_total_blocks=1000, num_free_blocks=1000 - 10 * used, block_size=10), 0)
-    assert rule.applies(target, tokens, alone_s=0.3, remote_s=remote_s) is local
-    assert not LocalPrefillRule().applies(target, tokens, 0.3, remote_s)
+    assert rule.local_s(target, tokens, 0.3, remote_s) == (0.3 if local else math.inf)
+    assert LocalPrefillRule().local_s(target, tokens, 0.3, remote_s) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("slack", "waiting", "used", "remote_s", "local"),
+    [
+        (10_000.0, 0, 0, 0.25, True),
+        (10_000.0, 0, 0, 0.23, False),
+        (10_000.0, 1000, 0, 0.25, False),
+        (0.0, 0, 0, 99.0, False),
+        (10_000.0, 0, 90, 99.0, False),
+    ],
+)
+def test_prompts_are_deflected_to_a_decode_node_that_has_room_in_its_steps(
+    slack: float, waiting: int, used: int, remote_s: float, local: bool
+) -> None:
+    """The decode node takes 0.2 s for 2000 tokens; elsewhere it must take a fifth more."""
+    target, rule = decode("d"), LocalPrefillRule()
+    told = report(
+        num_total_blocks=1000,
+        num_free_blocks=1000 - 10 * used,
+        block_size=10,
+        num_waiting_tokens=waiting,
+        slack_tokens_per_s=slack,
+    )
+    target.apply(told, 0)
+    found = rule.local_s(target, 2000, 99.0, remote_s)
+    assert found == (pytest.approx(0.2) if local else math.inf)
+
+
+def test_a_deflected_prompt_counts_as_work_of_the_decode_node() -> None:
+    """Routers hold it until its first token: the next prompt finds the room taken."""
+    fleet = fleet_of(1, num_waiting_tokens=100_000, prefill_tokens_per_s=100_000.0)
+    told = {"num_total_blocks": 10_000, "num_free_blocks": 10_000, "block_size": 16}
+    target = fleet.add("roomy", slack_tokens_per_s=10_000.0, **told)
+    fleet.registry.apply_report(fleet.node("d").address, report(sequence=2, draining=True))
+    policy = tandem(fleet)
+    placement = policy.place(request(num_prompt_tokens=5000))
+    assert (placement.choice, placement.prefills) == (PrefillChoice.LOCAL, ())
+    assert placement.ttft_s == pytest.approx(0.5)
+    with placement.hold_decode(), placement.hold_prefill():
+        assert target.predicted_tokens == 5000
+        assert policy.place(request(num_prompt_tokens=5000)).choice is not PrefillChoice.LOCAL
+    assert target.predicted_tokens == 0
 
 
 # Policies --------------------------------------------------------------------------------------
