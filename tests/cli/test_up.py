@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -146,16 +148,27 @@ def test_it_is_said_before_loading(
 
 
 @pytest.mark.parametrize("name", ["org/model-GGUF", "org/model-gguf:Q4_K_M", "model.gguf"])
-def test_gguf_is_called_unsupported_and_not_downloaded(
+def test_gguf_is_not_downloaded_and_a_broken_file_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.models.hub.snapshot_download", None)
-    with pytest.raises(CheckpointError, match="GGUF format, which is not supported"):
+    monkeypatch.setattr("engine.models.gguf.convert.STORE", tmp_path / "store")
+    with pytest.raises(CheckpointError, match="GGUF format, of which no file is here"):
         resolve_model(name)
-    (tmp_path / "weights.gguf").touch()
-    for path in (tmp_path, tmp_path / "weights.gguf"):
-        with pytest.raises(CheckpointError, match="GGUF format, which is not supported"):
-            resolve_model(str(path))
+    monkeypatch.setitem(sys.modules, "gguf", Mock())
+    file = tmp_path / "weights.gguf"
+    for data in (b"", b"GGUF", b"GGUF" + bytes(20), b"GGUF\x03\0\0\0" + b"\xff" * 40):
+        file.write_bytes(data)
+        for path in (tmp_path, file):
+            with pytest.raises(CheckpointError, match="no GGUF file that can be read") as caught:
+                resolve_model(str(path))
+            assert str(file) in str(caught.value)
+    (tmp_path / "more.gguf").touch()
+    with pytest.raises(CheckpointError, match="several files in the GGUF format"):
+        resolve_model(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"install tandem\[gguf\]"):
+        resolve_model(str(file))
 
 
 async def test_a_cluster_is_there_when_its_router_knows_the_switchable_nodes_too() -> None:
