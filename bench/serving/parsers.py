@@ -30,7 +30,7 @@ _TOKEN = 4
 """Characters of a token of text."""
 _PROSE = "The quick brown fox jumps over the lazy dog, and (again) 1 < 2.\n" * 60
 _ARGUMENTS = json.dumps({"path": "a.py", "lines": [f'print("{i}")' for i in range(240)]})
-_TOOLS = (Tool("write_file", None, strict=False, raw={}),)
+_TOOLS = (Tool("write_file", {}, strict=False, raw={}),)
 
 
 @dataclass(slots=True)

@@ -195,7 +195,7 @@ CALL_FAMILIES = (
         ),
     ),
     CallFamily(
-        names=("llama_nemotron_json", "nemotron_json"),
+        names=("llama_nemotron_json",),
         signs=("<TOOLCALL>",),
         form=JsonListFormat(begin="<TOOLCALL>", end="</TOOLCALL>"),
     ),
@@ -217,7 +217,7 @@ CALL_FAMILIES = (
         form=JsonListFormat(begin="<|tools_prefix|>", end="<|tools_suffix|>", name_key=""),
     ),
     CallFamily(
-        names=("cohere_command3", "cohere"),
+        names=("cohere_command3",),
         signs=("<|START_ACTION|>",),
         form=JsonListFormat(
             begin="<|START_ACTION|>",
@@ -344,7 +344,7 @@ REASONING_FAMILIES = (
     ReasoningFamily(names=("hunyuan_v3",), begin="<think:opensource>", end="</think:opensource>"),
     ReasoningFamily(names=("apertus",), begin="<|inner_prefix|>", end="<|inner_suffix|>"),
     ReasoningFamily(
-        names=("cohere_command3", "cohere"),
+        names=("cohere_command3",),
         begin="<|START_THINKING|>",
         end="<|END_THINKING|>",
     ),

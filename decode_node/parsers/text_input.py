@@ -33,9 +33,14 @@ class MarkerSet:
         self.markers = tuple(dict.fromkeys(filter(None, markers)))
         self.pattern = re.compile("|".join(map(re.escape, self.markers)) or r"(?!)")
         self._long = tuple(marker for marker in self.markers if len(marker) > 1)
+        self._firsts = frozenset(marker[0] for marker in self._long)
+        self._max_held = max(map(len, self._long), default=1) - 1
 
     def num_held_back(self, text: str) -> int:
         """Returns the length of the longest end of `text` that may grow into a marker."""
+        tail = text[-self._max_held :] if len(text) > self._max_held else text
+        if self._firsts.isdisjoint(tail):
+            return 0
         return max((num_held_back(text, marker) for marker in self._long), default=0)
 
 

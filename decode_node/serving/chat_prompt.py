@@ -57,6 +57,12 @@ class ChatPrompt:
         forms = probe(template).forms
         if tools and not forms.shows_tools:
             self._warn_of_hidden_tools()
+        last = body.messages[-1]
+        if body.continue_final_message and last.tool_calls and not last.content:
+            raise BadRequest(
+                "a message that is to be continued needs text as its content, and has calls alone",
+                param="messages",
+            )
         messages = history(body.messages, forms)
         if self._control_tokens is not None:
             messages = self._control_tokens.sanitize(messages)
