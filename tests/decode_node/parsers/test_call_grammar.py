@@ -379,3 +379,22 @@ def test_names_are_read_back_or_refused(family: str) -> None:
         assert [call.name for call in made.read(ids, (tool,)).calls] == [name]
     if family in ("hermes", "llama3_json"):
         assert made.grammar(ToolUse((Tool("a b", {}, strict=False, raw={}),), "required"))
+
+
+def test_calls_can_be_forced_from_a_model_whose_format_is_unknown() -> None:
+    made = model("hermes")
+    unknown = OutputParsers.of_model(made.tokenizer, tool_call_parser="", reasoning_parser="")
+    for name in ("", "now"):
+        text = GrammarText()
+        use = ToolUse(TOOLS, "named" if name else "required", name)
+        body = unknown.call_grammar(text, use, [made.end])
+        assert body is not None
+        grammar = text.write(body)
+        assert made.accepts(grammar, '{"name": "now", "arguments": {}}')
+        assert not made.accepts(grammar, "It rains.")
+        ids = made.draw(grammar, 1)
+        assert ids is not None
+        parser = unknown.parser(TOOLS)
+        answer = joined([*parser.push([made.tokenizer.decode(ids)]), *parser.finish()])
+        assert answer.calls and not answer.content
+        check_calls(answer)
