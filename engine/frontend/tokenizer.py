@@ -90,6 +90,8 @@ class Tokenizer:
             raise TokenizerError(
                 f"{file} cannot be read: {error}; copy the checkpoint's files again"
             ) from error
+        if _read_json(folder / "tokenizer_config.json").get("split_special_tokens") is True:
+            backend.encode_special_tokens = True  # as ordinary text
         sources = _chat_template_sources(folder)
         try:
             special_tokens = read_special_tokens(folder)

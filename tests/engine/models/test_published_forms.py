@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
+from engine.frontend.tokenizer import Tokenizer
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.quantization import Fp8Scheme, Quantization
+from tests.engine.models.conftest import ROOT
 from tests.engine.models.loaded_parameters import check_same, parameters
 from tests.engine.models.quantised_checkpoints import (
     FP8_BLOCKS,
@@ -45,8 +47,8 @@ def copy(checkpoints: Path, tmp_path: Path) -> Copy:
     return make
 
 
-def _with(folder: Path, **changes: Any) -> Path:
-    path = folder / "config.json"
+def _with(folder: Path, file: str = "config.json", **changes: Any) -> Path:
+    path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
@@ -234,6 +236,18 @@ def test_a_model_that_speaks(checkpoints: Path, tmp_path: Path) -> None:
         tensors[f"{other}.weight"] = torch.ones(2)
     save_file(tensors, tmp_path / "model.safetensors")
     check_same(tmp_path, plain)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_special_tokens_that_are_split_are_text(is_split: bool, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "cli" / "demo_checkpoint" / name, tmp_path)
+    _with(tmp_path, "tokenizer_config.json", split_special_tokens=is_split)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = f"Ada {theirs.eos_token} Ada"
+    expected = theirs(text)["input_ids"]
+    assert Tokenizer.from_folder(tmp_path).encode(text) == expected
+    assert (theirs.eos_token_id in expected[1:-1]) is not is_split
 
 
 # Names and numbers ----------------------------------------------------------------------------
