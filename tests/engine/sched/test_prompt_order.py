@@ -101,13 +101,13 @@ def test_what_is_due_has_every_second_step() -> None:
 
 
 def test_the_full_step_is_found() -> None:
-    assert counts_to_measure(1000) == [128, 256, 512, 1000]
+    assert counts_to_measure(10_000) == [2048, 4096, 8192, 10_000], "fewer are full nowhere"
     assert counts_to_measure(64) == [64]
-    # A step takes 10 ms and 10 µs for each token: 2100 of 8192 tokens take 5 % longer each.
-    flat = [(n, 0.010 + 1e-5 * n) for n in counts_to_measure(8192)]
+    # A step takes 20 ms and 10 µs for each token: 6529 of 8192 tokens take 5 % longer each.
+    flat = [(n, 0.020 + 1e-5 * n) for n in counts_to_measure(8192)]
     best = flat[-1][1] / 8192
     found = full_tokens(flat)
-    assert (0.010 + 1e-5 * found) / found == pytest.approx(1.05 * best, rel=1e-3)
+    assert (0.020 + 1e-5 * found) / found == pytest.approx(1.05 * best, rel=1e-3)
     assert full_tokens([(128, 0.001), (256, 0.002)]) == 128, "nothing is gained by more"
     assert full_tokens([(512, 0.004)]) == 512
     with pytest.raises(ValueError, match="no step"):
