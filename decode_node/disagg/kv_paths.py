@@ -6,8 +6,9 @@
      └──────────────────────────── KV arrives ─────────────────────────────────────┘
 
 rate     bytes per second, as pulls of real requests measured it: of one that waited for the path
-         alone what the path gives, of others what it gives at least. Its age makes it larger, by
-         two every two minutes: a path that looked slow is tried again, first where little is lost
+         alone what the path gives, of others what it gives at least, which says nothing against
+         it. Its age makes it larger, by two every two minutes: a path that looked slow is tried
+         again, first where little is lost
 backlog  bytes of pulls that have begun and not ended, less what came since at that rate
 
 One of them is kept for each of the nodes used last, and forgotten an hour after its last pull.
@@ -53,6 +54,8 @@ class KVPath:
 
     rate: float = 0.0
     """Bytes per second when they were measured; 0: never."""
+    is_limit: bool = False
+    """The path gave no more; else it gives so much at least."""
     measured_at: float = 0.0
     used_at: float = 0.0
     num_failures: int = 0
@@ -76,7 +79,7 @@ class KVPath:
         """Returns how long so many bytes more take, with what comes before them or beside them;
         0 if nobody knows. Pulls share the path, so a longer one counts as one of this size."""
         rate = self.bytes_per_s(now)
-        if not rate:
+        if not self.is_limit or not rate:
             return 0.0
         shared = sum(min(pull.num_bytes, num_bytes) for pull in self.pulls.values())
         return (min(self.backlog(now), shared) + num_bytes) / rate
@@ -95,10 +98,13 @@ class KVPath:
     def measured(self, rate: float, now: float, *, is_all: bool) -> None:
         """Learns a rate. `is_all`: the path gives no more."""
         believed = self.bytes_per_s(now)
-        if is_all and believed:
+        if is_all and self.is_limit:
             rate = believed + _NEW * (rate - believed)
-        self.rate = rate if is_all else max(believed, rate)
-        self.measured_at = now
+        elif not is_all:
+            self.is_limit = self.is_limit and rate < believed
+            rate = max(believed, rate)
+        self.is_limit |= is_all
+        self.rate, self.measured_at = rate, now
 
     def failed(self, began_at: float, now: float) -> None:
         """Avoids the path, twice as long as the last time."""
@@ -175,7 +181,7 @@ class KVPaths:
         path.failed(pull.began_at, now)
         most = pull.num_bytes / waited_s if waited_s else 0.0
         if most and (not path.rate or most < path.bytes_per_s(now)):
-            path.rate, path.measured_at = most, now
+            path.rate, path.measured_at, path.is_limit = most, now, True
         self.on_change()
 
     def ended(self, address: str, name: str) -> None:
@@ -190,10 +196,10 @@ class KVPaths:
         for address, path in list(self._paths.items()):
             if not path.pulls and now - path.used_at > _FORGOTTEN_S:
                 del self._paths[address]
-            elif path.rate or now < path.avoided_until:
+            elif path.is_limit or now < path.avoided_until:
                 yield node_pb2.KVPath(
                     prefill_node=address,
-                    bytes_per_s=path.bytes_per_s(now),
+                    bytes_per_s=path.bytes_per_s(now) if path.is_limit else 0.0,
                     backlog_bytes=int(path.backlog(now)),
                     avoided_s=max(0.0, path.avoided_until - now),
                     num_pulls=len(path.pulls),

@@ -20,7 +20,6 @@ from threading import local
 
 import msgspec
 import xxhash
-from huggingface_hub.constants import HF_HOME
 
 from engine.models.errors import CheckpointError
 from engine.models.stored_tensors import DOWNLOAD_AGAIN, StoredTensor
@@ -33,7 +32,14 @@ _READ_BYTES = 1 << 20
 """So much stays in a core's cache between reading and hashing."""
 _MAX_THREADS = 8
 _FORMAT = 1
-STORE = Path(HF_HOME) / "tandem" / "digests"
+
+
+def store_folder() -> Path:
+    """Returns where digests are kept. Small checkpoints never ask, so the library is not imported
+    for them."""
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "tandem" / "digests"
 
 
 class _StoredDigests(msgspec.Struct):
@@ -113,7 +119,7 @@ def _state_of(file: Path) -> tuple[int, ...]:
 
 def _store_of(file: Path) -> Path:
     name = xxhash.xxh3_128_hexdigest(os.fsencode(file.resolve()))
-    return STORE / f"{name}.json"
+    return store_folder() / f"{name}.json"
 
 
 def _read_store(file: Path, state: tuple[int, ...]) -> _StoredDigests:

@@ -16,6 +16,8 @@ _FEWEST_BYTES = 1 << 20
 _LONG_S = 1.0
 """Fewer bytes say something about a rate only if they took so long that nothing else can be why."""
 _LEAST_S = 1e-4
+_TELLING_S = 0.02
+"""A shorter time says how long a message takes, not what a path gives."""
 
 
 class PathMoment(NamedTuple):
@@ -39,8 +41,10 @@ def rate_between(
     0 while it has not ended, and where that says nothing."""
     if begun is None or received is None:
         return 0.0, False
-    if computed is not None and (rate := _rate(computed, received)):
-        return rate, True
+    if computed is not None and received.at - computed.at >= _TELLING_S:
+        rate = _rate(computed, received)
+        if rate:
+            return rate, True
     return _rate(begun, received), False
 
 

@@ -22,8 +22,19 @@ MIB = 1 << 20
         ((0, 1.0), (8 * MIB - 9, 2.9), (8 * MIB, 3.0), (4 * MIB, False)),
         ((0, 1.0), (8 * MIB - 100, 2.0), (8 * MIB, 4.0), (50.0, True)),
         ((0, 1.0), None, (1000, 1.5), (0.0, False)),
+        ((0, 1.0), (4 * MIB, 2.985), (8 * MIB, 3.0), (4 * MIB, False)),
     ],
-    ids=["none", "open", "hidden", "waited", "was there", "little", "little and long", "small"],
+    ids=[
+        "none",
+        "open",
+        "hidden",
+        "waited",
+        "was there",
+        "little",
+        "little and long",
+        "small",
+        "too short to tell",
+    ],
 )
 def test_what_a_transfer_says_of_its_path(
     begun: tuple[int, float] | None,

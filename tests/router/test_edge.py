@@ -395,7 +395,7 @@ async def test_metrics_name_the_nodes_that_exist(cluster: Cluster) -> None:
     assert (
         f'tandem_router_node_report_age_seconds{{node="{prefill.target}",tier="prefill"}}' in text
     )
-    assert 'tandem_router_placements_total{choice="home",session="prompt"} 1.0' in text
+    assert 'tandem_router_placements_total{choice="least_loaded",session="prompt"} 1.0' in text
     seconds = 'tandem_router_time_to_first_byte_seconds_count{model="demo",version="demo"}'
     assert f"{seconds} 1.0" in text
     assert "process_resident_memory_bytes" in text

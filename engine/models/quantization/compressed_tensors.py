@@ -94,7 +94,7 @@ def _scheme(weights: Fields, activations: Activations) -> Scheme:
         if strategy not in ("group", "channel"):
             raise weights.refused("strategy", f"4-bit weights with scales per {strategy!r}")
         if strategy == "group" and group_size < 1:
-            raise weights.unsupported("group_size")
+            raise weights.refused("group_size", f"groups of {group_size}")
         if activations != "none":
             raise weights.refused("num_bits", "4-bit weights with quantised activations")
         return Int4Scheme(

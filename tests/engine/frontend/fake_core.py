@@ -29,6 +29,7 @@ class FakeCore:
         self.say = on_message
         self.die = on_dead
         self.sent: list[ToEngineCore] = []
+        self.history = None
         self.say(EngineReady(num_blocks=7))
 
     def send(self, message: ToEngineCore) -> None:

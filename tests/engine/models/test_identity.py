@@ -30,7 +30,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(content_digests, "_digest", watched)
     monkeypatch.setattr(content_digests, "_LEAST_STORED", 1)
-    monkeypatch.setattr(content_digests, "STORE", tmp_path / "cache" / "digests")
+    monkeypatch.setattr(content_digests, "store_folder", lambda: tmp_path / "cache" / "digests")
     return found
 
 
