@@ -16,8 +16,8 @@ from tests.decode_node.http_node import HttpNode, http_node, live
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 KEEP_ALIVE = ": keep-alive"
-STREAM = {"prompt": [1], "max_tokens": 4, "stream": True}
-"""It ends by itself."""
+STREAM = {"prompt": [1], "max_tokens": 4, "stream": True, "seed": 1}
+"""It ends by itself, and with this seed the first token has text: an answer begins with that."""
 
 
 async def silence(node: HttpNode, seconds: float = 10.0) -> None:

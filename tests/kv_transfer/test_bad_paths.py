@@ -33,7 +33,7 @@ def switch() -> Iterator[LossySwitch]:
 class Pair:
     """A prefill and a decode node, and a prompt's KV on its way."""
 
-    def __init__(self, switch: LossySwitch) -> None:
+    def __init__(self, switch: LossySwitch, stall_timeout_s: float) -> None:
         self.nodes: list[KVNode] = []
         for name, role in (("p", "kv_producer"), ("d", "kv_consumer")):
             config = KVTransferConfig(
@@ -42,7 +42,7 @@ class Pair:
                 num_streams=2,
                 chunk_bytes=256 << 10,
                 staging_bytes=16 << 20,
-                stall_timeout_s=0.8,
+                stall_timeout_s=stall_timeout_s,
                 security=SecurityConfig(allow_plaintext=True),
             )
             with switch.on(name):
@@ -74,8 +74,8 @@ class Pair:
 
 
 @contextmanager
-def pair_on(switch: LossySwitch) -> Iterator[Pair]:
-    pair = Pair(switch)
+def pair_on(switch: LossySwitch, stall_timeout_s: float = 0.8) -> Iterator[Pair]:
+    pair = Pair(switch, stall_timeout_s)
     try:
         yield pair
         switch.set("p", "d", CLEAN)
@@ -113,7 +113,7 @@ def test_a_bad_path_says_what_is_wrong_and_works_once_it_is_mended(
 def test_short_kv_does_not_wait_for_long_kv_and_the_rate_is_that_of_the_path(
     switch: LossySwitch,
 ) -> None:
-    with pair_on(switch) as pair:
+    with pair_on(switch, stall_timeout_s=30.0) as pair:
         first = pair.send(SHORT, 1)
         pair.until_over(first)
         switch.set("p", "d", Conditions(rate=RATE))
