@@ -7,13 +7,16 @@ from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 CHAT = [{"role": "user", "content": "What is the weather?"}]
 
 
 class Weather(BaseModel):
     """The weather of a city."""
+
+    # The demo model finds no end of an object that may have more keys.
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Paris", "Rome"]
     is_warm: bool

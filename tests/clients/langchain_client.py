@@ -8,11 +8,14 @@ from typing import Literal
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Weather(BaseModel):
     """The weather of a city."""
+
+    # The demo model finds no end of an object that may have more keys.
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Paris", "Rome"]
     is_warm: bool
@@ -37,7 +40,7 @@ def check(url: str) -> None:
         found = chat.with_structured_output(Weather, method=method).invoke("Paris?")
         assert isinstance(found, Weather), method
     question = HumanMessage("Paris?")
-    asked = chat.bind_tools([weather], tool_choice="required").invoke([question])
+    asked = chat.bind_tools([weather], tool_choice="required", strict=True).invoke([question])
     call = asked.tool_calls[0]
     result = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
     assert short.bind_tools([weather], tool_choice="none").invoke([question, asked, result]).content
