@@ -16,7 +16,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -51,10 +51,12 @@ def mean_us(group: ParallelGroup, call: Callable[[Tensor], object], x: Tensor) -
     return float(group.all_gather(own).mean())
 
 
-def tune(group: ParallelGroup, reducer: PeerReducer, dtype: torch.dtype) -> list[dict[str, object]]:
+def tune(
+    group: ParallelGroup, reducer: PeerReducer, dtype: torch.dtype, sizes: Sequence[int]
+) -> list[dict[str, object]]:
     """Times all ways to share messages out, and prints the quickest of each size."""
     found: list[dict[str, object]] = []
-    for size, two_shot in itertools.product(SIZES, (False, True)):
+    for size, two_shot in itertools.product(sizes, (False, True)):
         count = size // dtype.itemsize
         x = torch.zeros(count, dtype=dtype, device=torch.device("cuda", group.rank))
         usual = reduce_tuning(count // group.size if two_shot else count)
@@ -104,7 +106,8 @@ def tune_exchange(
 def measure_reduce(group: ParallelGroup, arguments: argparse.Namespace) -> dict[str, object]:
     """Returns what the start of a node finds of all-reduces."""
     dtype = getattr(torch, arguments.dtype)
-    group.share_memory(dtype, HIDDEN, SIZES[-1] // HIDDEN // dtype.itemsize)
+    sizes: list[int] = arguments.sizes
+    group.share_memory(dtype, HIDDEN, max(*SIZES, *sizes) // HIDDEN // dtype.itemsize)
     reducer = group.reducer
     if reducer is None:
         sys.exit("ranks do not share memory")
@@ -112,7 +115,7 @@ def measure_reduce(group: ParallelGroup, arguments: argparse.Namespace) -> dict[
         "chosen": str(reducer.limits),
         "microseconds": {size: asdict(times) for size, times in reducer.times.items()},
     }
-    return result | ({"tuned": tune(group, reducer, dtype)} if arguments.tune else {})
+    return result | ({"tuned": tune(group, reducer, dtype, sizes)} if arguments.tune else {})
 
 
 def measure_exchange(group: ParallelGroup, arguments: argparse.Namespace) -> dict[str, object]:
@@ -159,6 +162,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tune", action="store_true", help="time all ways to share messages out")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes, to tune for")
     parser.add_argument("--exchange", action="store_true", help="of rows between groups")
     parser.add_argument("--hidden", type=int, default=2048, help="width of these rows")
     parser.add_argument("--name", default="", help="of the result file; default: by what it is of")

@@ -7,7 +7,7 @@ prompts, and many at once, prompt tokens per second.
 Row, prompt: the first of decode and of prefill alone, for comparisons. Rested: that prompt on a GPU
 that has rested half a second, as one finds it that has a node to itself.
 Throughput: 256 requests at once, 2000 tokens in, 150 out. Small: fewer of both, as measured for
-mixtures of experts.
+mixtures of experts. Large: the cases measured beside vLLM for 70B on four GPUs.
 
     python -m bench.engine.speed                          # the shape of Llama 3.1 8B on one GPU
     python -m bench.engine.speed --shape qwen2.5-7b --cases decode
@@ -94,10 +94,12 @@ def measure_prefill(engine: OfflineEngine, count: int, length: int) -> Figure:
     return Figure(f"prefill {count} x {length}", round(count * length / seconds / 1e3, 2), "ktok/s")
 
 
-def measure_throughput(engine: OfflineEngine, count: int) -> Figure:
-    requests = [engine.request(2000, 150) for _ in range(count)]
+def measure_throughput(
+    engine: OfflineEngine, count: int, num_in: int = 2000, num_out: int = 150
+) -> Figure:
+    requests = [engine.request(num_in, num_out) for _ in range(count)]
     seconds = duration_s(engine, requests)
-    return Figure(f"throughput {count} x 2000/150", round(seconds, 3), "s")
+    return Figure(f"throughput {count} x {num_in}/{num_out}", round(seconds, 3), "s")
 
 
 CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
@@ -125,6 +127,14 @@ CASES: dict[str, list[Callable[[OfflineEngine], Figure]]] = {
     "small": [
         lambda engine: measure_prefill(engine, 16, 2048),
         lambda engine: measure_throughput(engine, 128),
+    ],
+    "large": [
+        *(lambda engine, batch=batch: measure_decode(engine, batch) for batch in (1, 16, 64, 200)),
+        lambda engine: measure_single_prefill(engine, 1500),
+        lambda engine: measure_single_prefill(engine, 6000),
+        lambda engine: measure_prefill(engine, 16, 1500),
+        lambda engine: measure_prefill(engine, 6, 6000),
+        lambda engine: measure_throughput(engine, 128, 1000, 200),
     ],
 }
 
@@ -182,7 +192,9 @@ def parse_arguments() -> argparse.Namespace:
         "--cases",
         type=names_among(CASES),
         default=[
-            case for case in CASES if case not in ("row", "prompt", "rested", "many", "small")
+            case
+            for case in CASES
+            if case not in ("row", "prompt", "rested", "many", "small", "large")
         ],
         help="comma separated",
     )

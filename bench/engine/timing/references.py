@@ -54,6 +54,18 @@ REFERENCES = {
         "prefill 16 x 2048": Reference(72.1, 77.0, 82.0),
         "prefill 4 x 8192": Reference(66.0, 71.0, 76.0),
     },
+    # Floors: a rank's weights and KV at 4.3 TB/s.
+    "llama-3.1-70b-tp4": {
+        "decode 1": Reference(12.39, 11.80, floor=8.2),
+        "decode 16": Reference(12.67, 12.07, floor=8.6),
+        "decode 64": Reference(15.77, 15.02, floor=9.6),
+        "decode 200": Reference(24.98, 23.79, floor=12.4),
+        "prefill 1500 alone": Reference(111.4, 106.1),
+        "prefill 6000 alone": Reference(423.9, 403.7),
+        "prefill 16 x 1500": Reference(14.74, 15.48),
+        "prefill 6 x 6000": Reference(14.33, 15.05),
+        "throughput 128 x 1000/200": Reference(12.39, 11.80),
+    },
     "llama-3.1-8b-fp8-kv-fp8": {
         "decode 1": Reference(3.54, 3.4, 2.7),
         "decode 16": Reference(3.90, 3.8, 3.1),

@@ -62,8 +62,11 @@ def test_processes_add_over_gpu_memory(num_ranks: int) -> None:
 
 
 @pytest.mark.multi_gpu
-def test_gpus_add_over_each_others_memory() -> None:
-    check_on_gpus(2)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gpus_add_over_each_others_memory(num_ranks: int) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"{num_ranks} GPUs are needed, each for a rank")
+    check_on_gpus(num_ranks)
 
 
 def test_each_size_goes_the_way_that_was_quickest() -> None:

@@ -162,6 +162,7 @@ def test_a_graph_with_prompts_equals_single_launches_bit_for_bit(
     [
         (ParallelConfig(tensor_parallel_size=2), False),
         (ParallelConfig(tensor_parallel_size=2), True),
+        (ParallelConfig(tensor_parallel_size=4), False),
         (ParallelConfig(pipeline_parallel_size=2), False),
         (ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2), False),
     ],
