@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 Fp8Scales = Literal["block", "channel", "tensor"]
 Activations = Literal["none", "dynamic", "static"]
-Int4Layout = Literal["awq", "gptq", "compressed-tensors"]
+IntegerLayout = Literal["awq", "gptq", "compressed-tensors", "int-quantized", "modelopt"]
 
 
 class Fp8Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="fp8"):
@@ -36,30 +36,52 @@ class Fp8Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="fp8"):
     online: bool = False
 
 
-class Int4Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="int4"):
-    """Numbers of 4 bits, packed; those of `group_size` inputs of an output share a scale.
+class IntegerScheme(msgspec.Struct, frozen=True, kw_only=True):
+    """Integers; those of `group_size` inputs of an output share a scale.
 
     Attributes:
         layout: Whose names and order of bits.
-        group_size: -1: all inputs.
+        group_size: -1: all inputs of an output; 0: all of the tensor.
         symmetric: There are no zero points.
         ordered_by_activation: Inputs are in groups of any order, which the checkpoint lists
             (`g_idx`).
-        zeros_are_less_by: What is stored of a zero point is so much less, modulo 16.
+        zeros_are_less_by: What is stored of a zero point is so much less, modulo 2^bits.
+        activations: How the publisher means a GEMM's inputs to be quantised; see `Fp8Scheme`.
+        activation_numbers: In which numbers; empty: in none.
+        smoothed: Inputs are multiplied by numbers of their own first, where a layer has them
+            (`pre_quant_scale`).
     """
 
-    layout: Int4Layout
+    bits: ClassVar[int]
+
+    layout: IntegerLayout
     group_size: int
     symmetric: bool
     ordered_by_activation: bool = False
     zeros_are_less_by: int = 0
+    activations: Activations = "none"
+    activation_numbers: str = ""
+    smoothed: bool = False
+
+
+class Int4Scheme(IntegerScheme, frozen=True, kw_only=True, tag="int4"):
+    """Of 4 bits. Inputs stay in the model's dtype, whatever the publisher means."""
+
+    bits: ClassVar[int] = 4
+
+
+class Int8Scheme(IntegerScheme, frozen=True, kw_only=True, tag="int8"):
+    """Of 8 bits. Inputs are quantised to int8 where the publisher means that, by the largest number
+    of each token; asymmetrically quantised ones stay in the model's dtype."""
+
+    bits: ClassVar[int] = 8
 
 
 class Mxfp4Scheme(msgspec.Struct, frozen=True, tag="mxfp4"):
     """Numbers in float4 e2m1; 32 inputs of an output share an exponent of 8 bits."""
 
 
-Scheme = Fp8Scheme | Int4Scheme | Mxfp4Scheme
+Scheme = Fp8Scheme | Int4Scheme | Int8Scheme | Mxfp4Scheme
 
 
 class SchemeRule(msgspec.Struct, frozen=True):

@@ -33,6 +33,8 @@ class TensorSlice:
         index: Of the first dimension, which the slice then lacks, and `dim` counts without.
         stored: Types of numbers that the checkpoint may have it in.
         dummy: What every element of dummy weights is; None: random numbers.
+        is_optional: Some checkpoints lack it; what is filled is then given one tensor less. Only
+            the last of a parameter's.
     """
 
     name: str
@@ -43,6 +45,7 @@ class TensorSlice:
     stored: frozenset[str] = FLOATS
     dummy: float | None = None
     index: int | None = None
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

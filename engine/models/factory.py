@@ -20,7 +20,7 @@ from engine.models.quantization.fused_layers import mixed_schemes
 from engine.models.registry import MODELS, spec_of
 from engine.models.vision.tower import VisionTower
 from engine.parallel import ParallelPlace
-from engine.quantization import MixedSchemes
+from engine.quantization import IntegerScheme, MixedSchemes, Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ def create_model(
         created = getattr(import_module(module), name)(config, spec, shard)
     except MixedSchemes as error:
         raise mixed_schemes(model.path, error) from error
+    if place.tp.rank == 0:
+        _tell_of_plain_inputs(model.quantization)
     if device.type == "cuda":
         _tell_of_plain_layers(created)
     return cast(CausalLM, created.eval())
@@ -65,6 +67,25 @@ def create_tower(
         return None
     shard = Shard(place, getattr(torch, config.model.dtype), torch.device(device))
     return VisionTower(config.model.vision, shard).eval()
+
+
+def _tell_of_plain_inputs(quantization: Quantization | None) -> None:
+    """Logs of which weights the inputs stay as they are, though the publisher means otherwise."""
+    told = set()
+    for rule in () if quantization is None else quantization.rules:
+        scheme = rule.scheme
+        if not isinstance(scheme, IntegerScheme) or not scheme.activation_numbers:
+            continue
+        if scheme.bits == 8 and scheme.activations != "none":
+            continue
+        told.add((scheme.bits, scheme.activation_numbers))
+    for bits, numbers in sorted(told):
+        logger.info(
+            "inputs are meant to be quantised to %s beside these weights of %d bits, and stay in "
+            "the model's dtype here: answers are more exact, and GEMMs those of half precision",
+            numbers,
+            bits,
+        )
 
 
 def _tell_of_plain_layers(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ STORED_TYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "I32": torch.int32,
     "I64": torch.int64,
+    "I8": torch.int8,
     "U8": torch.uint8,
 }
 """Maps what safetensors calls a type of numbers."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -101,6 +101,7 @@ def load_weights(
             if (experts := model.stackable_experts) is not None:
                 files.tensors = unstacked(files.tensors, experts)
             _take_tied_head(files, wanted)
+            wanted = [_without_absent(weight, files) for weight in wanted]
             _leave_to_others(files, wanted, tuple(model.elsewhere))
             skipped = _check(files, wanted, model.unused_weights)
             _load(files, wanted, report, on_total)
@@ -112,6 +113,14 @@ def files_of(model: ModelConfig) -> WeightFiles:
     """Returns the files of a model, or of a drafter. Raises `CheckpointError`."""
     renamed = MODELS[model.architecture].spec.renamed_tensors
     return WeightFiles(Path(model.path), model.wrapper, renamed)
+
+
+def _without_absent(weight: CheckpointWeight, files: WeightFiles) -> CheckpointWeight:
+    """Returns a source without those tensors that a checkpoint may lack and this one lacks."""
+    there = tuple(
+        part for part in weight.companions if not part.is_optional or part.name in files.tensors
+    )
+    return weight if len(there) == len(weight.companions) else replace(weight, companions=there)
 
 
 def _take_tied_head(files: WeightFiles, wanted: list[CheckpointWeight]) -> None:

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertSpec
-from engine.quantization import Fp8Scheme, Int4Scheme, Mxfp4Scheme, Scheme
+from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Mxfp4Scheme, Scheme
 from engine.step_work import AttentionCost, ExpertCost, ModelCost
 from kv_transfer.layout import DTYPE_BYTES
 
@@ -207,7 +207,9 @@ def _bytes_of(scheme: Scheme | None, inputs: int, plain: int) -> float:
             return 1.0
         case Int4Scheme(group_size=group, symmetric=symmetric):
             scale = 2 + (0 if symmetric else 0.5)
-            return 0.5 + scale / (inputs if group < 0 else group)
+            return 0.5 + scale / (group if group > 0 else inputs)
+        case Int8Scheme(group_size=group):
+            return 1 + 4 / (group if group > 0 else inputs)
         case Mxfp4Scheme():
             return 0.5 + 1 / 32
         case _:

@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod, ExpertPart
 from engine.layers.expert_methods.plain import slice_of
 from engine.layers.methods.base import LinearPart
-from engine.layers.methods.int4_format import Int4Format
 from engine.layers.methods.int4_linear import pack_into
+from engine.layers.methods.integer_format import IntegerFormat
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
@@ -23,11 +23,11 @@ from tandem_kernels.gemm.int4_packing import GROUP_SIZES, group_size_for, padded
 
 def int4_experts(scheme: Int4Scheme, shard: Shard) -> ExpertMethod | None:
     """Returns the method for experts on this rank; None: they are dequantised as they are loaded.
-    That is where there is no kernel, and where inputs are ordered by activation: each expert has an
-    order of its own."""
-    if shard.gemms.int4_rows == 0 or scheme.ordered_by_activation:
+    That is where there is no kernel, and where inputs are ordered by activation, of which each expert
+    has an order of its own, or are smoothed."""
+    if shard.gemms.int4_rows == 0 or scheme.ordered_by_activation or scheme.smoothed:
         return None
-    return Int4Experts(Int4Format(scheme))
+    return Int4Experts(IntegerFormat(scheme))
 
 
 class Int4Experts(ExpertMethod):
@@ -37,7 +37,7 @@ class Int4Experts(ExpertMethod):
     unit = min(GROUP_SIZES)
     """Ranks cut the inputs of the down projection where a group may begin."""
 
-    def __init__(self, form: Int4Format) -> None:
+    def __init__(self, form: IntegerFormat) -> None:
         self.form = form
 
     def create(self, layer: ExpertLayer, shard: Shard) -> None:

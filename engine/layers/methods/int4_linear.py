@@ -25,7 +25,7 @@ from engine.layers.methods.base import (
     LinearShare,
     bias_weights,
 )
-from engine.layers.methods.int4_format import Int4Format, Int4Matrix
+from engine.layers.methods.integer_format import IntegerFormat, IntegerMatrix
 from engine.layers.methods.weight_format import filled_weight
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Int4Scheme
@@ -49,17 +49,17 @@ def int4_linear(
     scheme: Int4Scheme, plain: LinearMethod, share: LinearShare, policy: GemmPolicy
 ) -> LinearMethod | None:
     """Returns the method of a layer; None: it is dequantised as it is loaded. That is where there
-    is no kernel, where ranks cut groups in pieces of less than 32 inputs, and where they cut inputs
-    that are ordered by activation."""
+    is no kernel, where ranks cut groups in pieces of less than 32 inputs, where they cut inputs that
+    are ordered by activation, and where inputs are smoothed."""
     start, count = share.inputs
     is_cut = start > 0 or count < share.total_inputs
-    if policy.int4_rows == 0 or (scheme.ordered_by_activation and is_cut):
+    if policy.int4_rows == 0 or scheme.smoothed or (scheme.ordered_by_activation and is_cut):
         return None
     published = max(0, scheme.group_size)
     group_size = group_size_for(published, math.gcd(start, count))
     if group_size is None:
         return None
-    return Int4Linear(plain, Int4Format(scheme), group_size, policy)
+    return Int4Linear(plain, IntegerFormat(scheme), group_size, policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Int4Linear(LinearMethod):
     """
 
     def __init__(
-        self, plain: LinearMethod, form: Int4Format, group_size: int, policy: GemmPolicy
+        self, plain: LinearMethod, form: IntegerFormat, group_size: int, policy: GemmPolicy
     ) -> None:
         self.plain = plain
         self.form = form
@@ -107,7 +107,7 @@ class Int4Linear(LinearMethod):
         slices, read = self.form.quantised_matrix(part, len(packed), layer.share.inputs[1])
 
         def fill(*stored: Tensor) -> None:
-            matrix = in_output_order(read(*stored), part.order)
+            matrix = read(*stored).in_output_order(part.order)
             if layer.input_order is not None:
                 matrix = self._in_input_order(matrix, layer.input_order, part.prefix)
             pack_into(packed, groups, matrix)
@@ -115,7 +115,7 @@ class Int4Linear(LinearMethod):
         yield filled_weight(packed, slices, fill, self.form.beside(part.prefix))
         yield from bias_weights(layer, part)
 
-    def _in_input_order(self, matrix: Int4Matrix, order: Tensor, name: str) -> Int4Matrix:
+    def _in_input_order(self, matrix: IntegerMatrix, order: Tensor, name: str) -> IntegerMatrix:
         """Sorts inputs by their groups; the parts of a layer must agree on the order."""
         own = matrix.group_of.argsort(stable=True)
         if order[0] == _NOT_LOADED:
@@ -127,7 +127,8 @@ class Int4Linear(LinearMethod):
                 f"{name}.{self.form.layout.groups} does not sort inputs into whole groups as the "
                 "layers beside it do (desc_act): use a checkpoint without desc_act"
             )
-        return Int4Matrix(matrix.numbers[:, order], matrix.scales, matrix.zeros, sorted_groups)
+        numbers = matrix.numbers[:, order]
+        return IntegerMatrix(numbers, matrix.scales, matrix.zeros, sorted_groups)
 
     def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
         x = self._ordered(layer, x)
@@ -164,17 +165,7 @@ class Int4Linear(LinearMethod):
         return cast(LinearLayer, _WrittenOut(weight, layer.bias))
 
 
-def in_output_order(matrix: Int4Matrix, order: Tensor | None) -> Int4Matrix:
-    """Returns outputs in the order of `LinearPart.order`."""
-    if order is None:
-        return matrix
-    order = order.to(matrix.numbers.device)
-    return Int4Matrix(
-        matrix.numbers[order], matrix.scales[order], matrix.zeros[order], matrix.group_of
-    )
-
-
-def pack_into(packed: Tensor, groups: Tensor, matrix: Int4Matrix) -> None:
+def pack_into(packed: Tensor, groups: Tensor, matrix: IntegerMatrix) -> None:
     """Fills packed weights [N, K' / 4] and their groups [K' / G, N, 2]."""
     group_size = packed_group_size(packed, groups)
     published = matrix.group_of[::group_size]

@@ -14,14 +14,15 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
 from engine.layers.methods.fp8_format import Fp8Format
 from engine.layers.methods.fp8_linear import fp8_linear
-from engine.layers.methods.int4_format import Int4Format
 from engine.layers.methods.int4_linear import int4_linear
+from engine.layers.methods.integer_format import IntegerFormat
 from engine.layers.methods.weight_format import Dequantised, WeightFormat
-from engine.quantization import Fp8Scheme, Int4Scheme, Scheme
+from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Scheme
 
 FORMATS: dict[type[Any], Callable[[Any], WeightFormat]] = {
     Fp8Scheme: Fp8Format,
-    Int4Scheme: Int4Format,
+    Int4Scheme: IntegerFormat,
+    Int8Scheme: IntegerFormat,
 }
 """Formats of matrices, by scheme."""
 

@@ -1,18 +1,25 @@
-"""Reads `quant_method: auto-round`: 4-bit weights packed as GPTQ's or AWQ's, with exceptions by
-name."""
+"""Reads `quant_method: auto-round`: weights of 4 and 8 bits packed as GPTQ's, of 4 as AWQ's, or in
+FP8, with exceptions by name."""
 
 from __future__ import annotations
 
 import re
 
-import msgspec
-
 from engine.models.quantization.fields import Fields
-from engine.models.quantization.four_bits import PLAIN_NAME, SEARCH, group_size_of
+from engine.models.quantization.integers import SCHEMES
+from engine.models.quantization.packed import PLAIN_NAME, SEARCH, group_size_of, with_bits
 from engine.models.wrappers import with_own_names
-from engine.quantization import Int4Layout, Int4Scheme, Quantization, SchemeRule
+from engine.quantization import (
+    Activations,
+    Fp8Scheme,
+    IntegerLayout,
+    IntegerScheme,
+    Quantization,
+    Scheme,
+    SchemeRule,
+)
 
-_FORMS: dict[str, tuple[Int4Layout, int]] = {
+_FORMS: dict[str, tuple[IntegerLayout, int]] = {
     "auto_round": ("gptq", 0),
     "auto_round:auto_awq": ("awq", 0),
     "auto_round:auto_gptq": ("gptq", 1),
@@ -21,28 +28,16 @@ _FORMS: dict[str, tuple[Int4Layout, int]] = {
     "auto_round:gptqmodel": ("gptq", 0),
 }
 """Each packing format has somebody's layout, and stores zero points by so much less."""
+_FP8_FORMS = ("auto_round:fp8", "auto_round:fp8_static")
 _ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def read_auto_round(fields: Fields) -> Quantization:
     """Reads AutoRound's own form. Early releases name the packing format `backend`."""
-    fields.expect("bits", 4)
-    fields.expect("data_type", "int")
-    fields.expect("act_bits", 16, 32)
     for name in ("desc_act", "lm_head", "quant_lm_head"):
         fields.expect(name, False)
     form = fields.get("packing_format", str, "") or fields.get("backend", str, "")
-    symmetric = fields.get("sym", bool, True)
-    # Of symmetric ones, releases disagree about what is stored as `auto_round`.
-    if form not in _FORMS or (form == "auto_round" and symmetric):
-        raise fields.refused("packing_format", f"weights packed as {form!r}")
-    layout, less = _FORMS[form]
-    scheme = Int4Scheme(
-        layout=layout,
-        group_size=group_size_of(fields),
-        symmetric=symmetric,
-        zeros_are_less_by=less,
-    )
+    scheme = _fp8(fields) if form in _FP8_FORMS else _integers(fields, form)
     named, ignored = _exceptions(fields, scheme)
     blocks = _blocks(fields) or ("Linear",)
     fields.ignore("model_free", *_ACTIVATIONS, *SEARCH)
@@ -51,6 +46,50 @@ def read_auto_round(fields: Fields) -> Quantization:
         rules=(*named, SchemeRule(blocks, scheme)),
         ignored=(*ignored, "lm_head"),
     )
+
+
+def _integers(fields: Fields, form: str) -> IntegerScheme:
+    bits = fields.choice("bits", 4, 8)
+    fields.expect("data_type", "int")
+    fields.expect("act_bits", 16, 32)
+    symmetric = fields.get("sym", bool, True)
+    # Of symmetric ones, releases disagree about what is stored as `auto_round`.
+    if form not in _FORMS or (form == "auto_round" and symmetric):
+        raise fields.refused("packing_format", f"weights packed as {form!r}")
+    layout, less = _FORMS[form]
+    if layout == "awq" and bits != 4:
+        raise fields.unsupported("bits")
+    return SCHEMES[bits](
+        layout=layout,
+        group_size=group_size_of(fields),
+        symmetric=symmetric,
+        zeros_are_less_by=less,
+    )
+
+
+def _fp8(fields: Fields) -> Fp8Scheme:
+    """Reads weights in FP8; a `group_size` of two numbers is a block."""
+    fields.expect("bits", 8)
+    fields.expect("fmt", "e4m3")
+    fields.expect("data_type", "fp", "fp8", "e4m3")
+    fields.expect("sym", True)
+    choices: tuple[Activations, Activations] = ("dynamic", "static")
+    activations = fields.choice("activation_scheme", *choices)
+    if fields.choice("act_bits", 8, 16, 32) > 8:
+        activations = "none"
+    size = fields.get("group_size", int | list[int], -1)  # type: ignore[arg-type]
+    if isinstance(size, list):
+        if len(size) != 2 or min(size) < 1:
+            raise fields.unsupported("group_size")
+        return Fp8Scheme(
+            scales="block",
+            block=(size[0], size[1]),
+            activations=activations,
+            scale_name="weight_scale_inv",
+        )
+    if size not in (-1, 0):
+        raise fields.unsupported("group_size")
+    return Fp8Scheme(scales="channel" if size else "tensor", activations=activations)
 
 
 def _blocks(fields: Fields) -> tuple[str, ...]:
@@ -62,7 +101,7 @@ def _blocks(fields: Fields) -> tuple[str, ...]:
     return tuple(with_own_names([block.strip() for block in listed if block.strip()]))
 
 
-def _exceptions(fields: Fields, scheme: Int4Scheme) -> tuple[list[SchemeRule], list[str]]:
+def _exceptions(fields: Fields, scheme: Scheme) -> tuple[list[SchemeRule], list[str]]:
     """Returns the rules of layers that have another scheme, and the patterns of those that have
     none."""
     rules: list[SchemeRule] = []
@@ -70,23 +109,32 @@ def _exceptions(fields: Fields, scheme: Int4Scheme) -> tuple[list[SchemeRule], l
     for name, changes in fields.get("extra_config", dict[str, dict[str, object]], {}).items():
         own = Fields(f"{fields.place}.extra_config.{name}", changes)
         pattern = _pattern(fields, name)
-        own.expect("act_bits", 16, 32)
         own.ignore(*_ACTIVATIONS)
         if own.get("bits", int, 4) >= 16:
+            own.expect("act_bits", 16, 32)
             plain.append(pattern)
             continue
-        own.expect("bits", 4)
-        own.expect("data_type", "int")
         if pattern == "lm_head":
             raise own.refused("bits", "a quantised head")
-        changed = msgspec.structs.replace(
-            scheme,
-            group_size=group_size_of(own, scheme.group_size),
-            symmetric=own.get("sym", bool, scheme.symmetric),
-        )
+        changed = _changed(own, scheme)
         own.finish()
         rules.append(SchemeRule((pattern,), changed))
     return rules, plain
+
+
+def _changed(own: Fields, scheme: Scheme) -> Scheme:
+    """Returns the scheme of layers that are named."""
+    if not isinstance(scheme, IntegerScheme):
+        raise own.unsupported("bits")
+    own.expect("act_bits", 16, 32)
+    own.expect("data_type", "int")
+    bits = own.choice("bits", scheme.bits, *(SCHEMES if scheme.layout == "gptq" else ()))
+    return with_bits(
+        scheme,
+        bits,
+        group_size=group_size_of(own, scheme.group_size),
+        symmetric=own.get("sym", bool, scheme.symmetric),
+    )
 
 
 def _pattern(fields: Fields, name: str) -> str:

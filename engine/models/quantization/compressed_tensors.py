@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from engine.models.quantization.fields import Fields
-from engine.quantization import Activations, Fp8Scheme, Int4Scheme, Quantization, Scheme, SchemeRule
+from engine.models.quantization.integers import SCHEMES, Inputs, read_integers
+from engine.quantization import Fp8Scheme, Quantization, Scheme, SchemeRule
 
 _STATES = ("compressed", "frozen")
 _SCALE_TYPES = ("float16", "bfloat16", "float32")
-_FORMATS = ("float-quantized", "pack-quantized", "naive-quantized")
+_FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 _PLAIN = "dense"
 
 
@@ -57,72 +58,67 @@ def _rule(group: Fields, form: str) -> SchemeRule:
     weights = group.part("weights")
     if weights is None or not targets:
         raise group.refused("weights", "a group without weights or targets")
-    activations = _activations(group.part("input_activations"))
+    inputs = _inputs(group.part("input_activations"))
     group.expect("output_activations")
     group.finish()
-    scheme = _scheme(weights, activations)
+    scheme = _scheme(weights, group.word("format", form), inputs)
     weights.finish()
-    form = group.word("format", form)
-    if isinstance(scheme, Int4Scheme) and form != "pack-quantized":
-        raise group.refused("format", f"4-bit weights stored as {form!r}")
     return SchemeRule(targets, scheme)
 
 
-def _scheme(weights: Fields, activations: Activations) -> Scheme:
+def _scheme(weights: Fields, form: str, inputs: Inputs) -> Scheme:
     bits, kind = weights.get("num_bits", int, 8), weights.word("type", "int")
-    strategy = weights.word("strategy")
-    symmetric = weights.get("symmetric", bool, True)
-    group_size = weights.get("group_size", int, -1)
-    block = weights.get("block_structure", list[int], [])
-    is_reordered = weights.choice("actorder", False, "weight", "static", "group", True)
     weights.expect("dynamic", False)
     # Without zero points their type says nothing.
-    weights.expect("zp_dtype", "int8", *(("e4m3",) if symmetric else ()))
+    is_symmetric = weights.get("symmetric", bool, True)
+    weights.expect("zp_dtype", "int8", *(("e4m3",) if is_symmetric else ()))
     weights.expect("scale_dtype", *_SCALE_TYPES)
     weights.ignore("observer", "observer_kwargs")
     if (bits, kind) == (8, "float"):
-        if not symmetric:
-            raise weights.refused("symmetric", "FP8 weights with zero points")
-        if strategy == "block" and len(block) == 2:
-            return Fp8Scheme(scales="block", block=(block[0], block[1]), activations=activations)
-        if strategy == "channel":
-            return Fp8Scheme(scales="channel", activations=activations)
-        if strategy == "tensor":
-            return Fp8Scheme(scales="tensor", activations=activations)
-        raise weights.refused("strategy", f"FP8 weights with scales per {strategy!r}")
-    if (bits, kind) == (4, "int"):
-        if strategy not in ("group", "channel"):
-            raise weights.refused("strategy", f"4-bit weights with scales per {strategy!r}")
-        if strategy == "group" and group_size < 1:
-            raise weights.refused("group_size", f"groups of {group_size}")
-        if activations != "none":
-            raise weights.refused("num_bits", "4-bit weights with quantised activations")
-        return Int4Scheme(
-            layout="compressed-tensors",
-            group_size=group_size if strategy == "group" else -1,
-            symmetric=symmetric,
-            ordered_by_activation=is_reordered in ("group", True),
-        )
+        return _fp8(weights, inputs)
+    if bits in SCHEMES and kind == "int":
+        weights.ignore("block_structure")
+        return read_integers(weights, bits, form, inputs)
     raise weights.refused("num_bits", f"weights of {bits} bits, type {kind!r}")
 
 
-def _activations(fields: Fields | None) -> Activations:
+def _fp8(weights: Fields, inputs: Inputs) -> Scheme:
+    if not weights.get("symmetric", bool, True):
+        raise weights.refused("symmetric", "FP8 weights with zero points")
+    if inputs.numbers == "int8":
+        raise weights.refused("num_bits", "FP8 weights beside inputs in int8")
+    strategy = weights.word("strategy")
+    block = weights.get("block_structure", list[int], [])
+    weights.ignore("group_size", "actorder")
+    if strategy == "block" and len(block) == 2:
+        return Fp8Scheme(scales="block", block=(block[0], block[1]), activations=inputs.activations)
+    if strategy == "channel":
+        return Fp8Scheme(scales="channel", activations=inputs.activations)
+    if strategy == "tensor":
+        return Fp8Scheme(scales="tensor", activations=inputs.activations)
+    raise weights.refused("strategy", f"FP8 weights with scales per {strategy!r}")
+
+
+def _inputs(fields: Fields | None) -> Inputs:
     if fields is None:
-        return "none"
+        return Inputs()
     bits, kind = fields.get("num_bits", int, 8), fields.word("type", "int")
-    if (bits, kind) != (8, "float"):
+    if (bits, kind) not in ((8, "float"), (8, "int")):
         raise fields.refused("num_bits", f"activations of {bits} bits, type {kind!r}")
-    fields.expect("symmetric", True)
+    is_symmetric = fields.get("symmetric", bool, True)
+    if kind == "float":
+        fields.expect("symmetric", True)
     dynamic = fields.get("dynamic", bool, False)
     fields.expect("strategy", "tensor", *(("token", "group") if dynamic else ()))
     fields.expect("group_size", 128)
     fields.expect("scale_dtype", *_SCALE_TYPES)
-    fields.expect("zp_dtype", "e4m3")
+    fields.expect("zp_dtype", "e4m3", "int8")
     fields.expect("block_structure")
     fields.expect("actorder")
     fields.ignore("observer", "observer_kwargs")
     fields.finish()
-    return "dynamic" if dynamic else "static"
+    numbers = "e4m3" if kind == "float" else "int8"
+    return Inputs("dynamic" if dynamic else "static", numbers, is_symmetric)
 
 
 def read_kv_cache(fields: Fields) -> Literal["fp8"] | None:

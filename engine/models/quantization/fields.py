@@ -12,7 +12,7 @@ from engine.models.number_names import number_name
 from engine.models.specs.base import UnsupportedField
 
 SUPPORTED = (
-    "use a checkpoint in FP8 (block, channel or tensor scales), AWQ, GPTQ, AutoRound or "
+    "use a checkpoint in FP8 (block, channel or tensor scales), INT8, AWQ, GPTQ, AutoRound or "
     "compressed-tensors with 4-bit groups, MXFP4, or without quantisation"
 )
 

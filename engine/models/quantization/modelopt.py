@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine.models.quantization.compressed_tensors import read_kv_cache
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.fp8 import LM_HEAD
-from engine.quantization import Fp8Scheme, Quantization, SchemeRule
+from engine.models.quantization.modelopt_integers import INTEGERS
+from engine.models.quantization.packed import group_size_of
+from engine.quantization import Fp8Scheme, Int4Scheme, Quantization, Scheme, SchemeRule
 
-_ALGORITHMS = {
+_ALGORITHMS: dict[str, Scheme] = {
     "fp8": Fp8Scheme(scales="tensor", activations="static"),
     "fp8_per_channel_per_token": Fp8Scheme(scales="channel"),
+    **INTEGERS,
 }
 
 
@@ -23,6 +28,11 @@ def read_modelopt(fields: Fields) -> Quantization:
     algorithm = _ALGORITHMS.get(fields.word("quant_algo"))
     if algorithm is None and kv_cache is None:
         raise fields.refused("quant_algo", "weights quantised by an algorithm without a name")
+    if isinstance(algorithm, Int4Scheme):
+        size = group_size_of(fields, algorithm.group_size)
+        algorithm = msgspec.structs.replace(algorithm, group_size=size)
+        fields.expect("has_zero_point", False)
+        fields.ignore("pre_quant_scale")
     excluded = fields.names("exclude_modules") + fields.names("ignore")
     # config_groups says in another way what quant_algo says.
     fields.ignore("config_groups", "producer", "quant_method", "version")

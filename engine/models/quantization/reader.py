@@ -13,9 +13,9 @@ from engine.models.json_file import read_json
 from engine.models.quantization.auto_round import read_auto_round
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
 from engine.models.quantization.fields import Fields
-from engine.models.quantization.four_bits import read_awq, read_gptq, read_mxfp4
 from engine.models.quantization.fp8 import ONLINE, read_fp8
 from engine.models.quantization.modelopt import read_modelopt
+from engine.models.quantization.packed import read_awq, read_gptq, read_mxfp4
 from engine.models.wrappers import with_own_names
 from engine.quantization import Quantization
 

@@ -16,16 +16,20 @@ AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 """The lowest nibble of a word holds column 0, the next one column 2, and so on."""
 
 
-def pack(numbers: Tensor, dim: int, nibbles: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Packs eight neighbours along a dimension into an int32, padded with zeros."""
+def pack(
+    numbers: Tensor, dim: int, nibbles: tuple[int, ...] = tuple(range(8)), bits: int = 4
+) -> Tensor:
+    """Packs eight neighbours along a dimension, or four of 8 bits, into an int32, padded with
+    zeros."""
+    count = 32 // bits
     moved = numbers.movedim(dim, -1)
     rows = moved.reshape(-1, moved.shape[-1]).tolist()
     packed = []
     for row in rows:
-        row += [0] * (-len(row) % 8)
+        row += [0] * (-len(row) % count)
         words = []
-        for start in range(0, len(row), 8):
-            word = sum(row[start + nibbles[i]] << 4 * i for i in range(8))
+        for start in range(0, len(row), count):
+            word = sum(row[start + nibbles[i]] << bits * i for i in range(count))
             words.append(word - 2**32 if word >= 2**31 else word)
         packed.append(words)
     shape = *moved.shape[:-1], -1

@@ -115,7 +115,7 @@ def read(config: dict[str, Any]) -> Quantization:
         ({"packing_format": None}, "packing_format"),
         ({"rotation_config": {"hadamard": 1}}, "rotation_config"),
         ({"extra_config": {"lm_head": {"bits": 4}}}, "extra_config.lm_head"),
-        ({"extra_config": {"model.layers.0.mlp": {"bits": 8}}}, "extra_config.*mlp.bits"),
+        ({"extra_config": {"model.layers.0.mlp": {"bits": 3}}}, "extra_config.*mlp.bits"),
         ({"extra_config": {"model.layers.0.mlp": {"super_bits": 6}}}, "extra_config.*super_bits"),
         ({"extra_config": {"(": {"bits": 16}}}, "extra_config"),
     ],

@@ -370,23 +370,23 @@ _FP8_GROUP = compressed_tensors({"strategy": "channel"})["config_groups"]["group
         (gptq(128, is_marlin_format=True), ("is_marlin_format",)),
         (gptq(128, lm_head=True), ("quantization_config.lm_head",)),
         (gptq(128, pack_dtype="int16"), ("pack_dtype",)),
-        (gptq(128, dynamic={r"+:.*mlp": {"bits": 8}}), ("dynamic", "bits")),
+        (gptq(128, dynamic={r"+:.*mlp": {"bits": 2}}), ("dynamic", "bits")),
         (gptq(128, dynamic={"-:(": {}}), ("dynamic",)),
         (ct_int4(128, num_bits=3), ("3 bits", "num_bits")),
-        (ct_int4(128) | {"format": "naive-quantized"}, ("naive-quantized", "format")),
+        (ct_int4(128) | {"format": "float-quantized"}, ("float-quantized", "num_bits")),
         (ct_int4(-1, strategy="group"), ("weights.group_size", "-1")),
-        (ct_int4(128, strategy="tensor"), ("weights.strategy",)),
+        (ct_int4(128, strategy="attn_head"), ("weights.strategy",)),
         (
             ct_int4(128)
             | {
                 "config_groups": {
                     "g": {
                         **_FP8_GROUP,
-                        "weights": {"num_bits": 4, "type": "int", "strategy": "channel"},
+                        "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
                     }
                 }
             },
-            ("quantised activations",),
+            ("8-bit integers beside inputs in e4m3",),
         ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[-1],

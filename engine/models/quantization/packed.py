@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
 from engine.models.quantization.fields import Fields
-from engine.quantization import Int4Scheme, Mxfp4Scheme, Quantization, SchemeRule
+from engine.models.quantization.integers import SCHEMES
+from engine.quantization import (
+    Int4Scheme,
+    IntegerScheme,
+    Mxfp4Scheme,
+    Quantization,
+    SchemeRule,
+)
 
 _AUTO_ROUND = (
     "amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning",
@@ -74,7 +82,7 @@ def _is_valid(pattern: str) -> bool:
 
 def read_gptq(fields: Fields) -> Quantization:
     """Reads AutoGPTQ's and GPTQModel's form; the latter has exceptions by name (`dynamic`)."""
-    fields.expect("bits", 4)
+    bits = fields.choice("bits", 4, 8)
     forms = {fields.choice(name, "gptq", "gptq_v2") for name in ("checkpoint_format", "format")}
     fields.expect("method", "gptq")
     fields.expect("pack_dtype", "int32")
@@ -82,7 +90,7 @@ def read_gptq(fields: Fields) -> Quantization:
     fields.expect("is_marlin_format", False)
     fields.expect("data_type", "int")
     fields.ignore(*SEARCH)
-    scheme = Int4Scheme(
+    scheme = SCHEMES[bits](
         layout="gptq",
         group_size=group_size_of(fields),
         symmetric=fields.get("sym", bool, True),
@@ -104,9 +112,9 @@ def read_gptq(fields: Fields) -> Quantization:
             ignored = (*ignored, f"re:{expression}")
             continue
         own = Fields(f"{fields.place}.dynamic.{pattern}", changes)
-        own.expect("bits", 4)
-        changed = msgspec.structs.replace(
+        changed = with_bits(
             scheme,
+            own.choice("bits", bits, *SCHEMES),
             group_size=group_size_of(own, scheme.group_size),
             symmetric=own.get("sym", bool, scheme.symmetric),
             ordered_by_activation=own.get("desc_act", bool, scheme.ordered_by_activation),
@@ -114,6 +122,11 @@ def read_gptq(fields: Fields) -> Quantization:
         own.finish()
         rules = (*rules[:-1], SchemeRule((f"re:{expression}",), changed), rules[-1])
     return Quantization(method="gptq", rules=rules, ignored=(*ignored, "lm_head"))
+
+
+def with_bits(scheme: IntegerScheme, bits: int, **changes: Any) -> IntegerScheme:
+    """Returns a scheme with changes, for numbers of so many bits."""
+    return SCHEMES[bits](**msgspec.structs.asdict(scheme) | changes)
 
 
 def group_size_of(fields: Fields, default: int = 128) -> int:
