@@ -23,8 +23,8 @@ from tandem_kernels.gemm.int4_packing import GROUP_SIZES, group_size_for, padded
 
 def int4_experts(scheme: Int4Scheme, shard: Shard) -> ExpertMethod | None:
     """Returns the method for experts on this rank; None: they are dequantised as they are loaded.
-    That is where there is no kernel, and where inputs are ordered by activation, of which each expert
-    has an order of its own, or are smoothed."""
+    That is where there is no kernel, and where inputs are smoothed, or ordered by activation: each
+    expert has an order of its own."""
     if shard.gemms.int4_rows == 0 or scheme.ordered_by_activation or scheme.smoothed:
         return None
     return Int4Experts(IntegerFormat(scheme))

@@ -49,8 +49,8 @@ def int4_linear(
     scheme: Int4Scheme, plain: LinearMethod, share: LinearShare, policy: GemmPolicy
 ) -> LinearMethod | None:
     """Returns the method of a layer; None: it is dequantised as it is loaded. That is where there
-    is no kernel, where ranks cut groups in pieces of less than 32 inputs, where they cut inputs that
-    are ordered by activation, and where inputs are smoothed."""
+    is no kernel, where ranks cut groups in pieces of less than 32 inputs, where they cut inputs
+    that are ordered by activation, and where inputs are smoothed."""
     start, count = share.inputs
     is_cut = start > 0 or count < share.total_inputs
     if policy.int4_rows == 0 or scheme.smoothed or (scheme.ordered_by_activation and is_cut):

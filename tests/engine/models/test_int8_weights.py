@@ -89,6 +89,9 @@ def test_inputs_that_stay_as_they_are_are_told_apart() -> None:
     }
 
 
+_BLOCKS = Fp8Scheme(scales="block", block=(128, 128), scale_name="weight_scale_inv")
+
+
 @pytest.mark.parametrize(("layout", "is_said"), [("w4afp8", True), ("w8a8", False)])
 def test_what_stays_as_it_is_is_said(
     layout: str, is_said: bool, make_pair: MakePair, caplog: pytest.LogCaptureFixture
@@ -103,7 +106,7 @@ def test_what_stays_as_it_is_is_said(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"group_size": [128, 128]}, Fp8Scheme(scales="block", block=(128, 128), scale_name="weight_scale_inv")),
+        ({"group_size": [128, 128]}, _BLOCKS),
         ({"group_size": -1, "act_bits": 16}, Fp8Scheme(scales="channel", activations="none")),
         (
             {"group_size": 0, "packing_format": "auto_round:fp8_static", "act_dynamic": False,
