@@ -65,14 +65,14 @@ class IntegerScheme(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Int4Scheme(IntegerScheme, frozen=True, kw_only=True, tag="int4"):
-    """Of 4 bits. Inputs stay in the model's dtype, whatever the publisher means."""
+    """Integers have 4 bits. Inputs stay in the model's dtype, whatever the publisher means."""
 
     bits: ClassVar[int] = 4
 
 
 class Int8Scheme(IntegerScheme, frozen=True, kw_only=True, tag="int8"):
-    """Of 8 bits. Inputs are quantised to int8 where the publisher means that, by the largest number
-    of each token; asymmetrically quantised ones stay in the model's dtype."""
+    """Integers have 8 bits. Inputs are quantised to int8 where the publisher means that, by the
+    largest number of each token; asymmetrically quantised ones stay in the model's dtype."""
 
     bits: ClassVar[int] = 8
 
@@ -81,7 +81,8 @@ class Mxfp4Scheme(msgspec.Struct, frozen=True, tag="mxfp4"):
     """Numbers in float4 e2m1; 32 inputs of an output share an exponent of 8 bits."""
 
 
-Scheme = Fp8Scheme | Int4Scheme | Int8Scheme | Mxfp4Scheme
+Integers = Int4Scheme | Int8Scheme
+Scheme = Fp8Scheme | Integers | Mxfp4Scheme
 
 
 class SchemeRule(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.layers.methods.base import LinearPart
 from engine.layers.methods.packed_numbers import INT32, StoredNumbers
 from engine.layers.methods.weight_format import StoredMatrix, WeightFormat
-from engine.layers.shard import TensorSlice
+from engine.layers.shard import FLOATS, TensorSlice
 from engine.quantization import IntegerLayout, IntegerScheme
 
 _DUMMY_SCALES = {4: 0.003, 8: 0.0003}
@@ -222,8 +222,14 @@ def _of_inputs(
 ) -> TensorSlice:
     """Returns the slice of a tensor that has a number for each input; without `stored`, of one that
     some layers lack."""
-    cut = (0, part.start, count) if part.dim == 1 else (None, 0, 0)
-    name, shape = f"{part.prefix}.{suffix}", part.shape[1:]
-    if stored is None:
-        return TensorSlice(name, shape, *cut, dummy=1.0, is_optional=True)
-    return TensorSlice(name, shape, *cut, stored)
+    is_cut, is_optional = part.dim == 1, stored is None
+    return TensorSlice(
+        f"{part.prefix}.{suffix}",
+        part.shape[1:],
+        0 if is_cut else None,
+        part.start if is_cut else 0,
+        count if is_cut else 0,
+        stored or FLOATS,
+        dummy=1.0 if is_optional else None,
+        is_optional=is_optional,
+    )

@@ -13,7 +13,7 @@ from engine.quantization import (
     Activations,
     Fp8Scheme,
     IntegerLayout,
-    IntegerScheme,
+    Integers,
     Quantization,
     Scheme,
     SchemeRule,
@@ -48,7 +48,7 @@ def read_auto_round(fields: Fields) -> Quantization:
     )
 
 
-def _integers(fields: Fields, form: str) -> IntegerScheme:
+def _integers(fields: Fields, form: str) -> Integers:
     bits = fields.choice("bits", 4, 8)
     fields.expect("data_type", "int")
     fields.expect("act_bits", 16, 32)
@@ -124,7 +124,7 @@ def _exceptions(fields: Fields, scheme: Scheme) -> tuple[list[SchemeRule], list[
 
 def _changed(own: Fields, scheme: Scheme) -> Scheme:
     """Returns the scheme of layers that are named."""
-    if not isinstance(scheme, IntegerScheme):
+    if not isinstance(scheme, Integers):
         raise own.unsupported("bits")
     own.expect("act_bits", 16, 32)
     own.expect("data_type", "int")

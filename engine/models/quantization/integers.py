@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.models.quantization.fields import Fields
-from engine.quantization import Activations, Int4Scheme, Int8Scheme, IntegerScheme
+from engine.quantization import Activations, Int4Scheme, Int8Scheme, Integers
 
-SCHEMES: dict[int, type[IntegerScheme]] = {4: Int4Scheme, 8: Int8Scheme}
-"""By bits."""
+SCHEMES: dict[int, type[Int4Scheme] | type[Int8Scheme]] = {4: Int4Scheme, 8: Int8Scheme}
+"""Maps bits to the class of their schemes."""
 _UNPACKED = ("int-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
 
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     symmetric: bool = True
 
 
-def read_integers(weights: Fields, bits: int, form: str, inputs: Inputs) -> IntegerScheme:
+def read_integers(weights: Fields, bits: int, form: str, inputs: Inputs) -> Integers:
     """Reads a group's weights of 4 or 8 bits; `form` says how they are stored."""
     strategy = weights.word("strategy")
     group_size = weights.get("group_size", int, -1)

@@ -11,7 +11,7 @@ from engine.models.quantization.fields import Fields
 from engine.models.quantization.integers import SCHEMES
 from engine.quantization import (
     Int4Scheme,
-    IntegerScheme,
+    Integers,
     Mxfp4Scheme,
     Quantization,
     SchemeRule,
@@ -124,7 +124,7 @@ def read_gptq(fields: Fields) -> Quantization:
     return Quantization(method="gptq", rules=rules, ignored=(*ignored, "lm_head"))
 
 
-def with_bits(scheme: IntegerScheme, bits: int, **changes: Any) -> IntegerScheme:
+def with_bits(scheme: Integers, bits: int, **changes: Any) -> Integers:
     """Returns a scheme with changes, for numbers of so many bits."""
     return SCHEMES[bits](**msgspec.structs.asdict(scheme) | changes)
 
