@@ -10,9 +10,10 @@ sends nothing.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from msgspec import UNSET, UnsetType
@@ -26,6 +27,9 @@ from decode_node.observe.timeline import Timeline
 from edge.http import long_work
 from engine.frontend.output_processor import RequestOutput
 
+Write = Callable[[bytes], None]
+"""Takes whole events to be sent at once."""
+
 JOURNAL_INTERVAL_S = 0.25
 """Seconds between entries for a client that waits for all: tokens that are not told yet cost a node
 that goes on a moment, and nobody has seen them."""
@@ -37,7 +41,7 @@ _MANY_TOKENS = 2048
 
 class Answer:
     """Carries one answer. `journal` is None when nobody keeps one; `is_usage_told` says that
-    another node has told usage already. `is_usage_told`: by the node before."""
+    another node has told usage already."""
 
     def __init__(
         self,
@@ -60,63 +64,102 @@ class Answer:
         self._wants_metrics = wants_metrics
         self._begun: set[int] = set()
         """Choices that the journal has entries of."""
+        self._num_running = len(generation.choices)
+        self._write: Write = lambda data: None
+        self._later: deque[tuple[Choice, RequestOutput]] = deque()
+        self._slow: asyncio.Task[None] | None = None
+        """Writes what comes `_later`."""
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields the events for a client that wants a stream. The timeline rides on the last chunk:
-        the usage chunk, where there is one. Raises `HttpError`."""
-        running = len(self._generation.choices)
+    async def stream(self, write: Write) -> None:
+        """Writes the events for a client that wants a stream, each within the call that brings its
+        output. The timeline rides on the last chunk: the usage chunk, where there is one. Raises
+        `HttpError`."""
+        self._write = write
         try:
-            async with aclosing(self._generation.outputs()) as outputs:
-                async for choice, output in outputs:
-                    running -= output.finished
-                    is_last = running == 0 and not self._tells_usage
-                    if output.is_replay:
-                        self._form.resume(choice, output)
-                        continue
-                    events = await self._events(choice, output, self._timeline(is_last))
-                    self._note(choice, output)
-                    if events:
-                        yield self._marked(events, choice, is_last)
+            await self._generation.run(self._take)
+            if self._slow is not None:
+                await self._slow
             if self._tells_usage:
                 usage = self._form.usage_events(self._generation.usage(), self._timeline(True))
                 if self._journal is not None:
                     self._journal.usage_told()
-                yield self._marked(usage, None, True)
+                write(self._marked(usage, None, True))
         finally:
+            if self._slow is not None:
+                self._slow.cancel()
             self._metrics.observe(self._generation.choices)
 
     async def body(self) -> bytes:
         """Returns the body for a client that wants it whole. Raises `HttpError`."""
         try:
-            results = await self._generation.collect()
-            return await self._body(results)
+            return await self._body(await self._generation.collect())
         finally:
             self._metrics.observe(self._generation.choices)
 
-    async def body_events(self) -> AsyncGenerator[bytes, None]:
-        """Yields entries of the journal from time to time, then the body. Raises `HttpError`.
+    async def stream_body(self, write: Write) -> None:
+        """Writes entries of the journal from time to time, then the body. Raises `HttpError`.
 
         A choice with log probabilities of its prompt is not noted: they are much, and cannot be
         had without computing the prompt, so another node begins it again, with the same seed.
         """
         results = [ChoiceResult(choice) for choice in self._generation.choices]
         told_at = 0.0
+
+        def take(choice: Choice, output: RequestOutput) -> None:
+            nonlocal told_at
+            results[choice.index].add(output)
+            if output.is_replay:
+                return
+            if choice.request.spec.sampling.prompt_logprobs is None:
+                self._note(choice, output)
+            if (now := time.monotonic()) - told_at >= JOURNAL_INTERVAL_S:
+                told_at = now
+                if lines := self._lines(choice):
+                    write(lines + b"\n")
+
         try:
-            async with aclosing(self._generation.outputs()) as outputs:
-                async for choice, output in outputs:
-                    results[choice.index].add(output)
-                    if output.is_replay:
-                        continue
-                    if choice.request.spec.sampling.prompt_logprobs is None:
-                        self._note(choice, output)
-                    if (now := time.monotonic()) - told_at >= JOURNAL_INTERVAL_S:
-                        told_at = now
-                        if lines := self._lines(choice):
-                            yield lines + b"\n"
+            await self._generation.run(take)
             body = await self._body(results)
-            yield self._end_line() + event(body)
+            write(self._end_line() + event(body))
         finally:
             self._metrics.observe(self._generation.choices)
+
+    def _take(self, choice: Choice, output: RequestOutput) -> None:
+        """Writes an output. Log probabilities of a long prompt take seconds to write: that happens
+        beside the event loop, and what comes meanwhile waits."""
+        if self._slow is None and not output.prompt_logprobs:
+            is_last = self._progress(choice, output)
+            if output.is_replay:
+                self._form.resume(choice, output)
+            else:
+                events = self._form.events(choice, output, self._timeline(is_last))
+                self._send(events, choice, output, is_last)
+            return
+        self._later.append((choice, output))
+        if self._slow is None:
+            self._slow = asyncio.create_task(self._take_later())
+
+    async def _take_later(self) -> None:
+        while self._later:
+            choice, output = self._later.popleft()
+            is_last = self._progress(choice, output)
+            work = partial(self._form.events, choice, output, self._timeline(is_last))
+            events = await long_work.run(bool(output.prompt_logprobs), work)
+            self._send(events, choice, output, is_last)
+        self._slow = None
+
+    def _progress(self, choice: Choice, output: RequestOutput) -> bool:
+        """Counts an output. Returns whether its last event is the answer's."""
+        choice.num_given_tokens += len(output.token_ids)
+        self._num_running -= output.finished
+        return self._num_running == 0 and not self._tells_usage
+
+    def _send(
+        self, events: list[bytes], choice: Choice, output: RequestOutput, is_last: bool
+    ) -> None:
+        self._note(choice, output)
+        if events:
+            self._write(self._marked(events, choice, is_last))
 
     def _note(self, choice: Choice, output: RequestOutput) -> None:
         if self._journal is None:
@@ -142,14 +185,6 @@ class Answer:
         if self._journal is None:
             return b""
         return self._journal.take(None if choice is None else choice.index)
-
-    async def _events(
-        self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType
-    ) -> list[bytes]:
-        """Writes log probabilities of a long prompt, which takes seconds, beside the event loop."""
-        if not output.prompt_logprobs:
-            return self._form.events(choice, output, timeline)
-        return await long_work.run(True, partial(self._form.events, choice, output, timeline))
 
     async def _body(self, results: list[ChoiceResult]) -> bytes:
         usage, timeline = self._generation.usage(), self._timeline(True)

@@ -9,8 +9,7 @@ where another node left off is a request of its own: it has tokens of its own be
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -93,6 +92,10 @@ class ChoiceResult:
         self.stop_reason = output.stop_reason
 
 
+Take = Callable[[Choice, RequestOutput], None]
+"""Takes the outputs of an answer, in the order of each choice. It does not wait."""
+
+
 def unpacked(parts: list[PromptLogprobs] | None) -> list[TokenLogprobs]:
     return [logprobs for part in parts or () for logprobs in part.unpack()]
 
@@ -110,28 +113,26 @@ class Generation:
         self.choices = choices
         self._prefill_nodes = prefill_nodes
 
-    async def outputs(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        """Yields the outputs of all choices as they come; closing it aborts what is left.
+    async def run(self, take: Take) -> None:
+        """Gives the outputs of all choices to `take` as they come, and returns behind the last. A
+        task that is cancelled aborts what is left.
 
         Raises `CannotFollow`, `GenerationFailed` or `Unavailable` when one choice cannot be
-        completed.
+        completed, and what `take` raises.
         """
         forks = list(_forks(self.choices))
-        source = self._merge(forks) if len(forks) > 1 else self._run(forks[0])
-        async with contextlib.aclosing(source):
-            try:
-                async for choice, output in source:
-                    choice.num_given_tokens += len(output.token_ids)
-                    yield choice, output
-            except EngineDeadError as error:
-                raise Unavailable(f"the engine of this node has died: {error}") from error
+        try:
+            if len(forks) == 1:
+                await self._run(forks[0], take)
+            else:
+                await self._run_all(forks, take)
+        except EngineDeadError as error:
+            raise Unavailable(f"the engine of this node has died: {error}") from error
 
     async def collect(self) -> list[ChoiceResult]:
         """Returns all choices, complete."""
         results = [ChoiceResult(choice) for choice in self.choices]
-        async with contextlib.aclosing(self.outputs()) as outputs:
-            async for choice, output in outputs:
-                results[choice.index].add(output)
+        await self.run(lambda choice, output: results[choice.index].add(output))
         return results
 
     def usage(self) -> Usage:
@@ -160,70 +161,57 @@ class Generation:
         times = self.choices[0].record.answer_times()
         return msgspec.structs.replace(times, tokens=self.usage().completion_tokens)
 
-    async def _run(self, fork: list[Choice]) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+    async def _run(self, fork: list[Choice], take: Take) -> None:
         """Runs choices that are one request."""
         first = fork[0]
         if first.replay is not None:
             first.record.on_output(first.replay)
-            yield first, first.replay
+            take(first, first.replay)
             return
         by_id = {choice.request.request_id: choice for choice in fork}
         for choice in fork:
             choice.record.prefill = first.record.prefill
+
+        def give(output: RequestOutput) -> None:
+            choice = by_id[output.request_id]
+            if output.finish_reason is not None:
+                _check_end(output)
+            if output.is_replay:
+                output.logprobs = choice.resumed_logprobs
+            take(choice, _without_output(output) if choice.is_prompt_only else output)
+
         request = GenerationRequest.of_choices(
             f"{first.request.request_id}+{len(fork) - 1}", [choice.request for choice in fork]
         )
-        stream = self._proxy.generate(
-            request, [choice.record for choice in fork], self._prefill_nodes
-        )
-        async with contextlib.aclosing(stream):
-            async for output in stream:
-                choice = by_id[output.request_id]
-                if output.finish_reason == "abort":
-                    why = output.error or "this node is stopping; try another"
-                    raise Unavailable(why, code="draining")
-                if output.error:
-                    raise CannotFollow(output.error)
-                if output.finish_reason == "error":
-                    raise GenerationFailed("the request was ended by the engine; try it again")
-                if output.is_replay:
-                    output.logprobs = choice.resumed_logprobs
-                yield choice, _without_output(output) if choice.is_prompt_only else output
+        records = [choice.record for choice in fork]
+        await self._proxy.run(request, records, give, self._prefill_nodes)
 
-    async def _merge(
-        self, forks: list[list[Choice]]
-    ) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
+    async def _run_all(self, forks: list[list[Choice]], take: Take) -> None:
         """Runs a task for each request; the first failure ends all."""
-        merged: asyncio.Queue[tuple[Choice, RequestOutput] | Exception | None] = asyncio.Queue()
-
-        async def pump(fork: list[Choice]) -> None:
-            try:
-                async with contextlib.aclosing(self._run(fork)) as outputs:
-                    async for item in outputs:
-                        merged.put_nowait(item)
-                merged.put_nowait(None)
-            except Exception as error:
-                merged.put_nowait(error)
-
         tasks: list[asyncio.Task[None]] = []
         try:
             for fork in forks:
-                tasks.append(asyncio.create_task(pump(fork)))
+                tasks.append(asyncio.create_task(self._run(fork, take)))
                 # Each begins with work on its whole prompt: other requests come in between.
                 await asyncio.sleep(0)
-            running = len(tasks)
-            while running:
-                item = await merged.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_end(output: RequestOutput) -> None:
+    """Raises what the client is told of an answer that did not come to its own end."""
+    if output.finish_reason == "abort":
+        why = output.error or "this node is stopping; try another"
+        raise Unavailable(why, code="draining")
+    if output.error:
+        raise CannotFollow(output.error)
+    if output.finish_reason == "error":
+        raise GenerationFailed("the request was ended by the engine; try it again")
 
 
 def _forks(choices: Sequence[Choice]) -> Iterator[list[Choice]]:

@@ -13,37 +13,34 @@ A router that keeps a journal also hears how errors are meant, and a heartbeat e
 answer that has begun has nothing new (`decode_node.answer.journal`). Before, it hears nothing: from
 the head it learns what was computed where, and without one it tries another node.
 
-A client that reads slowly holds up only itself: its chunks wait in the socket, and after
-`send_timeout_s` without progress it is disconnected. When a client hangs up, the work is cancelled.
+A client that reads slowly holds up only itself (`edge.http.event_writer`): after `send_timeout_s`
+without progress it is disconnected. When a client hangs up, the work is cancelled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from decode_node.answer.answer import Write
 from decode_node.answer.event import DONE, event
 from decode_node.answer.journal import COMPLETE, HEARTBEAT
 from decode_node.errors import GenerationFailed, Unavailable
 from edge.http.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import HttpError, send_error
-from edge.http.heartbeats import (
-    EVENT_STREAM,
-    STREAM_HEADERS,
-    Head,
-    Heartbeats,
-    Pulse,
-    send_start,
-)
-from edge.http.limited_wait import within
+from edge.http.event_writer import Signs, WriteDirectly, open_writer
+from edge.http.guarded_protocol import WRITE_DIRECTLY
+from edge.http.heartbeats import EVENT_STREAM, STREAM_HEADERS, Heartbeats, send_start
 
 logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
 
 Headers = Callable[[], Mapping[str, str]]
 """Headers that are asked for when the answer begins: some are known only then."""
@@ -97,86 +94,55 @@ class Liveness:
 
 
 class EventStreamResponse(Response):
-    """Sends `events`, and ends them as their API does, or with an error event."""
+    """Sends the events that `work` writes, and ends them as their API does, or with an error
+    event."""
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        work: Callable[[Write], Awaitable[None]],
         form: Form,
         headers: Headers,
         liveness: Liveness,
     ) -> None:
         super().__init__()
-        self._events = events
+        self._work = work
         self._form = form
         self._late_headers = headers
         self._liveness = liveness
-        self._pulse: Pulse | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected):
             async with ClientGuard(receive):
-                await self._answer(send)
+                await self._answer(send, scope.get("state", {}).get(WRITE_DIRECTLY))
 
-    async def _answer(self, send: Send) -> None:
-        head = Head(send)
-        async with contextlib.aclosing(self._events):
-            with self._watched(send, head):
+    async def _answer(self, send: Send, write_directly: WriteDirectly | None) -> None:
+        live = self._liveness
+        async with open_writer(
+            send, self._head, live.send_timeout_s, self._signs(), write_directly
+        ) as writer:
+            with live.heartbeats.watch(writer):
                 try:
-                    first = await anext(self._events, b"")
+                    await self._work(writer.write)
+                    last = self._done()
                 except Exception as error:
-                    if not await head.take():
-                        await self._end(send, self._error_event(_told(error)))
+                    if not writer.has_begun:
+                        refusal = error
+                        writer.close()
+                    else:
+                        await writer.end(self._error_event(_told(error)))
                         return
-                    if not isinstance(error, HttpError):
-                        raise
-                    refusal = error
                 else:
-                    await self._stream(first, send, head)
+                    await writer.end(last)
                     return
-            await send_error(send, refusal, body=self._form.error_body(refusal))
+        if not isinstance(refusal, HttpError):
+            raise refusal
+        await send_error(send, refusal, body=self._form.error_body(refusal))
 
-    @contextlib.contextmanager
-    def _watched(self, send: Send, head: Head) -> Iterator[None]:
-        """Is open while the answer is awaited and sent."""
-        if not self._liveness.keepalive_s:
-            yield
-            return
-        pulse = Pulse(
-            send,
-            interval_s=self._liveness.keepalive_s,
-            begin=lambda: head.send(200, STREAM_HEADERS),
-        )
-        with self._liveness.heartbeats.watch(pulse) as self._pulse:
-            yield
+    def _signs(self) -> Signs:
+        return Signs(self._liveness.keepalive_s, head=STREAM_HEADERS)
 
     def _head(self) -> dict[str, str]:
         return {**STREAM_HEADERS, **self._late_headers()}
-
-    async def _stream(self, first: bytes, send: Send, head: Head) -> None:
-        await head.send(200, self._head())
-        try:
-            if first:
-                await self._send(send, first)
-            async for chunk in self._events:
-                await self._send(send, chunk)
-            last = self._done()
-        except TimeoutError:
-            raise
-        except Exception as error:
-            last = self._error_event(_told(error))
-        await self._end(send, last)
-
-    async def _end(self, send: Send, last: bytes) -> None:
-        if last:
-            await self._send(send, last)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, data: bytes) -> None:
-        """Sends, and raises TimeoutError when the client takes nothing."""
-        with self._pulse.sending(data) if self._pulse is not None else contextlib.nullcontext():
-            message = {"type": "http.response.body", "body": data, "more_body": True}
-            await within(self._liveness.send_timeout_s, send(message))
 
     def _done(self) -> bytes:
         return self._form.done
@@ -191,23 +157,22 @@ class JournaledResponse(EventStreamResponse):
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        work: Callable[[Write], Awaitable[None]],
         form: Form,
         headers: Headers,
         liveness: Liveness,
         *,
         is_whole: bool,
     ) -> None:
-        super().__init__(events, form, headers, liveness.with_keepalives(False))
+        super().__init__(work, form, headers, liveness)
         self._is_whole = is_whole
+
+    def _signs(self) -> Signs:
+        return Signs(_HEARTBEAT_S, HEARTBEAT)
 
     def _head(self) -> dict[str, str]:
         kind = "application/json" if self._is_whole else EVENT_STREAM
         return {**super()._head(), "content-type": kind}
-
-    async def _stream(self, first: bytes, send: Send, head: Head) -> None:
-        with self._liveness.heartbeats.watch(Pulse(send, HEARTBEAT)) as self._pulse:
-            await super()._stream(first, send, head)
 
     def _done(self) -> bytes:
         return DONE if self._is_whole else super()._done() or COMPLETE

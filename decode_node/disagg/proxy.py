@@ -7,9 +7,10 @@
     2. START    remote: shake hands with a prefill node. The request enters our engine, and with
                 it, at the same time, the call to the prefill node begins (`remote_prefill` has
                 that part).
-    3. STREAM   outputs of our engine, the first token among them
-    4. END      whatever the reason, and whoever left: the call is cancelled, the engine's stream
-                closed, the room given back
+    3. STREAM   outputs of our engine, the first token among them: each goes to the client within
+                the engine's call
+    4. END      whatever the reason, and whoever left: the call is cancelled, the request closed in
+                the engine, the room given back
 
 Choices of one prompt are one request here: one claim, one prefill, one pull; our engine lets them
 fork off behind the prompt.
@@ -23,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
@@ -40,7 +41,8 @@ from decode_node.disagg.remote_prefill import (
 from decode_node.errors import Overloaded, Unavailable
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.output_processor import OutputStream, RequestOutput
+from engine.frontend.output_processor import RequestOutput
+from engine.frontend.request_stream import Give
 from engine.node.open_requests import OpenRequests
 from engine.outputs import SchedulerStats
 from kv_transfer.layout import KVLayout
@@ -53,28 +55,53 @@ _NO_ENCODER = (
 )
 
 
+OnOutput = Callable[[int, RequestRecord, RequestOutput], None]
+"""Takes the number of a choice, its record and an output of it."""
+
+
 class Engine(RemoteEngine, Protocol):
     """The part of `AsyncLLM` that the proxy needs."""
 
     @property
     def stats(self) -> SchedulerStats: ...
-    def generate(self, request: GenerationRequest) -> OutputStream: ...
+    def submit(self, request: GenerationRequest, give: Give) -> None: ...
+    def close(self, request_id: str, give: Give) -> None: ...
     def abort(self, request_id: str) -> None: ...
     async def reset_prefix_cache(self) -> bool: ...
 
 
-@dataclass(slots=True)
-class _Choice:
-    """One answer on its way. `tokens` begin with the prompt."""
+class Delivery:
+    """Takes the outputs of one request from the engine and gives them on. `ended` is done behind
+    the last, or with what went wrong; from then on nothing is given."""
 
-    index: int
-    record: RequestRecord
-    tokens: list[int]
+    def __init__(
+        self, names: Sequence[str], records: Sequence[RequestRecord], on_output: OnOutput
+    ) -> None:
+        self._choices = {
+            name: (index, record)
+            for index, (name, record) in enumerate(zip(names, records, strict=True))
+        }
+        self._num_running = len(names)
+        self._on_output = on_output
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def take(self, output: RequestOutput) -> None:
-        self.record.on_output(output)
-        if not output.is_replay:
-            self.tokens += output.token_ids
+    def take(self, output: RequestOutput | Exception) -> None:
+        """Is called by the engine, in the midst of others' outputs: what goes wrong is this
+        request's alone."""
+        if self.ended.done():
+            return
+        try:
+            if isinstance(output, Exception):
+                raise output
+            index, record = self._choices[output.request_id]
+            record.on_output(output)
+            self._on_output(index, record, output)
+            self._num_running -= output.finished
+        except Exception as error:
+            self.ended.set_exception(error)
+        else:
+            if not self._num_running:
+                self.ended.set_result(None)
 
 
 class DisaggProxy:
@@ -150,31 +177,29 @@ class DisaggProxy:
                 f"try again in a moment"
             )
 
-    async def generate(
+    async def run(
         self,
         request: GenerationRequest,
         records: Sequence[RequestRecord],
+        give: Callable[[RequestOutput], None],
         prefill_nodes: Sequence[str] | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the outputs of `request`, or of its choices; close the generator to abort it.
-        `records`: of each choice, with one record of their prefill. `prefill_nodes` None stands for
-        ours.
+    ) -> None:
+        """Gives the outputs of `request`, or of its choices, to `give` as they come, and returns
+        behind the last; a task that is cancelled aborts it. `records`: of each choice, with one
+        record of their prefill. `prefill_nodes` None stands for ours.
 
-        Raises EngineDeadError, and `Unavailable` when the node stops before the request begins.
+        Raises EngineDeadError, `Unavailable` when the node stops before the request begins, and
+        what `give` raises.
         """
         if self._is_stopping:
             raise _stopping()
         addresses, wish = self._choose_addresses(request, prefill_nodes)
-        prompt, prefill = request.spec.prompt_token_ids, records[0].prefill
+        num_prompt, prefill = len(request.spec.prompt_token_ids), records[0].prefill
         names = request.choice_ids or (request.request_id,)
-        choices = {
-            name: _Choice(index, record, list(prompt))
-            for index, (name, record) in enumerate(zip(names, records, strict=True))
-        }
         self.open.enter()
         claim: Claim | None = None
         remote: RemotePrefill | None = None
-        stream: OutputStream | None = None
+        delivery: Delivery | None = None
         task: asyncio.Task[None] | None = None
         try:
             claim = await self._admit(request, wish, is_remote=bool(addresses))
@@ -183,37 +208,49 @@ class DisaggProxy:
             remote = self._remote_prefill(request, addresses, prefill)
             params = request.kv_transfer_params = await self._choose_node(remote)
             if params is None:
-                for choice in choices.values():
-                    claim.grow_to(len(prompt) + 1, choice.index)
-            stream = self._engine.generate(request)
+                for index in range(len(names)):
+                    claim.grow_to(num_prompt + 1, index)
+            on_output = partial(self._on_output, request, claim, give)
+            delivery = Delivery(names, records, on_output)
             self._in_engine.add(request.request_id)
+            self._engine.submit(request, delivery.take)
             if params is not None:
                 task = asyncio.create_task(remote.run(params))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            async for output in stream:
-                choice = choices[output.request_id]
-                choice.take(output)
-                claim.grow_to(len(choice.tokens), choice.index)
-                if output.finished:
-                    claim.end_choice(choice.index)
-                    if output.finish_reason in ("stop", "length"):
-                        self.on_answer(request.spec.prefix_hash)
-                    if prefill.path == "local" or choice.record.second_token_at:
-                        known = choice.tokens[:-1]
-                        self._prefix_index.add(known, request.spec, claim.group)
-                yield output
+            await delivery.ended
         finally:
             self.open.leave()
             if task is not None:
                 task.cancel()
-            if stream is not None:
+            if delivery is not None:
                 self._in_engine.discard(request.request_id)
-                stream.close()
+                self._engine.close(request.request_id, delivery.take)
             if claim is not None:
                 claim.release()
             if remote is not None:
                 await remote.close()
+
+    def _on_output(
+        self,
+        request: GenerationRequest,
+        claim: Claim,
+        give: Callable[[RequestOutput], None],
+        index: int,
+        record: RequestRecord,
+        output: RequestOutput,
+    ) -> None:
+        """Keeps room for an output of choice `index`, and gives it on."""
+        prompt = request.spec.prompt_token_ids
+        claim.grow_to(len(prompt) + len(record.new_token_ids), index)
+        if output.finished:
+            claim.end_choice(index)
+            if output.finish_reason in ("stop", "length"):
+                self.on_answer(request.spec.prefix_hash)
+            if record.prefill.path == "local" or record.second_token_at:
+                known = [*prompt, *record.new_token_ids][:-1]
+                self._prefix_index.add(known, request.spec, claim.group)
+        give(output)
 
     def abort_all(self) -> None:
         """Ends every request: streams that the engine has end with `abort`, requests that it has

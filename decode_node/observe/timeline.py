@@ -104,6 +104,8 @@ class RequestRecord:
     token_gaps_s: list[float] = field(default_factory=list)
     """Seconds between outputs after the first."""
     num_output_tokens: int = 0
+    new_token_ids: list[int] = field(default_factory=list)
+    """Those of them that came from this node."""
     local_queue_s: float = 0.0
     finish_reason: str | None = None
 
@@ -124,6 +126,7 @@ class RequestRecord:
                 self.token_gaps_s.append(now - self.last_token_at)
             self.last_token_at = now
             self.num_output_tokens += len(output.token_ids)
+            self.new_token_ids += output.token_ids
         self.finish_reason = output.finish_reason
 
     @property

@@ -242,7 +242,7 @@ class OpenAIServing:
 
         if journal is not None:
             return JournaledResponse(
-                answer.events() if body.stream else answer.body_events(),
+                answer.stream if body.stream else answer.stream_body,
                 form,
                 headers,
                 self._liveness,
@@ -250,7 +250,7 @@ class OpenAIServing:
             )
         if body.stream:
             liveness = self._liveness.with_keepalives(context.wants_keepalives)
-            return EventStreamResponse(answer.events(), form, headers, liveness)
+            return EventStreamResponse(answer.stream, form, headers, liveness)
         return JsonResponse(answer.body, form, headers)
 
     async def _choices(

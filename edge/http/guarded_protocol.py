@@ -23,6 +23,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Protocol, cast
 
@@ -41,6 +42,8 @@ from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
 """The key under which each request's state holds what `HeadCheck.admit` has returned."""
+WRITE_DIRECTLY = "write_directly"
+"""The key of what writes a piece of the answer's body to the connection, as `EventWriter` does."""
 
 _LINGER_S = 1.0
 _HELD_UP_S = 0.25
@@ -171,6 +174,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.transport = cast("asyncio.Transport", _AnswerTransport(self, self.cycle))
         if self.parser.get_http_version() == "1.0":
             send_without_chunks(self.cycle)
+        self.scope["state"][WRITE_DIRECTLY] = partial(_write_directly, self.cycle)
 
     def on_message_complete(self) -> None:
         """Ends a request, unless it has offered another protocol and its body is to come."""
@@ -361,6 +365,16 @@ class GuardedProtocol(HttpToolsProtocol):
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
+
+
+def _write_directly(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """Writes a piece of an answer that has begun, in chunks. Returns False where uvicorn has to be
+    asked: the client has gone or reads slowly, or the answer is of another kind."""
+    is_open = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+    if not is_open or not cycle.chunked_encoding or cycle.flow.write_paused:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 class _AnswerTransport:

@@ -20,8 +20,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Protocol, TypeVar
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {
@@ -119,14 +120,26 @@ class Pulse:
         self.sent_at = time.monotonic()
 
 
+class Beating(Protocol):
+    """An answer that is watched. `sent_at`: when something of it went out last."""
+
+    sent_at: float
+
+    def is_due(self, now: float) -> bool: ...
+    async def beat(self) -> None: ...
+
+
+BeatingT = TypeVar("BeatingT", bound=Beating)
+
+
 class Heartbeats:
     """Holds the pulses of all answers that are open."""
 
     def __init__(self) -> None:
-        self._pulses: set[Pulse] = set()
+        self._pulses: set[Beating] = set()
 
     @contextmanager
-    def watch(self, pulse: Pulse) -> Iterator[Pulse]:
+    def watch(self, pulse: BeatingT) -> Iterator[BeatingT]:
         self._pulses.add(pulse)
         try:
             yield pulse
@@ -146,6 +159,10 @@ class Heartbeats:
             await asyncio.sleep(pause_s)
 
 
-async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+def start_message(status: int, headers: Mapping[str, str]) -> Message:
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
+    return {"type": "http.response.start", "status": status, "headers": raw}
+
+
+async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    await send(start_message(status, headers))

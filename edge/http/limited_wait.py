@@ -20,12 +20,12 @@ async def within(seconds: float, work: Awaitable[None]) -> None:
     except StopIteration:
         return
     async with asyncio.timeout(seconds):
-        await _rest(steps, waits_for)
+        await rest_of(steps, waits_for)
 
 
 @coroutine
-def _rest(steps: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """Goes on with work that has begun and waits for something."""
+def rest_of(steps: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Goes on with `steps`, which have begun and wait for something."""
     try:
         while True:
             try:

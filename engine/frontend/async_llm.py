@@ -1,9 +1,10 @@
 """The engine as the node server sees it: requests in, streams of tokens and text out.
 
     1. `AsyncLLM.start` loads the model in other processes
-    2. `generate` hands a request to the engine core and returns its stream
-    3. iterating gives `RequestOutput`s; closing, cancelling or forgetting the stream aborts
-    4. the engine dies, or is given up: every stream raises EngineDeadError at once
+    2. `submit` hands a request to the engine core, and whoever takes its outputs is called with
+       each as it comes; `generate` does the same and returns a stream
+    3. `close` aborts what was submitted; closing, cancelling or forgetting a stream does
+    4. the engine dies, or is given up: EngineDeadError, for every request at once
     5. `shutdown`
 
 On a decode node `supply_first_token` puts the prefill node's token into the stream, and
@@ -28,10 +29,12 @@ from engine.frontend.core_client import EngineCoreClient
 from engine.frontend.crash_reporter import FrontendFacts
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.output_delivery import OutputDelivery
+from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.prefix_calls import PrefixCalls
 from engine.frontend.profile_calls import ProfileCalls
 from engine.frontend.request_stream import (
+    Give,
     KVResults,
     OutputQueue,
     RequestState,
@@ -89,6 +92,7 @@ class AsyncLLM:
         """Those of them that wait for their only token and are not in the engine core."""
         self._kv_results: dict[str, KVResults] = {}
         """Requests whose KV is or was in motion, by request id."""
+        self._delivery = OutputDelivery(self._on_output)
         self._dead = asyncio.Event()
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
@@ -150,10 +154,20 @@ class AsyncLLM:
         return self.dead_reason
 
     def generate(self, request: GenerationRequest) -> RequestStream:
-        """Hands the request to the engine now; iterate over what is returned. Raises
-        EngineDeadError, and ValueError when a request of this id is running."""
+        """Submits a request; iterate over what is returned."""
+        queue = OutputQueue()
+        give = queue.put_nowait
+        self.submit(request, give)
+        num_choices = len(request.choice_ids) or 1
+        return RequestStream(
+            request.request_id, queue, num_choices, lambda: self.close(request.request_id, give)
+        )
+
+    def submit(self, request: GenerationRequest, give: Give) -> None:
+        """Hands the request to the engine now; `give` gets its outputs. Raises EngineDeadError, and
+        ValueError when a request of this id is running."""
         self._check_alive()
-        request_id, queue = request.request_id, OutputQueue()
+        request_id = request.request_id
         names = request.choice_ids or (request_id,)
         for name in (request_id, *names):
             if name in self._states or name in self._prompts or name in self._kv_results:
@@ -161,10 +175,7 @@ class AsyncLLM:
         states = self._prompts[request_id] = {}
         for index, name in enumerate(names):
             processor = OutputProcessor(replace(request, request_id=name), self._tokenizer)
-            state = states[index] = RequestState(processor, request_id, queue)
-            if request.spec.num_resumed_tokens:
-                queue.put_nowait(processor.replay(request.spec.resumed_token_ids))
-            self._states[name] = state
+            self._states[name] = states[index] = RequestState(processor, request_id, give)
         params = request.kv_transfer_params
         if params is not None and params.first_token_only:
             self._outside[request_id] = request
@@ -172,7 +183,15 @@ class AsyncLLM:
             if params is not None:
                 self._kv_results[request_id] = KVResults(params)
             self._client.send(request.for_core())
-        return RequestStream(request_id, queue, len(names), self._on_stream_closed)
+        if request.spec.num_resumed_tokens:
+            for state in list(states.values()):
+                give(state.processor.replay(request.spec.resumed_token_ids))
+
+    def close(self, request_id: str, give: Give) -> None:
+        """Aborts what has not ended of the request that was submitted with `give`. Idempotent."""
+        for state in self._states_of(request_id):
+            if state.give == give:
+                self.abort(state.request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends the request, and its KV transfer, wherever it is; or one choice, or all choices of a
@@ -182,7 +201,7 @@ class AsyncLLM:
         states = [state] if state is not None else self._states_of(request_id)
         for ended in states:
             self._end_in_core(ended, "the request was aborted")
-            ended.queue.put_nowait(ended.processor.process([], finish_reason="abort"))
+            ended.give(ended.processor.process([], finish_reason="abort"))
         if not states and request_id in self._kv_results:
             self._end_kv(request_id, "the request was aborted")
             self._client.send(AbortRequests([request_id]))
@@ -205,19 +224,20 @@ class AsyncLLM:
         more = siblings or SiblingTokens([])
         tokens = [token_id, *more.token_ids]
         found = [logprobs, *more.logprobs] if logprobs is not None else [None] * len(tokens)
-        ended: list[RequestState] = []
+        given: list[tuple[RequestState, RequestOutput]] = []
         for index, state in states.items():
             for part in prompt_logprobs:
                 state.processor.add_prompt_logprobs(part)
             output = state.processor.process_first_token(tokens[index], found[index])
-            state.queue.put_nowait(output)
-            if output.finished:
-                ended.append(state)
-        goes_on = len(ended) < len(states)
+            given.append((state, output))
+        goes_on = not all(output.finished for _, output in given)
         if goes_on:
             self._client.send(SupplyFirstToken(request_id, token_id, more.token_ids, draft_feature))
-        for state in ended:
-            self._end_in_core(state)
+        for state, output in given:
+            if output.finished:
+                self._end_in_core(state)
+        for state, output in given:
+            state.give(output)
         return goes_on
 
     def supply_candidates(self, request_id: str, candidates: TokenLogprobs) -> None:
@@ -296,11 +316,6 @@ class AsyncLLM:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
 
-    def _on_stream_closed(self, stream: RequestStream) -> None:
-        for state in self._states_of(stream.request_id):
-            if state.queue is stream.queue:
-                self.abort(state.request_id)
-
     def _states_of(self, prompt_id: str) -> list[RequestState]:
         return list(self._prompts.get(prompt_id, {}).values())
 
@@ -361,8 +376,7 @@ class AsyncLLM:
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         if outputs.stats is not None:
             self.stats = outputs.stats
-        for output in outputs.outputs:
-            self._on_output(output)
+        self._delivery.take(outputs.outputs)
         self.prefixes.on_asks(outputs.prefix_asks)
         for result in outputs.kv_results:
             results = self._kv_results.get(result.request_id)
@@ -376,40 +390,29 @@ class AsyncLLM:
         if output.prompt_logprobs is not None:
             state.processor.add_prompt_logprobs(output.prompt_logprobs)
             return
-        num_known = state.num_known_tokens(output)
-        processed = state.processor.process(
-            output.new_token_ids[num_known:],
-            output.logprobs[num_known:] if output.logprobs else None,
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
-            num_cached_tokens=output.num_cached_tokens,
-            queue_s=output.queue_s,
-            error=output.error,
-        )
-        processed.siblings = output.siblings
-        processed.draft_feature, processed.group = output.draft_feature or b"", output.group
-        state.queue.put_nowait(processed)
+        processed = state.process(output)
         if processed.finished:
             self._forget(state)
             if not output.finish_reason:
                 self._client.send(AbortRequests([output.request_id]))
+        state.give(processed)
 
     def _on_dead(self, reason: str) -> None:
         if self.is_dead:
             return
+        self._delivery.flush()
         self.dead_reason = reason
         self._dead.set()
         self.profiles.on_dead(reason)
         self.adapters.on_dead(reason)
         self.prefixes.on_dead(reason)
         self._roles.on_dead(reason)
-        for state in self._states.values():
-            state.queue.put_nowait(EngineDeadError(reason))
-        for results in self._kv_results.values():
-            results.put(EngineDeadError(reason))
+        states, results = list(self._states.values()), list(self._kv_results.values())
+        for kept in (self._states, self._prompts, self._outside, self._kv_results):
+            kept.clear()
+        for state in states:
+            state.give(EngineDeadError(reason))
+        for result in results:
+            result.put(EngineDeadError(reason))
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(reason))
-        self._states.clear()
-        self._prompts.clear()
-        self._outside.clear()
-        self._kv_results.clear()

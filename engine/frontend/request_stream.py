@@ -1,9 +1,9 @@
-"""Carries the outputs of one request from the engine to whoever reads them.
+"""Carries the outputs of one request from the engine to whoever wants them.
 
-1. `AsyncLLM.generate` makes a `RequestState` (kept by AsyncLLM) for each choice, and one
-   `RequestStream` around them (given to the reader)
-2. AsyncLLM puts outputs into the states; the reader takes them out by iterating
-3. the last output of the last choice, or an exception, ends the iteration
+1. `AsyncLLM.submit` makes a `RequestState` for each choice, and keeps it
+2. outputs are given as they come, by a call; `RequestStream` is for those who would rather iterate,
+   and keeps outputs until they do
+3. the last output of the last choice, or an exception, is the end
 4. a reader that stops early closes the stream, by `aclose`, by cancelling or by forgetting
    it; AsyncLLM then aborts the request
 """
@@ -20,26 +20,43 @@ from engine.messages import EngineCoreOutput, KVTransferResult
 from kv_transfer.metadata import KVTransferParams
 
 OutputQueue: TypeAlias = asyncio.Queue[RequestOutput | Exception]
+Give: TypeAlias = Callable[[RequestOutput | Exception], None]
+"""Takes the outputs of a request, or of all choices of a prompt, as they come; behind an exception
+nothing comes. It is called in the midst of a step's outputs: it neither waits nor raises."""
 
 
 class RequestState:
     """The state that AsyncLLM keeps of a request, or of one choice, while the engine core works on
-    it. Choices of a prompt put their outputs into one queue."""
+    it. `give` takes the outputs; it is the same for all choices of a prompt."""
 
-    __slots__ = ("processor", "prompt_id", "queue", "request_id")
+    __slots__ = ("give", "processor", "prompt_id", "request_id")
 
-    def __init__(self, processor: OutputProcessor, prompt_id: str, queue: OutputQueue) -> None:
+    def __init__(self, processor: OutputProcessor, prompt_id: str, give: Give) -> None:
         self.request_id = processor.request_id
         self.prompt_id = prompt_id
         self.processor = processor
-        self.queue = queue
+        self.give = give
 
-    def num_known_tokens(self, output: EngineCoreOutput) -> int:
-        """Returns how many leading tokens of `output` the stream has: the peer's first token and
+    def process(self, output: EngineCoreOutput) -> RequestOutput:
+        """Returns what is new in an output of the engine core."""
+        num_known = 0 if output.num_cached_tokens is None else self._num_known_tokens(output)
+        processed = self.processor.process(
+            output.new_token_ids[num_known:] if num_known else output.new_token_ids,
+            output.logprobs[num_known:] if output.logprobs else None,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            num_cached_tokens=output.num_cached_tokens,
+            queue_s=output.queue_s,
+            error=output.error,
+        )
+        processed.siblings = output.siblings
+        processed.draft_feature, processed.group = output.draft_feature or b"", output.group
+        return processed
+
+    def _num_known_tokens(self, output: EngineCoreOutput) -> int:
+        """Returns how many leading tokens of a first output were given: the peer's first token and
         our engine's own may cross on their way when the prompt is computed on both sides. They are
         the same token."""
-        if output.num_cached_tokens is None:
-            return 0
         return max(0, self.processor.num_new_tokens - output.num_output_tokens_before)
 
     def facts(self) -> RequestFacts:
@@ -61,7 +78,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         request_id: str,
         queue: OutputQueue,
         num_choices: int,
-        on_close: Callable[[RequestStream], None],
+        on_close: Callable[[], None],
     ) -> None:
         self.request_id = request_id
         self.queue = queue
@@ -92,7 +109,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         """Aborts what has not ended. Idempotent."""
         if self._is_open:
             self._num_open = 0
-            self._on_close(self)
+            self._on_close()
 
     async def aclose(self) -> None:
         self.close()

@@ -16,12 +16,14 @@ from decode_node.disagg.prefill_events import (
     PrefillEvent,
     PromptPlaced,
 )
+from decode_node.disagg.proxy import DisaggProxy
+from decode_node.observe.timeline import RequestRecord
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.frontend.request_stream import OutputQueue, RequestState, RequestStream
+from engine.frontend.request_stream import Give, OutputQueue, RequestState, RequestStream
 from engine.messages import EngineReady, KVTransferResult
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from kv_transfer.errors import KV_TRANSFER
@@ -111,25 +113,34 @@ class FakeEngine:
     # AsyncLLM -------------------------------------------------------------------------------
 
     def generate(self, request: GenerationRequest) -> RequestStream:
+        queue, name = OutputQueue(), request.request_id
+        give = queue.put_nowait
+        self.submit(request, give)
+        num_choices = len(request.choice_ids) or 1
+        return RequestStream(name, queue, num_choices, lambda: self.close(name, give))
+
+    def submit(self, request: GenerationRequest, give: Give) -> None:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
-        name, queue = request.request_id, OutputQueue()
-        fakes = self.prompts[name] = [self._begin(one, name, queue) for one in _alone(request)]
+        name = request.request_id
+        fakes = self.prompts[name] = [self._begin(one, name, give) for one in _alone(request)]
         for fake in fakes:
             fake.kv_results = fakes[0].kv_results
             self.on_generate(fake)
             if fake.params is None and self._auto:
                 self.produce_all(fake)
-        return RequestStream(name, queue, len(fakes), lambda stream: self.abort(stream.request_id))
 
-    def _begin(self, request: GenerationRequest, prompt_id: str, queue: OutputQueue) -> FakeRequest:
+    def close(self, request_id: str, give: Give) -> None:
+        self.abort(request_id)
+
+    def _begin(self, request: GenerationRequest, prompt_id: str, give: Give) -> FakeRequest:
         assert request.request_id not in self.requests, "request ids must be unique"
-        state = RequestState(OutputProcessor(request, self._tokenizer), prompt_id, queue)
+        state = RequestState(OutputProcessor(request, self._tokenizer), prompt_id, give)
         fake = FakeRequest(request, state, params=request.kv_transfer_params)
         fake.has_kv = fake.params is None
         self.requests[request.request_id] = fake
         if request.spec.num_resumed_tokens:
-            queue.put_nowait(state.processor.replay(request.spec.resumed_token_ids))
+            give(state.processor.replay(request.spec.resumed_token_ids))
         return fake
 
     def _of(self, request_id: str) -> list[FakeRequest]:
@@ -141,7 +152,7 @@ class FakeEngine:
         for fake in self._of(request_id):
             if not fake.finished:
                 fake.aborted = fake.finished = True
-                fake.state.queue.put_nowait(fake.state.processor.process([], finish_reason="abort"))
+                fake.state.give(fake.state.processor.process([], finish_reason="abort"))
 
     def supply_first_token(
         self,
@@ -164,7 +175,7 @@ class FakeEngine:
             output = fake.state.processor.process_first_token(token, logprobs)
             fake.has_first_token = True
             fake.finished = output.finished
-            fake.state.queue.put_nowait(output)
+            fake.state.give(output)
             self._join(fake)
         return not all(fake.finished for fake in fakes)
 
@@ -260,7 +271,7 @@ class FakeEngine:
                 logprobs = [TokenLogprobs(ids, [-0.25 * (i + 1) for i in range(len(ids))], 1)]
             output = processor.process([token], logprobs, **ending)
             fake.finished = output.finished
-            fake.state.queue.put_nowait(output)
+            fake.state.give(output)
             if output.finished:
                 return
 
@@ -284,7 +295,7 @@ class FakeEngine:
             reason = "stop"
         output = processor.process(tokens, logprobs, finish_reason=reason)
         fake.finished = output.finished
-        fake.state.queue.put_nowait(output)
+        fake.state.give(output)
 
     def produce_all(self, fake: FakeRequest) -> None:
         self.produce(fake)
@@ -297,7 +308,7 @@ class FakeEngine:
         for fake in self.requests.values():
             if not fake.finished:
                 fake.finished = True
-                fake.state.queue.put_nowait(EngineDeadError(reason))
+                fake.state.give(EngineDeadError(reason))
                 fake.kv_results.put_nowait(EngineDeadError(reason))
 
     def check_empty(self) -> None:
@@ -418,6 +429,38 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert loop.time() < deadline, f"not in time: {what}"
         await asyncio.sleep(0.001)
+
+
+async def outputs_of(
+    proxy: DisaggProxy,
+    request: GenerationRequest,
+    records: Sequence[RequestRecord],
+    prefill_nodes: Sequence[str] | None = None,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yields what the proxy gives of a request; closing it cancels the request."""
+    queue = OutputQueue()
+
+    async def run() -> None:
+        try:
+            await proxy.run(request, records, queue.put_nowait, prefill_nodes)
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(_Over())
+
+    task = asyncio.create_task(run())
+    try:
+        while not isinstance(output := await queue.get(), _Over):
+            if isinstance(output, Exception):
+                raise output
+            yield output
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class _Over(Exception):
+    """All outputs were given."""
 
 
 async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:

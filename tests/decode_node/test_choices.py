@@ -16,7 +16,14 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
-from tests.decode_node.decode_fakes import NUM_BLOCKS, FakeRequest, collect, token_at, until
+from tests.decode_node.decode_fakes import (
+    NUM_BLOCKS,
+    FakeRequest,
+    collect,
+    outputs_of,
+    token_at,
+    until,
+)
 from tests.decode_node.http_node import http_node
 from tests.decode_node.test_proxy import A, B, Bench
 
@@ -40,7 +47,7 @@ def start(
     request = GenerationRequest("p", spec, choice_ids=names)
     prefill = PrefillRecord()
     records = [RequestRecord(len(PROMPT), prefill=prefill) for _ in names]
-    stream = bench.proxy.generate(request, records, [A, B])
+    stream = outputs_of(bench.proxy, request, records, [A, B])
     return asyncio.create_task(collect(stream)), records
 
 
@@ -75,6 +82,7 @@ async def test_one_call_and_one_pull_for_all(bench: Bench) -> None:
     fakes = list(bench.engine.requests.values())
     bench.engine.kv_arrives(fakes[0])
     call.taken()
+    await until(lambda: records[0].prefill.kv is not None, "the transfer is noted")
     await finish(bench, fakes[:1])
     await until(lambda: bench.credits.num_claims == 2, "the first choice gave its seat back")
     assert bench.credits.num_free == NUM_BLOCKS - 2 - 2 * 2

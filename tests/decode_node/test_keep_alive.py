@@ -10,7 +10,8 @@ import anthropic
 import openai
 import pytest
 
-from decode_node.answer.answer import Answer
+from decode_node.answer.answer import Answer, Write
+from edge.http.event_writer import EventWriter
 from tests.decode_node.decode_fakes import until
 from tests.decode_node.http_node import HttpNode, http_node, live
 
@@ -84,12 +85,11 @@ async def test_what_nobody_foresaw_is_told_too(
 ) -> None:
     may_fail = asyncio.Event()
 
-    async def broken(answer: Answer) -> AsyncIterator[bytes]:
+    async def broken(answer: Answer, write: Write) -> None:
         await may_fail.wait()
         raise ZeroDivisionError
-        yield b""
 
-    monkeypatch.setattr(Answer, "events", broken)
+    monkeypatch.setattr(Answer, "stream", broken)
     async with http_node() as node:
         running = asyncio.create_task(node.client.post(COMPLETIONS, json=STREAM))
         await silence(node, 10.0 if has_begun else 0.0)
@@ -112,7 +112,7 @@ async def test_where_nobody_wants_them_there_are_none(
         asking = node.client.post(COMPLETIONS, json=STREAM, headers=headers)
         running = asyncio.create_task(asking)
         fake = await node.engine.added()
-        assert not node.state.heartbeats._pulses
+        await silence(node, 1000.0)
         node.engine.produce(fake, 4)
         assert KEEP_ALIVE not in (await running).text
 
@@ -123,7 +123,9 @@ async def test_a_router_s_journal_is_silent_before_the_answer() -> None:
         asking = node.client.post(COMPLETIONS, json=STREAM, headers={"x-tandem-journal": "1"})
         running = asyncio.create_task(asking)
         fake = await node.engine.added()
-        assert not node.state.heartbeats._pulses
+        await silence(node, 1000.0)
+        (writer,) = node.state.heartbeats._pulses
+        assert isinstance(writer, EventWriter) and not writer.has_begun
         node.engine.produce(fake, 1)
         await silence(node)
         node.engine.produce(fake, 3)

@@ -35,6 +35,7 @@ from tests.decode_node.decode_fakes import (
     FakePrefillNodes,
     collect,
     expected_tokens,
+    outputs_of,
     until,
 )
 from tests.engine.core.tiny_engine import NUM_BLOCKS
@@ -81,7 +82,7 @@ class Bench:
     ) -> AsyncIterator[RequestOutput]:
         record = RequestRecord(num_prompt_tokens=len(PROMPT))
         self.records.append(record)
-        return self.proxy.generate(self.request(**sampling), [record], prefill_nodes)
+        return outputs_of(self.proxy, self.request(**sampling), [record], prefill_nodes)
 
     def start(self, **kwargs: object) -> asyncio.Task[list[RequestOutput]]:
         return asyncio.create_task(collect(self.stream(**kwargs)))
@@ -236,7 +237,7 @@ async def test_only_what_is_not_cached_here_counts() -> None:
     bench = Bench(threshold=8)
     first = bench.request(range(20), max_tokens=6)
     task = asyncio.create_task(
-        collect(bench.proxy.generate(first, [RequestRecord(num_prompt_tokens=20)], [A]))
+        collect(outputs_of(bench.proxy, first, [RequestRecord(num_prompt_tokens=20)], [A]))
     )
     fake, call = await bench.engine.added(), await bench.nodes.called()
     call.first_token()
@@ -245,7 +246,7 @@ async def test_only_what_is_not_cached_here_counts() -> None:
     bench.engine.produce_all(fake)
     answer = tokens_of(await task)
     second = bench.request([*range(20), *answer[:4], 1, 2, 3, 4])
-    stream = bench.proxy.generate(second, [RequestRecord(num_prompt_tokens=28)], [A])
+    stream = outputs_of(bench.proxy, second, [RequestRecord(num_prompt_tokens=28)], [A])
     task = asyncio.create_task(collect(stream))
     fake = await bench.engine.added(2)
     assert fake.params is None, "24 of 28 tokens are here"
@@ -263,14 +264,14 @@ async def test_what_is_cached_in_a_group_is_computed_there() -> None:
     claims[1].grow_to(64)
     bench.proxy._prefix_index.add(list(range(24)), RequestSpec(), group=1)
     request = bench.request(range(30))
-    stream = bench.proxy.generate(request, [RequestRecord(num_prompt_tokens=30)], [A])
+    stream = outputs_of(bench.proxy, request, [RequestRecord(num_prompt_tokens=30)], [A])
     task = asyncio.create_task(collect(stream))
     fake = await bench.engine.added()
     assert fake.params is None and fake.request.group == 1
     bench.engine.produce_all(fake)
     await task
     other = bench.request([*range(24), *range(40, 60)])
-    stream = bench.proxy.generate(other, [RequestRecord(num_prompt_tokens=44)], [A])
+    stream = outputs_of(bench.proxy, other, [RequestRecord(num_prompt_tokens=44)], [A])
     task = asyncio.create_task(collect(stream))
     call, fake = await bench.nodes.called(), await bench.engine.added(2)
     assert fake.params is not None and fake.request.group == 0, "eight blocks against three"

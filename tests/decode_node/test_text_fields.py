@@ -88,7 +88,7 @@ async def test_special_tokens_are_shown_to_who_asks(url: str) -> None:
             fake = await node.engine.added()
             output = fake.state.processor.process(special * 2, finish_reason="length")
             fake.finished = True
-            fake.state.queue.put_nowait(output)
+            fake.state.give(output)
             assert text_of((await answer).json()["choices"][0]) == shown
 
 

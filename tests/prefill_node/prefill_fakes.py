@@ -70,9 +70,9 @@ class FakePrefillEngine:
         if self.is_dead:
             raise EngineDeadError(self.dead_reason)
         name, queue = request.request_id, OutputQueue()
-        state = RequestState(OutputProcessor(request, None), name, queue)
+        state = RequestState(OutputProcessor(request, None), name, queue.put_nowait)
         self.prompts[request.request_id] = FakePrompt(request, state)
-        return RequestStream(name, queue, 1, lambda stream: self.abort(stream.request_id))
+        return RequestStream(name, queue, 1, lambda: self.abort(name))
 
     async def reset_prefix_cache(self) -> bool:
         return True
@@ -83,7 +83,7 @@ class FakePrefillEngine:
             return
         prompt.aborted = True
         if not prompt.state.processor.finished:
-            prompt.state.queue.put_nowait(prompt.state.processor.process([], finish_reason="abort"))
+            prompt.state.give(prompt.state.processor.process([], finish_reason="abort"))
         prompt.kv_results.put_nowait(
             KVTransferResult(request_id, 0, False, reason="the request was aborted")
         )
@@ -101,7 +101,7 @@ class FakePrefillEngine:
     def places(self, prompt: FakePrompt, group: int) -> None:
         output = prompt.state.processor.process([])
         output.group = group
-        prompt.state.queue.put_nowait(output)
+        prompt.state.give(output)
 
     def samples(self, prompt: FakePrompt, token: int = 42, finish_reason: str = "length") -> None:
         logprobs = None
@@ -115,12 +115,12 @@ class FakePrefillEngine:
             tokens = [token + i for i in range(1, len(seeds) + 1)]
             found = [TokenLogprobs([id_, 7], [-0.5, -1.5], 1) for id_ in tokens]
             output.siblings = SiblingTokens(tokens, found if logprobs else [])
-        prompt.state.queue.put_nowait(output)
+        prompt.state.give(output)
 
     def cannot_follow(self, prompt: FakePrompt, reason: str) -> None:
         """The request ends without a token, by its own fault."""
         output = prompt.state.processor.process([], finish_reason="error", error=reason)
-        prompt.state.queue.put_nowait(output)
+        prompt.state.give(output)
 
     def kv_is_taken(
         self, prompt: FakePrompt, *, ok: bool = True, is_called_off: bool = False
@@ -142,7 +142,7 @@ class FakePrefillEngine:
     def die(self, reason: str = "worker 0 was killed by SIGKILL") -> None:
         self.is_dead, self.dead_reason = True, reason
         for prompt in self.prompts.values():
-            prompt.state.queue.put_nowait(EngineDeadError(reason))
+            prompt.state.give(EngineDeadError(reason))
             prompt.kv_results.put_nowait(EngineDeadError(reason))
 
 

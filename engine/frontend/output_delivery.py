@@ -1,0 +1,96 @@
+"""Passes on what steps bring: first tokens before others, and a large step in slices.
+
+A step has an output for each of its requests, and all of them are there at once. A slice is passed
+on in one go, from the engine core's message to what is sent to clients. Between two slices the
+event loop sends what was written and takes what has arrived, such as a first token of a prefill
+node or a new request: neither waits for the end of a step of some hundred rows.
+
+A node server that is slower than its engine falls behind. What a request has then from several
+steps becomes one output of several tokens, which costs hardly more than one of a single token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from engine.messages import EngineCoreOutput
+
+_SLICE_S = 0.001
+
+
+class OutputDelivery:
+    """Calls `deliver` with outputs, those of each request in order."""
+
+    def __init__(self, deliver: Callable[[EngineCoreOutput], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deliver = deliver
+        self._firsts: deque[EngineCoreOutput] = deque()
+        self._others: dict[str, EngineCoreOutput] = {}
+        """By request id; those that wait longest come first."""
+        self._is_scheduled = False
+
+    def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Takes the outputs of one message, and delivers the first slice of what is here."""
+        for output in outputs:
+            if output.prompt_logprobs is not None or output.group >= 0:
+                self._deliver(output)  # They come before the first token.
+            elif output.num_cached_tokens is not None:
+                self._firsts.append(output)
+            else:
+                self._add(output)
+        if not self._is_scheduled:
+            self._deliver_slice()
+
+    def flush(self) -> None:
+        """Delivers everything now."""
+        while self._firsts or self._others:
+            self._deliver_next()
+
+    def _add(self, output: EngineCoreOutput) -> None:
+        name = output.request_id
+        waiting = self._others.get(name)
+        if waiting is None:
+            self._others[name] = output
+        elif output.new_token_ids:
+            self._others[name] = _joined(waiting, output)
+        else:
+            # An end without a token says nothing of the last token before it.
+            del self._others[name]
+            self._deliver(waiting)
+            self._others[name] = output
+
+    def _deliver_slice(self) -> None:
+        self._is_scheduled = False
+        until = time.monotonic() + _SLICE_S
+        while self._firsts or self._others:
+            self._deliver_next()
+            if time.monotonic() >= until and (self._firsts or self._others):
+                self._is_scheduled = True
+                self._loop.call_soon(self._deliver_slice)
+                return
+
+    def _deliver_next(self) -> None:
+        if self._firsts:
+            self._deliver(self._firsts.popleft())
+        else:
+            self._deliver(self._others.pop(next(iter(self._others))))
+
+
+def _joined(first: EngineCoreOutput, more: EngineCoreOutput) -> EngineCoreOutput:
+    """Returns two outputs of a request as one."""
+    logprobs = None
+    if first.logprobs is not None or more.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(more.logprobs or ())]
+    return msgspec.structs.replace(
+        first,
+        new_token_ids=[*first.new_token_ids, *more.new_token_ids],
+        logprobs=logprobs,
+        finish_reason=more.finish_reason,
+        stop_reason=more.stop_reason,
+        error=more.error,
+    )

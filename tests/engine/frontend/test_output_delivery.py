@@ -1,0 +1,133 @@
+"""What one step brings is passed on request by request, and nothing waits for the end of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.frontend import output_delivery
+from engine.frontend.output_delivery import OutputDelivery
+from engine.messages import EngineCoreOutput
+from engine.outputs import PromptLogprobs, TokenLogprobs
+
+
+class Taken:
+    """Keeps what was delivered."""
+
+    def __init__(self) -> None:
+        self.outputs: list[EngineCoreOutput] = []
+        self.delivery = OutputDelivery(self.outputs.append)
+
+    @property
+    def names(self) -> list[str]:
+        return [output.request_id for output in self.outputs]
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slice is over after one output."""
+    monkeypatch.setattr(output_delivery, "_SLICE_S", -1.0)
+
+
+def first(name: str, token: int = 1) -> EngineCoreOutput:
+    return EngineCoreOutput(name, [token], num_cached_tokens=0)
+
+
+async def until_delivered(taken: Taken) -> None:
+    while taken.delivery._is_scheduled:
+        await asyncio.sleep(0)
+
+
+async def test_first_tokens_come_before_others() -> None:
+    taken = Taken()
+    taken.delivery.take([EngineCoreOutput("a", [5]), first("b"), EngineCoreOutput("c", [6])])
+    assert taken.names == ["b", "a", "c"]
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_what_comes_meanwhile_does_not_wait_for_the_end_of_a_step() -> None:
+    taken = Taken()
+    taken.delivery.take([EngineCoreOutput(str(i), [i]) for i in range(5)])
+    assert taken.names == ["0"]
+    await asyncio.sleep(0)
+    taken.delivery.take([first("new")])
+    await asyncio.sleep(0)
+    assert taken.names == ["0", "1", "new"]
+    await until_delivered(taken)
+    assert taken.names == ["0", "1", "new", "2", "3", "4"]
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_who_is_behind_gets_several_steps_in_one_output() -> None:
+    taken, logprobs = Taken(), [[TokenLogprobs([i], [-0.5], 1)] for i in range(3)]
+    taken.delivery.take([EngineCoreOutput(n, [0], logprobs=logprobs[0]) for n in ("a", "b")])
+    taken.delivery.take([EngineCoreOutput("b", [1], logprobs=logprobs[1])])
+    taken.delivery.take([EngineCoreOutput("b", [2], "stop", 2, logprobs=logprobs[2])])
+    await until_delivered(taken)
+    assert taken.names == ["a", "b"]
+    last = taken.outputs[-1]
+    assert (last.new_token_ids, last.finish_reason, last.stop_reason) == ([0, 1, 2], "stop", 2)
+    assert last.logprobs == [*logprobs[0], *logprobs[1], *logprobs[2]]
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_an_end_without_a_token_hides_none() -> None:
+    """With `stop` the last token of an output is the one that has no text."""
+    taken = Taken()
+    taken.delivery.take([EngineCoreOutput("z", [9]), EngineCoreOutput("a", [1])])
+    taken.delivery.take([EngineCoreOutput("a", [], "stop")])
+    await until_delivered(taken)
+    ends = [(one.new_token_ids, one.finish_reason) for one in taken.outputs[1:]]
+    assert ends == [([1], ""), ([], "stop")]
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_what_precedes_a_first_token_is_never_behind_it() -> None:
+    taken = Taken()
+    part = PromptLogprobs(1, 0, b"", b"", b"")
+    placed = EngineCoreOutput("b", [], group=1)
+    about = EngineCoreOutput("b", [], prompt_logprobs=part)
+    taken.delivery.take([EngineCoreOutput("a", [5]), placed, about, first("b")])
+    await until_delivered(taken)
+    assert [one for one in taken.outputs if one.request_id == "b"][:2] == [placed, about]
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_the_end_of_the_engine_leaves_nothing_behind() -> None:
+    taken = Taken()
+    taken.delivery.take([EngineCoreOutput(str(i), [i]) for i in range(5)])
+    taken.delivery.flush()
+    assert len(taken.outputs) == 5
+    await until_delivered(taken)
+    assert len(taken.outputs) == 5
+
+
+@given(st.lists(st.lists(st.sampled_from("abcd"), unique=True, max_size=4), max_size=8))
+def test_each_request_gets_all_its_tokens_in_order(steps: list[list[str]]) -> None:
+    async def run() -> None:
+        taken = Taken()
+        numbers = {name: itertools.count() for name in "abcd"}
+        sent: dict[str, list[int]] = {name: [] for name in "abcd"}
+        for step in steps:
+            outputs = []
+            for name in step:
+                token = next(numbers[name])
+                make = first if token == 0 else lambda name, token: EngineCoreOutput(name, [token])
+                outputs.append(make(name, token))
+                sent[name].append(token)
+            taken.delivery.take(outputs)
+            if len(step) % 2:
+                await asyncio.sleep(0)
+        await until_delivered(taken)
+        got: dict[str, list[int]] = {name: [] for name in "abcd"}
+        for output in taken.outputs:
+            got[output.request_id] += output.new_token_ids
+        assert got == sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output_delivery, "_SLICE_S", -1.0)
+        asyncio.run(run())
