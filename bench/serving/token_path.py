@@ -1,4 +1,4 @@
-"""What does a decode node's HTTP server cost a token, and how long is a token on its way?
+"""Measures what a decode node's HTTP server costs a token, and how long a token is on its way.
 
     python -m bench.serving.token_path --rows 64,128,256 --step-ms 8
 

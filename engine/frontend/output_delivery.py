@@ -31,7 +31,7 @@ class OutputDelivery:
         self._deliver = deliver
         self._firsts: deque[EngineCoreOutput] = deque()
         self._others: dict[str, EngineCoreOutput] = {}
-        """By request id; those that wait longest come first."""
+        """Holds what waits, by request id; what waits longest comes first."""
         self._is_scheduled = False
 
     def take(self, outputs: Iterable[EngineCoreOutput]) -> None:

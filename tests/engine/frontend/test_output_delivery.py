@@ -1,4 +1,4 @@
-"""What one step brings is passed on request by request, and nothing waits for the end of it."""
+"""Each request gets what steps bring in order, and nothing waits for the end of a large step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_who_is_behind_gets_several_steps_in_one_output() -> None:
 
 @pytest.mark.usefixtures("no_time")
 async def test_an_end_without_a_token_hides_none() -> None:
-    """With `stop` the last token of an output is the one that has no text."""
+    """The last token of an output that ends with `stop` has no text."""
     taken = Taken()
     taken.delivery.take([EngineCoreOutput("z", [9]), EngineCoreOutput("a", [1])])
     taken.delivery.take([EngineCoreOutput("a", [], "stop")])
