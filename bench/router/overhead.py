@@ -5,7 +5,7 @@ once.
 Three processes on loopback: a token server that sends one event to every stream at a fixed rate,
 the router, and a client. Each event carries the time it was made, so the client sees how long it
 was on its way; the same client asks the token server directly for comparison. The router is run
-with each HTTP client in turn (`aiohttp`, which it uses, and `httpx`).
+with each HTTP client in turn (`own`, which it uses, `aiohttp` and `httpx`).
 
     python -m bench.router.overhead --streams 100,500 --rate 20 --seconds 10
 """
@@ -22,23 +22,20 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-import grpc
 import httpx
 import uvloop
 
 from bench.record import write_result
+from bench.router.http_clients import make_transport
+from bench.router.status_stub import serve_status
 from router.app import OuterWorld
 from router.config import RouterSettings
-from router.errors import NodeLost, NodeUnreachable
 from router.garbage import settle
 from router.server import RouterServer, bind
-from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NodeLoad
-from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 _JOURNAL = b"x-tandem-journal:"
@@ -129,18 +126,6 @@ async def _send_tokens(streams: set[TokenServer], rate: float) -> None:
         slot = (slot + 1) % num_slots
 
 
-class _Status(NodeStatusServicer):
-    def Watch(self, request: object, context: grpc.ServicerContext) -> Iterator[NodeLoad]:
-        sequence = 0
-        while context.is_active():
-            sequence += 1
-            yield NodeLoad(
-                node_id="bench", role=NODE_ROLE_DECODE, epoch=1, sequence=sequence,
-                model_name="bench",
-            )  # fmt: skip
-            time.sleep(0.25)
-
-
 def run_token_server(ports: multiprocessing.Queue[int], rate: float) -> None:
     async def serve() -> None:
         streams: set[TokenServer] = set()
@@ -150,61 +135,18 @@ def run_token_server(ports: multiprocessing.Queue[int], rate: float) -> None:
         ports.put(server.sockets[0].getsockname()[1])
         await _send_tokens(streams, rate)
 
-    status = grpc.server(futures.ThreadPoolExecutor(4))
-    add_NodeStatusServicer_to_server(_Status(), status)  # type: ignore[no-untyped-call]
-    status_port = status.add_insecure_port("127.0.0.1:0")
-    status.start()
-    ports.put(status_port)
+    ports.put(serve_status())
     uvloop.run(serve())
 
 
 # The router with each HTTP client ---------------------------------------------------------------
 
 
-class HttpxResponse:
-    def __init__(self, response: httpx.Response) -> None:
-        self._response = response
-        self._chunks = response.aiter_raw()
-        self.is_cut = False
-        self.status = response.status_code
-        self.headers: Sequence[tuple[bytes, bytes]] = response.headers.raw
-
-    async def read_chunk(self) -> bytes:
-        try:
-            return await anext(self._chunks, b"")
-        except httpx.HTTPError as error:
-            raise NodeLost(str(error)) from error
-
-    def close(self) -> None:
-        """Does nothing: httpx closes a stream only asynchronously; these streams all end by
-        themselves.
-        """
-
-
-class HttpxTransport:
-    async def open(self) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(limits=limits, timeout=None, trust_env=False)
-
-    async def request(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes = b""
-    ) -> HttpxResponse:
-        request = self._client.build_request(method, url, headers=dict(headers), content=body)
-        try:
-            return HttpxResponse(await self._client.send(request, stream=True))
-        except httpx.ConnectError as error:
-            raise NodeUnreachable(str(error)) from error
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
 def run_router(ports: multiprocessing.Queue[int], decode: str, client: str) -> None:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the life of the process
     settings = RouterSettings(port=0, decode=decode, log_level="warning")
     listener = bind(settings.host, settings.port)
-    transport = HttpxTransport() if client == "httpx" else None
-    server = RouterServer(settings, listener, OuterWorld(transport=transport))
+    server = RouterServer(settings, listener, OuterWorld(transport=make_transport(client)))
     ports.put(listener.getsockname()[1])
     settle()
     uvloop.run(server.run_until_drained())
@@ -312,7 +254,7 @@ def child(target: object, *args: object) -> Iterator[multiprocessing.process.Bas
         process.join()
 
 
-async def _wait_ready(port: int) -> None:
+async def wait_ready(port: int) -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         for _ in range(400):
             with contextlib.suppress(httpx.TransportError):
@@ -326,7 +268,7 @@ async def _wait_ready(port: int) -> None:
 async def measure(
     args: argparse.Namespace, token_port: int, router_port: int, router_pid: int
 ) -> dict[str, object]:
-    await _wait_ready(router_port)
+    await wait_ready(router_port)
     await request_times(router_port, 200)
     direct = percentiles_ms(await request_times(token_port, args.requests))
     through = percentiles_ms(await request_times(router_port, args.requests))
@@ -379,7 +321,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each stream")
     parser.add_argument("--ramp", type=float, default=2.0, help="seconds over which streams begin")
     parser.add_argument("--requests", type=int, default=1000, help="short requests to time")
-    parser.add_argument("--clients", default="aiohttp,httpx", help="HTTP clients to compare")
+    parser.add_argument("--clients", default="own,aiohttp,httpx", help="HTTP clients to compare")
     parser.add_argument("--name", default="router_overhead", help="name of the result file")
     args = parser.parse_args()
     args.streams = [int(number) for number in args.streams.split(",")]

@@ -100,8 +100,12 @@ class Pulse:
             yield
         finally:
             self._is_sending = False
-            self._is_within = not data.endswith(_EVENT_ENDS)
-            self.sent_at = time.monotonic()
+            self.sent(data, time.monotonic())
+
+    def sent(self, data: bytes, now: float) -> None:
+        """Hears that `data` has gone out, at monotonic seconds."""
+        self._is_within = not data.endswith(_EVENT_ENDS)
+        self.sent_at = now
 
     def is_due(self, now: float) -> bool:
         """Returns whether a comment is wanted, and may be sent."""

@@ -29,6 +29,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
+from edge.http.guarded_protocol import WRITE_DIRECTLY
 from edge.http.unknown_path import path_without_slash
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
@@ -101,7 +102,8 @@ class ProxyEndpoint:
             return _CLIENT_LEFT
         info = request.info
         record.trace.model = (info.model_name, info.model)
-        with self.forwarder.clients.client(info, send) as client:
+        write_directly = scope["state"].get(WRITE_DIRECTLY)
+        with self.forwarder.clients.client(info, send, write_directly) as client:
             try:
                 return await self._serve(request, receive, client)
             except HttpError as error:

@@ -2,24 +2,27 @@
 
 `HttpTransport` is the real one. Bytes pass as they are: no decompression, no cookies, no
 redirects. A reader that stops reading stops the node's sending, one socket buffer later.
+
+1. `request`  an idle connection to the node, or a new one; the answer comes on it
+2. idle       a connection whose answer was whole is kept for `keepalive_s`
+3. `close`    all connections are ended
 """
 
 from __future__ import annotations
 
-import io
+import asyncio
+import ssl
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
-
-import aiohttp
-from yarl import URL
+from urllib.parse import urlsplit
 
 from edge.address import join_address
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
-from router.errors import NodeLost, NodeUnreachable
-
-_LARGE_BODY = 1 << 20
-"""Bodies above this are written in pieces, so that copying one does not hold up the others."""
+from router.errors import NodeUnreachable
+from router.nodes.http_answer import HttpAnswer, Take
+from router.nodes.node_connection import NodeConnection
 
 
 class UpstreamResponse(Protocol):
@@ -31,13 +34,14 @@ class UpstreamResponse(Protocol):
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
 
+    async def stream(self, take: Take) -> bool:
+        """Gives the body to `take`, piece by piece as it comes, on the stack that has read it.
+        Returns True when it is complete, False when `take` wants no more for now: then it may be
+        called again. Raises `NodeLost` if the body breaks off."""
+
     async def read_chunk(self) -> bytes:
         """Returns what has arrived of the body; b"" at its end. Raises `NodeLost` if it breaks
         off."""
-
-    @property
-    def is_cut(self) -> bool:
-        """Returns whether the connection has ended before the answer."""
 
     def close(self) -> None: ...
 
@@ -59,39 +63,13 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-class HttpResponse:
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status = response.status
-        self.headers: Sequence[tuple[bytes, bytes]] = response.raw_headers
-
-    async def read_chunk(self) -> bytes:
-        try:
-            return await self._response.content.readany()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise NodeLost(_describe(error)) from error
-        except RuntimeError as error:
-            if not self.is_cut:
-                raise
-            raise NodeLost("its answer is no HTTP any more") from error
-
-    @property
-    def is_cut(self) -> bool:
-        """Returns whether the connection has ended before the answer. aiohttp ends it when what
-        comes is no HTTP, and tells nobody who reads."""
-        connection = self._response.connection
-        if connection is None:
-            return False
-        transport = connection.transport
-        return transport is None or transport.is_closing()
-
-    def close(self) -> None:
-        self._response.close()
+Place = tuple[str, int, ssl.SSLContext | None]
+"""Is where a connection leads: host, port, and how it is secured."""
 
 
 class HttpTransport:
-    """Uses aiohttp, chosen by measurement (`bench/router/overhead.py`). Whether it is HTTPS is
-    for `credentials` to say, not for URLs."""
+    """Speaks HTTP/1.1 by httptools, chosen by measurement (`bench/router/relay.py`). Whether it is
+    HTTPS is for `credentials` to say, not for URLs."""
 
     def __init__(
         self,
@@ -101,53 +79,74 @@ class HttpTransport:
         credentials: Credentials,
     ) -> None:
         self._credentials = credentials
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s
-        )
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
         self._keepalive_s = keepalive_s
-        self._session: aiohttp.ClientSession | None = None
+        self._open: set[NodeConnection] = set()
+        self._idle: dict[Place, dict[NodeConnection, asyncio.TimerHandle]] = {}
+        """The newest of each place is last."""
 
     async def open(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
+        """Does nothing: connections are made when they are wanted."""
 
     async def request(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes = b""
-    ) -> HttpResponse:
-        assert self._session is not None, "open() comes first"
-        target = URL(url, encoded=True)
+    ) -> HttpAnswer:
+        target = urlsplit(url)
+        host, port = target.hostname or "", target.port or 0
         try:
-            self._credentials.check_dial(target.host or "")
+            self._credentials.check_dial(host)
         except PlaintextRefused as error:
             raise NodeUnreachable(str(error)) from error
-        address = join_address(target.host or "", target.port or 0)
+        address = join_address(host, port)
         await self._credentials.meet(address)
-        tls = self._credentials.client_context(address)
-        try:
-            response = await self._session.request(
-                method,
-                target if tls is None else target.with_scheme("https"),
-                data=io.BytesIO(body) if len(body) > _LARGE_BODY else (body or None),
-                headers={**headers, **dict(self._credentials.metadata())},
-                allow_redirects=False,
-                ssl=True if tls is None else tls,
-                server_hostname=self._credentials.server_name(Role.DECODE),
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise NodeUnreachable(_describe(error)) from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise NodeLost(_describe(error)) from error
-        return HttpResponse(response)
+        place = host, port, self._credentials.client_context(address)
+        connection = self._take_idle(place) or await self._connect(place)
+        given = {**headers, **dict(self._credentials.metadata())}
+        return await connection.ask(method, target.path, address, given, body)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        for connection in tuple(self._open):
+            connection.abort()
 
+    async def _connect(self, place: Place) -> NodeConnection:
+        host, port, tls = place
+        name = None if tls is None else self._credentials.server_name(Role.DECODE) or host
+        new = partial(
+            NodeConnection,
+            self._read_timeout_s,
+            partial(self._put_idle, place),
+            partial(self._forget, place),
+        )
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    new, host, port, ssl=tls, server_hostname=name
+                )
+        except TimeoutError:
+            raise NodeUnreachable(f"no connection within {self._connect_timeout_s:g} s") from None
+        except (OSError, UnicodeError) as error:
+            raise NodeUnreachable(f"{type(error).__name__}: {error}") from error
+        self._open.add(connection)
+        return connection
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    def _take_idle(self, place: Place) -> NodeConnection | None:
+        idle = self._idle.get(place)
+        while idle:
+            connection, expiry = idle.popitem()
+            expiry.cancel()
+            if connection.is_open:
+                return connection
+        return None
+
+    def _put_idle(self, place: Place, connection: NodeConnection) -> None:
+        expiry = asyncio.get_running_loop().call_later(self._keepalive_s, connection.abort)
+        self._idle.setdefault(place, {})[connection] = expiry
+
+    def _forget(self, place: Place, connection: NodeConnection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(place, {})
+        if (expiry := idle.pop(connection, None)) is not None:
+            expiry.cancel()
+        if not idle:
+            self._idle.pop(place, None)

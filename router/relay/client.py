@@ -22,6 +22,7 @@ from starlette.types import Send
 from edge.http import headers as names
 from edge.http.error_forms import ErrorForm
 from edge.http.errors import HttpError, send_error
+from edge.http.event_writer import WriteDirectly
 from edge.http.heartbeats import EVENT_END, STREAM_HEADERS, Head, Heartbeats, Pulse
 from edge.http.limited_wait import within
 from router.request.info import RequestInfo
@@ -46,6 +47,7 @@ class Client:
     send: Send
     info: RequestInfo
     send_timeout_s: float
+    write_directly: WriteDirectly | None = None
     pulse: Pulse | None = None
     head: Head = field(init=False)
     _late_status: int = 0
@@ -74,6 +76,16 @@ class Client:
                 await self.send(start)
             elif not is_stream or status >= _FIRST_ERROR:
                 self._late_status = status
+
+    def write_now(self, data: bytes, now: float) -> bool:
+        """Writes a part of an answer that has begun, at monotonic seconds. Returns False, and has
+        written nothing, where `write` is needed."""
+        write = self.write_directly
+        if self._late_status or write is None or not write(data):
+            return False
+        if self.pulse is not None:
+            self.pulse.sent(data, now)
+        return True
 
     async def write(self, data: bytes, *, more: bool) -> None:
         """Raises `AnswerBroken` when the client takes nothing for long."""
@@ -121,9 +133,11 @@ class Clients:
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
     @contextmanager
-    def client(self, info: RequestInfo, send: Send) -> Iterator[Client]:
+    def client(
+        self, info: RequestInfo, send: Send, write_directly: WriteDirectly | None = None
+    ) -> Iterator[Client]:
         """Is open until the answer to a request has ended."""
-        client = Client(send, info, self.send_timeout_s)
+        client = Client(send, info, self.send_timeout_s, write_directly)
         if not (self.keepalive_s and info.is_stream):
             yield client
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from edge.http import headers as names
@@ -81,31 +81,43 @@ class Exchange:
         self.begun_at = time.monotonic()
         self._prefill_work.close()
 
-    async def read_chunk(self) -> bytes:
-        """Returns the next piece of the answer; b"" when it is complete. Raises `NodeLost`."""
+    async def stream(self, take: Callable[[bytes, float], bool]) -> bool:
+        """Gives the rest of the answer to `take`, piece by piece on the stack that has read it,
+        with the time. Returns True when it is complete, False when `take` wants no more for now:
+        then it may be called again. Raises `NodeLost`."""
         if self._complete or self._response is None:
-            return b""
+            return True
+
+        def heard(chunk: bytes) -> bool:
+            self.waiting_since = now = time.monotonic()
+            return take(chunk, now)
+
         self.waiting_since = time.monotonic()
         try:
-            chunk = await self._response.read_chunk()
+            self._complete = await self._response.stream(heard)
         except NodeLost as error:
             raise (NodeLost(self._silence) if self._silence else error) from error
         self.waiting_since = None
-        self._complete = not chunk
-        return chunk
+        return self._complete
+
+    async def read_chunk(self) -> bytes:
+        """Returns the next piece of the answer; b"" when it is complete. Raises `NodeLost`."""
+        got: list[bytes] = []
+
+        def take(chunk: bytes, now: float) -> bool:
+            got.append(chunk)
+            return False
+
+        await self.stream(take)
+        return got[0] if got else b""
 
     def give_up(self, why: str) -> None:
-        """Ends the waiting: `open` and `read_chunk` raise `NodeLost(why)`."""
+        """Ends the waiting: `open`, `stream` and `read_chunk` raise `NodeLost(why)`."""
         self._silence = why
         if self._response is not None:
             self._response.close()
         elif self._head_deadline is not None:
             self._head_deadline.reschedule(asyncio.get_running_loop().time())
-
-    @property
-    def is_cut(self) -> bool:
-        """Returns whether the connection to the node has ended before the answer."""
-        return self._response is not None and self._response.is_cut
 
     @property
     def is_event_stream(self) -> bool:

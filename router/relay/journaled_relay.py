@@ -63,6 +63,11 @@ class Outlet(ABC):
     async def start(self) -> None: ...
 
     @abstractmethod
+    def write_now(self, events: bytes, now: float) -> bool:
+        """Writes at once, at monotonic seconds. Returns False, and has written nothing, where
+        `write` is needed."""
+
+    @abstractmethod
     async def write(self, events: bytes) -> None: ...
 
     @abstractmethod
@@ -74,6 +79,9 @@ class Outlet(ABC):
 class StreamOutlet(Outlet):
     async def start(self) -> None:
         await self._client.start(200, self._headers)
+
+    def write_now(self, events: bytes, now: float) -> bool:
+        return self._client.write_now(events, now)
 
     async def write(self, events: bytes) -> None:
         await self._client.write(events, more=True)
@@ -93,10 +101,14 @@ class BodyOutlet(Outlet):
     async def start(self) -> None:
         """Waits: the status is not known before the end."""
 
-    async def write(self, events: bytes) -> None:
+    def write_now(self, events: bytes, now: float) -> bool:
         """Keeps the last body: a node that goes on with an answer sends all of it."""
         if events != _DONE:
             self._body = events
+        return True
+
+    async def write(self, events: bytes) -> None:
+        """Is never needed."""
 
     async def end(self, error: bytes, status: int) -> int:
         _, _, body = (error or self._body.removesuffix(_DONE)).partition(_DATA)
@@ -148,16 +160,33 @@ class JournaledRelay:
         """Relays until the answer is over (None), or another node has to go on."""
         journal = self.journal
         buffer = EventBuffer(_MAX_EVENT_BYTES)
-        chunk = exchange.first_chunk
+        unsent = b""
+
+        def take(chunk: bytes, now: float) -> bool:
+            """Passes events on. Says no when the client has to be waited for, or another node."""
+            nonlocal unsent
+            if events := buffer.feed(chunk):
+                if passed := journal.take(events):
+                    self._note_event(exchange, now)
+                    if not outlet.write_now(passed, now):
+                        unsent = passed
+                        return False
+                return journal.end is None
+            return True
+
+        is_over = not exchange.first_chunk
+        if not is_over:
+            take(exchange.first_chunk, time.monotonic())
         try:
-            while chunk:
-                if events := buffer.feed(chunk):
-                    if passed := journal.take(events):
-                        self._note_event(exchange)
-                        await outlet.write(passed)
-                    if journal.end is not None:
-                        return _INTERRUPTIONS.get(journal.end)
-                chunk = await exchange.read_chunk()
+            while True:
+                if unsent:
+                    await outlet.write(unsent)
+                    unsent = b""
+                if journal.end is not None:
+                    return _INTERRUPTIONS.get(journal.end)
+                if is_over:
+                    break
+                is_over = await exchange.stream(take)
         except NodeLost as error:
             self._lost(exchange, str(error))
             return Interruption.LOST
@@ -199,10 +228,10 @@ class JournaledRelay:
         self.metrics.broken_streams.inc()
         self.request.record.broke(why)
 
-    def _note_event(self, exchange: Exchange) -> None:
-        self._last_event_at = time.monotonic()
-        record, is_stream = self.request.record, exchange.is_event_stream
-        record.event(self.journal.next_number, is_stream=is_stream)
+    def _note_event(self, exchange: Exchange, now: float) -> None:
+        self._last_event_at = now
+        is_stream = exchange.is_event_stream
+        self.request.record.event(self.journal.next_number, now, is_stream=is_stream)
         if self._move is not None:
             logger.info(
                 "request %s goes on at %s: %s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from edge.http.error_forms import ErrorForm
@@ -55,13 +56,23 @@ class PlainRelay:
 
     async def _relay_events(self, exchange: Exchange) -> None:
         buffer = EventBuffer()
-        chunk = exchange.first_chunk
-        while chunk:
+        unsent: list[bytes] = []
+
+        def take(chunk: bytes, now: float) -> bool:
             if events := buffer.feed(chunk):
                 record = self.request.record
-                record.event(record.num_pieces + 1, is_stream=True)
-                await self.client.write(events, more=True)
-            chunk = await exchange.read_chunk()
+                record.event(record.num_pieces + 1, now, is_stream=True)
+                if not self.client.write_now(events, now):
+                    unsent.append(events)
+            return not unsent
+
+        is_over = not exchange.first_chunk
+        if not is_over:
+            take(exchange.first_chunk, time.monotonic())
+        while not is_over:
+            if unsent:
+                await self.client.write(unsent.pop(), more=True)
+            is_over = await exchange.stream(take)
         await self.client.write(buffer.rest(), more=False)
 
     async def _relay_bytes(self, exchange: Exchange) -> None:

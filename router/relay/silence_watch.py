@@ -8,7 +8,6 @@
                         none for `stall_s`, whatever its reports say; after half of that when
                         its reports have stopped too, which come on a way of their own
     in another answer   hung when the node counts as down: there is nobody to go on
-    in any              lost when the connection has ended in what is no HTTP
 
 Only a node that we wait for can be found hung, not one whose client reads slowly. Time in which
 this process itself stood still does not count, neither for answers nor for reports.
@@ -50,9 +49,6 @@ class SilenceWatch:
         for exchange in tuple(self.exchanges):
             since = exchange.waiting_since
             if since is None:
-                continue
-            if exchange.is_cut:
-                exchange.give_up("its connection has ended before the answer")
                 continue
             silent_s = self._standstills.ran_s(since, now)
             if self._is_hung(exchange, silent_s, now):

@@ -109,10 +109,9 @@ class RequestHistory:
         """Hears that the answer has to end too early."""
         self.broken, self.trace.failure = True, why
 
-    def event(self, num_pieces: int, *, is_stream: bool) -> None:
+    def event(self, num_pieces: int, now: float, *, is_stream: bool) -> None:
         """Hears that some of the answer is here, which has now so many pieces. Of an answer that
         its client gets whole they come from time to time: the gaps mean nothing."""
-        now = time.monotonic()
         if self.num_pieces:
             if is_stream:
                 self.on_gap(now - self.last_event_at)

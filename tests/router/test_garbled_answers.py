@@ -67,9 +67,7 @@ async def test_who_reads_a_garbled_answer_later_hears_of_it(cluster: Cluster) ->
         url = f"http://{node.target}/v1/completions"
         response = await transport.request("POST", url, {}, b"{}")
         assert await response.read_chunk() == event(0)
-        assert not response.is_cut
         go_on.set()
-        await eventually(lambda: response.is_cut)
         with pytest.raises(NodeLost):
             await response.read_chunk()
         response.close()
