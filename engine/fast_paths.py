@@ -12,6 +12,7 @@ FastPath = Literal[
     "fused-qkv",
     "fused-router",
     "int4-gemm",
+    "int8-gemm",
     "lora-gemm",
     "pdl",
     "prompt-graphs",
@@ -34,6 +35,7 @@ fused-qkv       queries, keys and values of many rows are rotated, and written t
 fused-router    mixtures of experts of few rows: the norm in the router's launch, the choice of
                 experts in that of their first GEMM, and the second adds to the residual stream
 int4-gemm       4-bit weights that stay packed; without, they are dequantised as they are loaded
+int8-gemm       INT8 weights that stay so; without, they are dequantised as they are loaded
 lora-gemm       adapters of up to 16 rows in the launch of their layer, where its weights are plain
 pdl             small kernels that start before the one before has ended (programmatic dependent
                 launch)

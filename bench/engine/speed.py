@@ -14,7 +14,7 @@ mixtures of experts. Large: the cases measured beside vLLM for 70B on four GPUs.
     python -m bench.engine.speed --breakdown              # also: where the time of a step goes
     python -m bench.engine.speed --tp 2 --cases decode    # two GPUs
     python -m bench.engine.speed --shape gpt-oss-120b --uniform-routing
-    python -m bench.engine.speed --quantization fp8       # or fp8-block, int4
+    python -m bench.engine.speed --quantization fp8       # or fp8-block, int4, int8
     python -m bench.engine.speed --quantization fp8 --kv-cache-dtype fp8
 
 Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.

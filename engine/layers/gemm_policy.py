@@ -21,6 +21,8 @@ _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
 _INT4_ROWS = 128
 """The largest size: with more, writing the weights out in half precision costs less."""
+_INT8_ROWS = 64
+"""The largest size: the kernel has one tile of all rows."""
 _FEW_ROWS = 16
 """The largest number of rows, as for small-M GEMMs: with more, the library is likely faster."""
 _BESIDE_ROWS = 512
@@ -56,6 +58,9 @@ class GemmPolicy:
         shared_residual_rows: From so many rows on, row layers of the first of two ranks do, before
             the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream again.
         fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
+        int8: The same of INT8.
+        int8_rows: INT8 weights beside inputs in half precision are multiplied by at most so many
+            rows; for more they are written out first. 0: they are as they are loaded.
     """
 
     deterministic: bool = False
@@ -71,6 +76,8 @@ class GemmPolicy:
     fused_router_rows: int = 0
     few_row_heads: int = 0
     fused_qkv_rows: int = 0
+    int8: bool = False
+    int8_rows: int = 0
 
     @classmethod
     def choose(
@@ -83,6 +90,7 @@ class GemmPolicy:
         """Returns the fastest policy of `device` that `config` allows, for a model in `dtype`."""
         int4 = config.allows("int4-gemm") and multiplies_halves(device) and dtype.itemsize == 2
         int4_rows = _INT4_ROWS if int4 else 0
+        int8 = config.allows("int8-gemm") and multiplies_halves(device) and dtype.itemsize == 2
         if config.deterministic:
             return cls(deterministic=True, int4_rows=int4_rows)
         small_m = config.allows("small-m-gemm") and supports_pdl(device)
@@ -105,11 +113,13 @@ class GemmPolicy:
             adds_few_rows=few_rows and tp_size == 1,
             few_row_heads=REGISTER_ROWS if heads else 0,
             fused_router_rows=MAX_ROUTED_ROWS if fused_router and tp_size == 1 else 0,
-            fp8=config.allows("fp8-gemm") and _multiplies_fp8(device, dtype),
+            int8=int8 and _multiplies_bytes(device, dtype),
+            int8_rows=_INT8_ROWS if int8 else 0,
+            fp8=config.allows("fp8-gemm") and _multiplies_bytes(device, dtype),
         )
 
 
-def _multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether kernels and library do; a product before its scales exceeds half precision
-    of any other kind."""
+def _multiplies_bytes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether kernels and library multiply numbers of 8 bits; a product before its scales
+    exceeds half precision of any other kind."""
     return has_warpgroup_mma(device) and dtype == torch.bfloat16

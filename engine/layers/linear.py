@@ -27,7 +27,7 @@ from engine.layers.methods.base import (
 from engine.layers.methods.choice import column_method, gate_up_method, qkv_method, row_method
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import PartialSum, Rows, UnnormedRows, UnscaledProduct
+from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
 
@@ -66,9 +66,9 @@ class MergedColumnParallelLinear(LinearLayer):
         return self.method_for(policy, self.scheme, self.share)
 
     @property
-    def input_group(self) -> int | None:
+    def input_form(self) -> RowForm | None:
         """Returns how inputs are best given; see `LinearMethod`."""
-        return self.method.input_group
+        return self.method.input_form
 
     def forward(self, x: Rows) -> Tensor:
         return self.method.apply_rows(self, x)
@@ -118,9 +118,9 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         assert isinstance(activated, Tensor)
         return activated
 
-    def activated(self, x: Rows, group: int | None) -> Rows:
-        """Returns the activation; `group` is the `input_group` of the layer that it is for."""
-        return self.method.gate_up_rows(self, x, group, self.is_gelu)
+    def activated(self, x: Rows, form: RowForm | None) -> Rows:
+        """Returns the activation; `form` is the `input_form` of the layer that it is for."""
+        return self.method.gate_up_rows(self, x, form, self.is_gelu)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -206,9 +206,9 @@ class RowParallelLinear(LinearLayer):
         return row_method(policy, self.scheme, self.share)
 
     @property
-    def input_group(self) -> int | None:
+    def input_form(self) -> RowForm | None:
         """Returns how inputs are best given; see `LinearMethod`."""
-        return self.method.input_group
+        return self.method.input_form
 
     def forward(self, x: Rows) -> Tensor:
         return self.method.reduce(self.method.apply_rows(self, x), self.group)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engine.layers.linear import GateUpParallelLinear, RowParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import Rows
+from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
 
 
@@ -38,9 +38,9 @@ class GatedMLP(nn.Module):
         self.norm = norm
 
     @property
-    def input_group(self) -> int | None:
+    def input_form(self) -> RowForm | None:
         """Returns how inputs are best given; see `LinearMethod`."""
-        return self.gate_up_proj.input_group
+        return self.gate_up_proj.input_form
 
     def forward(self, x: Rows, stream: ResidualStream) -> None:
         """Computes the MLP of the normed `x`: [T, H]."""
@@ -55,7 +55,7 @@ class GatedMLP(nn.Module):
         self.down_proj.accumulate(self._activated(x), out)
 
     def _activated(self, x: Rows) -> Rows:
-        return self.gate_up_proj.activated(x, self.down_proj.input_group)
+        return self.gate_up_proj.activated(x, self.down_proj.input_form)
 
     def checkpoint_weights(self, prefix: str, *, is_fused: bool) -> Iterator[CheckpointWeight]:
         """Lists the checkpoint's tensors; `is_fused` says that gate and up are one tensor."""

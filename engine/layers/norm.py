@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from engine.layers.rows import PairOutputs, PartialSum, QuantisedRows, UnscaledProduct
+from engine.layers.rows import PairOutputs, PartialSum, QuantisedRows, RowForm, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 
@@ -54,19 +54,14 @@ class RMSNorm(nn.Module):
         """Returns the norm of the sum; `residual` becomes the sum."""
         return ops.pairs_add_rms_norm(x.parts, x.experts, residual, self.weight, self.eps)
 
-    def add_fp8(
-        self, x: Tensor | UnscaledProduct | None, residual: Tensor, group: int
+    def add_quantised(
+        self, x: Tensor | UnscaledProduct | None, residual: Tensor, form: RowForm
     ) -> QuantisedRows:
-        """Returns the norm of the sum as `ops.quantise_fp8` does; `residual` becomes the sum.
-        Without `x` it stays."""
-        eps = self.eps
+        """Returns the norm of the sum, quantised; `residual` becomes the sum. Without `x` it
+        stays."""
         if x is None:
-            return QuantisedRows(*ops.rms_norm_fp8(residual, None, self.weight, eps, group))
-        if isinstance(x, UnscaledProduct):
-            of = x.row_scales, x.col_scales
-            found = ops.rms_norm_fp8(x.product, residual, self.weight, eps, group, *of)
-            return QuantisedRows(*found)
-        return QuantisedRows(*ops.rms_norm_fp8(x, residual, self.weight, eps, group))
+            return form.normed(residual, None, self.weight, self.eps)
+        return form.normed(x, residual, self.weight, self.eps)
 
     def add_unscaled(self, x: UnscaledProduct, residual: Tensor) -> Tensor:
         """Returns the norm of the sum; `residual` becomes the sum."""

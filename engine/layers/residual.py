@@ -7,7 +7,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.layers.norm import RMSNorm
-from engine.layers.rows import PairOutputs, PartialSum, Rows, UnnormedRows, UnscaledProduct
+from engine.layers.rows import (
+    PairOutputs,
+    PartialSum,
+    RowForm,
+    Rows,
+    UnnormedRows,
+    UnscaledProduct,
+)
 
 _Addend = Tensor | UnscaledProduct | PartialSum | PairOutputs
 
@@ -64,18 +71,18 @@ class ResidualStream:
             self.sum = self.sum + plain
         return self.sum
 
-    def read_rows(self, norm: RMSNorm | None, group: int | None) -> Rows:
-        """Does what `read` does; returns a norm as the `input_group` of the next layer asks for."""
-        if norm is None or group is None:
+    def read_rows(self, norm: RMSNorm | None, form: RowForm | None) -> Rows:
+        """Does what `read` does; returns a norm as the `input_form` of the next layer asks for."""
+        if norm is None or form is None:
             return self.read(norm)
-        return norm.add_fp8(self._taken(), self.sum, group)
+        return norm.add_quantised(self._taken(), self.sum, form)
 
-    def read_unnormed(self, norm: RMSNorm | None, group: int | None) -> Rows | UnnormedRows:
+    def read_unnormed(self, norm: RMSNorm | None, form: RowForm | None) -> Rows | UnnormedRows:
         """Does what `read_rows` does, but leaves the norm to a reader that may have a kernel for
         it. What waits must be added first, so then it is computed here, in the same kernel."""
         rows = self.settled()
-        if norm is None or group is not None or rows is None:
-            return self.read_rows(norm, group)
+        if norm is None or form is not None or rows is None:
+            return self.read_rows(norm, form)
         return UnnormedRows(rows, norm.weight, norm.eps)
 
     def normed(self, norm: RMSNorm) -> Tensor:

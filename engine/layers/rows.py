@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -12,7 +13,8 @@ from tandem_kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class QuantisedRows:
-    """Rows of e4m3 numbers, [T, K], and their scales, as `ops.quantise_fp8` makes them."""
+    """Rows of e4m3 or int8 numbers, [T, K], and their scales, as `ops.quantise_fp8` or
+    `ops.quantise_int8` makes them."""
 
     numbers: Tensor
     scales: Tensor
@@ -85,6 +87,45 @@ Rows = Tensor | QuantisedRows
 """Inputs of a linear layer."""
 
 
-def quantised(x: Rows, group: int) -> QuantisedRows:
-    """Returns rows in e4m3 with a scale for each `group` numbers; 0: for each row."""
-    return x if isinstance(x, QuantisedRows) else QuantisedRows(*ops.quantise_fp8(x, group))
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """Says how a GEMM wants its rows quantised, and does it, with what computes them.
+
+    Attributes:
+        numbers: Their type.
+        group: So many of e4m3 share a scale; 0: all of a row.
+    """
+
+    numbers: Literal["e4m3", "int8"] = "e4m3"
+    group: int = 0
+
+    def quantised(self, x: Rows) -> QuantisedRows:
+        """Returns rows in this form, which those that are quantised have."""
+        if isinstance(x, QuantisedRows):
+            return x
+        if self.numbers == "int8":
+            return QuantisedRows(*ops.quantise_int8(x))
+        return QuantisedRows(*ops.quantise_fp8(x, self.group))
+
+    def normed(
+        self, x: Tensor | UnscaledProduct, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> QuantisedRows:
+        """Returns the norm of `x`, or of the sum with `residual`, which becomes the sum."""
+        x, *scales = _parts_of(x)
+        if self.numbers == "int8":
+            return QuantisedRows(*ops.rms_norm_int8(x, residual, weight, eps, *scales))
+        return QuantisedRows(*ops.rms_norm_fp8(x, residual, weight, eps, self.group, *scales))
+
+    def activated(self, x: Tensor | UnscaledProduct, is_gelu: bool) -> QuantisedRows:
+        """Returns the gated activation of [T, 2 I]."""
+        x, *scales = _parts_of(x)
+        if self.numbers == "int8":
+            return QuantisedRows(*ops.silu_and_mul_int8(x, is_gelu, *scales))
+        return QuantisedRows(*ops.silu_and_mul_fp8(x, is_gelu, self.group, *scales))
+
+
+def _parts_of(x: Tensor | UnscaledProduct) -> tuple[Tensor, ...]:
+    """Returns what operations are given of a product."""
+    if isinstance(x, UnscaledProduct):
+        return x.product, x.row_scales, x.col_scales
+    return (x,)

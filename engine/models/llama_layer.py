@@ -83,15 +83,15 @@ class LlamaDecoderLayer(nn.Module):
         if isinstance(mlp, SparseMLP):
             mlp(stream, self.before_mlp, slots)
         else:
-            mlp(stream.read_rows(self.before_mlp, mlp.input_group), stream)
+            mlp(stream.read_rows(self.before_mlp, mlp.input_form), stream)
 
     def _attended_rows(self, stream: ResidualStream) -> Rows | UnnormedRows:
         """Returns the rows of the stream as the layer's attention is best given them."""
         attention, norm = self.self_attn, self.before_attention
         if isinstance(attention, AttentionBlock):
-            return stream.read_unnormed(norm, attention.input_group)
+            return stream.read_unnormed(norm, attention.input_form)
         if isinstance(attention, LatentAttentionBlock):
-            return stream.read_rows(norm, attention.input_group)
+            return stream.read_rows(norm, attention.input_form)
         return stream.read(norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

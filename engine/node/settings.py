@@ -209,6 +209,8 @@ class EngineSettings(
         "many rows, rotates them and writes the cache. fused-router: norm, router and experts of "
         "few rows are three launches instead of five. int4-gemm: 4-bit weights stay packed; "
         "without it they are dequantised as they are loaded, and take four times the memory. "
+        "int8-gemm: INT8 weights of linear layers and experts stay so; without it they are "
+        "dequantised as they are loaded, and take twice the memory. "
         "lora-gemm: adapters of up to 16 rows are computed in the launch of their layer, where its "
         "weights are not quantised. "
         "pdl: small kernels overlap, by "

@@ -23,6 +23,7 @@ from tandem_kernels.reference import (
     fp8_linear,
     gemm,
     int4,
+    int8,
     latent,
     lora,
     ngrams,
@@ -77,6 +78,15 @@ fp8_gemm = Op(fp8_linear.fp8_gemm, "gemm.fp8_gemm")
 fp8_product = Op(fp8_linear.fp8_product, "gemm.fp8_library")
 scale_product = Op(fp8_linear.scale_product, "gemm.fp8_activations")
 fp8_gate_up = Op(fp8_linear.fp8_gate_up, "gemm.fp8_gemm")
+quantise_int8 = Op(int8.quantise_int8, "gemm.fp8_activations")
+rms_norm_int8 = Op(int8.rms_norm_int8, "gemm.fp8_activations")
+silu_and_mul_int8 = Op(int8.silu_and_mul_int8, "gemm.fp8_activations")
+int8_gemm = Op(int8.int8_gemm, "gemm.int8_gemm")
+int8_gate_up = Op(int8.int8_gate_up, "gemm.int8_gemm")
+int8_dequantise = Op(int8.int8_dequantise, "gemm.int8_weights")
+int8_weight_gemm = Op(int8.int8_weight_gemm, "gemm.int8_weights")
+int8_weight_gate_up = Op(int8.int8_weight_gate_up, "gemm.int8_weights")
+int8_experts = Op(int8.int8_experts, "experts.int8_experts")
 int4_experts = Op(int4.int4_experts, "experts.int4_experts")
 silu_and_mul = Op(elementwise.silu_and_mul, "elementwise.silu_and_mul")
 gelu_tanh_and_mul = Op(elementwise.gelu_tanh_and_mul, "elementwise.silu_and_mul")

@@ -55,6 +55,7 @@ from tandem_kernels.experts import (
     fp8_experts,
     fused_experts,
     int4_experts,
+    int8_experts,
     normed_router,
     route_tokens,
 )
@@ -72,6 +73,8 @@ from tandem_kernels.gemm import (
     int4_dequantise,
     int4_gemm,
     int4_tuning,
+    int8_gemm,
+    int8_weights,
     invariant_gemm,
     small_m_gemm,
 )
@@ -390,6 +393,136 @@ def fused_qkv_cases(capability: int) -> Iterator[Case]:
                 **({} if has_bias else {"bias": None}),
             },
             {"num_warps": fused_qkv.NUM_WARPS, "num_stages": fused_qkv.NUM_STAGES},
+        )
+
+
+def int8_cases(capability: int) -> Iterator[Case]:
+    """Yields cases of rows and products of int8 for Hopper alone, whose copy engine they use."""
+    if capability < 90:
+        return
+    types = {
+        **named("*bf16", "residual", "weight", "bias", "out"),
+        **named("*fp32", "x_scales", "w_scales", "scales", "partial", "row_scales", "col_scales"),
+        **named("*i8", "numbers"),
+        "x": "*bf16",
+        "tickets": "*i32",
+        "eps": "fp32",
+    }
+    row = {"GROUP": 4096, "BLOCK": 4096, "OVERLAP": True}
+    yield Case(fp8_activations.quantise_fp8_kernel, "int8", types, row, {"num_warps": 8})
+    norm = {**row, "HAS_RESIDUAL": True, "UNSCALED": False, "QUANTISE": True}
+    norm |= {"row_scales": None, "col_scales": None}
+    yield Case(fp8_activations.rms_norm_fp8_kernel, "int8", types, norm, {"num_warps": 8})
+    quantised = {**types, **named("*i8", "x", "weight")}
+    for rows, gated in itertools.product((1, 64), (False, True)):
+        tuning = fp8_gemm.fp8_tuning(rows, 4096, 4096, gated=gated, blocks=False)
+        constants = {
+            "ROWS": max(16, rows),
+            "COLS": tuning.cols,
+            "DEPTH": tuning.depth,
+            "SPLITS": tuning.splits,
+            "SWAP": tuning.swap,
+            "BLOCKS": False,
+            "GATED": gated,
+            "HAS_BIAS": False,
+            "OVERLAP": True,
+            "LINES": 8,
+            "bias": None,
+            **({} if tuning.splits > 1 else {"partial": None}),
+        }
+        options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+        label = f"int8 rows={rows} gated={gated}"
+        yield Case(fp8_gemm.fp8_small_m_kernel, label, quantised, constants, options)
+    for rows, parts in itertools.product((128, 1024, 8192), (1, 2)):
+        yield int8_tile_case(rows, parts)
+
+
+def int8_tile_case(num_rows: int, parts: int) -> Case:
+    tuning = int8_gemm.int8_tuning(num_rows, 4096)
+    rows, cols, depth = tuning.rows, tuning.cols // parts, tuning.depth
+    return Case(
+        int8_gemm.int8_gemm_kernel,
+        f"rows={num_rows} parts={parts}",
+        {
+            "x": f"tensordesc<i8{[rows, depth]}>",
+            "weight": f"tensordesc<i8{[parts, cols, depth]}>",
+            "out": f"tensordesc<bf16{[rows, cols]}>",
+            **named("*fp32", "x_scales", "w_scales"),
+            "bias": "*bf16",
+        },
+        {
+            "ROWS": rows,
+            "COLS": cols,
+            "DEPTH": depth,
+            "PARTS": parts,
+            "TILES_DOWN": int8_gemm.TILES_DOWN,
+            "HAS_BIAS": False,
+            "IN_PAIRS": True,
+            "bias": None,
+        },
+        {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+    )
+
+
+def int8_weight_cases(capability: int) -> Iterator[Case]:
+    """Yields cases of weights in int8 beside rows in half precision, and of experts."""
+    types = {
+        **named("*bf16", "x", "bias", "out"),
+        **named("*i8", "weight", "zeros"),
+        "scales": "*fp32",
+    }
+    for rows, in_groups in itertools.product((1, 64), (False, True)):
+        constants = {
+            "ROWS": max(16, rows),
+            "COLS": 32,
+            "DEPTH": 128,
+            "IN_GROUPS": in_groups,
+            "HAS_ZEROS": in_groups,
+            "HAS_BIAS": False,
+            "EVEN": True,
+            "OVERLAP": capability >= 90,
+            "bias": None,
+            **({} if in_groups else {"zeros": None}),
+        }
+        label = f"rows={rows} in_groups={in_groups}"
+        options = {"num_warps": 4, "num_stages": 4}
+        yield Case(int8_weights.int8_weight_gemm_kernel, label, types, constants, options)
+    constants = {"HAS_ZEROS": True, "BLOCK": 1024}
+    yield Case(int8_weights.int8_dequantise_kernel, "", types, constants)
+    types = {
+        **named("*fp32", "x_scales", "weight_scales", "pair_weights"),
+        **named("*i32", "experts", "order", "counts"),
+        **named("*i8", "weight"),
+        "out": "*bf16",
+    }
+    tables = expert_tuning.ExpertShape(128, 768, 2048, int8_experts.FORMAT)
+    for num_pairs, gated, quantises in itertools.product(
+        (8, 8192, 65536) if capability >= 90 else (8,), (True, False), (True, False)
+    ):
+        tuning = expert_tuning.expert_tuning(tables, num_pairs, "NVIDIA_H200", gated=gated)
+        is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
+        yield Case(
+            int8_experts.int8_expert_gemm_kernel,
+            f"pairs={num_pairs} gated={gated} quantises={quantises}",
+            {**types, "x": "*i8" if quantises else "*bf16"},
+            {
+                "TOP_K": 8,
+                "ROWS": tuning.rows,
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "GROUP": tuning.group,
+                "PAIRS": 1 if is_sorted else max(16, num_pairs),
+                "TILES": 1,
+                "EXPERTS": 128,
+                "GATED": gated,
+                "SORTED": is_sorted,
+                "BY_PAIR": num_pairs <= 128,
+                "OVERLAP": capability >= 90 and not is_sorted,
+                "EVEN": True,
+                **({} if quantises else {"x_scales": None}),
+                **({} if is_sorted else {"order": None, "counts": None}),
+            },
+            tuning.options,
         )
 
 
@@ -1278,6 +1411,8 @@ def compile_all(capability: int) -> None:
         fused_gate_up_cases,
         fused_qkv_cases,
         int4_cases,
+        int8_cases,
+        int8_weight_cases,
         invariant_cases,
         rope_cases,
         attention_cases,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import int4_checks as int4
+import int8_checks
 import pytest
 import quantised_expert_checks as check
 import routed_expert_checks as routed
@@ -38,6 +39,16 @@ pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
 def test_fp8_experts(sizes: check.Sizes, blocks: bool, clamped: bool) -> None:
     kernel = ops.fp8_experts.kernel
     check.fp8_experts(kernel, sizes, torch.float32, blocks=blocks, clamped=clamped)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "quantises"),
+    [((3, 2, 8, 160, 144), True), ((9, 2, 4, 128, 96), False), ((140, 2, 3, 64, 96), True)],
+    ids=["by pair", "by expert", "sorted"],
+)
+def test_int8_experts(sizes: check.Sizes, quantises: bool) -> None:
+    kernel = ops.int8_experts.kernel
+    int8_checks.int8_experts(kernel, sizes, torch.float16, quantises=quantises)
 
 
 @pytest.mark.parametrize(

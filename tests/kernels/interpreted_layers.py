@@ -14,6 +14,7 @@ import few_row_checks
 import fp8_linear_checks
 import fused_qkv_checks
 import int4_checks as int4
+import int8_checks
 import kernel_checks as check
 import lora_checks
 import pytest
@@ -180,6 +181,31 @@ def test_fp8_products_of_few_rows(rows: int, splits: int, swap: bool, blocks: bo
         return small(x, x_scales, weight, w_scales, None, out_dtype, gated=True)
 
     fp8_linear_checks.fp8_gemm((small, gated), (rows, 256, 768), blocks=blocks)
+
+
+def test_rows_of_int8() -> None:
+    columns = ops.quantise_int8.kernel, ops.rms_norm_int8.kernel, ops.silu_and_mul_int8.kernel
+    int8_checks.int8_rows(columns, 5, 200, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 256, 512), (20, 256, 512), (70, 272, 144)], ids=["few", "swapped", "tiles"]
+)
+def test_int8_products(shape: tuple[int, int, int]) -> None:
+    columns = ops.int8_gemm.kernel, ops.int8_gate_up.kernel
+    int8_checks.int8_gemm(columns, shape, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((3, 64, 256), 1), ((20, 40, 96), 3), ((2, 36, 80), 1)]
+)
+def test_products_with_8_bit_weights(shape: tuple[int, int, int], groups: int) -> None:
+    columns = (
+        ops.int8_weight_gemm.kernel,
+        ops.int8_weight_gate_up.kernel,
+        ops.int8_dequantise.kernel,
+    )
+    int8_checks.int8_weights(columns, shape, groups, torch.float16)
 
 
 def test_adapters() -> None:

@@ -24,6 +24,7 @@ HOPPER_ALONE = {
     "fused_gate_up_kernel",
     "fused_qkv_kernel",
     "fp8_small_m_kernel",
+    "int8_gemm_kernel",
     "fp8_expert_gemm_kernel",
     "quantise_fp8_kernel",
     "rms_norm_fp8_kernel",

@@ -161,7 +161,25 @@ QUANTIZATIONS: dict[str, dict[str, object]] = {
     "fp8": {},
     "fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
-}
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                "input_activations": {
+                    "num_bits": 8, "type": "int", "strategy": "token", "dynamic": True,
+                },
+            }
+        },
+    },
+    "int8-weights": {
+        "quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True, "desc_act": False,
+    },
+}  # fmt: skip
 """Holds what config.json says of quantised weights; `fp8`: nothing, they are as they are loaded."""
 _GPT_OSS: dict[str, object] = {
     "architectures": ["GptOssForCausalLM"],

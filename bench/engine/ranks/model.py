@@ -103,13 +103,13 @@ class ShardedModel:
             assert isinstance(attention, AttentionBlock) and isinstance(mlp, GatedMLP)
             for stream, given in zip(streams, inputs, strict=True):
                 finish(stream.sum)
-                normed = stream.read_rows(layer.before_attention, attention.input_group)
+                normed = stream.read_rows(layer.before_attention, attention.input_form)
                 of_layer = given[index]
                 assert isinstance(of_layer, AttentionInputs)
                 attention(normed, stream, self.kv_caches[index], of_layer)
             for stream in streams:
                 finish(stream.sum)
-                mlp(stream.read_rows(layer.before_mlp, mlp.input_group), stream)
+                mlp(stream.read_rows(layer.before_mlp, mlp.input_form), stream)
         for stream in streams:
             finish(stream.sum)
         return torch.cat([stream.normed(model.norm) for stream in streams])

@@ -14,7 +14,7 @@ from engine.layers.linear import QKVParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import HeadPlaces
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import Rows, UnnormedRows
+from engine.layers.rows import RowForm, Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import HeadRange, heads_of_rank
@@ -122,9 +122,9 @@ class AttentionBlock(nn.Module):
         )
 
     @property
-    def input_group(self) -> int | None:
+    def input_form(self) -> RowForm | None:
         """Returns how inputs are best given; see `LinearMethod`."""
-        return self.qkv_proj.input_group
+        return self.qkv_proj.input_form
 
     def forward(
         self,

@@ -28,7 +28,7 @@ from engine.layers.methods.registry import format_of
 from engine.layers.methods.weight_format import matrix_weight
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
-from engine.layers.rows import Rows
+from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
 from tandem_kernels import ops
 from tandem_kernels.attention.kv_scales import KVScales
@@ -112,9 +112,9 @@ class LatentAttentionBlock(nn.Module):
         self.o_proj = RowParallelLinear(num_heads * sizes.value, hidden_size, shard.at("o_proj"))
 
     @property
-    def input_group(self) -> int | None:
+    def input_form(self) -> RowForm | None:
         """Returns how inputs are best given; see `LinearMethod`."""
-        return self.input_proj.input_group
+        return self.input_proj.input_form
 
     def forward(
         self, x: Rows, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.layers.linear import MergedColumnParallelLinear
 from engine.layers.methods.base import ColumnPart
-from engine.layers.rows import Rows
+from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
 
 
@@ -45,9 +45,9 @@ class LatentInputProjection(nn.Module):
             )
 
     @property
-    def input_group(self) -> int | None:
+    def input_form(self) -> RowForm | None:
         """Returns how inputs are best given; see `LinearMethod`."""
-        return None if self.merged is None else self.merged.input_group
+        return None if self.merged is None else self.merged.input_form
 
     def forward(self, x: Rows) -> tuple[Tensor, Tensor]:
         if self.apart is not None:

@@ -9,11 +9,12 @@ from engine.layers.expert_methods.base import ExpertMethod
 from engine.layers.expert_methods.dequantised_mxfp4 import DequantisedMxfp4Experts
 from engine.layers.expert_methods.fp8 import fp8_experts
 from engine.layers.expert_methods.int4 import int4_experts
+from engine.layers.expert_methods.int8 import int8_experts
 from engine.layers.expert_methods.mxfp4 import mxfp4_experts
 from engine.layers.expert_methods.plain import PlainExperts
 from engine.layers.methods.registry import format_of
 from engine.layers.shard import Shard
-from engine.quantization import Fp8Scheme, Int4Scheme, Mxfp4Scheme, Scheme
+from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Mxfp4Scheme, Scheme
 
 ExpertFactory = Callable[[Any, Shard], ExpertMethod | None]
 """Is given scheme and rank; returns a method for them, or None: dequantise."""
@@ -21,6 +22,7 @@ ExpertFactory = Callable[[Any, Shard], ExpertMethod | None]
 EXPERTS: dict[type[Any], ExpertFactory] = {
     Fp8Scheme: fp8_experts,
     Int4Scheme: int4_experts,
+    Int8Scheme: int8_experts,
     Mxfp4Scheme: mxfp4_experts,
 }
 """Methods of experts that compute with quantised numbers, by scheme."""

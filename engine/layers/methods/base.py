@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from engine.distributed import ParallelGroup
-from engine.layers.rows import Rows, UnnormedRows, UnscaledProduct
+from engine.layers.rows import RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Scheme
 from tandem_kernels import ops
@@ -96,7 +96,7 @@ class LinearLayer(nn.Module):
     Attributes:
         scheme: How its weights are quantised; None: they are plain.
         share: Of this rank.
-        weight_scale: Beside `weight`, as `fp8_linear` has it.
+        weight_scale, weight_zero: Beside `weight`, as `fp8_linear` and `int8_linear` have them.
         packed, groups, input_order: Instead of `weight`, as `int4_linear` has them: 4-bit weights,
             and the order in which they take inputs; None: as they come.
     """
@@ -106,6 +106,7 @@ class LinearLayer(nn.Module):
     method: LinearMethod
     weight: nn.Parameter
     weight_scale: nn.Parameter
+    weight_zero: nn.Parameter | None
     bias: nn.Parameter | None
     packed: nn.Parameter
     groups: nn.Parameter
@@ -116,11 +117,10 @@ class LinearMethod(ABC):
     """Computes linear layers in one way.
 
     Attributes:
-        input_group: Inputs are best given in e4m3, with a scale for each so many numbers, or
-            (0) for each row; None: plain.
+        input_form: How inputs are best given; None: plain.
     """
 
-    input_group: ClassVar[int | None] = None
+    input_form: ClassVar[RowForm | None] = None
 
     @abstractmethod
     def create(
@@ -155,7 +155,7 @@ class LinearMethod(ABC):
         return None
 
     def apply_rows(self, layer: LinearLayer, x: Rows) -> Tensor:
-        """Does what `apply` does; `x` may be as `input_group` has it."""
+        """Does what `apply` does; `x` may be as `input_form` has it."""
         assert isinstance(x, Tensor)
         return self.apply(layer, x)
 
@@ -163,9 +163,11 @@ class LinearMethod(ABC):
         """Does what `apply_rows` does, but may leave it to the reader to scale the result."""
         return self.apply_rows(layer, x)
 
-    def gate_up_rows(self, layer: LinearLayer, x: Rows, group: int | None, is_gelu: bool) -> Rows:
+    def gate_up_rows(
+        self, layer: LinearLayer, x: Rows, form: RowForm | None, is_gelu: bool
+    ) -> Rows:
         """Does what `gate_up` does, or the same with GELU; may return it as the next layer's
-        `input_group` asks for."""
+        `input_form` asks for."""
         assert isinstance(x, Tensor)
         if is_gelu:
             return ops.gelu_tanh_and_mul(self.apply(layer, x))

@@ -23,7 +23,7 @@ from engine.layers.methods.base import (
 )
 from engine.layers.methods.fp8_format import Fp8Format
 from engine.layers.methods.weight_format import filled_weight
-from engine.layers.rows import QuantisedRows, Rows, UnscaledProduct, quantised
+from engine.layers.rows import RowForm, Rows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Fp8Scheme
 from tandem_kernels import ops
@@ -70,7 +70,7 @@ class Fp8Linear(LinearMethod):
     """Holds `weight` [out, in] in e4m3 and `weight_scale` [out] in float32: one scale of a tensor
     is that of all its outputs."""
 
-    input_group: ClassVar[int | None] = 0
+    input_form: ClassVar[RowForm | None] = RowForm("e4m3")
 
     def __init__(self, form: Fp8Format) -> None:
         self.form = form
@@ -107,7 +107,7 @@ class Fp8Linear(LinearMethod):
         return self.apply_rows(layer, x)
 
     def apply_rows(self, layer: LinearLayer, x: Rows) -> Tensor:
-        given = quantised(x, self._group)
+        given = self._form.quantised(x)
         return ops.fp8_gemm(
             given.numbers,
             given.scales,
@@ -120,31 +120,30 @@ class Fp8Linear(LinearMethod):
     def unscaled(self, layer: LinearLayer, x: Rows) -> Tensor | UnscaledProduct:
         if layer.bias is not None or not self._leaves_unscaled(layer, x):
             return self.apply_rows(layer, x)
-        given = quantised(x, self._group)
+        given = self._form.quantised(x)
         product = ops.fp8_product(given.numbers, layer.weight)
         return UnscaledProduct(product, given.scales, layer.weight_scale)
 
-    def gate_up_rows(self, layer: LinearLayer, x: Rows, group: int | None, is_gelu: bool) -> Rows:
-        given = quantised(x, self._group)
+    def gate_up_rows(
+        self, layer: LinearLayer, x: Rows, form: RowForm | None, is_gelu: bool
+    ) -> Rows:
+        given = self._form.quantised(x)
         is_small = fp8_path(len(given), layer.weight, layer.weight_scale) == "small"
         if is_small and not is_gelu:
             out = ops.fp8_gate_up(
                 given.numbers, given.scales, layer.weight, layer.weight_scale, torch.bfloat16
             )
-            return out if group is None else quantised(out, group)
+            return out if form is None else form.quantised(out)
         product = self.unscaled(layer, given)
-        if group is None:
+        if form is None:
             plain = product.scaled() if isinstance(product, UnscaledProduct) else product
             return ops.gelu_tanh_and_mul(plain) if is_gelu else ops.silu_and_mul(plain)
-        if isinstance(product, UnscaledProduct):
-            of = product.row_scales, product.col_scales
-            return QuantisedRows(*ops.silu_and_mul_fp8(product.product, is_gelu, group, *of))
-        return QuantisedRows(*ops.silu_and_mul_fp8(product, is_gelu, group))
+        return form.activated(product, is_gelu)
 
     @property
-    def _group(self) -> int:
-        assert self.input_group is not None
-        return self.input_group
+    def _form(self) -> RowForm:
+        assert self.input_form is not None
+        return self.input_form
 
     @staticmethod
     def _leaves_unscaled(layer: LinearLayer, x: Rows) -> bool:
@@ -154,7 +153,7 @@ class Fp8Linear(LinearMethod):
 class Fp8BlockLinear(Fp8Linear):
     """Holds `weight_scale` [out / 128, in / 128 and more]: a scale for each 128 x 128 weights."""
 
-    input_group: ClassVar[int | None] = BLOCK
+    input_form: ClassVar[RowForm | None] = RowForm("e4m3", BLOCK)
 
     def create(
         self, layer: LinearLayer, num_outputs: int, num_inputs: int, bias: bool, shard: Shard

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from engine.layers.methods.base import (
 )
 from engine.layers.methods.integer_format import IntegerFormat, IntegerMatrix
 from engine.layers.methods.weight_format import filled_weight
+from engine.layers.methods.written_out import written_out
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.quantization import Int4Scheme
 from tandem_kernels import ops
@@ -60,14 +59,6 @@ def int4_linear(
     if group_size is None:
         return None
     return Int4Linear(plain, IntegerFormat(scheme), group_size, policy)
-
-
-@dataclass(frozen=True, slots=True)
-class _WrittenOut:
-    """Stands for a layer towards methods of plain weights, for one GEMM."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 class Int4Linear(LinearMethod):
@@ -162,7 +153,7 @@ class Int4Linear(LinearMethod):
     def _written_out(layer: LinearLayer, x: Tensor) -> LinearLayer:
         """Returns what methods of plain weights read of a layer."""
         weight = ops.int4_dequantise(layer.packed, layer.groups, x.shape[1])
-        return cast(LinearLayer, _WrittenOut(weight, layer.bias))
+        return written_out(weight, layer.bias)
 
 
 def pack_into(packed: Tensor, groups: Tensor, matrix: IntegerMatrix) -> None:

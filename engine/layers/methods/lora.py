@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.config import DeviceConfig
 from engine.layers.methods.base import HeadPlaces, LinearLayer, LinearMethod, Wrapped
-from engine.layers.rows import Rows, UnnormedRows, UnscaledProduct
+from engine.layers.rows import RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.side_stream import SideStream, is_recording, side_stream
 from tandem_kernels import ops
 from tandem_kernels.device import has_warpgroup_mma, supports_pdl
@@ -103,9 +103,9 @@ class WithAdapters(Wrapped):
         self.form = form
 
     @property
-    def input_group(self) -> int | None:  # type: ignore[override]
+    def input_form(self) -> RowForm | None:  # type: ignore[override]
         """Returns `inner`'s; adapters read plain rows."""
-        return self.inner.input_group if self.tokens.slots is None else None
+        return self.inner.input_form if self.tokens.slots is None else None
 
     def apply(self, layer: LinearLayer, x: Tensor) -> Tensor:
         return self.apply_rows(layer, x)
@@ -157,9 +157,11 @@ class WithAdapters(Wrapped):
             return self.inner.gate_up(layer, x)
         return self._activated(layer, x, is_gelu=False)
 
-    def gate_up_rows(self, layer: LinearLayer, x: Rows, group: int | None, is_gelu: bool) -> Rows:
+    def gate_up_rows(
+        self, layer: LinearLayer, x: Rows, form: RowForm | None, is_gelu: bool
+    ) -> Rows:
         if self.tokens.slots is None:
-            return self.inner.gate_up_rows(layer, x, group, is_gelu)
+            return self.inner.gate_up_rows(layer, x, form, is_gelu)
         assert isinstance(x, Tensor)
         return self._activated(layer, x, is_gelu=is_gelu)
 

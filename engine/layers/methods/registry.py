@@ -15,6 +15,7 @@ from engine.layers.methods.base import LinearMethod, LinearShare
 from engine.layers.methods.fp8_format import Fp8Format
 from engine.layers.methods.fp8_linear import fp8_linear
 from engine.layers.methods.int4_linear import int4_linear
+from engine.layers.methods.int8_linear import int8_linear
 from engine.layers.methods.integer_format import IntegerFormat
 from engine.layers.methods.weight_format import Dequantised, WeightFormat
 from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Scheme
@@ -30,7 +31,11 @@ LinearFactory = Callable[[Any, LinearMethod, LinearShare, GemmPolicy], LinearMet
 """Is given scheme, method of plain weights, share and policy of the device; returns a method for
 them, or None: dequantise."""
 
-LINEAR: dict[type[Any], LinearFactory] = {Fp8Scheme: fp8_linear, Int4Scheme: int4_linear}
+LINEAR: dict[type[Any], LinearFactory] = {
+    Fp8Scheme: fp8_linear,
+    Int4Scheme: int4_linear,
+    Int8Scheme: int8_linear,
+}
 """Methods that compute with quantised numbers, by scheme."""
 
 

@@ -97,7 +97,7 @@ class Eagle3Head(DraftNetwork):
         (inputs,) = self.kinds.inputs(step)
         assert isinstance(inputs, AttentionInputs)
         self.self_attn(x, stream, step.kv_caches[0], inputs)
-        self.mlp(stream.read_rows(self.mlp_norm, self.mlp.input_group), stream)
+        self.mlp(stream.read_rows(self.mlp_norm, self.mlp.input_form), stream)
         step.on_layer(0)
         return stream.read(self.norm if self.norm_output else None)
 

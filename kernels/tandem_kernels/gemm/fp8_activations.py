@@ -1,8 +1,8 @@
-"""Rows quantised to FP8, alone and fused with what computes them: norms and gated activations.
+"""Rows quantised to FP8 or INT8, alone and with what computes them: norms and gated activations.
 
 A row is read once: its program has it whole, finds the largest number of each group, and writes
-e4m3 numbers and the groups' scales. Without groups a row has one scale. Norm and activation take
-unscaled products (`reference.fp8_linear`), too, and scale them as they read.
+e4m3 numbers and the groups' scales. Without groups a row has one scale, as it has in int8. Norm
+and activation take unscaled products (`reference.fp8_linear`), too, and scale them as they read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.device import num_programs, uses_pdl
 from tandem_kernels.gemm.fp8_library import ALIGNED_ROWS
-from tandem_kernels.gemm.fp8_rows import fp8_scale
+from tandem_kernels.gemm.fp8_rows import fp8_scale, int8_scale, to_int8
+
+E4M3 = torch.float8_e4m3fn
 
 
 @triton.jit
@@ -32,12 +34,19 @@ def _quantise(
     """Writes `value` [BLOCK], zero behind `width`, as row `row`; scale g goes to
     scales[g, row]."""
     groups = tl.reshape(value, [BLOCK // GROUP, GROUP])
-    scale = fp8_scale(tl.max(tl.abs(groups), axis=1))
-    # One division a group. The largest number is off 448 by an error of rounding at most, which is
-    # less than half a step of e4m3.
-    scaled = tl.reshape(groups * (1.0 / scale)[:, None], [BLOCK]).to(numbers.dtype.element_ty)
+    largest = tl.max(tl.abs(groups), axis=1)
     column = tl.arange(0, BLOCK)
-    tl.store(numbers + row * width + column, scaled, mask=column < width)
+    to = numbers + row * width + column
+    # One division a group. The largest number is off 448 or 127 by an error of rounding at most,
+    # which is less than half a step.
+    if numbers.dtype.element_ty == tl.int8:
+        scale = int8_scale(largest)
+        scaled = tl.reshape(groups * (1.0 / scale)[:, None], [BLOCK])
+        tl.store(to, to_int8(scaled), mask=column < width)
+    else:
+        scale = fp8_scale(largest)
+        scaled = tl.reshape(groups * (1.0 / scale)[:, None], [BLOCK])
+        tl.store(to, scaled.to(numbers.dtype.element_ty), mask=column < width)
     group = tl.arange(0, BLOCK // GROUP)
     tl.store(scales + group * scales_stride + row, scale, mask=group * GROUP < width)
 
@@ -190,8 +199,17 @@ def scale_product_kernel(
 
 def quantise_fp8(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     """See `reference.fp8.quantise_fp8`."""
+    return _quantise_rows(x, group, E4M3)
+
+
+def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.int8.quantise_int8`."""
+    return _quantise_rows(x, 0, torch.int8)
+
+
+def _quantise_rows(x: Tensor, group: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
-    numbers, scales = _outputs(x, width, group)
+    numbers, scales = _outputs(x, width, group, kind)
     if num_rows > 0:
         overlap = uses_pdl(x.device, num_rows)
         quantise_fp8_kernel[(num_rows,)](
@@ -218,11 +236,36 @@ def rms_norm_fp8(
     col_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.fp8_linear.rms_norm_fp8`."""
+    return _rms_norm(x, residual, weight, eps, group, E4M3, row_scales, col_scales)
+
+
+def rms_norm_int8(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    row_scales: Tensor | None = None,
+    col_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.int8.rms_norm_int8`."""
+    return _rms_norm(x, residual, weight, eps, 0, torch.int8, row_scales, col_scales)
+
+
+def _rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: int | None,
+    kind: torch.dtype,
+    row_scales: Tensor | None,
+    col_scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     if group is None:
         numbers, scales = torch.empty_like(x), x.new_empty(0)
     else:
-        numbers, scales = _outputs(x, width, group)
+        numbers, scales = _outputs(x, width, group, kind)
     if num_rows > 0:
         overlap = uses_pdl(x.device, num_rows)
         rms_norm_fp8_kernel[(num_rows,)](
@@ -256,8 +299,29 @@ def silu_and_mul_fp8(
     col_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.fp8_linear.silu_and_mul_fp8`."""
+    return _activated(x, is_gelu, group, E4M3, row_scales, col_scales)
+
+
+def silu_and_mul_int8(
+    x: Tensor,
+    is_gelu: bool = False,
+    row_scales: Tensor | None = None,
+    col_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.int8.silu_and_mul_int8`."""
+    return _activated(x, is_gelu, 0, torch.int8, row_scales, col_scales)
+
+
+def _activated(
+    x: Tensor,
+    is_gelu: bool,
+    group: int,
+    kind: torch.dtype,
+    row_scales: Tensor | None,
+    col_scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape[0], x.shape[1] // 2
-    numbers, scales = _outputs(x, width, group)
+    numbers, scales = _outputs(x, width, group, kind)
     if num_rows > 0:
         overlap = uses_pdl(x.device, num_rows)
         # Scales of outputs take registers of which there are no more.
@@ -305,10 +369,10 @@ def scale_product(
     return product
 
 
-def _outputs(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
+def _outputs(x: Tensor, width: int, group: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     num_rows = len(x)
     padded = -(-num_rows // ALIGNED_ROWS) * ALIGNED_ROWS
-    numbers = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=x.device)
+    numbers = torch.empty((padded, width), dtype=kind, device=x.device)
     num_groups = -(-width // group) if group else 1
     scales = torch.empty((num_groups, padded), dtype=torch.float32, device=x.device)
     return numbers[:num_rows], scales[:, :num_rows]

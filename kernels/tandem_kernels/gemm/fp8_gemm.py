@@ -1,11 +1,12 @@
-"""Small-M GEMMs on FP8 weights: few rows, where reading the weights is all that takes time.
+"""Small-M GEMMs on weights of 8 bits: few rows, where reading the weights is all that takes time.
 
 A program has COLS outputs, and where these are too few for all SMs, one of SPLITS parts of the
 inner dimension: partial sums then meet in memory, and the last program of an output adds them, in
 their order. SWAPped, the weights are the first operand: the matrix units of Hopper take 64 rows of
 that at least, and few of the other.
 
-Without scales of x, x is in half precision and weights are converted as they are multiplied.
+Without scales of x, x is in half precision and weights are converted as they are multiplied. Both
+may be int8 as well, which is summed in int32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tandem_kernels.elementwise.silu_and_mul import silu_and_mul
 from tandem_kernels.gemm.fp8_activations import scale_product
 from tandem_kernels.gemm.fp8_library import fp8_product, one, scaled_mm
 from tandem_kernels.gemm.fp8_paths import fp8_path
+from tandem_kernels.gemm.integer_sums import no_sums
 
 _MAX_PROGRAMS = 4096
 """Programs along the outputs, at most: each has a counter."""
@@ -89,9 +91,9 @@ def _multiplied(
         else:
             acc += tl.dot(given, tl.trans(weight)) * scale[:, None]
     elif SWAP:
-        acc = tl.dot(weight, tl.trans(given), acc)
+        acc = tl.dot(weight, tl.trans(given), acc, out_dtype=acc.dtype)
     else:
-        acc = tl.dot(given, tl.trans(weight), acc)
+        acc = tl.dot(given, tl.trans(weight), acc, out_dtype=acc.dtype)
     return acc
 
 
@@ -107,6 +109,7 @@ def _scaled(
     BLOCKS: tl.constexpr,
 ) -> tl.tensor:
     """Multiplies by the scales of rows and outputs; returns [ROWS, COLS]."""
+    acc = acc.to(tl.float32)
     if SWAP:
         acc = tl.trans(acc)
     if not BLOCKS:
@@ -166,11 +169,11 @@ def fp8_small_m_kernel(
                 prefetch_lines(first[:, None] + line[None, :] * 128 + others)
         gdc_wait()
     if SWAP:
-        acc = tl.zeros([COLS, ROWS], tl.float32)
-        second = tl.zeros([COLS, ROWS], tl.float32)
+        acc = no_sums(x, COLS, ROWS)
+        second = no_sums(x, COLS, ROWS)
     else:
-        acc = tl.zeros([ROWS, COLS], tl.float32)
-        second = tl.zeros([ROWS, COLS], tl.float32)
+        acc = no_sums(x, ROWS, COLS)
+        second = no_sums(x, ROWS, COLS)
     scale = tl.zeros([ROWS], tl.float32)
     other_scale = scale
     w_block = w_scales + tile * COLS // 128 * w_scales_stride
@@ -271,7 +274,7 @@ def fp8_small_m(
     """Computes [T, K] x [N, K] into `out` [T, N], or [T, N / 2] when `gated`.
 
     Args:
-        x: e4m3 with scales, else half precision.
+        x: e4m3 or int8 with scales, else half precision.
         x_scales: [T], or of each 128 inputs [K / 128, T or more].
         w_scales: [N], or of each 128 x 128 weights [N / 128, K / 128].
     """

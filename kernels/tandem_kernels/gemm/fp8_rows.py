@@ -1,4 +1,5 @@
-"""Numbers in float8 e4m3, and the scale that they share: their largest magnitude / 448."""
+"""Numbers in float8 e4m3 or int8, and the scale that they share: their largest magnitude over the
+largest number, 448 or 127."""
 
 from __future__ import annotations
 
@@ -10,6 +11,19 @@ import triton.language as tl
 def fp8_scale(largest: tl.tensor) -> tl.tensor:
     """Returns the scale of numbers up to `largest`; of zeros 1."""
     return tl.where(largest > 0, largest / 448.0, 1.0)
+
+
+@triton.jit
+def int8_scale(largest: tl.tensor) -> tl.tensor:
+    """Returns the scale of numbers up to `largest`; of zeros 1."""
+    return tl.where(largest > 0, largest / 127.0, 1.0)
+
+
+@triton.jit
+def to_int8(scaled: tl.tensor) -> tl.tensor:
+    """Rounds numbers up to 127 to the nearest, of two the even one: no fraction is left of a number
+    of float32 that is so large."""
+    return ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from cli.cluster import free_ports
 from engine.distributed import ParallelGroup
 from tests.engine.models.engine_rank import MODES_OF_SIZE, greedy_all
+from tests.engine.models.int8_checkpoints import MakePair, write_pair
 from tests.engine.models.rank_process import compute_all
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 
@@ -37,6 +39,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, family in FAMILIES.items():
         save_checkpoint(family, folder / name)
     return folder
+
+
+@pytest.fixture
+def make_int8_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
+    """Returns what writes a family in a layout of integers, and plain with the same meaning."""
+    return partial(write_pair, checkpoints, tmp_path)
 
 
 @pytest.fixture(scope="session")

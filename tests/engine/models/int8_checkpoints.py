@@ -3,13 +3,24 @@ and ModelOpt publish it, and int4 that is meant for inputs of 8 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.engine.models.int4_checkpoints import auto_round, gptq, input_order, pack
-from tests.engine.models.quantised_checkpoints import Stored, Writer, compressed_tensors
+from tests.engine.models.quantised_checkpoints import (
+    Stored,
+    Writer,
+    compressed_tensors,
+    quantise_checkpoint,
+)
+
+Pair = tuple[Path, Path]
+MakePair = Callable[[str, str], Pair]
+"""Is given a family and a layout."""
 
 INT8_INPUTS: dict[str, Any] = {
     "num_bits": 8,
@@ -219,3 +230,12 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "modelopt sq": (write_modelopt(-1, 8), modelopt("W8A8_SQ_PER_CHANNEL")),
     "modelopt w4a8": (write_modelopt(32, 4), modelopt("W4A8_AWQ", group_size=32)),
 }
+
+
+def write_pair(checkpoints: Path, folder: Path, family: str, layout: str) -> Pair:
+    """Writes a family quantised, and plain with the same meaning."""
+    writer, config = LAYOUTS[layout]
+    quantised, plain = folder / "quantised", folder / "plain"
+    left = ("mlp.gate.", "block_sparse_moe.gate.")
+    quantise_checkpoint(checkpoints / family, quantised, plain, writer, config, left)
+    return quantised, plain

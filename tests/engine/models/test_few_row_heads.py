@@ -66,7 +66,7 @@ class Layer:
 
         op = ops.few_row_qkv
         with patch.object(ops, "few_row_qkv", recording), torch.inference_mode():
-            rows = stream.read_unnormed(self.norm, self.block.input_group)
+            rows = stream.read_unnormed(self.norm, self.block.input_form)
             self.block(rows, stream, self.cache, inputs)
         return torch.cat((stream.value().flatten(), self.cache.flatten().float())), seen
 

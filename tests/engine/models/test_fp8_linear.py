@@ -193,7 +193,7 @@ def test_a_block_of_layers_with_scales_of_blocks(rows: int, device: str) -> None
         theirs.weight.copy_(dequantise_weight(ours.weight, ours.weight_scale))
     x = torch.randn(rows, 256, device=device)
     stream, exact = ResidualStream(x.bfloat16()), ResidualStream(x.bfloat16().float())
-    mlp(stream.read_rows(norm, mlp.input_group), stream)
+    mlp(stream.read_rows(norm, mlp.input_form), stream)
     norm.weight.data = norm.weight.float()
     plain(exact.read(norm), exact)
     added, expected = (part.read(None).float() - x for part in (stream, exact))

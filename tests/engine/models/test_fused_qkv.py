@@ -50,7 +50,7 @@ def behind(rows: int, fused_from: int, **options: bool) -> tuple[Tensor, Tensor]
     )
     stream = ResidualStream(torch.randn(rows, HIDDEN).bfloat16())
     with torch.inference_mode():
-        block(stream.read_unnormed(norm, block.input_group), stream, cache, inputs)
+        block(stream.read_unnormed(norm, block.input_form), stream, cache, inputs)
         return stream.read(None), cache
 
 

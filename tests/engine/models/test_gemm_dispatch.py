@@ -106,11 +106,11 @@ def test_the_policy_follows_device_and_settings(
     assert choose() == GemmPolicy(
         False, small_m, gate_up, 1024, 128, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0,
         few_row_heads=4 if small_m else 0, fused_router_rows=4 if small_m else 0,
-        fused_qkv_rows=4 * gate_up,
+        fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
     )  # fmt: skip
     four = GemmPolicy(
         False, small_m, gate_up, 0, 128, fp8, 512, few_rows=small_m,
-        few_row_heads=4 if small_m else 0, fused_qkv_rows=4 * gate_up,
+        few_row_heads=4 if small_m else 0, fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
     )  # fmt: skip
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
@@ -128,12 +128,14 @@ def test_the_policy_follows_device_and_settings(
         ("residual-gemm", "residual_rows"),
         ("fp8-gemm", "fp8"),
         ("int4-gemm", "int4_rows"),
+        ("int8-gemm", "int8"),
+        ("int8-gemm", "int8_rows"),
         ("side-stream", "beside_rows"),
     ):
         assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()
     exact = GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float32)
-    assert exact.int4_rows == 0
+    assert exact.int4_rows == exact.int8_rows == 0
 
 
 @torch.inference_mode()

@@ -3,7 +3,6 @@ served as the weights that they mean, on any rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,14 @@ from engine.models.quantization.reader import read_quantization
 from engine.models.specs.base import UnsupportedField
 from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Quantization
 from tests.engine.models.int4_checkpoints import auto_round
-from tests.engine.models.int8_checkpoints import INT8_INPUTS, LAYOUTS, ct_int, gptq_int8
+from tests.engine.models.int8_checkpoints import (
+    INT8_INPUTS,
+    LAYOUTS,
+    MakePair,
+    ct_int,
+    gptq_int8,
+)
 from tests.engine.models.loaded_parameters import check_same, parameters
-from tests.engine.models.quantised_checkpoints import quantise_checkpoint
-
-Pair = tuple[Path, Path]
-MakePair = Callable[..., Pair]
-
-
-@pytest.fixture
-def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
-    """Writes a family quantised, and plain with the same meaning."""
-
-    def make(family: str, layout: str) -> Pair:
-        writer, config = LAYOUTS[layout]
-        quantised, plain = tmp_path / "quantised", tmp_path / "plain"
-        left = ("mlp.gate.", "block_sparse_moe.gate.")
-        quantise_checkpoint(checkpoints / family, quantised, plain, writer, config, left)
-        return quantised, plain
-
-    return make
 
 
 def read(config: dict[str, Any]) -> Quantization:
@@ -44,19 +31,19 @@ def read(config: dict[str, Any]) -> Quantization:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_every_rank_loads_what_the_numbers_mean(
-    family: str, layout: str, make_pair: MakePair
+    family: str, layout: str, make_int8_pair: MakePair
 ) -> None:
     """Ranks cut inside of groups and words, too."""
-    check_same(*make_pair(family, layout))
+    check_same(*make_int8_pair(family, layout))
 
 
 @pytest.mark.parametrize("layout", ["w8a8", "w8a16 channels"])
-def test_parts_that_the_checkpoint_has_as_one(layout: str, make_pair: MakePair) -> None:
-    check_same(*make_pair("phi3", layout))
+def test_parts_that_the_checkpoint_has_as_one(layout: str, make_int8_pair: MakePair) -> None:
+    check_same(*make_int8_pair("phi3", layout))
 
 
-def test_sizes_that_four_does_not_divide(make_pair: MakePair) -> None:
-    check_same(*make_pair("deepseek_v3_yarn", "w8a16 channels"))
+def test_sizes_that_four_does_not_divide(make_int8_pair: MakePair) -> None:
+    check_same(*make_int8_pair("deepseek_v3_yarn", "w8a16 channels"))
 
 
 def test_layers_of_4_and_of_8_bits() -> None:
@@ -94,9 +81,9 @@ _BLOCKS = Fp8Scheme(scales="block", block=(128, 128), scale_name="weight_scale_i
 
 @pytest.mark.parametrize(("layout", "is_said"), [("w4afp8", True), ("w8a8", False)])
 def test_what_stays_as_it_is_is_said(
-    layout: str, is_said: bool, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+    layout: str, is_said: bool, make_int8_pair: MakePair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quantised, _ = make_pair("llama", layout)
+    quantised, _ = make_int8_pair("llama", layout)
     with caplog.at_level("INFO"):
         parameters(quantised, 0, 1)
     words = "inputs are meant to be quantised to e4m3"
