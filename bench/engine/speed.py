@@ -39,6 +39,7 @@ from bench.record import RESULTS, write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.speed.measurements import (
+    BatchDoesNotFit,
     decode_steps,
     duration_s,
     prompts_alone,
@@ -260,7 +261,11 @@ def run_cases(
         engine.run([engine.request(100, 20) for _ in range(4)])
         for case in cases:
             for measure in CASES[case]:
-                figures.append(measure(engine))
+                try:
+                    figures.append(measure(engine))
+                except BatchDoesNotFit as error:
+                    print(f"left out: {error}", flush=True)
+                    continue
                 print(figures[-1], flush=True)
     return figures
 

@@ -25,6 +25,10 @@ class StepSpread:
     p99_s: float
 
 
+class BatchDoesNotFit(ValueError):
+    """Says that a batch has no step of its own: the KV of all its requests has no room."""
+
+
 def decode_steps(
     engine: OfflineEngine, batch: int, context: int, num_steps: int, step_tokens: int
 ) -> StepSpread:
@@ -33,7 +37,12 @@ def decode_steps(
     num_prefill_steps = -(-batch * context // step_tokens)
     requests = [engine.request(context, num_steps + 1 + num_prefill_steps) for _ in range(batch)]
     steps = engine.run(requests)
-    first = next(i for i, step in enumerate(steps) if step.num_tokens >= batch)
+    first = next((i for i, step in enumerate(steps) if step.num_tokens >= batch), None)
+    if first is None:
+        raise BatchDoesNotFit(
+            f"{batch} requests of {context} tokens never ran in one step; the GPU has "
+            f"{engine.core.num_blocks} blocks of KV: measure fewer, or shorter ones"
+        )
     measured = steps[first : first + num_steps + 1]
     gaps = sorted((b.at - a.at) * batch / b.num_tokens for a, b in pairwise(measured))
     count = sum(step.num_tokens for step in measured[1:]) / batch

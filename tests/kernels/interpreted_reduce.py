@@ -181,14 +181,16 @@ class Looks:
 
 
 def count_looks(looks: Looks) -> None:
-    """Makes ranks of this process, and of its children, count them."""
-    ask = interpreter.InterpreterBuilder.create_atomic_rmw
+    """Makes ranks of this process, and of its children, count them: only flags and the sequence are
+    loaded as volatile."""
+    ask = interpreter.InterpreterBuilder.create_load
 
     def counted(self: interpreter.InterpreterBuilder, *operands: Any) -> Any:
-        looks.look()
+        if operands[-1]:
+            looks.look()
         return ask(self, *operands)
 
-    interpreter.InterpreterBuilder.create_atomic_rmw = counted
+    interpreter.InterpreterBuilder.create_load = counted
 
 
 def waits_for_late(rank: int, memory: RankMemories, looks: Looks) -> bool:

@@ -4,6 +4,9 @@
     half                input [n] | result [n]           of an all-reduce
                         rows of rank 0 | rank 1 | ...    of an all-gather or reduce-scatter
 
+Ranks write to the one behind them first, then to the next: were they all to begin with rank 0, its
+links would be full and all others idle.
+
 Calls are counted on the device, so that a replayed graph goes on counting, and halves of the memory
 take turns: a rank in call k + 2 has seen all others in call k + 1, so nobody reads or writes what
 call k left. Each block waits for the same block of the other ranks alone.
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 MAX_RANKS = 16
 FLAG_BLOCKS = 128
@@ -27,6 +31,8 @@ SEQUENCE = 2 * MAX_RANKS * FLAG_BLOCKS
 VECTOR = 8
 """Numbers to whose multiples parts of a message are aligned."""
 _PADDING_BYTES = MAX_RANKS * VECTOR * 4
+_COMPILED = tl.constexpr(not knobs.runtime.interpret)
+"""Triton's interpreter has no fences, and needs none on x86: stores are seen in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,15 @@ def numbers_at(address: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def fence_system() -> None:
+    """Orders what this thread, and those behind a barrier, wrote and read before it with what comes
+    after it, for all devices. One fence stands for all flags that follow: a release of its own for
+    each would wait until the flag before it has arrived."""
+    if _COMPILED:
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
 def tell_and_wait(
     addresses: tl.tensor,
     number: tl.tensor,
@@ -121,18 +136,21 @@ def tell_and_wait(
     """Writes `number` where each other rank's block looks for this rank, and waits for theirs: it,
     or the second one of the same call. Any other is of a former call, larger ones as well, because
     numbers wrap around: only long messages use all blocks, and the last may be days ago."""
+    rank = tl.arange(0, SLOTS)
+    is_other = (rank < RANKS) & (rank != RANK)
+    flags = tl.load(addresses + rank, mask=is_other, other=0).to(tl.pointer_type(tl.int32))
+    flags += (half * SLOTS + RANK) * BLOCKS + block
+    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + half * SLOTS * BLOCKS + block
     tl.debug_barrier()
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            flags = tl.load(addresses + peer).to(tl.pointer_type(tl.int32))
-            place = flags + (half * SLOTS + RANK) * BLOCKS + block
-            tl.atomic_xchg(place, number, sem="release", scope="sys")
-    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32))
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            place = own + (half * SLOTS + peer) * BLOCKS + block
-            while (tl.atomic_add(place, 0, sem="acquire", scope="sys") - number) >> 1 != 0:
-                pass
+    fence_system()
+    tl.atomic_xchg(flags, number, mask=is_other, sem="relaxed", scope="sys")
+    missing = number | 1
+    while missing != 0:
+        missing = number - number
+        for step in tl.static_range(1, RANKS):
+            seen = tl.load(own + (RANK + step) % RANKS * BLOCKS, volatile=True)
+            missing |= (seen - number) >> 1
+    fence_system()
     tl.debug_barrier()
 
 
@@ -147,10 +165,9 @@ def write_to_others(
     RANKS: tl.constexpr,
 ) -> None:
     """Writes numbers to a place of the same region of all other ranks' memory."""
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            theirs = numbers_at(tl.load(addresses + peer) + region, numbers.dtype)
-            tl.store(theirs + place, numbers, mask=inside)
+    for step in tl.static_range(1, RANKS):
+        theirs = numbers_at(tl.load(addresses + (RANK + step) % RANKS) + region, numbers.dtype)
+        tl.store(theirs + place, numbers, mask=inside)
 
 
 @triton.jit
@@ -169,13 +186,13 @@ def write_slices(
     lane = tl.arange(0, SIZE)
     for start in range(tl.program_id(0) * SIZE, part, tl.num_programs(0) * SIZE):
         of_slice = start + lane
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                place = peer * part + of_slice
-                inside = (of_slice < part) & (place < num_numbers)
-                given = tl.load(x + place, mask=inside)
-                theirs = numbers_at(tl.load(addresses + peer) + region, x.dtype.element_ty)
-                tl.store(theirs + RANK * part + of_slice, given, mask=inside)
+        for step in tl.static_range(1, RANKS):
+            peer = (RANK + step) % RANKS
+            place = peer * part + of_slice
+            inside = (of_slice < part) & (place < num_numbers)
+            given = tl.load(x + place, mask=inside)
+            theirs = numbers_at(tl.load(addresses + peer) + region, x.dtype.element_ty)
+            tl.store(theirs + RANK * part + of_slice, given, mask=inside)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.collectives.peer_memory import (
+    VECTOR,
     RankMemories,
     ReduceTuning,
     begin_call,
@@ -126,13 +127,13 @@ def _two_shot(
                 tl.store(out + place, found, mask=inside)
 
 
-@triton.jit(do_not_specialize=["part"])
+@triton.jit(do_not_specialize=["vectors"])
 def peer_reduce_kernel(
     x: tl.tensor,
     out: tl.tensor,
     addresses: tl.tensor,
     num_numbers: tl.tensor,
-    part: tl.tensor,
+    vectors: tl.tensor,
     most: tl.tensor,
     HEADER: tl.constexpr,
     RANK: tl.constexpr,
@@ -143,12 +144,13 @@ def peer_reduce_kernel(
     SEQUENCE: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Adds `x` [n] of all ranks. `addresses`: [RANKS] int64 of their memories; `part`: numbers of a
-    slice, or of a message, with those that align the next one; `most`: numbers that an input, or a
-    result, has room for."""
+    """Adds `x` [n] of all ranks. `addresses`: [RANKS] int64 of their memories; `vectors`: of eight
+    numbers, a slice or a message with those that align the next one; `most`: numbers that an input,
+    or a result, has room for."""
     own, call, half = begin_call(addresses, RANK, SEQUENCE)
     number = 2 * call + 1
-    part = tl.multiple_of(part, 8)
+    # Not `multiple_of` an argument: Triton 3.7 forgets it, and stores one number at a time.
+    part = vectors * 8
     itemsize: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     inputs = HEADER + 2 * half * most * itemsize
     if TWO_SHOT:
@@ -184,7 +186,7 @@ def peer_reduce(
         out,
         memory.addresses,
         num_numbers,
-        part,
+        part // VECTOR,
         memory.room(itemsize),
         **memory.constants,
         TWO_SHOT=two_shot,
