@@ -115,11 +115,24 @@ def numbers_at(address: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def fence_system() -> None:
-    """Orders what this thread, and those behind a barrier, wrote and read before it with what comes
-    after it, for all devices. One fence stands for all flags that follow: a release of its own for
-    each would wait until the flag before it has arrived."""
+    """Orders what the program did before a barrier in front of this with what its first warp does
+    next, and what that warp saw with what the program does behind a barrier, for all devices. One
+    fence stands for the flags of all ranks: a release of its own for each would wait until the flag
+    before it has arrived."""
     if _COMPILED:
-        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1)
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred is_first;
+                .reg .b32 thread;
+                mov.u32 thread, %tid.x;
+                setp.lt.u32 is_first, thread, 32;
+                @is_first fence.acq_rel.sys;
+                mov.b32 $0, 0;
+            }
+            """,
+            "=r", [], tl.int32, False, 1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.collectives.peer_memory import (
+    FLAG_BLOCKS,
     VECTOR,
     RankMemories,
     ReduceTuning,
@@ -39,15 +40,17 @@ from tandem_kernels.collectives.peer_memory import (
     write_to_others,
 )
 
-_FEW_NUMBERS = 1 << 16
+_FEW_NUMBERS = 1 << 14
+_MANY_NUMBERS = 1 << 20
 
 
 def reduce_tuning(num_numbers: int) -> ReduceTuning:
-    """Returns what is likely best: a few KiB in many programs for few numbers, and for many what a
-    link has in flight, some 600 KB. `python -m bench.engine.all_reduce --tune` times others."""
+    """Returns what is within some percent of the best for two and for four ranks: more programs for
+    more numbers. `python -m bench.engine.all_reduce --tune` times others."""
     if num_numbers <= _FEW_NUMBERS:
-        return ReduceTuning(blocks=32, size=2048, num_warps=8)
-    return ReduceTuning(blocks=128, size=4096, num_warps=16)
+        return ReduceTuning(blocks=64, size=1024, num_warps=4)
+    blocks = 64 if num_numbers <= _MANY_NUMBERS else FLAG_BLOCKS
+    return ReduceTuning(blocks=blocks, size=2048, num_warps=8)
 
 
 @triton.jit
