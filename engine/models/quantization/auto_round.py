@@ -29,7 +29,11 @@ _FORMS: dict[str, tuple[IntegerLayout, int]] = {
 }
 """Each packing format has somebody's layout, and stores zero points by so much less."""
 _FP8_FORMS = ("auto_round:fp8", "auto_round:fp8_static")
-_ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
+"""These are in e4m3; weights without quantised inputs have no packing format then."""
+_ACTIVATIONS = (
+    "act_data_type", "act_dynamic", "act_group_size", "act_sym", "static_attention_granularity",
+    "static_kv_granularity",
+)  # fmt: skip
 
 
 def read_auto_round(fields: Fields) -> Quantization:
@@ -37,7 +41,8 @@ def read_auto_round(fields: Fields) -> Quantization:
     for name in ("desc_act", "lm_head", "quant_lm_head"):
         fields.expect(name, False)
     form = fields.get("packing_format", str, "") or fields.get("backend", str, "")
-    scheme = _fp8(fields) if form in _FP8_FORMS else _integers(fields, form)
+    is_fp8 = form in _FP8_FORMS or (not form and fields.word("data_type").startswith("fp"))
+    scheme = _fp8(fields) if is_fp8 else _integers(fields, form)
     named, ignored = _exceptions(fields, scheme)
     blocks = _blocks(fields) or ("Linear",)
     fields.ignore("model_free", *_ACTIVATIONS, *SEARCH)
@@ -75,8 +80,9 @@ def _fp8(fields: Fields) -> Fp8Scheme:
     fields.expect("sym", True)
     choices: tuple[Activations, Activations] = ("dynamic", "static")
     activations = fields.choice("activation_scheme", *choices)
-    if fields.choice("act_bits", 8, 16, 32) > 8:
+    if fields.choice("act_bits", 16, 8, 32) > 8:
         activations = "none"
+    fields.expect("weight_block_size", fields.get("group_size", object, None))
     size = fields.get("group_size", int | list[int], -1)  # type: ignore[arg-type]
     if isinstance(size, list):
         if len(size) != 2 or min(size) < 1:

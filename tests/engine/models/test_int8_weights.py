@@ -94,6 +94,11 @@ def test_what_stays_as_it_is_is_said(
     ("changes", "expected"),
     [
         ({"group_size": [128, 128]}, _BLOCKS),
+        ({"group_size": [128, 128], "weight_block_size": [128, 128]}, _BLOCKS),
+        (
+            {"group_size": 0, "act_bits": None, "packing_format": None},
+            Fp8Scheme(scales="tensor", activations="none"),
+        ),
         ({"group_size": -1, "act_bits": 16}, Fp8Scheme(scales="channel", activations="none")),
         (
             {"group_size": 0, "packing_format": "auto_round:fp8_static", "act_dynamic": False,
@@ -101,7 +106,7 @@ def test_what_stays_as_it_is_is_said(
             Fp8Scheme(scales="tensor", activations="static"),
         ),
     ],
-    ids=["blocks", "channels", "static"],
+    ids=["blocks", "auto-round 0.15", "weights alone", "channels", "static"],
 )  # fmt: skip
 def test_auto_rounds_own_form_of_fp8(changes: dict[str, Any], expected: Fp8Scheme) -> None:
     config = auto_round(
@@ -116,6 +121,7 @@ def test_auto_rounds_own_form_of_fp8(changes: dict[str, Any], expected: Fp8Schem
         act_sym=True,
         activation_scheme="dynamic",
         fmt="e4m3",
+        static_kv_granularity="tensor",
     )
     assert read(config | changes).rules[0].scheme == expected
 
