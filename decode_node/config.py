@@ -128,6 +128,11 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         description="Tell reasoning in chats as `reasoning` too, which newer clients read, and not "
         "only as `reasoning_content`.",
     )
+    stop_in_reasoning: bool = Field(
+        default=True,
+        description="Let stop strings of chats end reasoning too. Off: they count in the answer "
+        "alone, as hosted APIs have it.",
+    )
     enable_force_include_usage: bool = Field(
         default=False,
         description="End every stream of chats and completions with its usage, whether the request "

@@ -339,6 +339,7 @@ def create_node_app(
         tokenizer,
         allows_auto=settings.enable_auto_tool_choice,
         names_reasoning_twice=settings.reasoning_alias,
+        stops_in_reasoning=settings.stop_in_reasoning,
     )
     model = engine.config.model
     metrics.registry.register(GrammarCollector(checker))

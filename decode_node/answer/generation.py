@@ -77,6 +77,7 @@ class ChoiceResult:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     """The text as its parser reads it; empty where the request names no marker tokens."""
+    num_hidden: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """The prompt's, from its second token on."""
     finish_reason: str | None = None
@@ -86,6 +87,7 @@ class ChoiceResult:
         self.text += output.text
         self.token_ids += output.token_ids
         self.pieces += output.pieces or ()
+        self.num_hidden = output.num_hidden
         self.logprobs += output.logprobs or []
         self.prompt_logprobs += unpacked(output.prompt_logprobs)
         self.finish_reason = output.finish_reason

@@ -22,6 +22,7 @@ from decode_node.parsers.deltas import (
     ReasoningText,
 )
 from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.visible_text import without_end
 from decode_node.protocol.valid_strings import ValidStrings
 from engine.frontend.output_processor import RequestOutput
 from engine.frontend.pieces import Piece
@@ -98,7 +99,7 @@ class OutputReaders:
             self._logprobs_of(choice).add(output.logprobs, len(output.token_ids))
         if self._make is None:
             return self._plain(choice, output.text, len(output.token_ids))
-        return self._parsed(choice, output.pieces or (), is_end=output.finished)
+        return self._parsed(choice, output.pieces or (), output.num_hidden, is_end=output.finished)
 
     def read_whole(self, result: ChoiceResult) -> list[Delta]:
         """Returns the deltas of a complete choice of which nothing was read before."""
@@ -107,7 +108,7 @@ class OutputReaders:
             self._logprobs_of(choice).add(result.logprobs, num_tokens)
         if self._make is None:
             return self._plain(choice, result.text, num_tokens)
-        return self._parsed(choice, result.pieces, is_end=True)
+        return self._parsed(choice, result.pieces, result.num_hidden, is_end=True)
 
     def has_called(self, choice: int) -> bool:
         """Returns whether the choice holds calls. A broken one counts as well: the client was told
@@ -121,7 +122,9 @@ class OutputReaders:
             return self._logprobs_of(choice).attach(deltas, num_tokens)
         return deltas
 
-    def _parsed(self, choice: int, pieces: Sequence[Piece], *, is_end: bool) -> list[Delta]:
+    def _parsed(
+        self, choice: int, pieces: Sequence[Piece], num_hidden: int, *, is_end: bool
+    ) -> list[Delta]:
         parser = self._parser(choice)
         if self._has_logprobs:
             logprobs = self._logprobs_of(choice)
@@ -129,7 +132,7 @@ class OutputReaders:
         else:
             deltas = parser.push(pieces)
         if is_end:
-            deltas += self._last(choice, parser.finish())
+            deltas = without_end(deltas + self._last(choice, parser.finish()), num_hidden)
         return self._with_valid_strings(choice, deltas)
 
     def _last(self, choice: int, deltas: list[Delta]) -> list[Delta]:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from decode_node.answer.chat_format import ChatOptions
-from decode_node.answer.output_readers import OutputReaders
+from decode_node.answer.output_readers import MakeParser, OutputReaders
 from decode_node.grammar.reasoning import ReasoningState, reasoning_state
 from decode_node.parsers.output_parsers import OutputParsers
+from decode_node.parsers.visible_text import ParsedText
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.tools import ToolUse
 from edge.http.errors import BadRequest
 from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.visible_text import PieceReader
 
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt among which a marker can be, with line ends behind it."""
@@ -20,7 +22,8 @@ _TAIL_TOKENS = 16
 
 class ChatReading:
     """Knows the formats of one model. `allows_auto`: the model may choose whether to call;
-    `names_reasoning_twice`: answers have reasoning under both of its names."""
+    `names_reasoning_twice`: answers have reasoning under both of its names; `stops_in_reasoning`:
+    stop strings count in reasoning too."""
 
     def __init__(
         self,
@@ -29,11 +32,13 @@ class ChatReading:
         *,
         allows_auto: bool = True,
         names_reasoning_twice: bool = False,
+        stops_in_reasoning: bool = True,
     ) -> None:
         self.parsers = parsers
         self._tokenizer = tokenizer
         self._allows_auto = allows_auto
         self._names_reasoning_twice = names_reasoning_twice
+        self._stops_in_reasoning = stops_in_reasoning
 
     def check(self, tool_use: ToolUse) -> None:
         """Raises `BadRequest` for calls that nobody here could find in the answer."""
@@ -55,17 +60,22 @@ class ChatReading:
                 param="tool_choice",
             )
 
-    def marker_token_ids(self, tool_use: ToolUse) -> frozenset[int] | None:
-        """Returns the tokens that the readers must see as such; None when nobody reads pieces."""
-        return self.parsers.marker_token_ids if self._needs_parsers(tool_use) else None
+    def reader(
+        self, body: ChatCompletionRequest, tool_use: ToolUse, prompt: str
+    ) -> PieceReader | None:
+        """Returns how the outputs of a rendered prompt are read for their stop strings; None when
+        nobody reads pieces."""
+        if (make := self._make(body, tool_use, prompt)) is None:
+            return None
+
+        def read_visible() -> ParsedText:
+            return ParsedText(make(), stops_in_reasoning=self._stops_in_reasoning)
+
+        return PieceReader(self.parsers.marker_token_ids, read_visible)
 
     def options(self, body: ChatCompletionRequest, tool_use: ToolUse, prompt: str) -> ChatOptions:
         """Returns how to read and tell the answer to a rendered prompt."""
-        make = None
-        if self._needs_parsers(tool_use):
-            tools = tool_use.tools if tool_use.may_call else ()
-            is_open = self.reasoning_state(body, prompt) is ReasoningState.OPEN
-            make = partial(self.parsers.parser, tools, is_reasoning_open=is_open)
+        make = self._make(body, tool_use, prompt)
         return ChatOptions(
             readers=OutputReaders(make, has_logprobs=body.wanted_logprobs is not None),
             call_style=self.parsers.tool_call_parser,
@@ -94,5 +104,12 @@ class ChatReading:
         state = reasoning_state(tail, form)
         return ReasoningState.OPEN if state is ReasoningState.OPEN else ReasoningState.CLOSED
 
-    def _needs_parsers(self, tool_use: ToolUse) -> bool:
-        return tool_use.may_call or self.parsers.read_every_answer
+    def _make(
+        self, body: ChatCompletionRequest, tool_use: ToolUse, prompt: str
+    ) -> MakeParser | None:
+        """Returns what makes the parser of each choice; None where all is content."""
+        if not (tool_use.may_call or self.parsers.read_every_answer):
+            return None
+        tools = tool_use.tools if tool_use.may_call else ()
+        is_open = self.reasoning_state(body, prompt) is ReasoningState.OPEN
+        return partial(self.parsers.parser, tools, is_reasoning_open=is_open)

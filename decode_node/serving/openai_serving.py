@@ -59,6 +59,7 @@ from engine.errors import InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.visible_text import PieceReader
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.request_spec import RequestSpec
 
@@ -182,11 +183,11 @@ class OpenAIServing:
         text, tokens = await self.prompts.of_chat(body, tool_use, is_long=context.is_long)
         prompt = self.images.with_images(body, tokens, images)
         form = make(*self._format(body, context), self._reading.options(body, tool_use, text))
-        markers = self._reading.marker_token_ids(tool_use)
+        reader = self._reading.reader(body, tool_use, text)
         state = self._reading.reasoning_state(body, text)
         grammar = await self._chat_grammar.of_chat(body, tool_use, state)
         prompts = [prompt.token_ids]
-        choices = await self._choices(body, prompts, [""], [grammar], context, markers, prompt)
+        choices = await self._choices(body, prompts, [""], [grammar], context, reader, prompt)
         return self._answer(body, choices, form, context)
 
     def _format(
@@ -260,7 +261,7 @@ class OpenAIServing:
         echoes: list[str],
         grammars: list[str],
         context: RequestContext,
-        marker_token_ids: frozenset[int] | None = None,
+        reader: PieceReader | None = None,
         images: ImagePrompt = NO_IMAGES,
     ) -> list[Choice]:
         """Forms the envelope of each prompt once; choice `i` draws with seed + i. Other requests
@@ -275,7 +276,7 @@ class OpenAIServing:
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
                 request = self._request(body, spec, i, begun, context)
-                request.marker_token_ids = marker_token_ids
+                request.reader = reader
                 request.pixels = images.pixels
                 record = RequestRecord(
                     num_prompt_tokens=len(prompt),

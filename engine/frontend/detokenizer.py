@@ -1,4 +1,4 @@
-"""Turns token ids into text, one by one, and finds stop strings.
+"""Turns token ids into text, one by one.
 
 `Detokenizer` never gives half a character and never takes a character back. It decodes a short
 window of the last tokens again with each token and gives what is new at the end of the text:
@@ -11,9 +11,7 @@ A window may end inside a character, which then decodes to U+FFFD; tokenizers wi
 even show the complete characters before it so, as far as they consist of bytes. Such an end is
 kept back until the character is complete. Where the text is complete the window may begin anew.
 A text that goes on with another begins with a window of that one's last tokens, all of it given.
-
-`StopStringMatcher` keeps back text that may turn out to be the beginning of a stop string. Both
-give the same text however the tokens arrive: alone, in groups, or all at once.
+The text is the same however the tokens arrive: alone, in groups, or all at once.
 """
 
 from __future__ import annotations
@@ -105,54 +103,3 @@ class Detokenizer:
             skip_special_tokens=self._options.skip_special_tokens,
             spaces_between_special_tokens=self._options.spaces_between_special_tokens,
         )
-
-
-class StopStringMatcher:
-    """Cuts text before the first stop string that becomes complete, or behind it (`keeps_match`).
-
-    If two become complete with the same character, the longer one counts. `matched` names it;
-    after that nothing more is given.
-    """
-
-    def __init__(self, stop: tuple[str, ...], *, keeps_match: bool = False) -> None:
-        self._stop = tuple(sorted(stop, key=len, reverse=True))
-        self._keeps_match = keeps_match
-        self._kept = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """Takes text and returns what is certainly no part of a stop string."""
-        if not self._stop:
-            return text
-        if self.matched is not None:
-            return ""
-        text = self._kept + text
-        if cut := self._find(text):
-            start, self.matched = cut
-            self._kept = ""
-            return text[: start + len(self.matched)] if self._keeps_match else text[:start]
-        keep = self._num_to_keep(text)
-        self._kept = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """Returns what was kept back: no more text will come."""
-        kept, self._kept = self._kept, ""
-        return kept
-
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """Returns (start, stop string) of the one that ends first."""
-        found = [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]
-        if not found:
-            return None
-        _, start, stop = min(found, key=lambda match: match[:2])
-        return start, stop
-
-    def _num_to_keep(self, text: str) -> int:
-        """Returns the length of the longest end of `text` with which a stop string begins."""
-        longest = min(len(self._stop[0]) - 1, len(text))
-        for length in range(longest, 0, -1):
-            tail = text[len(text) - length :]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0

@@ -21,6 +21,7 @@ from engine.errors import (
     prompt_too_long,
 )
 from engine.frontend.text_options import TextOptions
+from engine.frontend.visible_text import PieceReader
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import VisionSpec
 from engine.messages import EngineCoreRequest
@@ -45,9 +46,8 @@ class GenerationRequest:
     kv_transfer_params: KVTransferParams | None = None
     trace: TraceContext | None = None
     text: TextOptions = field(default_factory=TextOptions)
-    marker_token_ids: frozenset[int] | None = None
-    """Tokens that the reader of the outputs wants to see as such, in `RequestOutput.pieces`; None:
-    nobody reads pieces."""
+    reader: PieceReader | None = None
+    """Reads the outputs in `RequestOutput.pieces`; None: nobody reads pieces."""
     arrival_time: float = field(default_factory=time.monotonic)
     """The CLOCK_MONOTONIC seconds at which the request arrived."""
     choice_ids: tuple[str, ...] = ()

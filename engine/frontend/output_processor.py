@@ -15,9 +15,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.frontend.detokenizer import WINDOW, Decoder, Detokenizer, StopStringMatcher
+from engine.frontend.answer_text import PieceText, PlainText
+from engine.frontend.detokenizer import WINDOW, Decoder, Detokenizer
 from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.pieces import Piece, PieceQueue
+from engine.frontend.pieces import Piece
+from engine.frontend.stop_strings import StopStringMatcher, VisibleStops
 from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 
 
@@ -26,9 +28,11 @@ class RequestOutput:
     """The news of one request since its last output.
 
     Attributes:
-        text: Certain text only: never half a character, never a part of a stop string.
-        pieces: The same text in pieces, with the marker tokens that the request names; None when it
-            names none.
+        text: Certain text only: never half a character, never a part of a stop string. Empty with
+            `pieces`.
+        pieces: The text in pieces, with the marker tokens that the request's reader names; None
+            when nobody reads them.
+        num_hidden: At the end, characters that the pieces make visible behind a stop string.
         logprobs: One for each of `token_ids`, or None when not asked for.
         prompt_logprobs: With the first token: of all tokens of the prompt but its first, in parts
             and in order. None when not asked for, or when the prompt has one token.
@@ -51,6 +55,7 @@ class RequestOutput:
     token_ids: list[int]
     text: str
     pieces: list[Piece] | None = None
+    num_hidden: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
     finish_reason: str | None = None
@@ -86,13 +91,7 @@ class OutputProcessor:
         sampling = self._sampling = request.spec.sampling
         self._eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
         self._shows_stop = request.text.include_stop_str_in_output
-        self._detokenizer = (
-            None if tokenizer is None else Detokenizer(tokenizer, request.text, _before(request))
-        )
-        self._matcher = StopStringMatcher(sampling.stop, keeps_match=self._shows_stop)
-        self._markers = request.marker_token_ids or frozenset()
-        wants_pieces = request.marker_token_ids is not None and tokenizer is not None
-        self._pieces = PieceQueue() if wants_pieces else None
+        self._text = None if tokenizer is None else _text(request, tokenizer)
         self._num_resumed_tokens = request.spec.num_resumed_tokens
         self.num_prompt_tokens = len(request.spec.prompt_token_ids)
         self._prompt_logprobs: list[PromptLogprobs] = []
@@ -135,17 +134,15 @@ class OutputProcessor:
         """Takes in new tokens and returns what is new. An empty `finish_reason` means that it is
         not the end yet, as far as the core knows."""
         hides_last = finish_reason == "stop" and not self._shows_stop
-        used, text = self._add_text(token_ids, hides_last=hides_last)
-        if finish_reason and self._matcher.matched is None:
-            text += self._flush()
-        if self._matcher.matched is not None:
-            finish_reason, stop_reason = "stop", self._matcher.matched
+        used = self._add(token_ids, hides_last=hides_last)
+        text, source = "", self._text
+        if source is not None:
+            if finish_reason and source.matched is None:
+                source.end(token_ids[-1] if hides_last and token_ids else None)
+            if source.matched is not None:
+                finish_reason, stop_reason = "stop", source.matched
+            text = source.take(is_end=bool(finish_reason))
         self.finished = bool(finish_reason)
-        pieces: list[Piece] | None = None
-        if self._pieces is not None:
-            pieces = self._pieces.take(len(text), is_end=self.finished)
-            if hides_last and self._matcher.matched is None:
-                pieces += [id_ for id_ in token_ids[-1:] if id_ in self._markers]
         prompt_logprobs: list[PromptLogprobs] | None = None
         if token_ids and self._prompt_logprobs:
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
@@ -153,7 +150,8 @@ class OutputProcessor:
             request_id=self.request_id,
             token_ids=token_ids[:used],
             text=text,
-            pieces=pieces,
+            pieces=None if source is None else source.pieces,
+            num_hidden=0 if source is None else source.num_hidden,
             logprobs=logprobs[:used] if logprobs else None,
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason or None,
@@ -183,49 +181,33 @@ class OutputProcessor:
             stop_reason=stop_reason,
         )
 
-    def _add_text(self, token_ids: list[int], *, hides_last: bool) -> tuple[int, str]:
-        """Returns (tokens used, text): fewer than given when a stop string ends the text before.
+    def _add(self, token_ids: list[int], *, hides_last: bool) -> int:
+        """Returns the number of tokens used: fewer than given when a stop string ends the text
+        before.
 
         With `hides_last` the last one, a stop token, has no text. Before `min_tokens` stop strings
         do not count.
         """
-        text = ""
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
             self.num_output_tokens += 1
-            if self._detokenizer is None or (hides_last and index == last):
+            if self._text is None or (hides_last and index == last):
                 continue
-            if self._pieces is None:
-                piece = self._detokenizer.push(token_id)
-            else:
-                piece = self._add_piece(token_id, self._detokenizer, self._pieces)
-            if self.num_output_tokens <= self._sampling.min_tokens:
-                text += piece
-                continue
-            text += self._matcher.push(piece)
-            if self._matcher.matched is not None:
-                return index + 1, text
-        return len(token_ids), text
+            may_stop = self.num_output_tokens > self._sampling.min_tokens
+            self._text.push(token_id, may_stop=may_stop)
+            if self._text.matched is not None:
+                return index + 1
+        return len(token_ids)
 
-    def _add_piece(self, token_id: int, detokenizer: Detokenizer, pieces: PieceQueue) -> str:
-        """Takes in a token's piece and returns its text. A marker ends a character that is not
-        complete."""
-        if token_id not in self._markers:
-            text = detokenizer.push(token_id)
-            pieces.add(text, text)
-            return text
-        if rest := detokenizer.flush():
-            pieces.add(rest, rest)
-        text = detokenizer.push(token_id)
-        pieces.add(token_id, text)
-        return rest + text
 
-    def _flush(self) -> str:
-        """Returns the rest of the text. A stop string may still become complete in it."""
-        rest = self._detokenizer.flush() if self._detokenizer is not None else ""
-        if rest and self._pieces is not None:
-            self._pieces.add(rest, rest)
-        return self._matcher.push(rest) + self._matcher.flush()
+def _text(request: GenerationRequest, tokenizer: Decoder) -> PlainText | PieceText:
+    options, stop = request.text, request.spec.sampling.stop
+    detokenizer = Detokenizer(tokenizer, options, _before(request))
+    keeps_match = options.include_stop_str_in_output
+    if (reader := request.reader) is None:
+        return PlainText(detokenizer, StopStringMatcher(stop, keeps_match=keeps_match))
+    stops = VisibleStops(reader.read_visible(), stop, keeps_match=keeps_match) if stop else None
+    return PieceText(detokenizer, reader.marker_token_ids, stops)
 
 
 def _before(request: GenerationRequest) -> Sequence[int]:

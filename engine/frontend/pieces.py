@@ -10,11 +10,7 @@ longer be told from a quotation that spells the same, so a request may name *mar
 One piece for each token, in order: its id for a marker token, and for every other one the text
 that it completes, which is empty in the middle of a character. A character that stays incomplete
 is a piece more; a stop token has one only if it is a marker. An output may have fewer pieces than
-tokens, because text that may be part of a stop string is kept back whole tokens at a time. Joined,
-the strings and the visible markers (tokenizers show some and hide others) are the request's text.
-
-Stop strings are matched on that text as on any other: inside of reasoning and of calls too, as vLLM
-does, and across markers, of which hidden ones count as nothing.
+tokens: those whose visible text may be part of a stop string are kept back.
 """
 
 from __future__ import annotations
@@ -26,32 +22,25 @@ Piece = str | int
 
 
 class PieceQueue:
-    """Keeps pieces back until the text that they stand for is certain."""
+    """Keeps pieces back until the visible text that came with them is certain."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Piece, str]] = deque()
-        """Pieces, each with what it adds to the visible text."""
+        self._waiting: deque[tuple[Piece, int]] = deque()
+        """Pieces, each with the characters that it makes visible."""
         self._num_certain = 0
-        """Characters of the waiting pieces' text that are certain."""
+        """Characters of the waiting pieces that are certain."""
 
-    def add(self, piece: Piece, text: str) -> None:
-        """Appends a piece that adds `text` to the visible text."""
-        self._waiting.append((piece, text))
+    def add(self, piece: Piece, num_visible: int, num_certain: int) -> None:
+        """Appends a piece that makes so many characters visible. With it, so many characters of all
+        became certain."""
+        self._waiting.append((piece, num_visible))
+        self._num_certain += num_certain
 
-    def take(self, num_certain: int, *, is_end: bool = False) -> list[Piece]:
-        """Returns the pieces that became certain with `num_certain` more characters of text.
-
-        At the end the last one is what is left of a piece that a stop string has cut.
-        """
-        waiting, certain = self._waiting, self._num_certain + num_certain
-        taken: list[Piece] = []
-        while waiting and len(waiting[0][1]) <= certain:
-            piece, text = waiting.popleft()
-            certain -= len(text)
+    def take(self, *, is_end: bool) -> list[Piece]:
+        """Returns the pieces that became certain; at the end, all."""
+        waiting, taken = self._waiting, list[Piece]()
+        while waiting and (is_end or waiting[0][1] <= self._num_certain):
+            piece, num_visible = waiting.popleft()
+            self._num_certain -= num_visible
             taken.append(piece)
-        if is_end:
-            if waiting and certain:
-                taken.append(waiting[0][1][:certain])
-            waiting.clear()
-        self._num_certain = certain
         return taken

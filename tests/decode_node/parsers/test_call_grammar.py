@@ -18,11 +18,13 @@ from decode_node.grammar.answer_grammar import answer_grammar
 from decode_node.grammar.grammar_text import GrammarText
 from decode_node.grammar.reasoning import ReasoningState
 from decode_node.parsers.output_parsers import OutputParsers
+from decode_node.parsers.visible_text import ParsedText
 from decode_node.protocol.tools import Tool, ToolUse
 from edge.http.errors import BadRequest
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.visible_text import PieceReader
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from tests.decode_node.parsers.outputs import FAMILIES
@@ -143,17 +145,19 @@ class Model:
     def read(
         self, ids: list[int], tools: tuple[Tool, ...] = TOOLS, *, is_open: bool = False
     ) -> Parsed:
+        parser = self.parsers.parser(tools, is_reasoning_open=is_open)
         request = GenerationRequest(
             "r",
             RequestSpec([1], SamplingParams(max_tokens=len(ids) + 1)),
-            marker_token_ids=self.parsers.marker_token_ids,
+            reader=PieceReader(
+                self.parsers.marker_token_ids,
+                lambda: ParsedText(parser, stops_in_reasoning=True),
+            ),
         )
         output = OutputProcessor(request, self.tokenizer).process(
             [*ids, self.end], finish_reason="stop"
         )
-        parser = self.parsers.parser(tools, is_reasoning_open=is_open)
-        pieces = output.pieces if output.pieces is not None else [output.text]
-        return joined([*parser.push(pieces), *parser.finish()])
+        return joined([*parser.push(output.pieces or ()), *parser.finish()])
 
     def accepts(self, grammar: str, text: str) -> bool:
         """Says whether a text, its markers spelled out, is a complete answer."""

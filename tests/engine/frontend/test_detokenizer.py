@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.frontend.detokenizer import REPLACEMENT, Detokenizer, StopStringMatcher
+from engine.frontend.detokenizer import REPLACEMENT, Detokenizer
+from engine.frontend.stop_strings import StopStringMatcher
 from engine.frontend.text_options import TextOptions
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import byte_fallback, byte_level

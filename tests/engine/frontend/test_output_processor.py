@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
+from engine.frontend.pieces import Piece
 from engine.frontend.text_options import TextOptions
+from engine.frontend.visible_text import PieceReader, Stretch
 from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
@@ -212,7 +214,31 @@ USER, END = 2, 3
 """Special tokens of the byte-level tokenizer, named as markers below."""
 
 
-def with_markers(*, shown: bool = False, none: bool = False, **sampling: Any) -> OutputProcessor:
+class ShownText:
+    """Reads all text as visible, but keeps an `a` back until more comes. Markers begin another
+    part."""
+
+    def __init__(self) -> None:
+        self._kept = ""
+        self._part = 0
+
+    def push(self, piece: Piece) -> list[Stretch]:
+        if not isinstance(piece, str):
+            found = self.finish()
+            self._part += 1
+            return found
+        text = self._kept + piece
+        self._kept = "a" if text.endswith("a") else ""
+        return [Stretch(str(self._part), text.removesuffix("a"))]
+
+    def finish(self) -> list[Stretch]:
+        kept, self._kept = self._kept, ""
+        return [Stretch(str(self._part), kept)]
+
+
+def with_markers(
+    *, shown: bool = False, none: bool = False, shows_stop: bool = False, **sampling: Any
+) -> OutputProcessor:
     """Makes a processor whose request names two markers, or `none`. Tokenizers hide them, or show
     them if they are no special tokens."""
     params = SamplingParams(**{"max_tokens": 100, **sampling})
@@ -220,7 +246,8 @@ def with_markers(*, shown: bool = False, none: bool = False, **sampling: Any) ->
         "r",
         RequestSpec([5, 6], params),
         eos_token_ids=(EOS,),
-        marker_token_ids=frozenset() if none else frozenset((USER, END)),
+        text=TextOptions(include_stop_str_in_output=shows_stop),
+        reader=PieceReader(frozenset() if none else frozenset((USER, END)), ShownText),
     )
     return OutputProcessor(request, ShowsSpecialTokens() if shown else byte_level())
 
@@ -249,9 +276,8 @@ def test_only_requests_that_name_markers_get_pieces() -> None:
 def test_a_reader_whose_model_has_no_markers_gets_all_text() -> None:
     ids = tokens("the dog")
     output = with_markers(none=True).process([*ids, USER])
-    assert (
-        output.pieces is not None and "".join(map(str, output.pieces)) == output.text == "the dog"
-    )
+    assert output.pieces is not None
+    assert "".join(map(str, output.pieces)) == "the dog"
 
 
 def test_pieces_are_the_text_of_each_token_and_the_ids_of_markers() -> None:
@@ -259,7 +285,7 @@ def test_pieces_are_the_text_of_each_token_and_the_ids_of_markers() -> None:
     output = with_markers().process([*ids, USER, *ids, END])
     words = [byte_level().decode([id_]) for id_ in ids]
     assert output.pieces == [*words, USER, *words, END]
-    assert output.text == "the dogthe dog"
+    assert output.text == ""
 
 
 def test_text_that_spells_a_marker_is_no_marker() -> None:
@@ -274,7 +300,6 @@ def test_a_marker_ends_a_character_that_is_not_complete() -> None:
     for cuts in ([], [1], [2], [1, 2]):
         outputs = in_cuts(with_markers(), [*broken, USER, *tokens("x")], cuts)
         assert pieces_of(outputs) == ["", "\ufffd", USER, "x"]
-        assert collect(outputs) == "\ufffdx"
 
 
 def test_a_stop_token_is_a_piece_only_as_a_marker() -> None:
@@ -282,27 +307,40 @@ def test_a_stop_token_is_a_piece_only_as_a_marker() -> None:
     for stop, expected in ((END, [END]), (EOS, [])):
         output = with_markers().process([*ids, stop], finish_reason="stop")
         assert output.pieces == [*(byte_level().decode([id_]) for id_ in ids), *expected]
-        assert output.text == "dog"
 
 
-@pytest.mark.parametrize("shown", [False, True])
-def test_stop_strings_match_across_markers(shown: bool) -> None:
+def seen(outputs: list[RequestOutput]) -> str:
+    """Returns what a client sees of the answer: `|` stands between parts."""
+    text = "".join(piece if isinstance(piece, str) else "|" for piece in pieces_of(outputs))
+    hidden = outputs[-1].num_hidden
+    while hidden:
+        hidden -= text[-1] != "|"
+        text = text[:-1]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "is_shown"),
+    [
+        ("x", "dog|fo", False),
+        ("x", "dog|fox", True),
+        ("dog", "", False),
+        ("<|user|>", "dog|fox", False),
+        ("gf", "dog|fox", False),
+        ("g|f", "dog|fox", False),
+    ],
+)
+def test_stop_strings_match_in_visible_text_alone(stop: str, text: str, is_shown: bool) -> None:
+    process = with_markers(shown=True, stop=(stop,))
+    if is_shown:
+        process = with_markers(shown=True, stop=(stop,), shows_stop=True)
     ids = [*tokens("dog"), USER, *tokens("fox")]
-    stop = "g<|user|>f" if shown else "gf"
-    outputs = in_cuts(with_markers(shown=shown, stop=(stop,)), ids, [])
-    assert pieces_of(outputs)[-1] != USER
-    assert collect(outputs) == "".join(map(str, pieces_of(outputs))) == "do"
-    assert outputs[-1].stop_reason == stop
-
-
-def test_a_stop_string_inside_a_visible_marker_leaves_text() -> None:
-    outputs = in_cuts(with_markers(shown=True, stop=("er|>",)), [*tokens("x"), USER], [])
-    assert pieces_of(outputs) == ["x", "<|us"]
+    assert seen(in_cuts(process, ids, [])) == text
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_pieces_join_to_the_text_and_do_not_depend_on_cuts(data: Any) -> None:
+def test_pieces_and_what_is_seen_do_not_depend_on_cuts(data: Any) -> None:
     """Hidden and shown markers, stop strings or none, characters broken at any place."""
     ids = data.draw(st.lists(st.sampled_from([*tokens("ab ü の"), *tokens("の")[:2], USER, END])))
     shown = data.draw(st.booleans())
@@ -316,10 +354,15 @@ def test_pieces_join_to_the_text_and_do_not_depend_on_cuts(data: Any) -> None:
             outputs.append(process.process(ids[start:end]))
     if not process.finished:
         outputs.append(process.process([], finish_reason="length"))
-    pieces = pieces_of(outputs)
-    names = {USER: "<|user|>", END: "<|end|>"} if shown else {USER: "", END: ""}
-    text = "".join(piece if isinstance(piece, str) else names[piece] for piece in pieces)
-    assert text == collect(outputs) == collect(whole)
-    assert pieces == pieces_of(whole)
+    assert pieces_of(outputs) == pieces_of(whole)
+    assert seen(outputs) == seen(whole)
+    assert not seen_stop(outputs, stop)
     if not stop:
-        assert [p for p in pieces if isinstance(p, int)] == [i for i in ids if i in (USER, END)]
+        assert [p for p in pieces_of(outputs) if isinstance(p, int)] == [
+            i for i in ids if i in (USER, END)
+        ]
+
+
+def seen_stop(outputs: list[RequestOutput], stop: tuple[str, ...]) -> bool:
+    """Says whether a client has seen a stop string, which is in one part."""
+    return any(one in part for part in seen(outputs).split("|") for one in stop)
