@@ -13,6 +13,7 @@ from decode_node.chat_templates.probe import ARGUMENTS, PARAMETERS, TOOL_NAME, P
 from decode_node.config import DecodeNodeSettings
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser, WrittenCall
 from decode_node.protocol.tools import Tool
+from decode_node.serving.chat_reading import ChatReading
 from engine.config import ModelConfig
 from engine.frontend.chat_template import ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
@@ -119,6 +120,19 @@ def create_parsers(settings: DecodeNodeSettings, tokenizer: Tokenizer) -> Output
         )
     except UnknownParser as error:
         raise SettingsError(str(error)) from None
+
+
+def create_reading(
+    settings: DecodeNodeSettings, parsers: OutputParsers, tokenizer: Tokenizer
+) -> ChatReading:
+    """Decides how answers to chats are read."""
+    return ChatReading(
+        parsers,
+        tokenizer,
+        allows_auto=settings.enable_auto_tool_choice,
+        names_reasoning_twice=settings.reasoning_alias,
+        stops_in_reasoning=settings.stop_in_reasoning,
+    )
 
 
 def _unless_none(name: str) -> str:

@@ -36,9 +36,8 @@ from decode_node.images.create_reader import create_image_reader
 from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefix_sharing import only_kept_answers, serve_answers
-from decode_node.served_text import ServedText, chat_format, create_parsers
+from decode_node.served_text import ServedText, chat_format, create_parsers, create_reading
 from decode_node.serving.ask_limits import AskLimits
-from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.model_cards import ModelCards, ServedModel
 from decode_node.serving.openai_serving import OpenAIServing
 from decode_node.serving.tokenizer_serving import TokenizerServing
@@ -334,13 +333,7 @@ def create_node_app(
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> ASGIApp:
     parsers = create_parsers(settings, tokenizer)
-    reading = ChatReading(
-        parsers,
-        tokenizer,
-        allows_auto=settings.enable_auto_tool_choice,
-        names_reasoning_twice=settings.reasoning_alias,
-        stops_in_reasoning=settings.stop_in_reasoning,
-    )
+    reading = create_reading(settings, parsers, tokenizer)
     model = engine.config.model
     metrics.registry.register(GrammarCollector(checker))
     served = ServedModel(model, engine.adapters.known)
