@@ -1,4 +1,4 @@
-"""What a reader of pieces tells the engine's frontend about them.
+"""Carries what a reader of pieces knows of them to the engine's frontend.
 
 A parser knows what of an answer a client sees. It lives in the node's server, so a request brings
 this much of it along.
