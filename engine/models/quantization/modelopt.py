@@ -35,7 +35,7 @@ def read_modelopt(fields: Fields) -> Quantization:
         fields.ignore("pre_quant_scale")
     excluded = fields.names("exclude_modules") + fields.names("ignore")
     # config_groups says in another way what quant_algo says.
-    fields.ignore("config_groups", "producer", "quant_method", "version")
+    fields.ignore("config_groups", "group_size", "producer", "quant_method", "version")
     return Quantization(
         method="modelopt",
         rules=() if algorithm is None else (SchemeRule(("Linear",), algorithm),),

@@ -69,6 +69,17 @@ def read_quantization(
     )
 
 
+def _sized(folder: Path, values: dict[str, object]) -> dict[str, object]:
+    """Returns what is said of a quantisation, with the size of groups that ModelOpt says of AWQ in
+    its own file alone."""
+    path = folder / _MODELOPT_FILE
+    if "quant_algo" not in values or "group_size" in values or not path.is_file():
+        return values
+    own = read_json(path, _ModelOptFile).quantization
+    is_same = own.get("quant_algo") == values["quant_algo"]
+    return values | {"group_size": own.get("group_size")} if is_same else values
+
+
 def _published(folder: Path, values: dict[str, object] | None, place: str) -> Quantization | None:
     if values is None:
         path = folder / _MODELOPT_FILE
@@ -77,7 +88,7 @@ def _published(folder: Path, values: dict[str, object] | None, place: str) -> Qu
         if not values:
             return None
         place, values = f"{_MODELOPT_FILE}: quantization", {"quant_method": "modelopt"} | values
-    fields = Fields(place, values)
+    fields = Fields(place, _sized(folder, values))
     # Converters of ModelOpt 0.29 to 0.31 leave it out.
     method = fields.get("quant_method", str, "modelopt" if fields.has("quant_algo") else "").lower()
     if method not in READERS:

@@ -3,6 +3,7 @@ served as the weights that they mean, on any rank."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,16 @@ def test_auto_rounds_own_form_of_fp8(changes: dict[str, Any], expected: Fp8Schem
         static_kv_granularity="tensor",
     )
     assert read(config | changes).rules[0].scheme == expected
+
+
+def test_modelopt_says_the_size_of_groups_beside_config_json(tmp_path: Path) -> None:
+    """As ModelOpt 0.47 does of AWQ."""
+    own = {"quant_algo": "W4A16_AWQ", "group_size": 64, "has_zero_point": False}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    found = read_quantization(tmp_path, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"})
+    assert found is not None
+    scheme = found.rules[0].scheme
+    assert isinstance(scheme, Int4Scheme) and scheme.group_size == 64
 
 
 @pytest.mark.parametrize(
