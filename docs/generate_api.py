@@ -8,12 +8,12 @@ error that names what lacks a description.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from starlette.routing import Route
 
 from decode_node.app import node_routes
@@ -72,6 +72,58 @@ directly. Answers in one piece (`"stream": false`) are sent when they are comple
 between has to wait for them ([proxies](proxies.md)). Every stream says `X-Accel-Buffering: no`.
 """
 
+STATE = """
+## Responses that are kept
+
+A router with `--response-store` ([configuration](configuration.md)) keeps responses as OpenAI's API
+does: a client sends what is new, and refers to the rest.
+
+```python
+first = client.responses.create(model="demo", input="My name is Ada.")
+second = client.responses.create(model="demo", input="Who am I?", previous_response_id=first.id)
+talk = client.conversations.create()
+client.responses.create(model="demo", input="Hello", conversation=talk.id)
+long = client.responses.create(model="demo", input="Write a book.", background=True)
+long = client.responses.retrieve(long.id)  # until long.status is completed, incomplete or failed
+```
+
+- **`store`** is true unless a request says otherwise, as in OpenAI's API. A response is in the
+  database before the client has the last byte of it; where it cannot be written the answer is an
+  error, or the last event `response.failed`. With `"store": false` nothing is written; it may still
+  go on from a response that is kept.
+- **History**: the decode node gets the items of all responses before, and then the request's own,
+  as if the client had sent them all: messages, images, reasoning, calls of all kinds and their
+  outputs. `instructions` are those of the request alone. `item_reference` may name any item of the
+  tenant.
+- **Conversations** give their items to a response, and have its items when it is complete. One
+  response at a time: another one is a 409 `conversation_locked`. A response of a conversation is
+  gone on with by `conversation`, not by `previous_response_id`. Deleting a conversation leaves its
+  responses, and the other way round.
+- **`background`** answers at once with status `queued`; the work goes on without a connection, with
+  the rates and priority of its tenant. Refusals for want of room (429, 503) are tried again for 10
+  minutes. With `"stream": true` its events can be had from any router, at any time, from any one
+  on: `GET /v1/responses/{id}?stream=true&starting_after=N`. `cancel` ends the work on the nodes,
+  and a stream of it ends without a last event.
+- **Routers that end**: what was answered as kept is there after kill -9. A router that stops works
+  on background responses for `--drain-timeout-s`. Those of a router that is gone are another one's
+  after `--response-lease-s`: it answers them again, up to three times. One that was streamed and
+  had begun ends as `failed`, since its clients have seen words that another answer would not have.
+- **Time and room**: a response or conversation expires `--response-ttl-s` after its last use, and
+  is used by every response that goes on from it. A tenant keeps at most
+  `--response-store-mib-per-tenant`; then requests that would keep another are a 429
+  `insufficient_quota`. Items count as sent, events compressed. History and input together may be as
+  large as a request (`--max-body-bytes`).
+- **Walls**: what belongs to another tenant is not found (404). Deleting a response removes its row,
+  items and events; a response that went on from it stays, and can itself not be gone on from (400
+  `previous_response_not_found`, as for an id that does not exist).
+- **A database that does not answer** makes requests that need it a 503 `response_store_unavailable`
+  before anything is computed; others do not notice.
+
+Without `--response-store`, `previous_response_id`, `conversation` and `background` are a 400, and
+the paths do not exist. `prompt` (stored prompts) and `/v1/responses/compact` are not there in
+either case.
+"""
+
 FIELDS = """
 ## Fields
 
@@ -84,7 +136,7 @@ FIELDS = """
 | unknown | Ignored: one warning in the log for each name, and a count. |
 
 `tandem_ignored_fields_total` counts unknown fields; `--strict-fields` makes them a 400. The same
-becomes of `store: true` of responses, which are not kept, and of tools that a server would run,
+becomes of `store: true` of responses where they are not kept, and of tools that a server would run,
 where there are others.
 null is the same as leaving a field out. A whole number may be written as `3.0`; text is no number.
 Wrong types and values are a 400 whose `param` names the field, before anything is computed.
@@ -112,8 +164,17 @@ ROUTER_PATHS = {
     "/status": "Shows the cluster to people.",
     "/status/{file}": "Sends what that page is made of.",
     "/status/events": "Streams what that page shows, as server-sent events.",
+    "/v1/responses/{response_id}": "Tells, or deletes, a [response that is kept]"
+    "(#responses-that-are-kept); with `stream=true` its events.",
+    "/v1/responses/{response_id}/cancel": "Ends the work on a background response.",
+    "/v1/responses/{response_id}/input_items": "Lists what a response was an answer to.",
+    "/v1/conversations": "Makes a conversation.",
+    "/v1/conversations/{conversation_id}": "Tells, changes or deletes a conversation.",
+    "/v1/conversations/{conversation_id}/items": "Lists the items of a conversation, or adds some.",
+    "/v1/conversations/{conversation_id}/items/{item_id}": "Tells or deletes one item.",
 }
 """Paths that a router answers itself; an empty meaning is the decode node's."""
+KEPT = "with `--response-store`"
 
 Titles = dict[type[BaseModel], str]
 
@@ -154,8 +215,8 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
   gigabytes.
 - `strict` in `response_format` has OpenAI's demands on a schema checked; without it the answer
   follows the schema, too.
-- Nothing of a response is kept, because any node may answer the next request: `store` is ignored,
-  `background` and `previous_response_id` are a 400.
+- Responses are kept by the router, in a database ([above](#responses-that-are-kept)), and survive
+  it; vLLM keeps them in the memory of one server.
 """
 
 
@@ -171,6 +232,7 @@ def page() -> str:
         HEAD
         + endpoints()
         + STREAMS
+        + STATE
         + FIELDS
         + "".join(bodies)
         + NOT_BUILT_HEAD
@@ -185,14 +247,14 @@ def endpoints() -> str:
     for path in sorted({*node, *router}, key=lambda path: (path[:4] != "/v1/", path)):
         method = ", ".join(sorted((node.get(path) or router[path])[0]))
         meaning = (node[path][1] if path in node else "") or ROUTER_PATHS.get(path, "")
-        if path in router and path not in node and router[path][0] == {"POST"}:
+        is_passed_on = path in router and router[path][0] == {"POST"} and path not in ROUTER_PATHS
+        if is_passed_on and path not in node:
             continue  # A router passes it on, and no node has it yet.
         if not meaning:
             raise Undocumented(f"the route {path} has no docstring")
         shown = path.replace("{model_id:path}", "{name}").replace("{name:path}", "{name}")
-        rows.append(
-            f"| `{method} {shown}` | {_mark(path in router)} | {_mark(path in node)} | {meaning} |"
-        )
+        marks = f"{router_mark(path, router)} | {_mark(path in node)}"
+        rows.append(f"| `{method} {shown}` | {marks} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 
@@ -211,15 +273,18 @@ def node_paths() -> dict[str, tuple[set[str], str]]:
 
 
 def router_paths() -> dict[str, tuple[set[str], str]]:
-    return _paths(create_app(RouterSettings(decode="127.0.0.1:1/2")).router.routes)
+    settings = RouterSettings(decode="127.0.0.1:1/2", response_store=SecretStr("sqlite:///kept"))
+    return _paths(create_app(settings).router.routes)
 
 
 def _paths(routes: Any) -> dict[str, tuple[set[str], str]]:
-    return {
-        route.path: (set(route.methods or ()) - {"HEAD"}, _first_line(route.endpoint.__doc__))
-        for route in routes
-        if isinstance(route, Route)
-    }
+    found: dict[str, tuple[set[str], str]] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            methods, _ = found.get(route.path, (set(), ""))
+            methods |= set(route.methods or ()) - {"HEAD"}
+            found[route.path] = methods, _first_line(route.endpoint.__doc__)
+    return found
 
 
 def _parent(body: type[BaseModel], titles: Titles) -> type[BaseModel] | None:
@@ -315,6 +380,11 @@ def _whole(thing: object) -> str:
 
 def _first_line(text: str | None) -> str:
     return " ".join((text or "").split("\n\n")[0].split())
+
+
+def router_mark(path: str, router: Collection[str]) -> str:
+    is_kept = path.startswith(("/v1/responses/{", "/v1/conversations"))
+    return KEPT if is_kept else _mark(path in router)
 
 
 def _mark(there: bool) -> str:

@@ -12,23 +12,19 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, FastAPI
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Lifespan
 
-from edge.http import headers as names
 from edge.http.error_forms import ErrorForms
-from edge.http.errors import HttpError, error_body
 from edge.http.outer_edge import OuterEdge
 from edge.http.service_routes import service_routes
-from edge.http.unknown_path import serve, unknown_path
+from edge.http.unknown_path import serve
 from edge.logs.request_log import RequestLog
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
@@ -41,10 +37,12 @@ from router.config import RouterSettings
 from router.edge.admin_api import probe_routes, readiness
 from router.edge.api import ProxyEndpoint, model_routes
 from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
+from router.edge.error_answers import add_error_answers
 from router.edge.operator_routes import OperatorParts, operator_routes
 from router.make_adapters import make_adapters
 from router.make_discovery import make_discovery
 from router.make_forwarder import make_forwarder
+from router.make_responses import KEPT_PATHS, KeptRoutes, make_responses
 from router.make_scaling import make_scaling
 from router.models.known_models import KnownModels
 from router.models.models_catalog import ModelCatalog
@@ -65,6 +63,7 @@ from router.observe.metrics import RouterMetrics
 from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.snapshot import StatusSources
 from router.observe.status.status_feed import StatusFeed
+from router.observe.store_metrics import StoreMetrics
 from router.placement.base_policy import BasePolicy
 from router.placement.choose_policy import PolicyName, choose_policy
 from router.placement.tandem_policy import TandemParameters
@@ -157,7 +156,13 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         body_limits=settings.body_limits(),
         tracer=services.tracer,
     )
-    serve(app, [Route(path, endpoint, methods=["POST"]) for path in PROXIED_PATHS])
+    kept = _make_responses(settings, services, endpoint)
+    for path in PROXIED_PATHS:
+        is_kept = kept is not None and path in KEPT_PATHS
+        serve(app, [Route(path, kept.endpoint if kept and is_kept else endpoint, methods=["POST"])])
+    if kept is not None:
+        app.state.kept = kept
+        serve(app, kept.routes)
     catalog = ModelCatalog(
         registry=services.registry,
         models=services.models,
@@ -192,6 +197,21 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     return app
 
 
+def _make_responses(
+    settings: RouterSettings, services: Services, api: ProxyEndpoint
+) -> KeptRoutes | None:
+    if not settings.response_store.get_secret_value():
+        return None
+    return make_responses(
+        settings,
+        api,
+        api.room,
+        lambda model: services.models.table.route(model),
+        lambda: {tenant.name: tenant for tenant in services.keys.tenants | {ANYONE}},
+        StoreMetrics(services.metrics, services.metrics.registry),
+    )
+
+
 async def _alive() -> Response:
     return Response()
 
@@ -209,9 +229,7 @@ def _bare_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     app = FastAPI(
         title="tandem router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    app.add_exception_handler(HttpError, _answer_known_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_bug)
+    add_error_answers(app)
     return app
 
 
@@ -363,35 +381,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             services.adapters.run(),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(work))
+        if (kept := getattr(app.state, "kept", None)) is not None:
+            await stack.enter_async_context(kept.running())
         yield
 
 
 async def _stop(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-async def _answer_known_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpError)
-    return _error_response(request, error.body(), error.status, error.headers())
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):
-        known = unknown_path(request)
-        return await _answer_known_error(request, known)
-    body = error_body(f"{error.detail}.", "invalid_request_error", f"http_{error.status_code}")
-    return _error_response(request, body, error.status_code, error.headers or {})
-
-
-async def _answer_bug(request: Request, _error: Exception) -> Response:
-    body = error_body("The router failed on this request.", "server_error", "internal_error")
-    return _error_response(request, body, 500, {})
-
-
-def _error_response(
-    request: Request, body: bytes, status: int, headers: Mapping[str, str]
-) -> Response:
-    name = request.state.request_id
-    return Response(body, status, {**headers, names.REQUEST_ID: name}, "application/json")

@@ -85,6 +85,43 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
         "they were.",
     )
 
+    response_store: SecretStr = Field(
+        default=SecretStr(""),
+        description="Database that keeps responses and conversations: sqlite:///FILE, for one "
+        "router or several on one host, or postgresql://USER:PASSWORD@HOST/DATABASE, for any "
+        "number. Empty: nothing is kept, and what refers to earlier requests is refused.",
+    )
+    response_ttl_s: float = Field(
+        default=30 * 86400.0,
+        gt=0,
+        description="Seconds that a response or a conversation is kept after its last use.",
+    )
+    response_store_mib_per_tenant: int = Field(
+        default=1024,
+        ge=0,
+        description="MiB of responses and conversations that one tenant may keep; with more, "
+        "requests that would keep another are answered with 429. 0: any.",
+    )
+    response_store_timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="Seconds that the database has for one transaction, before requests that need "
+        "it are answered with 503.",
+    )
+    response_lease_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds of silence of a router after which another one takes over the "
+        "responses that it worked on in the background. Clocks of routers may differ by less than "
+        "two thirds of it.",
+    )
+    max_background_responses: int = Field(
+        default=256,
+        ge=1,
+        description="Responses that this router works on in the background at once; more are "
+        "answered with 503.",
+    )
+
     kubernetes_url: str = Field(
         default="https://kubernetes.default.svc",
         description="Kubernetes API, for k8s:// entries of the node lists.",

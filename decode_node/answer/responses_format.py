@@ -25,6 +25,7 @@ from decode_node.observe.timeline import Timeline
 from decode_node.protocol.responses_tools import ResponseTools
 from decode_node.protocol.usage import Usage
 from edge.http.errors import HttpError
+from edge.http.kept_response import KeptResponse
 from engine.frontend.output_processor import RequestOutput
 
 Json = dict[str, Any]
@@ -32,7 +33,8 @@ Json = dict[str, Any]
 
 class ResponsesFormat(ResponseFormat):
     """Forms bodies and events of /v1/responses. `told_back` are the fields of the request that are
-    repeated in the answer; `tools` are the request's."""
+    repeated in the answer, but for what a router says that keeps it (`kept`); `tools` are the
+    request's."""
 
     id_prefix = "resp"
     done = b""
@@ -47,9 +49,17 @@ class ResponsesFormat(ResponseFormat):
         chat: ChatOptions,
         told_back: Json,
         tools: ResponseTools,
+        kept: KeptResponse | None = None,
     ) -> None:
         super().__init__(request_id, model, tokenizer, options)
         self.id = f"resp_{request_id}"
+        self._num_told = 0
+        """The events that the router told in front of ours."""
+        if kept is not None:
+            told_back = told_back | kept.told_back()
+            self.id = kept.id or self.id
+            self.created = kept.created_at or self.created
+            self.num_events = self._num_told = kept.num_events
         self._chat = chat
         self._readers = chat.readers
         self._told_back = told_back
@@ -60,7 +70,8 @@ class ResponsesFormat(ResponseFormat):
 
     def take_over(self, resume: Resume) -> None:
         super().take_over(resume)
-        self._has_begun = self.num_events > 0
+        self._has_begun = resume.num_events > self._num_told
+        self.num_events = max(resume.num_events, self._num_told)
 
     def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
@@ -71,7 +82,8 @@ class ResponsesFormat(ResponseFormat):
         if not self._has_begun:
             self._has_begun = True
             begun = {"response": self._response("in_progress", [], None)}
-            found = [("response.created", begun), ("response.in_progress", begun), *found]
+            created = [] if self._num_told else [("response.created", begun)]
+            found = [*created, ("response.in_progress", begun), *found]
         return [self._event(*one) for one in found]
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:

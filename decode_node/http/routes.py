@@ -37,6 +37,7 @@ from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
 from edge.http.exposition import scrape_response
 from edge.http.heartbeats import Heartbeats
+from edge.http.kept_response import KeptResponse
 from edge.http.unknown_path import path_without_slash
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.node.open_requests import OpenRequests
@@ -115,6 +116,7 @@ class Api:
             load_format=headers.get(names.LOAD_FORMAT, ""),
             prefix_hash=prefix_hash(headers.get(names.PREFIX, "")),
             prefix_holder=checked_holder(headers.get(names.PREFIX_HOLDER, "")),
+            kept=KeptResponse.of_header(headers.get(names.RESPONSE, "")),
         )
         body = await long_work.run(context.is_long, partial(parse_body, raw[:offset], kind))
         self.ignored.note(body.unknown_fields())

@@ -1,6 +1,7 @@
 """Reads the bodies of /v1/responses, and says the same as a chat.
 
-Nothing is kept between requests: what refers to earlier ones is refused by name.
+A node keeps nothing between requests: what refers to earlier ones is refused by name. A router that
+keeps responses sends the items themselves (`router.responses`).
 """
 
 from __future__ import annotations
@@ -96,13 +97,15 @@ class ResponsesRequest(StrictBody):
     reasoning: ReasoningOptions | None = None
     """How much the model thinks."""
     store: bool | None = None
-    """Nothing is kept: true is ignored."""
+    """A router that keeps responses keeps this one unless it is false. Elsewhere true is
+    ignored."""
     previous_response_id: str | None = None
-    """Only null: nothing is kept."""
+    """Only null where no router keeps responses; else the response to go on from."""
     conversation: Any = None
-    """Only null: nothing is kept."""
+    """Only null where no router keeps responses; else the conversation that it belongs to, as an id
+    or `{"id": ...}`."""
     background: bool | None = None
-    """Only false: the answer is given at once."""
+    """Only false where no router keeps responses; else it is answered without a connection."""
     prompt: Any = None
     """Only null: there are no stored prompts."""
     truncation: Literal["auto", "disabled"] | None = None

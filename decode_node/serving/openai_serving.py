@@ -53,6 +53,7 @@ from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.errors import BadRequest
+from edge.http.kept_response import KeptResponse
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
@@ -91,6 +92,8 @@ class RequestContext:
     """Says what a router means by an adapter's name; "": whatever has it."""
     prefix_holder: str = ""
     """Names who may hold the prompt's KV, for a prefill node to fetch it."""
+    kept: KeptResponse | None = None
+    """Says what a router tells of a response that it keeps."""
 
 
 class OpenAIServing:
@@ -155,7 +158,9 @@ class OpenAIServing:
         """Answers a request of the Responses API. Raises `HttpError`."""
         with body.named_fields():
             told_back = body.told_back(self._defaults)
-            make = partial(ResponsesFormat, told_back=told_back, tools=body.read_tools)
+            make = partial(
+                ResponsesFormat, told_back=told_back, tools=body.read_tools, kept=context.kept
+            )
             return await self._chat(body.to_chat(), context, make)
 
     async def messages(self, body: MessagesRequest, context: RequestContext) -> Response:

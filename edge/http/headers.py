@@ -2,7 +2,7 @@
 
 Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID, LOAD_FORMAT
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL,
-                          ADAPTER, SSE_KEEPALIVE
+                          ADAPTER, SSE_KEEPALIVE, RESPONSE
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED, LOAD
 A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE
 """
@@ -37,6 +37,9 @@ RESUME = "x-tandem-resume"
 SSE_KEEPALIVE = "x-tandem-sse-keepalive"
 """Says by `0` that the node begins a stream with its first token and sends no keep-alives. Whoever
 says so keeps the client's stream alive, and learns from the head of the answer."""
+RESPONSE = "x-tandem-response"
+"""Says of a response that the router keeps what its answer has to tell
+(`edge.http.kept_response`)."""
 MODEL = "x-tandem-model"
 """The name by which the node serves the model, where the client asked by one that only routers
 know. Percent-encoded, as is MODEL_VERSION."""
@@ -60,6 +63,7 @@ FROM_ROUTERS = frozenset(
         MODEL,
         ADAPTER,
         SSE_KEEPALIVE,
+        RESPONSE,
     }
 )
 

@@ -67,6 +67,18 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 
 {{- define "tandem.routerEnv" -}}
 {{- include "tandem.podIp" . }}
+{{- with .of.responseStore }}
+{{- if .existingSecret }}
+- name: TANDEM_ROUTER_RESPONSE_STORE
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret | quote }}
+      key: {{ .secretKey | quote }}
+{{- else if .existingClaim }}
+- name: TANDEM_ROUTER_RESPONSE_STORE
+  value: sqlite:////var/lib/tandem/responses/responses.db
+{{- end }}
+{{- end }}
 {{- include "tandem.tracesEnv" (dict "root" .root "name" "router") }}
 {{- $auth := .root.Values.auth }}
 {{- if include "tandem.nodeKeySecret" .root }}

@@ -261,6 +261,13 @@
 {{- if $router.httpRoute.enabled -}}{{- if not $router.httpRoute.parentRefs -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "router.httpRoute.enabled needs router.httpRoute.parentRefs, the gateway to attach to") -}}
 {{- end -}}{{- end -}}
+{{- with $router.responseStore -}}
+{{- if and .existingSecret .existingClaim -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.responseStore names a Secret and a claim: PostgreSQL or a SQLite file, so leave one out") -}}
+{{- else if and .existingClaim (or (gt (int $router.replicas) 1) (ne $router.autoscaling.kind "none")) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.responseStore.existingClaim is a file for one router: set router.replicas to 1 and router.autoscaling.kind to none, or use PostgreSQL (existingSecret)") -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $tier := .tiers -}}
 {{- $grace := include "tandem.graceSeconds" $tier.drain | int -}}
 {{- if lt (include "tandem.graceSeconds" $router.drain | int) $grace -}}

@@ -139,7 +139,7 @@ class ProxyEndpoint:
         info = await long_work.run(is_long, read)
         info = info.bounded(table.max_model_lens.get(info.model, 0))
         record.read(info)
-        return ClientRequest(info, headers, body, record)
+        return ClientRequest(info, headers, body, record, scope["state"].get("kept", ""))
 
 
 def model_routes(catalog: ModelCatalog) -> APIRouter:

@@ -202,6 +202,8 @@ class Attempts:
             headers[names.PREFIX] = f"{info.prefix_blocks[-1]:016x}"
         if info.session_id:
             headers[names.SESSION] = info.session_id
+        if request.kept:
+            headers[names.RESPONSE] = request.kept
         if info.tenant.salt:
             headers[names.CACHE_SALT] = info.tenant.salt.hex()
         if placement.prefills or placement.choice is PrefillChoice.LOCAL:

@@ -12,12 +12,14 @@ from router.request.trace import RequestTrace
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """Is one request. `headers` have lower-case names."""
+    """Is one request. `headers` have lower-case names. `kept` is what a node is told of a response
+    that this router keeps, as a header; empty: nothing."""
 
     info: RequestInfo
     headers: Mapping[str, str]
     body: bytes
     record: RequestHistory
+    kept: str = ""
 
     @property
     def trace(self) -> RequestTrace:

@@ -269,6 +269,11 @@ BETWEEN_VALUES = [
     ),
     ({"tls": {"acceptMissing": True}}, "set tls.mode to where certificates come from"),
     ({"router": {"https": {"enabled": True}}}, "set router.https.existingSecret"),
+    ({"router": {"responseStore": {"existingClaim": "c"}}}, "set router.replicas to 1"),
+    (
+        {"router": {"responseStore": {"existingClaim": "c", "existingSecret": "s"}}},
+        "leave one out",
+    ),
     ({"router": {"https": {"existingSecret": "s"}}}, "router.https.enabled is false"),
     (
         {"router": {"discovery": {"type": "static", "decode": ["a:1/2"]}}},

@@ -616,3 +616,19 @@ def test_the_router_reads_its_keys_where_the_secret_is_mounted() -> None:
     decode = settings_of("production")["decode"]
     mounted = [m["mountPath"] for m in containers(found)["decode"]["volumeMounts"]]
     assert str(Path(decode["api_key_file"]).parent) in mounted
+
+
+def test_the_router_reads_its_store_s_url_from_a_secret_or_keeps_a_file_on_a_claim() -> None:
+    def router(**store: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        own = {"router": {"replicas": 1, "responseStore": store}}
+        found = HelmSdk.shared().render(overlay(values_of("default"), own))
+        container = containers(found)["router"]
+        env = {one["name"]: one for one in container["env"]}
+        return env["TANDEM_ROUTER_RESPONSE_STORE"], container
+
+    env, container = router(existingSecret="database", secretKey="dsn")
+    assert env["valueFrom"]["secretKeyRef"] == {"name": "database", "key": "dsn"}
+    assert "database" not in str(container["args"])
+    env, container = router(existingClaim="claim")
+    folder = str(Path(str(env["value"]).removeprefix("sqlite:///")).parent)
+    assert folder in [mount["mountPath"] for mount in container["volumeMounts"]]

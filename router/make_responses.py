@@ -1,0 +1,107 @@
+"""Puts together what keeps responses. Its libraries are imported only where responses are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
+
+from router.config import RouterSettings
+from router.errors import ConfigurationError
+from router.models.request_room import RequestRoom
+from router.observe.store_metrics import StoreMetrics
+from router.request.model_route import ModelRoute
+from router.request.tenants import Tenant
+
+if TYPE_CHECKING:
+    from router.responses.background_runs import BackgroundRuns
+
+_MIB = 1 << 20
+
+KEPT_PATHS = ("/v1/responses", "/v1/responses/input_tokens")
+"""Paths whose requests may refer to what is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRoutes:
+    """Serves responses that are kept. `endpoint` is for the paths that make them, `running` is
+    open while the router serves."""
+
+    endpoint: ASGIApp
+    routes: Sequence[BaseRoute]
+    running: Callable[[], AbstractAsyncContextManager[None]]
+
+
+def make_responses(
+    settings: RouterSettings,
+    api: ASGIApp,
+    room: RequestRoom,
+    route: Callable[[str], ModelRoute],
+    tenants: Callable[[], Mapping[str, Tenant]],
+    metrics: StoreMetrics,
+) -> KeptRoutes:
+    """Returns what is in front of `api`. Raises `ConfigurationError` where the store cannot be
+    used."""
+    try:
+        from router.edge.response_api import ResponseRoutes
+        from router.responses.background_runs import BackgroundRuns
+        from router.responses.conversation_calls import ConversationCalls
+        from router.responses.kept_responses import KeptResponses
+        from router.responses.response_calls import ResponseCalls
+        from router.responses.settings import KeepLimits
+        from router.responses.stateful_endpoint import StatefulEndpoint
+        from router.store.database import Database
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"--response-store needs the package {error.name}: pip install 'tandem[state]'"
+        ) from None
+    url = settings.response_store.get_secret_value()
+    limits = KeepLimits(
+        ttl_s=settings.response_ttl_s,
+        max_bytes_per_tenant=settings.response_store_mib_per_tenant * _MIB,
+        max_item_bytes=settings.max_body_bytes,
+        max_body_bytes=settings.max_body_bytes,
+        lease_s=settings.response_lease_s,
+        max_background=settings.max_background_responses,
+    )
+    kept = KeptResponses(Database(url, settings.response_store_timeout_s, metrics.observe), limits)
+    runs = BackgroundRuns(kept=kept, api=api, tenants=tenants, drain_s=settings.drain_timeout_s)
+    metrics.num_running = lambda: runs.num_running
+    endpoint = StatefulEndpoint(
+        api=api,
+        kept=kept,
+        runs=runs,
+        room=room,
+        route=route,
+        refused=metrics.refused,
+        body_limits=settings.body_limits(),
+        keepalive_s=settings.sse_keepalive_s,
+    )
+    routes = ResponseRoutes(
+        responses=ResponseCalls(kept, runs),
+        conversations=ConversationCalls(kept),
+        body_limits=settings.body_limits(),
+        keepalive_s=settings.sse_keepalive_s,
+    )
+    return KeptRoutes(endpoint, routes.routes(), lambda: _running(runs))
+
+
+@asynccontextmanager
+async def _running(runs: BackgroundRuns) -> AsyncIterator[None]:
+    from router.responses.expiry import Expiry
+
+    kept = runs.kept
+    tasks = [asyncio.create_task(work) for work in (runs.watch(), Expiry(kept).run())]
+    try:
+        yield
+    finally:
+        await runs.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await kept.database.close()

@@ -1,0 +1,260 @@
+"""Owns the responses that this router works on in the background, by leases in the store.
+
+1. start      a row is added with this router as its owner, and a run begins
+2. renewed    every third of a lease, all at once, with the locks of conversations
+3. given up   a row has another owner, or is finished: its run is cancelled, within `_LOOK_S`
+4. taken      of a router that renews no more: answered again, from its row, if nobody can have
+              seen events of it; else it ends as failed, and says why
+5. closed     runs have the time that a drain has; what is left is free for other routers at once
+
+Routers compare their clocks by leases: they may differ by less than two thirds of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.types import ASGIApp
+
+from edge.http.errors import HttpError
+from router.errors import Overloaded
+from router.request.tenants import Tenant
+from router.responses.background_run import BackgroundRun
+from router.responses.input_items import items_of_input
+from router.responses.json_fields import encode, raw_list
+from router.responses.kept_responses import KeptResponses
+from router.responses.response_bodies import begun_body, event_of, failed_body, whole
+from router.responses.state_fields import StateFields
+from router.responses.turn import Turn
+from router.store import conversations, responses
+from router.store.errors import StoreUnavailable
+from router.store.events import num_events, put_events
+from router.store.items import items_of
+from router.store.responses import ResponseRow
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_NUM_TAKEN = 16
+_MAX_ATTEMPTS = 3
+_NUM_FIRST_EVENTS = 2
+
+
+class _Request(msgspec.Struct):
+    """Is what another router needs besides the row and its items."""
+
+    fields: dict[str, msgspec.Raw]
+    headers: dict[str, str]
+    created_at: float
+
+
+@dataclass(slots=True, kw_only=True)
+class BackgroundRuns:
+    """Starts runs and watches over them. `api` answers requests; `tenants` gives those that
+    exist."""
+
+    kept: KeptResponses
+    api: ASGIApp
+    tenants: Callable[[], Mapping[str, Tenant]]
+    drain_s: float
+    rng: random.Random = field(default_factory=random.Random)
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
+    _runs: dict[tuple[str, str], BackgroundRun] = field(default_factory=dict)
+    _tasks: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    def find(self, tenant: str, name: str) -> BackgroundRun | None:
+        """Returns the run of a response, if it is here."""
+        return self._runs.get((tenant, name))
+
+    def check_room(self) -> None:
+        """Raises `Overloaded` where no further run may begin."""
+        if len(self._runs) >= self.kept.limits.max_background:
+            raise Overloaded(
+                "The router works on as many responses in the background as it may. Try again "
+                "later."
+            )
+
+    async def start(self, turn: Turn, tenant: Tenant, headers: Mapping[str, str]) -> BackgroundRun:
+        """Keeps a response that is queued, and begins to work on it. Raises `StoreUnavailable`."""
+        body = begun_body(turn, "queued")
+        rest = {k: v for k, v in turn.state.fields.items() if k != "input"}
+        request = _Request(rest, dict(headers), turn.created_at)
+        row = ResponseRow(
+            tenant=turn.tenant,
+            id=turn.id,
+            status="queued",
+            body=body,
+            expires_at=self.kept.expires_at(),
+            previous=turn.state.previous,
+            conversation=turn.state.conversation,
+            is_background=True,
+            is_stream=turn.state.is_stream,
+            request=encode(request),
+            owner=self.owner,
+            lease_until=self._lease_end(),
+            attempt=1,
+        )
+        queued = whole(body, [])
+        names = "response.created", "response.queued"
+        events = [event_of(name, i, queued) for i, name in enumerate(names)]
+        async with self.kept.database.writing() as transaction:
+            await responses.add_response(transaction, row, turn.items)
+            if row.is_stream:
+                await put_events(transaction, row, 0, events)
+        return self._begin(turn, row, tenant, headers, events)
+
+    def stop(self, tenant: str, name: str) -> None:
+        """Ends the work on a response that is finished in the store."""
+        if (task := self._tasks.get((tenant, name))) is not None:
+            task.cancel()
+
+    async def watch(self) -> None:
+        """Watches leases until cancelled."""
+        renewed_at = 0.0
+        lease_s = self.kept.limits.lease_s
+        while True:
+            await asyncio.sleep(min(_LOOK_S, lease_s / 3) * self.rng.uniform(0.9, 1.1))
+            now = self.kept.clock()
+            with contextlib.suppress(StoreUnavailable):
+                await self._give_up_lost()
+                if now - renewed_at >= lease_s / 3:
+                    await self._renew()
+                    await self._take_abandoned()
+                    renewed_at = now
+
+    async def close(self) -> None:
+        """Waits for runs, and leaves the rest to other routers."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=self.drain_s)
+        left = list(self._tasks.values())
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        if left:
+            with contextlib.suppress(StoreUnavailable):
+                async with self.kept.database.writing() as transaction:
+                    await responses.renew(transaction, self.owner, 0.0)
+
+    def _begin(
+        self,
+        turn: Turn,
+        row: ResponseRow,
+        tenant: Tenant,
+        headers: Mapping[str, str],
+        events: list[bytes],
+    ) -> BackgroundRun:
+        run = BackgroundRun(
+            kept=self.kept,
+            api=self.api,
+            turn=turn,
+            row=row,
+            tenant=tenant,
+            headers=headers,
+            events=events,
+        )
+        key = (row.tenant, row.id)
+        self._runs[key] = run
+        task = self._tasks[key] = asyncio.create_task(run.run())
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._runs[key], self._tasks[key]
+            self.kept.locks.discard(row.id)
+
+        task.add_done_callback(ended)
+        return run
+
+    def _lease_end(self) -> float:
+        return self.kept.clock() + self.kept.limits.lease_s
+
+    async def _give_up_lost(self) -> None:
+        if not self._runs:
+            return
+        known = {(*key, run.row.attempt) for key, run in self._runs.items()}
+        async with self.kept.database.reading() as transaction:
+            owned = await responses.owned_by(transaction, self.owner)
+        for tenant, name, attempt in known - owned:
+            run = self.find(tenant, name)
+            # One that has just ended is in the store already.
+            if run is not None and run.row.attempt == attempt and not run.is_ending:
+                self.stop(tenant, name)
+
+    async def _renew(self) -> None:
+        if not self._runs and not self.kept.locks:
+            return
+        async with self.kept.database.writing() as transaction:
+            await responses.renew(transaction, self.owner, self._lease_end())
+            await conversations.renew_locks(transaction, list(self.kept.locks), self._lease_end())
+
+    async def _take_abandoned(self) -> None:
+        async with self.kept.database.reading() as transaction:
+            found = await responses.abandoned(transaction, self.kept.clock(), _NUM_TAKEN)
+        for row in found:
+            async with self.kept.database.writing() as transaction:
+                taken = await responses.claim(transaction, row, self.owner, self._lease_end())
+            if taken is not None:
+                logger.warning("background response %s: its router is gone", taken.id)
+                await self._go_on(taken)
+
+    async def _go_on(self, row: ResponseRow) -> None:
+        """Answers a response of another router, or ends it."""
+        async with self.kept.database.reading() as transaction:
+            told = await num_events(transaction, row.tenant, row.id)
+            items = (await items_of(transaction, row.tenant, [row.id]))[row.id]
+        tenant = self.tenants().get(row.tenant)
+        why = ""
+        if told > _NUM_FIRST_EVENTS:
+            why = "The router that streamed it is gone, and its answer cannot be repeated."
+        elif row.attempt > _MAX_ATTEMPTS:
+            why = f"{row.attempt - 1} routers worked on it, and are gone."
+        elif tenant is None:
+            why = "Its tenant is not known any more."
+        if tenant is None or why:
+            await self._end(row, told, why)
+            return
+        request = msgspec.json.decode(row.request, type=_Request)
+        given = raw_list([item.data for item in items])
+        turn = Turn(
+            tenant=row.tenant,
+            state=StateFields(
+                fields={**request.fields, "input": given},
+                previous=row.previous,
+                conversation=row.conversation,
+                background=True,
+                is_stream=row.is_stream,
+            ),
+            id=row.id,
+            created_at=request.created_at,
+            items=tuple(items_of_input(bytes(given))),
+        )
+        try:
+            turn = await self.kept.again(turn)
+        except StoreUnavailable:
+            raise
+        except HttpError as error:
+            await self._end(row, told, error.message)
+            return
+        queued = whole(row.body, [])
+        names = "response.created", "response.queued"
+        events = [event_of(name, i, queued) for i, name in enumerate(names)]
+        run = self._begin(turn, row, tenant, request.headers, events)
+        run.num_stored = told
+
+    async def _end(self, row: ResponseRow, told: int, why: str) -> None:
+        body = failed_body(row.body, "server_error", why)
+        event = event_of("response.failed", told, whole(body, []))
+        async with self.kept.database.writing() as transaction:
+            if await responses.finish(transaction, row, "failed", body, []):
+                if row.is_stream:
+                    await put_events(transaction, row, told, [event])
+                await conversations.unlock(transaction, row.tenant, row.conversation, row.id)

@@ -1,0 +1,30 @@
+"""Names what can be wrong with a request that refers to what is kept.
+
+HttpError
+  NotKept              404     no such response, conversation or item of this tenant
+  PreviousNotFound     400     previous_response_id names none, or one that lost its beginning
+  ConversationLocked   409     another response adds to the conversation now
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from edge.http.errors import BadRequest, HttpError, NotFound
+
+
+class NotKept(NotFound):
+    """Is the same for what never was, what has expired, and what belongs to somebody else."""
+
+
+class PreviousNotFound(BadRequest):
+    default_code = "previous_response_not_found"
+    default_param = "previous_response_id"
+
+
+class ConversationLocked(HttpError):
+    status = HTTPStatus.CONFLICT
+    type = "invalid_request_error"
+    default_code = "conversation_locked"
+    default_param = "conversation"
+    default_retry_after_s = 1

@@ -1,0 +1,99 @@
+"""Answers what clients ask of responses that are kept: to see, cancel and delete them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge.http.errors import BadRequest
+from router.responses.background_runs import BackgroundRuns
+from router.responses.errors import NotKept
+from router.responses.input_items import page_document
+from router.responses.json_fields import encode, with_fields
+from router.responses.kept_responses import KeptResponses
+from router.responses.response_bodies import whole
+from router.responses.state_fields import NAME
+from router.store import conversations, responses
+from router.store.items import Item, Page, items_of, page_of
+from router.store.responses import ResponseRow
+from router.store.transaction import Transaction
+
+_MAX_SHOWN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCalls:
+    """Answers with JSON. Every call raises `NotKept` for an id that the tenant does not have, and
+    `StoreUnavailable`."""
+
+    kept: KeptResponses
+    runs: BackgroundRuns
+
+    async def retrieve(self, tenant: str, name: str) -> bytes:
+        """Returns the response as it is now."""
+        async with self.kept.database.reading() as transaction:
+            row = await self._row(transaction, tenant, name)
+            return await _whole(transaction, row)
+
+    async def input_items(self, tenant: str, name: str, page: Page) -> bytes:
+        """Returns a page of what the response was an answer to: all that came before it, and its
+        own input."""
+        async with self.kept.database.reading() as transaction:
+            row = await self._row(transaction, tenant, name)
+            now = self.kept.clock()
+            chain = await responses.chain_of(transaction, tenant, row.id, now)
+            items = await responses.chain_items(transaction, tenant, chain[:-1])
+            own = (await items_of(transaction, tenant, [row.id]))[row.id]
+        items += [item for item in own if not item.is_output]
+        return page_document(*page_of(items, page))
+
+    async def cancel(self, tenant: str, name: str) -> bytes:
+        """Ends the work on a response of the background, and returns it. One that is finished
+        stays as it is."""
+        async with self.kept.database.writing() as transaction:
+            row = await self._row(transaction, tenant, name)
+            if not row.is_background:
+                raise BadRequest(
+                    "Only responses that were created with background true can be cancelled.",
+                    param="response_id",
+                )
+            body = with_fields(row.body, status="cancelled")
+            if not row.is_finished and await responses.cancel(transaction, row, body):
+                await conversations.unlock(transaction, tenant, row.conversation, row.id)
+            row = await self._row(transaction, tenant, name)
+            answer = await _whole(transaction, row)
+        if row.is_finished:
+            self.runs.stop(tenant, row.id)
+        return answer
+
+    async def delete(self, tenant: str, name: str) -> bytes:
+        """Removes a response and all that is kept of it; work on it ends."""
+        async with self.kept.database.writing() as transaction:
+            row = await self._row(transaction, tenant, name)
+            await responses.drop_response(transaction, tenant, row.id)
+            await conversations.unlock(transaction, tenant, row.conversation, row.id)
+        self.runs.stop(tenant, row.id)
+        return encode({"id": row.id, "object": "response", "deleted": True})
+
+    async def check_stream(self, tenant: str, name: str) -> None:
+        """Raises `BadRequest` for a response whose events are not kept."""
+        async with self.kept.database.reading() as transaction:
+            row = await self._row(transaction, tenant, name)
+        if not (row.is_background and row.is_stream):
+            raise BadRequest(
+                "Only responses that were created with background true and stream true can be "
+                "streamed again; leave stream out.",
+                param="stream",
+            )
+
+    async def _row(self, transaction: Transaction, tenant: str, name: str) -> ResponseRow:
+        row = None
+        if NAME.fullmatch(name):
+            row = await responses.find_response(transaction, tenant, name, self.kept.clock())
+        if row is None:
+            raise NotKept(f"Response with id '{name[:_MAX_SHOWN]}' not found.", param="response_id")
+        return row
+
+
+async def _whole(transaction: Transaction, row: ResponseRow) -> bytes:
+    items: list[Item] = (await items_of(transaction, row.tenant, [row.id]))[row.id]
+    return whole(row.body, [item for item in items if item.is_output])

@@ -1,0 +1,140 @@
+"""Answers POST /v1/responses where responses are kept (ASGI), with the API behind it.
+
+A request that refers to nothing and is not to be kept passes as it is, byte for byte. Others go to
+a node with all items that they refer to. In the background the answer to the client is the response
+as it is queued, or its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edge.http import headers as names
+from edge.http import long_work
+from edge.http.client_connection import (
+    BodyLimits,
+    ClientDisconnected,
+    ClientGuard,
+    read_json_body,
+    request_headers,
+)
+from edge.http.errors import HttpError, send_error
+from edge.http.heartbeats import STREAM_HEADERS, send_start
+from router.models.request_room import RequestRoom
+from router.request.model_route import ModelRoute
+from router.request.tenants import Tenant
+from router.responses.background_runs import BackgroundRuns
+from router.responses.event_feed import run_events
+from router.responses.kept_answer import KeptAnswer
+from router.responses.kept_responses import KeptResponses
+from router.responses.response_bodies import whole
+from router.responses.state_fields import StateFields, read_state
+from router.responses.turn import Turn
+
+INPUT_TOKENS = "/v1/responses/input_tokens"
+_KEPT_HEADERS = (names.SESSION, names.PRIORITY)
+_JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatefulEndpoint:
+    """Is in front of `api`, which has requests answered. `refused` is told path, tenant and status
+    of those that do not come so far."""
+
+    api: ASGIApp
+    kept: KeptResponses
+    runs: BackgroundRuns
+    room: RequestRoom
+    route: Callable[[str], ModelRoute]
+    refused: Callable[[str, str, int], None]
+    body_limits: BodyLimits
+    keepalive_s: float
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant: Tenant = scope["state"]["tenant"]
+        try:
+            with self.room.arrived():
+                self.room.check()
+                headers = request_headers(scope)
+                body = await read_json_body(headers, receive, self.body_limits)
+                state = await long_work.run(
+                    len(body) > long_work.LONG_BODY, partial(read_state, body)
+                )
+                turn = None
+                if state is not None and not state.is_stateless:
+                    turn = await self.kept.prepare(tenant.name, self._asked(scope, state))
+            if turn is None:
+                await self.api(scope, _again(body, receive), send)
+            elif turn.state.background:
+                await self._in_background(turn, scope, receive, send)
+            else:
+                await self._at_once(turn, scope, receive, send)
+        except HttpError as error:
+            self.refused(scope["path"], tenant.name, int(error.status))
+            await send_error(send, error, scope["state"]["request_id"])
+        except ClientDisconnected:
+            pass
+
+    def _asked(self, scope: Scope, state: StateFields) -> StateFields:
+        """Returns what a request wants to be kept: of a mere count nothing."""
+        if scope["path"] != INPUT_TOKENS:
+            return state
+        return StateFields(
+            fields=state.fields,
+            store=False,
+            previous=state.previous,
+            conversation=state.conversation,
+        )
+
+    async def _at_once(self, turn: Turn, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = turn.node_body(self.kept.limits.max_body_bytes)
+            if scope["path"] != INPUT_TOKENS:
+                scope["state"]["kept"] = turn.told().header()
+            if turn.state.keeps:
+                send = KeptAnswer(send, partial(self.kept.keep, turn))
+            await self.api(scope, _again(body, receive), send)
+        finally:
+            await self.kept.drop(turn)
+
+    async def _in_background(self, turn: Turn, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self.runs.check_room()
+            turn.node_body(self.kept.limits.max_body_bytes)
+            self.route(turn.model)
+            headers = request_headers(scope)
+            headers = {name: headers[name] for name in _KEPT_HEADERS if name in headers}
+            tenant: Tenant = scope["state"]["tenant"]
+            run = await self.runs.start(turn, tenant, headers)
+        except BaseException:
+            await self.kept.drop(turn)
+            raise
+        if turn.state.is_stream:
+            await send_events(run_events(run, 0, self.keepalive_s), receive, send)
+            return
+        await send_start(send, 200, _JSON)
+        await send({"type": "http.response.body", "body": whole(run.row.body, [])})
+
+
+async def send_events(events: AsyncIterator[bytes], receive: Receive, send: Send) -> None:
+    """Answers with a stream of events, until they end or the client leaves. Raises
+    `ClientDisconnected`."""
+    await send_start(send, 200, STREAM_HEADERS)
+    async with ClientGuard(receive):
+        async for data in events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Returns a `receive` that begins with a body that was read."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return receive_again
