@@ -28,6 +28,7 @@ class Expiry:
             with contextlib.suppress(StoreUnavailable):
                 while await self.sweep():
                     pass
+                await self.kept.database.forget_deleted()
             await asyncio.sleep(_LOOK_S * self.rng.uniform(0.5, 1.5))
 
     async def sweep(self) -> int:
@@ -43,5 +44,4 @@ class Expiry:
                 await responses.drop_response(transaction, tenant, name)
             for tenant, name in left:
                 await conversations.drop_conversation(transaction, tenant, name)
-        await database.forget_deleted()
         return len(old) + len(left)
