@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from starlette.types import Message, Send
 
 from edge.http.errors import HttpError, send_error
+from edge.http.event_writer import WriteDirectly
 from router.responses.json_fields import UNREADABLE, fields_of, value_of
 from router.responses.response_bodies import event_of, failed_body
 
@@ -61,6 +62,10 @@ class KeptAnswer:
             await self._take_events(message)
         else:
             await self._send(message)
+
+    def directly(self, write: WriteDirectly) -> WriteDirectly:
+        """Returns what writes events that nothing waits for at once. The last one waits."""
+        return lambda data: self._is_stream and not last_event(data)[1] and write(data)
 
     async def _begin(self, message: Message) -> None:
         headers = {name.lower(): value for name, value in message["headers"]}

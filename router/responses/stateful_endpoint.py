@@ -23,6 +23,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
+from edge.http.guarded_protocol import WRITE_DIRECTLY
 from edge.http.heartbeats import STREAM_HEADERS, send_start
 from router.models.request_room import RequestRoom
 from router.request.model_route import ModelRoute
@@ -96,7 +97,9 @@ class StatefulEndpoint:
             if scope["path"] != INPUT_TOKENS:
                 scope["state"]["kept"] = turn.told().header()
             if turn.state.keeps:
-                send = KeptAnswer(send, partial(self.kept.keep, turn))
+                send = answer = KeptAnswer(send, partial(self.kept.keep, turn))
+                if write := scope["state"].get(WRITE_DIRECTLY):
+                    scope["state"][WRITE_DIRECTLY] = answer.directly(write)
             await self.api(scope, _again(body, receive), send)
         finally:
             await self.kept.drop(turn)
