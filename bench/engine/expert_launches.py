@@ -68,7 +68,7 @@ class Layer:
             logits, slots, None, SHAPE.top_k, logit_bias=self.logit_bias
         )
         w13, w2 = self.experts.w13, self.experts.w2.squeeze(1)
-        return ops.mxfp4_experts(
+        return ops.fp4_experts(
             normed, w13, w2, SHAPE.width, weights, experts, False, self.b13, self.b2, _GATE
         )
 
@@ -79,7 +79,7 @@ class Layer:
             stream, self.norm, _EPS, self.router, self.logit_bias, logits, normed, tuning
         )
         w13, w2 = self.experts.w13, self.experts.w2.squeeze(1)
-        ops.mxfp4_routed_experts(
+        ops.fp4_routed_experts(
             normed, logits, slots, stream, w13, w2, SHAPE.width, SHAPE.top_k,
             b13=self.b13, b2=self.b2, gate=_GATE,
         )  # fmt: skip

@@ -41,11 +41,11 @@ from engine.speed.offline_engine import OfflineEngine, offline_engine
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_tuning import ExpertShape, gemm_tunings
-from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
-from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT
+from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
+from tandem_kernels.experts.fp4.pair_shapes import FORMAT
 
 SHAPES = "gpt-oss-20b", "gpt-oss-120b"
-_KERNEL = "mxfp4_expert_gemm_kernel"
+_KERNEL = "fp4_expert_gemm_kernel"
 _REPLAYS = 40
 _BUFFERS = 4
 """Inputs of the second GEMM that take turns: one alone would stay in the cache."""
@@ -76,8 +76,8 @@ class ExpertCall:
         plan = ExpertPlan.of(self.chosen, self.shape)
         given = self.weights, plan.rows
         return (
-            partial(mxfp4_gemm, self.x, layer.w13, *given, between, plan.gate_up, b13, gate),
-            partial(mxfp4_gemm, between, layer.w2.unsqueeze(1), *given, out, plan.down, b2),
+            partial(fp4_expert_gemm, self.x, layer.w13, *given, between, plan.gate_up, b13, gate),
+            partial(fp4_expert_gemm, between, layer.w2.unsqueeze(1), *given, out, plan.down, b2),
         )
 
     def as_swept(self) -> ExpertCall:

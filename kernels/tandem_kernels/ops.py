@@ -19,6 +19,7 @@ from tandem_kernels.reference import (
     delta_rule,
     elementwise,
     experts,
+    fp4,
     fp8,
     fp8_linear,
     gemm,
@@ -71,6 +72,9 @@ fused_qkv = Op(gemm.fused_qkv, "gemm.fused_qkv")
 int4_gemm = Op(int4.int4_gemm, "gemm.int4_gemm")
 int4_gate_up = Op(int4.int4_gate_up, "gemm.int4_gemm")
 int4_dequantise = Op(int4.int4_dequantise, "gemm.int4_dequantise")
+fp4_gemm = Op(fp4.fp4_gemm, "gemm.fp4_gemm")
+fp4_gate_up = Op(fp4.fp4_gate_up, "gemm.fp4_gemm")
+fp4_dequantise = Op(fp4.fp4_dequantise, "gemm.fp4_dequantise")
 quantise_fp8 = Op(fp8.quantise_fp8, "gemm.fp8_activations")
 rms_norm_fp8 = Op(fp8_linear.rms_norm_fp8, "gemm.fp8_activations")
 silu_and_mul_fp8 = Op(fp8_linear.silu_and_mul_fp8, "gemm.fp8_activations")
@@ -100,8 +104,8 @@ sum_pairs = Op(experts.sum_pairs, "experts.expert_sums")
 pairs_add_rms_norm = Op(experts.pairs_add_rms_norm, "experts.expert_sums")
 fused_experts = Op(experts.fused_experts, "experts.fused_experts")
 fp8_experts = Op(quantised_experts.fp8_experts, "experts.fp8_experts")
-mxfp4_experts = Op(quantised_experts.mxfp4_experts, "experts.mxfp4.experts")
-mxfp4_routed_experts = Op(quantised_experts.mxfp4_routed_experts, "experts.mxfp4.routed")
+fp4_experts = Op(quantised_experts.fp4_experts, "experts.fp4.experts")
+fp4_routed_experts = Op(quantised_experts.fp4_routed_experts, "experts.fp4.routed")
 rope_and_cache = Op(elementwise.rope_and_cache, "attention.rope_and_cache")
 latent_rope_and_cache = Op(latent.latent_rope_and_cache, "attention.latent_rope_and_cache")
 gather_latents = Op(latent.gather_latents, "attention.latent_gather")

@@ -59,13 +59,15 @@ from tandem_kernels.experts import (
     normed_router,
     route_tokens,
 )
-from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
-from tandem_kernels.experts.mxfp4 import pair_shapes
-from tandem_kernels.experts.mxfp4 import pairs as mxfp4_pairs
+from tandem_kernels.experts.fp4 import experts as fp4_experts
+from tandem_kernels.experts.fp4 import pairs as fp4_pairs
 from tandem_kernels.gemm import (
     few_row_gemm,
     few_row_qkv,
     few_row_shapes,
+    fp4_dequantise,
+    fp4_gemm,
+    fp4_tuning,
     fp8_activations,
     fp8_gemm,
     fused_gate_up,
@@ -572,6 +574,56 @@ def int4_cases(capability: int) -> Iterator[Case]:
         )
 
 
+def fp4_cases(capability: int) -> Iterator[Case]:
+    types = {
+        **named("*bf16", "x", "bias", "out"),
+        **named("*i32", "weight", "tiles", "arrived"),
+        **named("*fp32", "factors", "parts"),
+    }
+    steps = (1, 16, 32, 64, 128) if capability >= 90 else (1,)
+    for rows, gated, words in itertools.product(steps, (False, True), (544, 576)):
+        if words == 544 and rows not in (1, 64):
+            continue
+        tuning = fp4_tuning.fp4_tuning(rows, 4096, 4096)
+        yield Case(
+            fp4_gemm.fp4_gemm_kernel,
+            f"rows={rows} gated={gated} words={words}",
+            types,
+            {
+                "ROWS": tuning.rows,
+                "COLS": tuning.cols,
+                "DEPTH": tuning.depth,
+                "SPLITS": tuning.splits,
+                "GATED": gated,
+                "HAS_BIAS": False,
+                "BY_WARP": tuning.num_warps < 4,
+                "EVEN": True,
+                "IN_PAIRS": True,
+                "WAITS": tuning.num_warps >= 4 and capability == 90,
+                "PRECISION": "tf32",
+                "TILE": words,
+                "OVERLAP": capability >= 90,
+                "AHEAD": tuning.ahead,
+                "bias": None,
+                **({} if words == 576 else {"factors": None}),
+                **({} if tuning.splits > 1 else {"parts": None, "arrived": None}),
+            },
+            {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages},
+        )
+    for words in (544, 576):
+        yield Case(
+            fp4_dequantise.fp4_dequantise_kernel,
+            f"words={words}",
+            types,
+            {
+                "COLUMN_TILES": 2,
+                "IN_PAIRS": True,
+                "TILE": words,
+                **({} if words == 576 else {"factors": None}),
+            },
+        )
+
+
 def int4_expert_cases(steps: tuple[int, ...], *, overlaps: bool) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out"),
@@ -886,15 +938,15 @@ def fp8_expert_cases(capability: int) -> Iterator[Case]:
         )
 
 
-def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
+def fp4_expert_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out", "bias"),
         **named("*i32", "weight", "experts", "order", "counts"),
         **named("fp32", "limit", "alpha"),
-        **named("*fp32", "pair_weights", "sums"),
+        **named("*fp32", "factors", "pair_weights", "sums"),
         "arrived": "*i32",
     }
-    shape = expert_tuning.ExpertShape(128, 2880, 2880, pair_shapes.FORMAT)
+    shape = expert_tuning.ExpertShape(128, 2880, 2880, "mxfp4")
     sizes = (4, 2048, 8192, 32768) if capability >= 90 else (4,)
     cases = [
         (
@@ -907,11 +959,12 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
     if capability >= 90:
         unrolled = {"extra_rows": 16, "spares_extra": True, "unroll": 3, "strips": 2}
         cases.append((8192, False, expert_tuning.ExpertTuning(64, 128, 64, 4, 2, **unrolled)))
-    for num_pairs, gated, tuning in cases:
+    tiled = [(544, case) for case in cases] + [(576, case) for case in cases[1:6:2]]
+    for words, (num_pairs, gated, tuning) in tiled:
         is_sorted = num_pairs > expert_tuning.MAX_SEARCHED_PAIRS
         yield Case(
-            mxfp4_experts.mxfp4_expert_gemm_kernel,
-            f"pairs={num_pairs} gated={gated} strips={tuning.strips}",
+            fp4_experts.fp4_expert_gemm_kernel,
+            f"pairs={num_pairs} gated={gated} strips={tuning.strips} words={words}",
             types,
             {
                 "TOP_K": 4,
@@ -939,26 +992,35 @@ def mxfp4_expert_cases(capability: int) -> Iterator[Case]:
                 "IN_PAIRS": True,
                 "WAITS": tuning.num_warps >= 4 and capability == 90,
                 "PRECISION": "tf32",
+                "TILE": words,
+                **({} if words == 576 else {"factors": None}),
                 **({} if is_sorted else {"order": None, "counts": None}),
             },
             tuning.options,
         )
 
 
-def mxfp4_pair_cases(capability: int) -> Iterator[Case]:
+def fp4_pair_cases(capability: int) -> Iterator[Case]:
     types = {
         **named("*bf16", "x", "out", "bias"),
         **named("*i32", "weight", "experts", "arrived"),
         **named("fp32", "limit", "alpha", "scaling"),
-        **named("*fp32", "pair_weights", "sums", "logits"),
+        **named("*fp32", "factors", "pair_weights", "sums", "logits"),
         "slot_mapping": "*i64",
     }
-    cases = [(True, 2, False, False), (False, 4, False, False), (True, 2, True, True)]
-    cases += [(False, 2, False, True), (True, 1, True, False)]
-    for gated, num_warps, is_routed, is_late in cases:
+    cases = [
+        (True, 2, False, False, 544),
+        (False, 4, False, False, 544),
+        (True, 2, True, True, 544),
+        (False, 2, False, True, 544),
+        (True, 1, True, False, 544),
+        (True, 2, True, False, 576),
+        (False, 4, False, False, 576),
+    ]
+    for gated, num_warps, is_routed, is_late, words in cases:
         yield Case(
-            mxfp4_pairs.mxfp4_pair_gemm_kernel,
-            f"gated={gated} routed={is_routed} late={is_late}",
+            fp4_pairs.fp4_pair_gemm_kernel,
+            f"gated={gated} routed={is_routed} late={is_late} words={words}",
             types,
             {
                 "TOP_K": 4,
@@ -982,6 +1044,8 @@ def mxfp4_pair_cases(capability: int) -> Iterator[Case]:
                 "ADDS": not gated,
                 "LATE": is_late,
                 "UNROLL": 3 if is_late else 1,
+                "TILE": words,
+                **({} if words == 576 else {"factors": None}),
                 **({} if is_routed else {"logits": None, "slot_mapping": None}),
             },
             {"num_warps": num_warps, "num_stages": 4},
@@ -1413,13 +1477,14 @@ def compile_all(capability: int) -> None:
         int4_cases,
         int8_cases,
         int8_weight_cases,
+        fp4_cases,
         invariant_cases,
         rope_cases,
         attention_cases,
         expert_cases,
         fp8_expert_cases,
-        mxfp4_expert_cases,
-        mxfp4_pair_cases,
+        fp4_expert_cases,
+        fp4_pair_cases,
         normed_router_cases,
         latent_cases,
         ragged_cases,

@@ -10,6 +10,7 @@ import pytest
 import quantised_expert_checks as check
 import routed_expert_checks as routed
 import torch
+from fp4_checks import Form
 from interpreted_fixtures import (  # noqa: F401
     looks_for_builtins_once,
     rounds_to_e4m3,
@@ -20,9 +21,9 @@ from interpreted_fixtures import (  # noqa: F401
 from tandem_kernels import ops
 from tandem_kernels.experts import expert_tuning
 from tandem_kernels.experts.expert_tuning import ExpertTuning
-from tandem_kernels.experts.mxfp4 import experts as mxfp4_experts
-from tandem_kernels.experts.mxfp4 import pair_shapes
-from tandem_kernels.experts.mxfp4 import pairs as mxfp4_pairs
+from tandem_kernels.experts.fp4 import experts as fp4_experts
+from tandem_kernels.experts.fp4 import pair_shapes
+from tandem_kernels.experts.fp4 import pairs as fp4_pairs
 
 pytestmark = pytest.mark.usefixtures("rounds_to_e4m3", "rows_by_themselves")
 
@@ -41,6 +42,7 @@ def test_fp8_experts(sizes: check.Sizes, blocks: bool, clamped: bool) -> None:
     check.fp8_experts(kernel, sizes, torch.float32, blocks=blocks, clamped=clamped)
 
 
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
 @pytest.mark.parametrize(
     ("sizes", "quantises"),
     [((3, 2, 8, 160, 144), True), ((9, 2, 4, 128, 96), False), ((140, 2, 3, 64, 96), True)],
@@ -56,12 +58,14 @@ def test_int8_experts(sizes: check.Sizes, quantises: bool) -> None:
     [((3, 2, 8, 160, 96), False), ((9, 2, 4, 64, 192), True), ((140, 2, 3, 64, 64), False)],
     ids=["by pair", "by expert", "sorted"],
 )
-def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
-    check.mxfp4_experts(ops.mxfp4_experts.kernel, sizes, torch.float32, clamped=clamped)
+def test_fp4_experts(form: Form, sizes: check.Sizes, clamped: bool) -> None:
+    kernel = ops.fp4_experts.kernel
+    check.fp4_experts(kernel, sizes, torch.float32, clamped=clamped, form=form)
 
 
-def test_mxfp4_experts_in_halves() -> None:
-    check.mxfp4_experts(ops.mxfp4_experts.kernel, (9, 2, 4, 64, 64), torch.float16)
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_fp4_experts_in_halves(form: Form) -> None:
+    check.fp4_experts(ops.fp4_experts.kernel, (9, 2, 4, 64, 64), torch.float16, form=form)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +77,23 @@ def test_int4_experts(sizes: check.Sizes, group_size: int) -> None:
     int4.int4_experts(ops.int4_experts.kernel, sizes, group_size, torch.float16)
 
 
-def test_tilings_of_mxfp4_experts() -> None:
-    check.mxfp4_tilings(check.FEW_ROWS, (2, 2, 8, 160, 96), torch.float32)
-    check.mxfp4_tilings(check.MANY_ROWS, (65, 2, 2, 32, 64), torch.float32)
-    check.mxfp4_tilings(check.HALF_LAST, (65, 2, 2, 32, 160), torch.float32)
+def test_tilings_of_fp4_experts() -> None:
+    nvfp4 = [check.FEW_ROWS[1], check.FEW_ROWS[3], check.MANY_ROWS[3]]
+    check.fp4_tilings(nvfp4, (2, 2, 8, 160, 96), torch.float32, form="nvfp4")
+    check.fp4_tilings(check.FEW_ROWS, (2, 2, 8, 160, 96), torch.float32)
+    check.fp4_tilings(check.MANY_ROWS, (65, 2, 2, 32, 64), torch.float32)
+    check.fp4_tilings(check.HALF_LAST, (65, 2, 2, 32, 160), torch.float32)
 
 
 @pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=check.pair_name)
-def test_mxfp4_pairs_by_themselves(tuning: ExpertTuning) -> None:
+def test_fp4_pairs_by_themselves(tuning: ExpertTuning) -> None:
     clamped = tuning.splits > 1
-    check.mxfp4_pairs(tuning, (3, 2, 4, 160, 64), torch.float32, clamped=clamped)
+    check.fp4_pairs(tuning, (3, 2, 4, 160, 64), torch.float32, clamped=clamped)
+
+
+@pytest.mark.parametrize("tuning", check.EACH_PAIR[1::2], ids=check.pair_name)
+def test_nvfp4_pairs_by_themselves(tuning: ExpertTuning) -> None:
+    check.fp4_pairs(tuning, (3, 2, 4, 176, 64), torch.float32, form="nvfp4")
 
 
 def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +102,9 @@ def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch
     pairs, usual = check.EACH_PAIR[0], check.FEW_ROWS[2]
     launched = []
     monkeypatch.setattr(
-        mxfp4_experts, "mxfp4_pair_gemm",
+        fp4_experts, "fp4_pair_gemm",
         lambda *args, **options: launched.append(args[1].shape[1])
-        or mxfp4_pairs.mxfp4_pair_gemm(*args, **options),
+        or fp4_pairs.fp4_pair_gemm(*args, **options),
     )  # fmt: skip
     for chosen, parts in (((pairs, usual), [2]), ((usual, pairs), [1])):
         monkeypatch.setattr(
@@ -101,7 +112,7 @@ def test_a_table_may_ask_for_pairs_by_themselves(monkeypatch: pytest.MonkeyPatch
             lambda *args, gated, chosen=chosen: chosen[0] if gated else chosen[1],
         )  # fmt: skip
         launched.clear()
-        check.mxfp4_experts(ops.mxfp4_experts.kernel, sizes, torch.float32, clamped=True)
+        check.fp4_experts(ops.fp4_experts.kernel, sizes, torch.float32, clamped=True)
         assert launched == parts
     assert not pair_shapes.takes_each_pair(pairs, 1 << 14, 65)
 
@@ -127,10 +138,11 @@ def test_a_router_normalises_its_rows(
         ((1, 4, 32, 160, 96), {"scaling": 2.5}),
         ((2, 3, 40, 96, 64), {"renormalise": False}),
         ((4, 4, 72, 64, 64), {}),
+        ((2, 3, 40, 96, 64), {"form": "nvfp4"}),
     ],
-    ids=["one row", "two rows", "four rows"],
+    ids=["one row", "two rows", "four rows", "NVFP4"],
 )
 def test_experts_that_choose_themselves(sizes: check.Sizes, options: dict[str, Any]) -> None:
-    apart = ops.route_tokens.kernel, ops.mxfp4_experts.kernel
-    kernel = ops.mxfp4_routed_experts.kernel
+    apart = ops.route_tokens.kernel, ops.fp4_experts.kernel
+    kernel = ops.fp4_routed_experts.kernel
     routed.routed_experts(kernel, apart, sizes, torch.float16, **options)

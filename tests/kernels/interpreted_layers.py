@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import few_row_checks
+import fp4_checks
 import fp8_linear_checks
 import fused_qkv_checks
 import int4_checks as int4
@@ -19,6 +20,7 @@ import kernel_checks as check
 import lora_checks
 import pytest
 import torch
+from fp4_checks import Form
 from fused_qkv_checks import QkvShape
 from interpreted_fixtures import (  # noqa: F401
     dtypes,
@@ -30,8 +32,9 @@ from interpreted_fixtures import (  # noqa: F401
 from triton.runtime import interpreter
 
 from tandem_kernels import ops
-from tandem_kernels.gemm import few_row_gemm, few_row_qkv
+from tandem_kernels.gemm import few_row_gemm, few_row_qkv, fp4_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
+from tandem_kernels.gemm.fp4_tuning import Fp4Tuning
 from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
 from tandem_kernels.lora import lora_gemm
 from tandem_kernels.lora.lora_gemm_tuning import LoraGemmTuning
@@ -122,6 +125,34 @@ def test_products_with_4_bit_weights(shape: tuple[int, int, int], group_size: in
 @pytest.mark.usefixtures("rows_by_themselves")
 def test_products_with_4_bit_weights_that_do_not_depend_on_the_batch() -> None:
     int4.int4_in_fixed_order(ops.int4_gemm.kernel, (70, 96, 256), torch.float16)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    ("shape", "tuning"),
+    [
+        ((3, 128, 544), None),
+        ((20, 128, 160), Fp4Tuning(16, 128, 128, 1, num_warps=4, num_stages=3)),
+    ],
+    ids=["split", "uneven"],
+)
+def test_products_with_four_bit_floats(
+    form: Form,
+    shape: tuple[int, int, int],
+    tuning: Fp4Tuning | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if tuning is not None:
+        monkeypatch.setattr(fp4_gemm, "fp4_tuning", lambda *sizes: tuning)
+    fp4_checks.fp4_dequantise(ops.fp4_dequantise.kernel, form, shape[1:], torch.float16)
+    columns = ops.fp4_gemm.kernel, ops.fp4_gate_up.kernel
+    fp4_checks.fp4_gemm(*columns, form, shape, torch.float16)
+
+
+@pytest.mark.usefixtures("rows_by_themselves")
+def test_products_with_four_bit_floats_that_do_not_depend_on_the_batch() -> None:
+    kernel = ops.fp4_gemm.kernel
+    fp4_checks.fp4_in_fixed_order(kernel, "nvfp4", (70, 64, 192), torch.float16)
 
 
 @dtypes

@@ -7,14 +7,14 @@ from typing import Any
 
 import kernel_oracle as oracle
 import torch
+from fp4_checks import Form, fp4_weight
 from torch import Tensor
 
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_tuning import ExpertTuning
-from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
-from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
-from tandem_kernels.experts.mxfp4.tiles import tile_mxfp4, tiles_of
+from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
+from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 
 Op = Callable[..., Any]
 Sizes = tuple[int, int, int, int, int]
@@ -108,48 +108,25 @@ def fp8_experts(
         assert torch.equal(op(x[start:end], *given[1:5], *part, True, **more), found[start:end])
 
 
-def mxfp4_weight(shape: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """Makes (blocks [..., N, K / 32, 16], exponents [..., N, K / 32], the same weight [..., N, K]
-    in float64), as the format defines it: all numbers, and scales that differ by 2 ** 8."""
-    *outer, num_outputs, num_inputs = shape
-    size = (*outer, num_outputs, num_inputs // 32)
-    blocks = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, device=device)
-    exponents = torch.randint(116, 125, size, dtype=torch.uint8, device=device)
-    wide = torch.zeros(*outer, num_outputs, num_inputs, dtype=torch.float64, device=device)
-    for place in range(32):
-        code = (blocks[..., place // 2] >> 4 * (place % 2) & 15).double()
-        exponent, fraction = (code % 8) // 2, code % 2
-        normal = torch.exp2(exponent - 1) * (1 + fraction / 2)
-        value = torch.where(exponent > 0, normal, fraction / 2) * torch.where(code > 7, -1.0, 1.0)
-        wide[..., place::32] = value * torch.exp2(exponents.double() - 127)
-    return blocks, exponents, wide
-
-
-def mxfp4_tiles(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """Makes tiles [..., N / 64, K / 64, 544] of weights. What they do not fill starts as ones."""
-    num_outputs, num_groups = exponents.shape[-2:]
-    shape = tiles_of(num_outputs, 32 * num_groups)
-    flat = blocks.reshape(-1, *blocks.shape[-3:]), exponents.reshape(-1, *exponents.shape[-2:])
-    out = torch.full((len(flat[0]), *shape), -1, dtype=torch.int32, device=blocks.device)
-    for index in range(len(out)):
-        tile_mxfp4(flat[0][index], flat[1][index], out[index])
-    return out.view(*exponents.shape[:-2], *shape)
-
-
-def mxfp4_experts(
-    op: Op, sizes: Sizes, dtype: torch.dtype, device: str = "cpu", *, clamped: bool = False
+def fp4_experts(
+    op: Op,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    clamped: bool = False,
+    form: Form = "mxfp4",
 ) -> None:
     """Some pairs go nowhere; in fixed order rows have the same bits in any company."""
     num_tokens, _, num_experts, hidden, width = sizes
-    blocks, exponents, wide13 = mxfp4_weight((num_experts, 2, width, hidden), device)
-    w13 = mxfp4_tiles(blocks, exponents)
-    blocks, exponents, wide2 = mxfp4_weight((num_experts, hidden, width), device)
-    w2 = mxfp4_tiles(blocks, exponents)
+    w13, f13, wide13 = fp4_weight(form, (num_experts, 2, width, hidden), device)
+    w2, f2, wide2 = fp4_weight(form, (num_experts, hidden, width), device)
     x, weights, chosen = _step(sizes, dtype, device)
     x /= 16
     more, plain = _gate(sizes, dtype, device) if clamped else ({}, ())
     expected = oracle.experts(x, wide13.flatten(1, 2), wide2, weights, chosen, *plain)
     given = x, w13, w2, width, weights, chosen
+    more |= {"f13": f13, "f2": f2}
     for fixed in (False, True):
         found = op(*given, fixed, **more)
         assert found.dtype == dtype and not found[num_tokens // 3].any()
@@ -159,22 +136,21 @@ def mxfp4_experts(
         assert torch.equal(op(x[start:end], *given[1:4], *part, True, **more), found[start:end])
 
 
-def mxfp4_pairs(
+def fp4_pairs(
     tuning: ExpertTuning,
     sizes: Sizes,
     dtype: torch.dtype,
     device: str = "cpu",
     *,
     clamped: bool = False,
+    form: Form = "mxfp4",
 ) -> None:
     """Pairs that are computed by themselves give what the format means, call after call the same
     bits: whichever program is last, it adds in the order of pairs and parts. Pairs that go nowhere
     are not waited for, and a token of such alone gets zeros."""
     num_tokens, top_k, num_experts, hidden, width = sizes
-    blocks, exponents, wide13 = mxfp4_weight((num_experts, 2, width, hidden), device)
-    w13 = mxfp4_tiles(blocks, exponents)
-    blocks, exponents, wide2 = mxfp4_weight((num_experts, 1, hidden, width), device)
-    w2 = mxfp4_tiles(blocks, exponents)
+    w13, f13, wide13 = fp4_weight(form, (num_experts, 2, width, hidden), device)
+    w2, f2, wide2 = fp4_weight(form, (num_experts, 1, hidden, width), device)
     x, weights, chosen = _step(sizes, dtype, device)
     x /= 16
     chosen[-1, 0] = -1
@@ -186,8 +162,8 @@ def mxfp4_pairs(
         out = torch.full((num_tokens, hidden), torch.nan, dtype=dtype, device=device)
         given = weights, chosen
         gate = more.get("b13"), more.get("gate")
-        mxfp4_pair_gemm(x, w13, *given, between, tuning, *gate)
-        mxfp4_pair_gemm(between, w2, *given, out, tuning, more.get("b2"))
+        fp4_pair_gemm(x, w13, *given, between, tuning, *gate, factors=f13)
+        fp4_pair_gemm(between, w2, *given, out, tuning, more.get("b2"), factors=f2)
         outs.append(out)
     assert not out[num_tokens // 3].any()
     assert oracle.relative_error(out, expected) < ROUNDED[dtype]
@@ -216,22 +192,26 @@ def _gate(
     return {"b13": b13, "b2": b2, "gate": gate}, (b13, b2, (1.25, 1.702))
 
 
-def mxfp4_tilings(
-    tunings: list[ExpertTuning], sizes: Sizes, dtype: torch.dtype, device: str = "cpu"
+def fp4_tilings(
+    tunings: list[ExpertTuning],
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    form: Form = "mxfp4",
 ) -> None:
     """Every way to tile a GEMM gives the same: inner dimensions in parts, whose last one is cut,
     warps that multiply by themselves, tiles beyond the last, and where there are many pairs, tiles
     of more rows than a power of two."""
     num_tokens, top_k, num_experts, hidden, width = sizes
-    blocks, exponents, wide13 = mxfp4_weight((num_experts, 2, width, hidden), device)
-    w13 = mxfp4_tiles(blocks, exponents)
+    w13, f13, wide13 = fp4_weight(form, (num_experts, 2, width, hidden), device)
     x, weights, chosen = _step(sizes, dtype, device)
     x /= 16
     rows = ExpertRows.of(chosen, num_experts)
     for tuning in tunings:
         for _ in range(min(2, tuning.splits)):
             out = torch.full((num_tokens * top_k, width), torch.nan, dtype=dtype, device=device)
-            mxfp4_gemm(x, w13, weights, rows, out, tuning)
+            fp4_expert_gemm(x, w13, weights, rows, out, tuning, factors=f13)
         for pair, expert in enumerate(chosen.flatten().tolist()):
             if expert >= 0:
                 gate, up = wide13[expert] @ x[pair // top_k].double()

@@ -6,7 +6,8 @@ from typing import Any
 
 import kernel_oracle as oracle
 import torch
-from quantised_expert_checks import Op, Sizes, mxfp4_tiles, mxfp4_weight
+from fp4_checks import Form, fp4_weight
+from quantised_expert_checks import Op, Sizes
 from torch import Tensor
 
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
@@ -60,16 +61,15 @@ def routed_experts(
     *,
     renormalise: bool = True,
     scaling: float = 1.0,
+    form: Form = "mxfp4",
 ) -> None:
     """Choice and sum are those of the operations that do the same `apart`: `route_tokens`, but for
     the last bit of a weight, and experts that are given. Equal scores go to the lowest numbers, a
     token without a slot to no expert, and every counter is zero in the end."""
     num_tokens, top_k, num_experts, hidden, width = sizes
-    weights13, weights2 = (
-        mxfp4_tiles(*mxfp4_weight(shape, device)[:2])
-        for shape in ((num_experts, 2, width, hidden), (num_experts, hidden, width))
-    )
-    of_gate = _gate(num_experts, hidden, width, dtype, device)
+    weights13, f13, _ = fp4_weight(form, (num_experts, 2, width, hidden), device)
+    weights2, f2, _ = fp4_weight(form, (num_experts, hidden, width), device)
+    of_gate = _gate(num_experts, hidden, width, dtype, device) | {"f13": f13, "f2": f2}
     x = (torch.randn(num_tokens, hidden, device=device) / 16).to(dtype)
     residual = (torch.randn(num_tokens, hidden, device=device) * 4).to(dtype)
     slots = torch.arange(num_tokens, device=device)

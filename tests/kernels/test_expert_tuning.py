@@ -22,7 +22,7 @@ from tandem_kernels.experts.expert_tuning import (
     nearest_table,
     weight_format,
 )
-from tandem_kernels.experts.mxfp4.tiles import NUMBER_WORDS, SIDE, TILE_WORDS, untile_mxfp4
+from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS, SIDE, TILE_WORDS, untile_mxfp4
 
 QWEN3_30B = ExpertShape(128, 768, 2048)
 SHIPPED = sorted(TABLES.glob("*/*.json"))

@@ -7,6 +7,7 @@ import pytest
 import quantised_expert_checks as check
 import routed_expert_checks as routed
 import torch
+from fp4_checks import Form
 
 from tandem_kernels import ops
 from tandem_kernels.experts.expert_tuning import ExpertTuning
@@ -49,20 +50,32 @@ def test_fp8_experts_with_biases() -> None:
     ],
     ids=["by pair", "by expert", "sorted", "large tiles"],
 )
-def test_mxfp4_experts(sizes: check.Sizes, clamped: bool) -> None:
-    check.mxfp4_experts(ops.mxfp4_experts, sizes, torch.bfloat16, "cuda", clamped=clamped)
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_fp4_experts(sizes: check.Sizes, clamped: bool, form: Form) -> None:
+    check.fp4_experts(ops.fp4_experts, sizes, torch.bfloat16, "cuda", clamped=clamped, form=form)
 
 
-def test_tilings_of_mxfp4_experts() -> None:
-    check.mxfp4_tilings(check.FEW_ROWS, (17, 4, 32, 992, 320), torch.bfloat16, "cuda")
-    check.mxfp4_tilings(check.MANY_ROWS, (100, 4, 8, 992, 320), torch.bfloat16, "cuda")
-    check.mxfp4_tilings(check.HALF_LAST, (100, 4, 8, 992, 320), torch.bfloat16, "cuda")
+def test_nvfp4_experts_of_128() -> None:
+    for rows in (1, 16, 64):
+        sizes = rows, 8, 128, 2048, 768
+        check.fp4_experts(ops.fp4_experts, sizes, torch.bfloat16, "cuda", form="nvfp4")
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_tilings_of_fp4_experts(form: Form) -> None:
+    for tunings, sizes in (
+        (check.FEW_ROWS, (17, 4, 32, 992, 320)),
+        (check.MANY_ROWS, (100, 4, 8, 992, 320)),
+        (check.HALF_LAST, (100, 4, 8, 992, 320)),
+    ):
+        check.fp4_tilings(tunings, sizes, torch.bfloat16, "cuda", form=form)
 
 
 @pytest.mark.parametrize("tuning", check.EACH_PAIR, ids=check.pair_name)
 @pytest.mark.parametrize("sizes", [(1, 4, 32, 2880, 2880), (7, 4, 32, 992, 320)])
-def test_mxfp4_pairs_by_themselves(tuning: ExpertTuning, sizes: check.Sizes) -> None:
-    check.mxfp4_pairs(tuning, sizes, torch.bfloat16, "cuda", clamped=True)
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_fp4_pairs_by_themselves(form: Form, tuning: ExpertTuning, sizes: check.Sizes) -> None:
+    check.fp4_pairs(tuning, sizes, torch.bfloat16, "cuda", clamped=True, form=form)
 
 
 @pytest.mark.parametrize("sizes", [(1, 128, 2880), (2, 128, 2880), (4, 60, 2048), (3, 9, 8192)])
@@ -78,18 +91,22 @@ def test_a_router_normalises_its_rows(sizes: tuple[int, int, int], norm_dtype: t
     ids=["one row", "two rows", "four rows", "other sizes"],
 )
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_mxfp4_experts_that_choose_themselves(sizes: check.Sizes, renormalise: bool) -> None:
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_fp4_experts_that_choose_themselves(
+    sizes: check.Sizes, renormalise: bool, form: Form
+) -> None:
     """Again and again the same bits, whichever program is last."""
-    apart = ops.route_tokens, ops.mxfp4_experts
+    apart = ops.route_tokens, ops.fp4_experts
     for _ in range(3):
         routed.routed_experts(
-            ops.mxfp4_routed_experts, apart, sizes, torch.bfloat16, "cuda",
-            renormalise=renormalise, scaling=1.5,
+            ops.fp4_routed_experts, apart, sizes, torch.bfloat16, "cuda",
+            renormalise=renormalise, scaling=1.5, form=form,
         )  # fmt: skip
 
 
-def test_mxfp4_experts_in_fp16() -> None:
-    check.mxfp4_experts(ops.mxfp4_experts, (33, 4, 8, 256, 192), torch.float16, "cuda")
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_fp4_experts_in_fp16(form: Form) -> None:
+    check.fp4_experts(ops.fp4_experts, (33, 4, 8, 256, 192), torch.float16, "cuda", form=form)
 
 
 @pytest.mark.parametrize(

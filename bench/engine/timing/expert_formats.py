@@ -15,13 +15,13 @@ from tandem_kernels import ops
 from tandem_kernels.experts.expert_rows import ExpertRows
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
+from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
+from tandem_kernels.experts.fp4.pair_shapes import takes_each_pair
+from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.experts.fp8_experts import fp8_gemm
 from tandem_kernels.experts.fused_experts import expert_gemm
 from tandem_kernels.experts.int4_experts import int4_expert_gemm
-from tandem_kernels.experts.mxfp4.experts import mxfp4_gemm
-from tandem_kernels.experts.mxfp4.pair_shapes import takes_each_pair
-from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
-from tandem_kernels.experts.mxfp4.tiles import NUMBER_WORDS, tiles_of
+from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS, tiles_of
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.int4_packing import padded_inputs
 from tandem_kernels.reference.fp8 import GROUP
@@ -47,7 +47,7 @@ _UNROLLED_MANY = (
 """Rows, cols, depth, warps and stages of three steps in a turn, which take fewer instructions a
 weight."""
 POWERS = -0x08080809
-"""Four bytes 0xf7, exponents as `mxfp4.tiles` keeps them: weights of at most 0.1, like those of
+"""Four bytes 0xf7, exponents as `gemm.fp4_tiles` keeps them: weights of at most 0.1, like those of
 models."""
 
 
@@ -240,7 +240,7 @@ class Mxfp4Weights(ExpertWeights):
         return tiles
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return ops.mxfp4_experts(x, self.w13, self.w2.squeeze(1), self.shape.width, weights, chosen)
+        return ops.fp4_experts(x, self.w13, self.w2.squeeze(1), self.shape.width, weights, chosen)
 
     def gemm(
         self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
@@ -250,9 +250,9 @@ class Mxfp4Weights(ExpertWeights):
         pairs = self._outputs(weights, gated)
         out = pairs if gated else pairs.new_empty(len(weights), pairs.shape[1])
         if takes_each_pair(tuning, weights.numel(), out.shape[1]):
-            mxfp4_pair_gemm(x, weight, weights, rows.experts, out, tuning)
+            fp4_pair_gemm(x, weight, weights, rows.experts, out, tuning)
             return
-        mxfp4_gemm(x, weight, weights, rows, pairs, tuning)
+        fp4_expert_gemm(x, weight, weights, rows, pairs, tuning)
         if not gated:
             sum_pairs(pairs, rows.experts)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from engine.layers.expert_methods.base import ExpertMethod
 from engine.layers.expert_methods.dequantised_mxfp4 import DequantisedMxfp4Experts
+from engine.layers.expert_methods.fp4 import fp4_experts
 from engine.layers.expert_methods.fp8 import fp8_experts
 from engine.layers.expert_methods.int4 import int4_experts
 from engine.layers.expert_methods.int8 import int8_experts
-from engine.layers.expert_methods.mxfp4 import mxfp4_experts
 from engine.layers.expert_methods.plain import PlainExperts
 from engine.layers.methods.registry import format_of
 from engine.layers.shard import Shard
@@ -23,7 +23,7 @@ EXPERTS: dict[type[Any], ExpertFactory] = {
     Fp8Scheme: fp8_experts,
     Int4Scheme: int4_experts,
     Int8Scheme: int8_experts,
-    Mxfp4Scheme: mxfp4_experts,
+    Mxfp4Scheme: fp4_experts,
 }
 """Methods of experts that compute with quantised numbers, by scheme."""
 

@@ -28,6 +28,8 @@ MAX_SEARCHED_PAIRS = 128
 """Up to so many (token, expert) pairs each program finds its own rows; beyond, they are sorted
 first, by one more launch."""
 _PLAIN_FORMAT, _EXACT_FORMAT = "bf16", "fp32"
+_LIKE = {"nvfp4": "mxfp4"}
+"""Formats that take another one's tiles before those of bf16, because the same kernels run them."""
 _FILE_NAME = re.compile(r"E(\d+)-N(\d+)-K(\d+)-(\w+)\.json")
 _RETUNE = "python -m bench.engine.experts --tune measures and writes one"
 
@@ -87,7 +89,8 @@ class ExpertShape(msgspec.Struct, frozen=True):
 
     Attributes:
         num_experts, width, hidden: Experts; units of one that this rank has; hidden size.
-        weights: The format of the weights. One without tables takes those of bf16.
+        weights: The format of the weights. One without tables takes those of a format that is
+            computed by the same kernels, or those of bf16.
     """
 
     num_experts: int
@@ -208,7 +211,7 @@ def nearest_table(shape: ExpertShape, gpu: str, tables: Path) -> ExpertTable:
     measured_gpu, measured = min(
         found,
         key=lambda place: (
-            place[1].weights != shape.weights,
+            _unlikeness(place[1].weights, shape.weights),
             place[0] != gpu,
             shape.distance(place[1]),
             place[1].file_name,
@@ -224,6 +227,11 @@ def nearest_table(shape: ExpertShape, gpu: str, tables: Path) -> ExpertTable:
             _RETUNE,
         )
     return ExpertTable.from_json((tables / measured_gpu / measured.file_name).read_bytes())
+
+
+def _unlikeness(tabled: str, weights: str) -> int:
+    """Returns 0 for a table's format, 1 for one that runs by the same kernels, else 2."""
+    return 0 if tabled == weights else 1 if tabled == _LIKE.get(weights) else 2
 
 
 @cache

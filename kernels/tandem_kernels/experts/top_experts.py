@@ -1,4 +1,4 @@
-"""The choice of experts inside of the GEMM that computes them, for `mxfp4.pairs`.
+"""The choice of experts inside of the GEMM that computes them, for `fp4.pairs`.
 
 Every program chooses for its token, which spares a launch between router and experts. Each warp of
 it does so by itself: rows of all tensors below are the same, one for a warp, so that no reduction

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
-from tandem_kernels.experts.mxfp4.tiles import untile_mxfp4
+from tandem_kernels.gemm.fp4_tiles import untile_fp4
 from tandem_kernels.reference.experts import activated, fused_experts, of_tokens, route_tokens
 from tandem_kernels.reference.fp8 import BLOCK, dequantise_weight, quantise_fp8
 
@@ -62,7 +62,7 @@ def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return (given.double() @ dequantise_weight(weight, scales).double().t()).float()
 
 
-def mxfp4_experts(
+def fp4_experts(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
@@ -74,17 +74,21 @@ def mxfp4_experts(
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
     summed: bool = True,
+    f13: Tensor | None = None,
+    f2: Tensor | None = None,
 ) -> Tensor:
     """Computes the weighted sum of each token's experts, as `fused_experts` does.
 
     Args:
         x: [T, H].
-        w13: [E, 2, ...] int32, tiles (`mxfp4.tiles`) of each expert's gate, then its up projection,
-            [I, H].
+        w13: [E, 2, ...] int32, tiles (`gemm.fp4_tiles`) of each expert's gate, then its up
+            projection, [I, H].
         w2: [E, ...], those of [H, I].
         width: I.
         weights, experts, fixed_order, b13, b2, gate, summed: As in `fused_experts`. Experts of few
-            rows may be summed in any case: `mxfp4.pair_shapes.sums_itself`.
+            rows may be summed in any case: `fp4.pair_shapes.sums_itself`.
+        f13, f2: Of NVFP4: [E, 2] and [E] float32, by which the sums of products with a weight's
+            tiles are multiplied (`NVFP4_FACTOR` times its factor).
 
     Returns:
         What `fused_experts` returns.
@@ -93,13 +97,17 @@ def mxfp4_experts(
     plain13 = x.new_zeros((len(w13), 2 * width, hidden))
     plain2 = x.new_zeros((len(w2), hidden, width))
     for expert in set(experts.flatten().tolist()) - {-1}:
-        gates, ups = (untile_mxfp4(part, width, hidden) for part in w13[expert])
+        of_up = (None, None) if f13 is None else f13[expert]
+        gates, ups = (
+            untile_fp4(part, width, hidden, factor)
+            for part, factor in zip(w13[expert], of_up, strict=True)
+        )
         plain13[expert] = torch.cat((gates, ups))
-        plain2[expert] = untile_mxfp4(w2[expert], hidden, width)
+        plain2[expert] = untile_fp4(w2[expert], hidden, width, None if f2 is None else f2[expert])
     return fused_experts(x, plain13, plain2, weights, experts, fixed_order, b13, b2, gate, summed)
 
 
-def mxfp4_routed_experts(
+def fp4_routed_experts(
     x: Tensor,
     logits: Tensor,
     slot_mapping: Tensor,
@@ -114,6 +122,8 @@ def mxfp4_routed_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
+    f13: Tensor | None = None,
+    f2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses each token's experts, and adds the weighted sum of what they compute to `residual`.
 
@@ -121,7 +131,7 @@ def mxfp4_routed_experts(
         x: [T, H], normed.
         logits, slot_mapping, top_k, renormalise, scaling: As in `route_tokens`.
         residual: [T, H] in the dtype of `x`, contiguous; the sum is rounded before it is added.
-        w13, w2, width, b13, b2, gate: As in `mxfp4_experts`.
+        w13, w2, width, b13, b2, gate, f13, f2: As in `fp4_experts`.
 
     Returns:
         (weights, experts) as `route_tokens` returns them.
@@ -129,5 +139,7 @@ def mxfp4_routed_experts(
     weights, experts = route_tokens(
         logits, slot_mapping, None, top_k, renormalise=renormalise, scaling=scaling
     )
-    residual += mxfp4_experts(x, w13, w2, width, weights, experts, False, b13, b2, gate)
+    residual += fp4_experts(
+        x, w13, w2, width, weights, experts, False, b13, b2, gate, True, f13, f2
+    )
     return weights, experts

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.layers.expert_methods import choice
-from engine.layers.expert_methods.mxfp4 import Mxfp4Experts
+from engine.layers.expert_methods.fp4 import Fp4Experts
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
@@ -23,7 +23,7 @@ from engine.parallel import ParallelPlace
 from engine.quantization import Mxfp4Scheme, Quantization, SchemeRule
 from engine.token_exchange import Replicated
 from tandem_kernels import ops
-from tandem_kernels.experts.mxfp4.tiles import NUMBER_WORDS
+from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS
 from tests.engine.models.fake_group import FakeGroup
 
 HIDDEN, ROWS = 64, 4
@@ -38,7 +38,7 @@ POWERS = 0x7C7C7C7C
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes experts stay in MXFP4, which plain torch then computes with."""
-    monkeypatch.setitem(choice.EXPERTS, Mxfp4Scheme, lambda scheme, shard: Mxfp4Experts())
+    monkeypatch.setitem(choice.EXPERTS, Mxfp4Scheme, lambda scheme, shard: Fp4Experts())
     torch.manual_seed(5)
 
 
@@ -46,7 +46,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists which of both ways blocks go."""
     done: list[str] = []
-    for name in ("normed_router", "mxfp4_routed_experts", "route_tokens"):
+    for name in ("normed_router", "fp4_routed_experts", "route_tokens"):
         op = getattr(ops, name)
 
         def noted(*args: object, op: ops.Op = op, **options: object) -> object:  # type: ignore[type-arg]
@@ -103,7 +103,7 @@ def test_three_launches_add_what_five_add(rows: int, offset: float, launched: li
     assert launched == ["route_tokens"]
     launched.clear()
     found = added(*fused, x, slots)
-    assert launched == ["normed_router", "mxfp4_routed_experts"]
+    assert launched == ["normed_router", "fp4_routed_experts"]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not torch.equal(found[0], x[0])
 
@@ -115,7 +115,7 @@ def test_routers_keep_their_options(with_choice: dict[str, float], launched: lis
     x, slots = rows_of(2)
     expected = added(*made(spec, GemmPolicy()), x, slots)
     torch.testing.assert_close(added(*made(spec), x, slots), expected, rtol=0, atol=0)
-    assert launched[1:] == ["normed_router", "mxfp4_routed_experts"]
+    assert launched[1:] == ["normed_router", "fp4_routed_experts"]
 
 
 OTHER_ROUTERS = {

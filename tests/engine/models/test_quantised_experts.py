@@ -19,8 +19,8 @@ from engine.config import EngineConfig
 from engine.distributed import ParallelGroup
 from engine.layers.expert_methods import choice
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod
+from engine.layers.expert_methods.fp4 import Mxfp4Experts
 from engine.layers.expert_methods.fp8 import Fp8Experts
-from engine.layers.expert_methods.mxfp4 import Mxfp4Experts
 from engine.layers.expert_methods.plain import PlainExperts
 from engine.layers.expert_share import ExpertShare
 from engine.layers.methods.registry import UnsupportedScheme
@@ -32,7 +32,7 @@ from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.quantization import Fp8Scheme, Mxfp4Scheme, Quantization, SchemeRule
 from kv_transfer.config import KVTransferConfig
-from tandem_kernels.experts.mxfp4.tiles import untile_mxfp4
+from tandem_kernels.gemm.fp4_tiles import untile_mxfp4
 from tandem_kernels.reference import quantised_experts
 from tandem_kernels.reference.fp8 import dequantise_weight
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over

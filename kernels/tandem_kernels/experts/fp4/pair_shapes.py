@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from tandem_kernels.experts.arrival_counts import MAX_TILES
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning, gemm_tunings
+from tandem_kernels.gemm.fp4_tiles import NVFP4_TILE_WORDS, TILE_WORDS
 
-FORMAT = "mxfp4"
+_FORMATS = {TILE_WORDS: "mxfp4", NVFP4_TILE_WORDS: "nvfp4"}
+
+
+def format_of(tiles: Tensor) -> str:
+    """Returns the name of the format of tiles, as tables of tilings have it."""
+    return _FORMATS[tiles.shape[-1]]
 
 
 def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> bool:
@@ -13,7 +21,7 @@ def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> b
     return tuning.each_pair and num_pairs * -(-num_outputs // tuning.cols) <= MAX_TILES
 
 
-def mxfp4_pair_tunings(
+def fp4_pair_tunings(
     shape: ExpertShape, num_pairs: int, gpu: str
 ) -> tuple[ExpertTuning, ExpertTuning] | None:
     """Returns the tunings of both GEMMs, if both compute each pair by itself; else None."""

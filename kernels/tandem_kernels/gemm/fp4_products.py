@@ -1,4 +1,4 @@
-"""The loop of a GEMM by MXFP4 weights: tiles become half precision, and multiply rows.
+"""The loop of a GEMM by weights of four-bit floats: tiles become half precision, and multiply rows.
 
 Outputs of a program may be two strips, each with products of its own. Four warps multiply by 64
 outputs at once. Where a product is by 128, it is two instructions with accumulators of their own,
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, mxfp4_weights
+from tandem_kernels.gemm.fp4_numbers import fp4_weights, in_order_of_warps
 
 
 @triton.jit
@@ -46,16 +46,19 @@ def _strip(
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Adds what a step's rows, and extra ones, give with the tiles of a strip at `at`."""
-    by = mxfp4_weights(at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS)
+    by = fp4_weights(
+        at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS, TILE
+    )
     gate = tl.dot(by, given.T, gate, input_precision=PRECISION)
     if HAS_EXTRA:
         gate2 = tl.dot(by, given2.T, gate2, input_precision=PRECISION)
     if GATED:
         at += next_part
-        by = mxfp4_weights(
-            at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS
+        by = fp4_weights(
+            at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS, TILE
         )
         up = tl.dot(by, given.T, up, input_precision=PRECISION)
         if HAS_EXTRA:
@@ -88,6 +91,7 @@ def products(
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Multiplies steps `first` to before `end` of the inner dimension.
 
@@ -113,16 +117,17 @@ def products(
         given2 = given
         if HAS_EXTRA:
             given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
-        at = places + step * (COLUMN_TILES * 544)
+        at = places + step * (COLUMN_TILES * TILE)
         gate, up, gate2, up2 = _strip(
             at, next_part, inside, given, given2, gate, up, gate2, up2, kind,
             ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
+            TILE,
         )  # fmt: skip
         if STRIPS > 1:
             at += next_strip
             next_gate, next_up, next_gate2, next_up2 = _strip(
                 at, next_part, inside, given, given2, next_gate, next_up, next_gate2, next_up2,
                 kind, ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS,
-                PRECISION,
+                PRECISION, TILE,
             )  # fmt: skip
     return gate, up, gate2, up2, next_gate, next_up, next_gate2, next_up2

@@ -1,5 +1,6 @@
-"""MXFP4 experts of few rows, from the router's logits to the residual stream, in two launches:
-the choice with gate·up of each (token, expert) pair, and down, whose sums are added to the stream.
+"""Experts in four-bit floats, of few rows, from the router's logits to the residual stream, in two
+launches: the choice with gate·up of each (token, expert) pair, and down, whose sums are added to
+the stream.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from torch import Tensor
 from tandem_kernels.device import gpu_name
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.expert_tuning import ExpertShape
-from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, mxfp4_pair_tunings
-from tandem_kernels.experts.mxfp4.pairs import TokenChoice, mxfp4_pair_gemm
+from tandem_kernels.experts.fp4.pair_shapes import format_of, fp4_pair_tunings
+from tandem_kernels.experts.fp4.pairs import TokenChoice, fp4_pair_gemm
 
 
-def mxfp4_routed_experts(
+def fp4_routed_experts(
     x: Tensor,
     logits: Tensor,
     slot_mapping: Tensor,
@@ -29,19 +30,21 @@ def mxfp4_routed_experts(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
+    f13: Tensor | None = None,
+    f2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.quantised_experts.mxfp4_routed_experts`; only for what `mxfp4_pair_tunings`
+    """See `reference.quantised_experts.fp4_routed_experts`; only for what `fp4_pair_tunings`
     has tunings for."""
     num_tokens, hidden_size = x.shape
     num_pairs = num_tokens * top_k
-    shape = ExpertShape(len(w13), width, hidden_size, FORMAT)
-    tunings = mxfp4_pair_tunings(shape, num_pairs, gpu_name(x.device))
+    shape = ExpertShape(len(w13), width, hidden_size, format_of(w13))
+    tunings = fp4_pair_tunings(shape, num_pairs, gpu_name(x.device))
     assert tunings is not None, "steps of more rows are routed by themselves"
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=x.device)
     experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=x.device)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     choice = TokenChoice(logits, slot_mapping, renormalise, scaling)
-    mxfp4_pair_gemm(x, w13, weights, experts, hidden, tunings[0], b13, gate, choice)
+    fp4_pair_gemm(x, w13, weights, experts, hidden, tunings[0], b13, gate, choice, factors=f13)
     w2 = w2.unsqueeze(1)
-    mxfp4_pair_gemm(hidden, w2, weights, experts, residual, tunings[1], b2, adds=True)
+    fp4_pair_gemm(hidden, w2, weights, experts, residual, tunings[1], b2, adds=True, factors=f2)
     return weights, experts

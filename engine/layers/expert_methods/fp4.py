@@ -17,20 +17,20 @@ from engine.quantization import Mxfp4Scheme
 from tandem_kernels import ops
 from tandem_kernels.device import gpu_name, multiplies_halves
 from tandem_kernels.experts.expert_tuning import ExpertShape
-from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, mxfp4_pair_tunings, sums_itself
-from tandem_kernels.experts.mxfp4.tiles import SIDE, tile_mxfp4, tiles_of
+from tandem_kernels.experts.fp4.pair_shapes import format_of, fp4_pair_tunings, sums_itself
+from tandem_kernels.gemm.fp4_tiles import SIDE, tile_mxfp4, tiles_of
 
 
-def mxfp4_experts(scheme: Mxfp4Scheme, shard: Shard) -> ExpertMethod | None:
+def fp4_experts(scheme: Mxfp4Scheme, shard: Shard) -> ExpertMethod | None:
     """Returns the method for experts on this rank; None: they are dequantised as they are loaded,
     where there is no kernel."""
     if not multiplies_halves(shard.device) or shard.dtype.itemsize != 2:
         return None
-    return Mxfp4Experts()
+    return Fp4Experts()
 
 
-class Mxfp4Experts(ExpertMethod):
-    """Holds tiles (`tandem_kernels.experts.mxfp4.tiles`) of gates and ups, `w13` [E, 2, ...], and
+class Fp4Experts(ExpertMethod):
+    """Holds tiles (`tandem_kernels.gemm.fp4_tiles`) of gates and ups, `w13` [E, 2, ...], and
     of down projections, `w2` [E, ...]. One expert at a time is there in both forms.
     """
 
@@ -70,7 +70,7 @@ class Mxfp4Experts(ExpertMethod):
         *,
         summed: bool = True,
     ) -> Tensor:
-        return ops.mxfp4_experts(
+        return ops.fp4_experts(
             x,
             layer.w13,
             layer.w2,
@@ -93,7 +93,7 @@ class Mxfp4Experts(ExpertMethod):
         return (
             layer.sizes.count == layer.sizes.total
             and not layer.fixed_order
-            and mxfp4_pair_tunings(_shape(layer), num_rows * top_k, gpu) is not None
+            and fp4_pair_tunings(_shape(layer), num_rows * top_k, gpu) is not None
         )
 
     def add_routed(
@@ -108,7 +108,7 @@ class Mxfp4Experts(ExpertMethod):
         renormalise: bool,
         scaling: float,
     ) -> None:
-        ops.mxfp4_routed_experts(
+        ops.fp4_routed_experts(
             x,
             logits,
             slot_mapping,
@@ -127,7 +127,9 @@ class Mxfp4Experts(ExpertMethod):
 
 def _shape(layer: ExpertLayer) -> ExpertShape:
     """Returns the shape by which tilings are chosen."""
-    return ExpertShape(layer.sizes.count, layer.sizes.width, layer.sizes.hidden, FORMAT)
+    return ExpertShape(
+        layer.sizes.count, layer.sizes.width, layer.sizes.hidden, format_of(layer.w13)
+    )
 
 
 def _fill_turns(name: str, target: Tensor, blocks: Tensor, exponents: Tensor) -> None:

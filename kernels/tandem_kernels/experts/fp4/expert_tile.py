@@ -1,4 +1,5 @@
-"""One tile of a GEMM of MXFP4 experts: pairs times outputs, from the inputs to what is written."""
+"""One tile of a GEMM of experts in four-bit floats: pairs times outputs, from the inputs to what is
+written."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.experts.expert_outputs import write_pairs
-from tandem_kernels.experts.mxfp4.numbers import tile_places
-from tandem_kernels.experts.mxfp4.products import products
+from tandem_kernels.gemm.fp4_numbers import NVFP4_TILE, tile_places
+from tandem_kernels.gemm.fp4_products import products
 from tandem_kernels.part_sums import sum_of_parts
 
 
@@ -67,6 +68,7 @@ def _write_strips(
 def expert_tile(
     x: tl.tensor,
     weight: tl.tensor,
+    factors: tl.tensor,
     bias: tl.tensor,
     pair_weights: tl.tensor,
     out: tl.tensor,
@@ -101,6 +103,7 @@ def expert_tile(
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
     """Computes outputs `first_col` and on, COLS of them, of `pair` [ROWS], and of `pair2` [EXTRA],
     in part `program_id(1)` of the inner dimension. Other arguments are those of the kernel."""
@@ -111,13 +114,13 @@ def expert_tile(
     lane = tl.arange(0, DEPTH)
     inputs = _inputs(x, pair, num_pairs, x_stride, lane, TOP_K, GATED)
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
-    size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
+    size = num_tile_rows.to(tl.int64) * num_tile_columns * TILE
     # Outputs behind the last tile are computed like those of the last, and not written.
     row_tile = first_col // 64 + tl.arange(0, ROW_TILES)
     tile_row = tl.minimum(row_tile, num_tile_rows - 1)
     next_row = tl.minimum(row_tile + ROW_TILES, num_tile_rows - 1)
-    next_strip = ((next_row - tile_row) * num_tile_columns * 544)[:, None, None]
-    places = tile_places(weight + part * size, tile_row, num_tile_columns, COLUMN_TILES)
+    next_strip = ((next_row - tile_row) * num_tile_columns * TILE)[:, None, None]
+    places = tile_places(weight + part * size, tile_row, num_tile_columns, COLUMN_TILES, TILE)
     num_steps = tl.cdiv(inner, DEPTH)
     first = tl.program_id(1) * num_steps // SPLITS
     end = (tl.program_id(1) + 1) * num_steps // SPLITS
@@ -130,14 +133,24 @@ def expert_tile(
         acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
             inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
             ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, EXTRA > 0,
-            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
+            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
     else:
         acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
             inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
             ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, False,
-            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
+            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
+    if TILE == NVFP4_TILE:
+        factor = tl.load(factors + part)
+        acc, acc2, next_acc, next_acc2 = (
+            acc * factor, acc2 * factor, next_acc * factor, next_acc2 * factor,
+        )  # fmt: skip
+        if GATED:
+            factor = tl.load(factors + part + 1)
+            second, second2, next_second, next_second2 = (
+                second * factor, second2 * factor, next_second * factor, next_second2 * factor,
+            )  # fmt: skip
     acc = acc.T
     second = second.T
     col = first_col + tl.arange(0, WIDTH)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, in_place, tiny_mxfp4_numbers
+from tandem_kernels.gemm.fp4_numbers import in_order_of_warps, in_place, tiny_mxfp4_numbers
 
 _UP = tl.constexpr(2.0**96)
 _DOWN = tl.constexpr(2.0**-96)

@@ -1,4 +1,4 @@
-"""Experts whose weights are MXFP4, and stay so in memory (`tiles`).
+"""Experts whose weights are four-bit floats, and stay so in memory (`gemm.fp4_tiles`).
 
     1. gate·up of each (token, expert) pair, bias, activation         [pairs, I]
     2. down, bias, times the pair's weight                            [pairs, H]
@@ -24,9 +24,9 @@ from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_rows import ExpertRows, rows_of_program
 from tandem_kernels.experts.expert_sums import sum_pairs
 from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
-from tandem_kernels.experts.mxfp4.expert_tile import expert_tile
-from tandem_kernels.experts.mxfp4.pair_shapes import FORMAT, takes_each_pair
-from tandem_kernels.experts.mxfp4.pairs import mxfp4_pair_gemm
+from tandem_kernels.experts.fp4.expert_tile import expert_tile
+from tandem_kernels.experts.fp4.pair_shapes import format_of, takes_each_pair
+from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.warpgroup_waits import waits_for_products
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
@@ -34,9 +34,10 @@ FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_row_tiles", "num_tile_rows", "num_tile_columns"])
-def mxfp4_expert_gemm_kernel(
+def fp4_expert_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    factors: tl.tensor,
     bias: tl.tensor,
     pair_weights: tl.tensor,
     experts: tl.tensor,
@@ -80,10 +81,11 @@ def mxfp4_expert_gemm_kernel(
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
     """Computes one tile of pairs times one tile of outputs in each program.
 
-    GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, 544], activated. Else x
+    GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, TILE], activated. Else x
     [pairs, I], weight [E, 1, ...], times the pair's weight. Programs (i, s) compute part s of the
     inner dimension; the last of them to arrive sums the parts, in their order. HALF_LAST: there
     is half a tile in the last column, whose programs come last and compute no more than that.
@@ -105,21 +107,23 @@ def mxfp4_expert_gemm_kernel(
         )  # fmt: skip
     if not HALF_LAST or col_tile < num_col_tiles - 1:
         expert_tile(
-            x, weight, bias, pair_weights, out, sums, arrived, expert, pair, pair2, col_tile * COLS,
-            num_pairs, num_outputs, inner, x_stride, num_tile_rows, num_tile_columns, limit, alpha,
-            TOP_K, ROWS, COLS, DEPTH, SPLITS, BY_WARP, EXTRA, SPARES_EXTRA, UNROLL, STRIPS,
-            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION,
+            x, weight, factors, bias, pair_weights, out, sums, arrived, expert, pair, pair2,
+            col_tile * COLS, num_pairs, num_outputs, inner, x_stride, num_tile_rows,
+            num_tile_columns, limit, alpha, TOP_K, ROWS, COLS, DEPTH, SPLITS, BY_WARP, EXTRA,
+            SPARES_EXTRA, UNROLL, STRIPS,
+            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
     else:
         expert_tile(
-            x, weight, bias, pair_weights, out, sums, arrived, expert, pair, pair2, col_tile * COLS,
-            num_pairs, num_outputs, inner, x_stride, num_tile_rows, num_tile_columns, limit, alpha,
-            TOP_K, ROWS, COLS // 2, DEPTH, SPLITS, BY_WARP, EXTRA, SPARES_EXTRA, UNROLL, STRIPS,
-            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION,
+            x, weight, factors, bias, pair_weights, out, sums, arrived, expert, pair, pair2,
+            col_tile * COLS, num_pairs, num_outputs, inner, x_stride, num_tile_rows,
+            num_tile_columns, limit, alpha, TOP_K, ROWS, COLS // 2, DEPTH, SPLITS, BY_WARP,
+            EXTRA, SPARES_EXTRA, UNROLL, STRIPS,
+            GATED, HAS_BIAS, CLAMPED, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
 
 
-def mxfp4_experts(
+def fp4_experts(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
@@ -131,31 +135,33 @@ def mxfp4_experts(
     b2: Tensor | None = None,
     gate: ClampedGate | None = None,
     summed: bool = True,
+    f13: Tensor | None = None,
+    f2: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.quantised_experts.mxfp4_experts`."""
+    """See `reference.quantised_experts.fp4_experts`."""
     num_tokens, hidden_size = x.shape
     num_experts = len(w13)
     num_pairs = experts.numel()
     if num_tokens == 0:
         return torch.empty_like(x)
-    shape = ExpertShape(num_experts, width, hidden_size, FORMAT)
+    shape = ExpertShape(num_experts, width, hidden_size, format_of(w13))
     plan = ExpertPlan.of(experts, shape, FIXED if fixed_order else None)
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     w2 = w2.unsqueeze(1)
     if takes_each_pair(plan.gate_up, num_pairs, width):
-        mxfp4_pair_gemm(x, w13, weights, experts, hidden, plan.gate_up, bias=b13, gate=gate)
+        fp4_pair_gemm(x, w13, weights, experts, hidden, plan.gate_up, b13, gate, factors=f13)
     else:
-        mxfp4_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, bias=b13, gate=gate)
+        fp4_expert_gemm(x, w13, weights, plan.rows, hidden, plan.gate_up, b13, gate, f13)
     if takes_each_pair(plan.down, num_pairs, hidden_size):
         out = torch.empty_like(x)
-        mxfp4_pair_gemm(hidden, w2, weights, experts, out, plan.down, bias=b2)
+        fp4_pair_gemm(hidden, w2, weights, experts, out, plan.down, b2, factors=f2)
         return out
     parts = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    mxfp4_gemm(hidden, w2, weights, plan.rows, parts, plan.down, bias=b2)
+    fp4_expert_gemm(hidden, w2, weights, plan.rows, parts, plan.down, b2, factors=f2)
     return sum_pairs(parts, experts) if summed else parts
 
 
-def mxfp4_gemm(
+def fp4_expert_gemm(
     x: Tensor,
     weight: Tensor,
     pair_weights: Tensor,
@@ -164,6 +170,7 @@ def mxfp4_gemm(
     tuning: ExpertTuning,
     bias: Tensor | None = None,
     gate: ClampedGate | None = None,
+    factors: Tensor | None = None,
 ) -> None:
     """Computes one of the two GEMMs; the first where the weight has two parts.
 
@@ -174,18 +181,20 @@ def mxfp4_gemm(
         out: [T * k, I], or [T * k, H].
         bias: [E, 2 I], or [E, H]; None: none.
         gate: None: SiLU.
+        factors: Of NVFP4: [E, 2] or [E] float32, as `fp4_experts` has them.
     """
     num_pairs, num_outputs = out.shape
-    num_experts, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
+    num_experts, num_parts, num_tile_rows, num_tile_columns, tile_words = weight.shape
     row_tiles, constants = rows.tiles(tuning.rows, tuning.extra_rows)
     num_tiles = row_tiles * triton.cdiv(num_outputs, tuning.cols)
     splits = tuning.splits if num_tiles <= MAX_TILES and tuning.strips == 1 else 1
     extra = tuning.extra_rows if rows.counts is not None else 0
     size = splits, num_pairs, num_parts * num_outputs
     sums = x.new_empty(size, dtype=torch.float32) if splits > 1 else None
-    mxfp4_expert_gemm_kernel[(num_tiles, splits)](
+    fp4_expert_gemm_kernel[(num_tiles, splits)](
         x,
         weight,
+        factors,
         bias,
         pair_weights,
         rows.experts,
@@ -221,6 +230,7 @@ def mxfp4_gemm(
         IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
         WAITS=waits_for_products(x.device, tuning.num_warps),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        TILE=tile_words,
         **constants,
         **tuning.options,
         **rows.launch,

@@ -1,4 +1,4 @@
-"""MXFP4 experts of few rows: every (token, expert) pair is computed by itself.
+"""Experts in four-bit floats, of few rows: every (token, expert) pair is computed by itself.
 
     1. gate·up, bias, activation          [pairs, I]
     2. down, bias, times the pair's weight, the sum over a token's pairs      [T, H]
@@ -28,10 +28,16 @@ from tandem_kernels.elementwise.clamped_gate import ClampedGate
 from tandem_kernels.experts.arrival_counts import arrival_counts
 from tandem_kernels.experts.expert_gate import activated
 from tandem_kernels.experts.expert_tuning import ExpertTuning
-from tandem_kernels.experts.mxfp4.late import late_products
-from tandem_kernels.experts.mxfp4.numbers import in_order_of_warps, mxfp4_weights, tile_places
-from tandem_kernels.experts.mxfp4.pair_sums import added, sum_of_pairs
+from tandem_kernels.experts.fp4.late import late_products
+from tandem_kernels.experts.fp4.pair_sums import added, sum_of_pairs
 from tandem_kernels.experts.top_experts import expert_of_pair
+from tandem_kernels.gemm.fp4_numbers import (
+    NVFP4_TILE,
+    fp4_weights,
+    in_order_of_warps,
+    tile_places,
+)
+from tandem_kernels.gemm.fp4_tiles import TILE_WORDS
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.small_launches import in_turn, take_turn
 from tandem_kernels.warpgroup_waits import waits_for_products
@@ -71,6 +77,7 @@ def _products(
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
     """Returns the sums of outputs over steps `first` to `end`, [COLS] float32, and those of the
     second part of the weight, which is `size` words further."""
@@ -79,7 +86,7 @@ def _products(
     lane = tl.arange(0, DEPTH)
     row = tl.arange(0, ROWS)
     inputs += (row * 0)[:, None] + lane[None, :]
-    places = tile_places(weight, tile_row, num_tile_columns, COLUMN_TILES)
+    places = tile_places(weight, tile_row, num_tile_columns, COLUMN_TILES, TILE)
     acc = tl.zeros([COLS, ROWS], tl.float32)
     second = tl.zeros([COLS, ROWS], tl.float32)
     for step in range(first, end):
@@ -91,14 +98,23 @@ def _products(
             given = tl.load(inputs + step * DEPTH, mask=real_k, other=0.0)
         if BY_WARP:
             given = in_order_of_warps(given)
-        at = places + step * (COLUMN_TILES * 544)
-        by = mxfp4_weights(
-            at, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS
+        at = places + step * (COLUMN_TILES * TILE)
+        by = fp4_weights(
+            at, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS, TILE
         )
         acc = tl.dot(by, given.T, acc, input_precision=PRECISION)
         if GATED:
-            by = mxfp4_weights(
-                at + size, inside, kind, COLS // 64, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS
+            by = fp4_weights(
+                at + size,
+                inside,
+                kind,
+                COLS // 64,
+                COLUMN_TILES,
+                BY_WARP,
+                EVEN,
+                IN_PAIRS,
+                WAITS,
+                TILE,
             )
             second = tl.dot(by, given.T, second, input_precision=PRECISION)
     # All columns are the same.
@@ -107,9 +123,10 @@ def _products(
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tile_rows", "num_tile_columns"])
-def mxfp4_pair_gemm_kernel(
+def fp4_pair_gemm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    factors: tl.tensor,
     bias: tl.tensor,
     pair_weights: tl.tensor,
     experts: tl.tensor,
@@ -148,10 +165,11 @@ def mxfp4_pair_gemm_kernel(
     ADDS: tl.constexpr,
     LATE: tl.constexpr,
     UNROLL: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
     """Computes, in program (j, s, p), part s of outputs j * COLS and on of pair p.
 
-    GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, 544], out [pairs, I]. Else x
+    GATED: x [T, H], weight [E, 2, num_tile_rows, num_tile_columns, TILE], out [pairs, I]. Else x
     [pairs, I], weight [E, 1, ...], out [T, H]. `sums` [SPLITS, pairs, (2) outputs]. NUM_EXPERTS:
     experts are chosen here by `logits`; 0: they are given. ADDS: to what `out` has.
     """
@@ -168,7 +186,7 @@ def mxfp4_pair_gemm_kernel(
     row_of_x = pair // TOP_K if GATED else pair
     inputs = x + row_of_x.to(tl.int64) * x_stride
     part = tl.maximum(expert, 0).to(tl.int64) * (2 if GATED else 1)
-    size = num_tile_rows.to(tl.int64) * num_tile_columns * 544
+    size = num_tile_rows.to(tl.int64) * num_tile_columns * TILE
     # Outputs behind the last tile are computed like those of the last, and not written.
     tile_row = tl.program_id(0) * (COLS // 64) + tl.arange(0, COLS // 64)
     tile_row = tl.minimum(tile_row, num_tile_rows - 1)
@@ -183,8 +201,12 @@ def mxfp4_pair_gemm_kernel(
     else:
         gates, ups = _products(
             inputs, weight + part * size, tile_row, size, first, end, inner, num_tile_columns,
-            ROWS, COLS, DEPTH, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
+            ROWS, COLS, DEPTH, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
+    if TILE == NVFP4_TILE:
+        gates *= tl.load(factors + part)
+        if GATED:
+            ups *= tl.load(factors + part + 1)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     real = col < num_outputs
     width = 2 * num_outputs if GATED else num_outputs
@@ -221,7 +243,7 @@ def mxfp4_pair_gemm_kernel(
     tl.store(to, total, mask=real)
 
 
-def mxfp4_pair_gemm(
+def fp4_pair_gemm(
     x: Tensor,
     weight: Tensor,
     pair_weights: Tensor,
@@ -233,6 +255,7 @@ def mxfp4_pair_gemm(
     choice: TokenChoice | None = None,
     *,
     adds: bool = False,
+    factors: Tensor | None = None,
 ) -> None:
     """Computes one of the two GEMMs; the first where the weight has two parts.
 
@@ -246,17 +269,19 @@ def mxfp4_pair_gemm(
         choice: Of the first GEMM: by it `pair_weights` and `experts` are written; None: they are
             given.
         adds: Of the second GEMM: the sums are added to `out`.
+        factors: Of NVFP4: [E, 2] or [E] float32, as `fp4_experts` has them.
     """
     num_tokens, top_k = experts.shape
     num_pairs, num_outputs = experts.numel(), out.shape[1]
-    _, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
+    _, num_parts, num_tile_rows, num_tile_columns, tile_words = weight.shape
     inner = x.shape[1]
     size = tuning.splits, num_pairs, num_parts * num_outputs
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
     grid = triton.cdiv(num_outputs, tuning.cols), tuning.splits, num_pairs
-    mxfp4_pair_gemm_kernel[grid](
+    fp4_pair_gemm_kernel[grid](
         x,
         weight,
+        factors,
         bias,
         pair_weights,
         experts,
@@ -288,16 +313,17 @@ def mxfp4_pair_gemm(
         **_constants_of(choice),
         WARPS=tuning.num_warps,
         ADDS=adds,
-        **_constants_of_turns(tuning, x),
+        **_constants_of_turns(tuning, x, tile_words),
+        TILE=tile_words,
         **tuning.options,
         **in_turn(x.device, num_tokens),
     )
 
 
-def _constants_of_turns(tuning: ExpertTuning, x: Tensor) -> dict[str, int | bool]:
+def _constants_of_turns(tuning: ExpertTuning, x: Tensor, tile_words: int) -> dict[str, int | bool]:
     """Returns how loops run. Half precision other than bfloat16 has no such small numbers as `late`
-    multiplies."""
-    late = tuning.late and x.dtype != torch.float16
+    multiplies, and NVFP4 has twice as many scales."""
+    late = tuning.late and x.dtype != torch.float16 and tile_words == TILE_WORDS
     depth = tuning.depth * (tuning.unroll if late else 1)
     return {"LATE": late, "UNROLL": tuning.unroll, "EVEN": x.shape[1] % depth == 0}
 

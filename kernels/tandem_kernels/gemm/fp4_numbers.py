@@ -1,19 +1,30 @@
-"""MXFP4 numbers become half precision in registers; `tiles` says where they lie.
+"""Four-bit floats become half precision in registers; `fp4_tiles` says where they lie.
 
 The sixteen numbers of two words are eight registers of two bf16 by sixteen operations, and their
-exponent is one multiplication each: one and a half operations a number. More than three would keep
+scale is one multiplication each: one and a half operations a number. More than three would keep
 memory waiting, and on a GPU that computes much each costs power. Of few rows, where there are as
 many weights as products, even that multiplication is spared: see `late`.
+
+In NVFP4 a word of scales has those of both sides and of both 16 inputs, and a byte becomes the
+factor of two numbers by two operations: half an operation a number more than in MXFP4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import triton
 import triton.language as tl
 
-from tandem_kernels.experts.mxfp4.tiles import LAST_SHIFTS, LEFT, MOVED, PLACES, SHIFTS
+from tandem_kernels.gemm.fp4_tiles import (
+    LAST_SHIFTS,
+    LEFT,
+    MOVED,
+    NVFP4_ADDED,
+    NVFP4_TILE_WORDS,
+    PLACES,
+    SHIFTS,
+)
 from tandem_kernels.warpgroup_waits import after_products
 
 
@@ -27,10 +38,14 @@ _FIRST, _SECOND = (tl.constexpr(_mask(bit + moved for bit in LEFT)) for moved in
 """A word of both has these bits of the two words, the second one's `MOVED` further."""
 
 
-def _unpacked(*, scaled: bool) -> tl.constexpr:
-    """Returns the instructions that make sixteen bf16 of two words ($16, $17), `scaled` by their
-    factors ($18, $19)."""
-    lines = ["{ .reg .b32 none, both, t, p; mov.b32 none, 0x80008000;"]
+def _unpacked(factors: Sequence[Sequence[str]] = (), first: Sequence[str] = ()) -> tl.constexpr:
+    """Returns the instructions that make sixteen bf16 of two words ($16, $17).
+
+    Args:
+        factors: Registers of each word's factors, for its pairs in their order; none: it has none.
+        first: Instructions that fill these registers.
+    """
+    lines = ["{ .reg .b32 none, both, t, p; mov.b32 none, 0x80008000;", *first]
     # (first & mask) | (second << MOVED & ~mask): what else it has nobody reads.
     lines.append(f"shl.b32 t, $17, {MOVED}; lop3.b32 both, $16, t, {_FIRST.value:#x}, 0xE4;")
     for word, last in enumerate(LAST_SHIFTS):
@@ -43,16 +58,33 @@ def _unpacked(*, scaled: bool) -> tl.constexpr:
             elif shift:
                 lines.append(f"shf.l.wrap.b32 t, {given}, {given}, {shift};")
             lines.append(f"and.b32 p, {'t' if shift else given}, {_NUMBER:#x};")
-            if scaled:
-                lines.append(f"fma.rn.bf16x2 p, p, ${18 + word}, none;")
+            if factors:
+                factor = factors[word][pair * len(factors[word]) // len(pairs)]
+                lines.append(f"fma.rn.bf16x2 p, p, {factor}, none;")
             place = 8 * word + 2 * pair
             lines.append(f"mov.b32 {{${place}, ${place + 1}}}, p;")
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
-_UNPACKED, _TINY = _unpacked(scaled=True), _unpacked(scaled=False)
+def _nvfp4_unpacked() -> tl.constexpr:
+    """Returns the instructions that make sixteen bf16 of two words, scaled by the four bytes of a
+    third ($18): both words' of the first 16 inputs, then of the others."""
+    names = [[f"f{word}{half}" for half in (0, 1)] for word in (0, 1)]
+    lines = [f".reg .b32 {', '.join(names[0] + names[1])};"]
+    for word, half in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        byte = word + 2 * half
+        # The byte in both halves, behind zeros; then the bits that all factors have.
+        lines.append(f"prmt.b32 t, $18, 0, 0x4{byte}4{byte};")
+        lines.append(f"mad.lo.u32 f{word}{half}, t, 16, {NVFP4_ADDED << 7 | NVFP4_ADDED << 23:#x};")
+    return _unpacked(names, lines)
+
+
+_UNPACKED, _TINY, _NVFP4 = _unpacked((["$18"], ["$19"])), _unpacked(), _nvfp4_unpacked()
 _OUT = ",".join(["=h"] * 16)
 _REGISTERS, _TINY_REGISTERS = tl.constexpr(f"{_OUT},r,r,r,r"), tl.constexpr(f"{_OUT},r,r")
+_NVFP4_REGISTERS = tl.constexpr(f"{_OUT},r,r,r")
+NVFP4_TILE = tl.constexpr(NVFP4_TILE_WORDS)
+_ADDED = tl.constexpr(NVFP4_ADDED << 3)
 _SIXTEEN = tl.constexpr((tl.bfloat16,) * 16)
 _OWN_SHIFT, _OWN_ROTATION = (tl.constexpr(shift) for shift in SHIFTS[1:])
 _LAST_SHIFT, _LAST_ROTATION = (tl.constexpr(shift) for shift in LAST_SHIFTS)
@@ -137,7 +169,7 @@ def _factors(powers: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def mxfp4_numbers(
+def fp4_numbers(
     first: tl.tensor,
     second: tl.tensor,
     powers: tl.tensor,
@@ -165,10 +197,39 @@ def mxfp4_numbers(
 
 
 @triton.jit
+def _nvfp4_factors(scales: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
+    """Returns the factors of a side as float32, for the eight numbers of a word: [..., 1, 1, 2]."""
+    first = (scales >> (8 * SIDE)) & 255
+    second = (scales >> (8 * SIDE + 16)) & 255
+    factors = ((tl.join(first, second) + _ADDED) << 20).to(tl.float32, bitcast=True)
+    return tl.expand_dims(tl.expand_dims(factors, -2), -2)
+
+
+@triton.jit
+def nvfp4_numbers(
+    first: tl.tensor,
+    second: tl.tensor,
+    scales: tl.tensor,
+    kind: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """Unpacks words of both sides as `fp4_numbers` does, by a word of scales. Numbers are
+    multiplied by 2 ** -7, exactly."""
+    if IN_PAIRS:
+        numbers = tl.inline_asm_elementwise(
+            _NVFP4, _NVFP4_REGISTERS, [first, second, scales], _SIXTEEN, True, 1
+        )
+        return _sides(numbers)
+    low, high = _tiny_words(first, second)
+    low, high = low * _nvfp4_factors(scales, 0), high * _nvfp4_factors(scales, 1)
+    return tl.join(low.to(kind), high.to(kind))
+
+
+@triton.jit
 def tiny_mxfp4_numbers(
     first: tl.tensor, second: tl.tensor, kind: tl.constexpr, IN_PAIRS: tl.constexpr
 ) -> tl.tensor:
-    """Unpacks words as `mxfp4_numbers` does, in bf16 or float32, but leaves their exponents out:
+    """Unpacks words as `fp4_numbers` does, in bf16 or float32, but leaves their exponents out:
     the numbers are multiplied by 2 ** -126, which is how their bits lie. Some are denormal."""
     if IN_PAIRS:
         numbers = tl.inline_asm_elementwise(
@@ -181,13 +242,17 @@ def tiny_mxfp4_numbers(
 
 @triton.jit
 def tile_places(
-    tiles: tl.tensor, tile_row: tl.tensor, num_tile_columns: tl.tensor, COLUMN_TILES: tl.constexpr
+    tiles: tl.tensor,
+    tile_row: tl.tensor,
+    num_tile_columns: tl.tensor,
+    COLUMN_TILES: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
     """Returns where the first COLUMN_TILES tiles of rows of tiles, [ROW_TILES], begin: addresses
     [ROW_TILES, COLUMN_TILES, 1]."""
     column = tl.arange(0, COLUMN_TILES)
     tile = tile_row.to(tl.int64)[:, None, None] * num_tile_columns + column[None, :, None]
-    return tiles + tile * 544
+    return tiles + tile * TILE
 
 
 @triton.jit
@@ -203,7 +268,7 @@ def in_order_of_warps(given: tl.tensor) -> tl.tensor:
 @triton.jit
 def in_place(numbers: tl.tensor, BY_WARP: tl.constexpr) -> tl.tensor:
     """Arranges numbers [ROWS, GROUPS, 4, 2, 2, 2, 2] as weights [2 * ROWS, 32 * GROUPS]; see
-    `mxfp4_numbers` and `mxfp4_weights`."""
+    `fp4_numbers` and `fp4_weights`."""
     ROWS: tl.constexpr = numbers.shape[0]
     GROUPS: tl.constexpr = numbers.shape[1]
     numbers = numbers.reshape(ROWS // 8, 8, GROUPS, 4, 2, 2, 2, 2)
@@ -215,7 +280,7 @@ def in_place(numbers: tl.tensor, BY_WARP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def mxfp4_weights(
+def fp4_weights(
     places: tl.tensor,
     inside: tl.tensor,
     kind: tl.constexpr,
@@ -225,8 +290,9 @@ def mxfp4_weights(
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     WAITS: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Loads tiles: a part [64 * ROW_TILES, 64 * COLUMN_TILES] of a weight.
+    """Loads tiles of TILE words: a part [64 * ROW_TILES, 64 * COLUMN_TILES] of a weight.
 
     Args:
         places: As `tile_places` gives them, or so many tiles further.
@@ -239,25 +305,30 @@ def mxfp4_weights(
     ROWS: tl.constexpr = 32 * ROW_TILES
     GROUPS: tl.constexpr = 2 * COLUMN_TILES
     lane = tl.arange(0, 256)[None, None, :]
-    byte_lane = tl.arange(0, 32)[None, None, :]
+    scale_lane = 512 + tl.arange(0, TILE - 512)[None, None, :]
     if EVEN:
         first, second = tl.load(places + lane), tl.load(places + 256 + lane)
-        exponents = tl.load(places + 512 + byte_lane)
+        scales = tl.load(places + scale_lane)
     else:
         first = tl.load(places + lane, mask=inside[None, :, None], other=0)
         second = tl.load(places + 256 + lane, mask=inside[None, :, None], other=0)
-        exponents = tl.load(places + 512 + byte_lane, mask=inside[None, :, None], other=0)
+        scales = tl.load(places + scale_lane, mask=inside[None, :, None], other=0)
     if WAITS:
         first, second = after_products(first, second)
     first = first.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 4, 2).permute(0, 2, 3, 1, 5, 4)
     second = second.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 4, 2).permute(0, 2, 3, 1, 5, 4)
-    exponents = exponents.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 1).permute(0, 2, 3, 1, 4)
-    # By a reshape, or the compiler moves the numbers through shared memory.
-    shift = tl.arange(0, 2).reshape(1, 1, 1, 1, 2) * 16
-    powers = ((exponents >> shift) & 255).reshape(ROWS, GROUPS, 1)
-    powers2 = ((exponents >> (shift + 8)) & 255).reshape(ROWS, GROUPS, 1)
-    powers = tl.broadcast_to(powers, (ROWS, GROUPS, 4))
-    powers2 = tl.broadcast_to(powers2, (ROWS, GROUPS, 4))
     first, second = first.reshape(ROWS, GROUPS, 4), second.reshape(ROWS, GROUPS, 4)
-    numbers = mxfp4_numbers(first, second, powers, powers2, kind, IN_PAIRS)
+    if TILE == NVFP4_TILE:
+        scales = scales.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 2).permute(0, 2, 3, 1, 4)
+        scales = tl.broadcast_to(scales.reshape(ROWS, GROUPS, 1), (ROWS, GROUPS, 4))
+        numbers = nvfp4_numbers(first, second, scales, kind, IN_PAIRS)
+    else:
+        scales = scales.reshape(ROW_TILES, COLUMN_TILES, 4, 8, 1).permute(0, 2, 3, 1, 4)
+        # By a reshape, or the compiler moves the numbers through shared memory.
+        shift = tl.arange(0, 2).reshape(1, 1, 1, 1, 2) * 16
+        powers = ((scales >> shift) & 255).reshape(ROWS, GROUPS, 1)
+        powers2 = ((scales >> (shift + 8)) & 255).reshape(ROWS, GROUPS, 1)
+        powers = tl.broadcast_to(powers, (ROWS, GROUPS, 4))
+        powers2 = tl.broadcast_to(powers2, (ROWS, GROUPS, 4))
+        numbers = fp4_numbers(first, second, powers, powers2, kind, IN_PAIRS)
     return in_place(numbers, BY_WARP)
