@@ -33,7 +33,7 @@ from kv_transfer.stages import stage_starts
 Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 QuantizationName = Literal[
-    "auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"
+    "auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8", "quark"
 ]
 LoadFormat = Literal["safetensors", "dummy"]
 SchedulingPolicy = Literal["fcfs", "priority"]

@@ -78,11 +78,45 @@ class Int8Scheme(IntegerScheme, frozen=True, kw_only=True, tag="int8"):
 
 
 class Mxfp4Scheme(msgspec.Struct, frozen=True, tag="mxfp4"):
-    """Numbers in float4 e2m1; 32 inputs of an output share an exponent of 8 bits."""
+    """Numbers in float4 e2m1; 32 inputs of an output share an exponent of 8 bits.
+
+    Attributes:
+        layout: Whose names; gpt-oss has the tensors of all experts in one.
+    """
+
+    layout: Literal["gpt-oss", "compressed-tensors", "modelopt"] = "gpt-oss"
+
+
+class Nvfp4Scheme(msgspec.Struct, frozen=True, kw_only=True, tag="nvfp4"):
+    """Numbers in float4 e2m1; some inputs of an output share a scale in float8 e4m3, all weights a
+    factor in float32. Inputs stay in the model's dtype, whatever the publisher means.
+
+    Attributes:
+        layout: Whose names. ModelOpt's weights are multiplied by the factor, those of
+            compressed-tensors divided.
+        group_size: Inputs that share a scale, a multiple of 16.
+        smoothed: Inputs are multiplied by numbers of their own first, where a layer has them
+            (`pre_quant_scale`).
+    """
+
+    layout: Literal["compressed-tensors", "modelopt"]
+    group_size: int = 16
+    smoothed: bool = False
+
+
+class Mxfp8Scheme(msgspec.Struct, frozen=True, tag="mxfp8"):
+    """Numbers in float8 e4m3; 32 inputs of an output share an exponent of 8 bits. Inputs stay in
+    the model's dtype.
+
+    Attributes:
+        scale_name: The exponents' suffix in the checkpoint.
+    """
+
+    scale_name: str = "weight_scale"
 
 
 Integers = Int4Scheme | Int8Scheme
-Scheme = Fp8Scheme | Integers | Mxfp4Scheme
+Scheme = Fp8Scheme | Integers | Mxfp4Scheme | Nvfp4Scheme | Mxfp8Scheme
 
 
 class SchemeRule(msgspec.Struct, frozen=True):

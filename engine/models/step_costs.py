@@ -13,7 +13,15 @@ from engine.config import EngineConfig
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertSpec
-from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Mxfp4Scheme, Scheme
+from engine.quantization import (
+    Fp8Scheme,
+    Int4Scheme,
+    Int8Scheme,
+    Mxfp4Scheme,
+    Mxfp8Scheme,
+    Nvfp4Scheme,
+    Scheme,
+)
 from engine.step_work import AttentionCost, ExpertCost, ModelCost
 from kv_transfer.layout import DTYPE_BYTES
 
@@ -212,5 +220,9 @@ def _bytes_of(scheme: Scheme | None, inputs: int, plain: int) -> float:
             return 1 + 4 / (group if group > 0 else inputs)
         case Mxfp4Scheme():
             return 0.5 + 1 / 32
+        case Nvfp4Scheme(group_size=group):
+            return 0.5 + 1 / group
+        case Mxfp8Scheme():
+            return 1 + 1 / 32
         case _:
             return float(plain)

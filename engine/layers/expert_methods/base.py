@@ -86,6 +86,8 @@ class ExpertLayer(nn.Module):
     w2: Tensor
     s13: Tensor
     s2: Tensor
+    f13: Tensor | None
+    f2: Tensor | None
     packed13: Tensor
     groups13: Tensor
     packed2: Tensor

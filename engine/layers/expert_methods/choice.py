@@ -14,7 +14,14 @@ from engine.layers.expert_methods.int8 import int8_experts
 from engine.layers.expert_methods.plain import PlainExperts
 from engine.layers.methods.registry import format_of
 from engine.layers.shard import Shard
-from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Mxfp4Scheme, Scheme
+from engine.quantization import (
+    Fp8Scheme,
+    Int4Scheme,
+    Int8Scheme,
+    Mxfp4Scheme,
+    Nvfp4Scheme,
+    Scheme,
+)
 
 ExpertFactory = Callable[[Any, Shard], ExpertMethod | None]
 """Is given scheme and rank; returns a method for them, or None: dequantise."""
@@ -24,6 +31,7 @@ EXPERTS: dict[type[Any], ExpertFactory] = {
     Int4Scheme: int4_experts,
     Int8Scheme: int8_experts,
     Mxfp4Scheme: fp4_experts,
+    Nvfp4Scheme: fp4_experts,
 }
 """Methods of experts that compute with quantised numbers, by scheme."""
 
@@ -32,6 +40,6 @@ def expert_method(shard: Shard, scheme: Scheme | None) -> ExpertMethod:
     """Returns the method for experts on this rank."""
     factory = None if scheme is None else EXPERTS.get(type(scheme))
     method = None if factory is None else factory(scheme, shard)
-    if method is None and isinstance(scheme, Mxfp4Scheme):
+    if method is None and isinstance(scheme, Mxfp4Scheme) and scheme.layout == "gpt-oss":
         method = DequantisedMxfp4Experts()
     return method or PlainExperts(format_of(scheme, shard.prefix))

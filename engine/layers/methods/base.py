@@ -99,6 +99,7 @@ class LinearLayer(nn.Module):
         weight_scale, weight_zero: Beside `weight`, as `fp8_linear` and `int8_linear` have them.
         packed, groups, input_order: Instead of `weight`, as `int4_linear` has them: 4-bit weights,
             and the order in which they take inputs; None: as they come.
+        tiles, factors: Instead of `weight`, as `fp4_linear` has them; None: there are no factors.
     """
 
     scheme: Scheme | None
@@ -111,6 +112,8 @@ class LinearLayer(nn.Module):
     packed: nn.Parameter
     groups: nn.Parameter
     input_order: nn.Parameter | None
+    tiles: nn.Parameter
+    factors: nn.Parameter | None
 
 
 class LinearMethod(ABC):

@@ -12,20 +12,34 @@ from typing import Any
 from engine.errors import CannotStartError
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
+from engine.layers.methods.fp4_format import fp4_format
+from engine.layers.methods.fp4_linear import fp4_linear
 from engine.layers.methods.fp8_format import Fp8Format
 from engine.layers.methods.fp8_linear import fp8_linear
 from engine.layers.methods.int4_linear import int4_linear
 from engine.layers.methods.int8_linear import int8_linear
 from engine.layers.methods.integer_format import IntegerFormat
+from engine.layers.methods.mxfp8_format import Mxfp8Format
 from engine.layers.methods.weight_format import Dequantised, WeightFormat
-from engine.quantization import Fp8Scheme, Int4Scheme, Int8Scheme, Scheme
+from engine.quantization import (
+    Fp8Scheme,
+    Int4Scheme,
+    Int8Scheme,
+    Mxfp4Scheme,
+    Mxfp8Scheme,
+    Nvfp4Scheme,
+    Scheme,
+)
 
-FORMATS: dict[type[Any], Callable[[Any], WeightFormat]] = {
+FORMATS: dict[type[Any], Callable[[Any], WeightFormat | None]] = {
     Fp8Scheme: Fp8Format,
     Int4Scheme: IntegerFormat,
     Int8Scheme: IntegerFormat,
+    Mxfp4Scheme: fp4_format,
+    Mxfp8Scheme: Mxfp8Format,
+    Nvfp4Scheme: fp4_format,
 }
-"""Formats of matrices, by scheme."""
+"""Formats of matrices, by scheme; None: the scheme is not one of single matrices."""
 
 LinearFactory = Callable[[Any, LinearMethod, LinearShare, GemmPolicy], LinearMethod | None]
 """Is given scheme, method of plain weights, share and policy of the device; returns a method for
@@ -35,6 +49,8 @@ LINEAR: dict[type[Any], LinearFactory] = {
     Fp8Scheme: fp8_linear,
     Int4Scheme: int4_linear,
     Int8Scheme: int8_linear,
+    Mxfp4Scheme: fp4_linear,
+    Nvfp4Scheme: fp4_linear,
 }
 """Methods that compute with quantised numbers, by scheme."""
 
@@ -45,13 +61,14 @@ class UnsupportedScheme(CannotStartError):
 
 def weight_format(scheme: Scheme, name: str) -> WeightFormat:
     """Returns how matrices of a scheme are stored. Raises `UnsupportedScheme` about `name`."""
-    if type(scheme) not in FORMATS:
+    form = FORMATS[type(scheme)](scheme)
+    if form is None:
         kind = type(scheme).__name__.removesuffix("Scheme").upper()
         raise UnsupportedScheme(
             f"{name} is quantised as {kind}, which is not supported for this layer: use another "
             "checkpoint of the model"
         )
-    return FORMATS[type(scheme)](scheme)
+    return form
 
 
 def quantised_linear(

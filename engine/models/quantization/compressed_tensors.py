@@ -6,11 +6,22 @@ from typing import Literal
 
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.integers import SCHEMES, Inputs, read_integers
+from engine.models.quantization.micro_floats import (
+    MICRO_FORMATS,
+    MICRO_SCALE_TYPES,
+    read_micro_floats,
+)
 from engine.quantization import Fp8Scheme, Quantization, Scheme, SchemeRule
 
 _STATES = ("compressed", "frozen")
 _SCALE_TYPES = ("float16", "bfloat16", "float32")
-_FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
+_FORMATS = (
+    "float-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "naive-quantized",
+    *MICRO_FORMATS,
+)
 _PLAIN = "dense"
 
 
@@ -71,9 +82,14 @@ def _scheme(weights: Fields, form: str, inputs: Inputs) -> Scheme:
     weights.expect("dynamic", False)
     # Without zero points their type says nothing.
     is_symmetric = weights.get("symmetric", bool, True)
-    weights.expect("zp_dtype", "int8", *(("e4m3",) if is_symmetric else ()))
-    weights.expect("scale_dtype", *_SCALE_TYPES)
+    weights.expect("zp_dtype", "int8", *(MICRO_SCALE_TYPES if is_symmetric else ()))
     weights.ignore("observer", "observer_kwargs")
+    if kind == "float" and (bits == 4 or form in MICRO_FORMATS):
+        weights.expect("scale_dtype", *_SCALE_TYPES, *MICRO_SCALE_TYPES)
+        return read_micro_floats(weights, bits, form)
+    if inputs.numbers == "e2m1":
+        raise weights.refused("num_bits", f"weights of {bits} bits beside inputs of 4 bits")
+    weights.expect("scale_dtype", *_SCALE_TYPES)
     if (bits, kind) == (8, "float"):
         return _fp8(weights, inputs)
     if bits in SCHEMES and kind == "int":
@@ -103,21 +119,22 @@ def _inputs(fields: Fields | None) -> Inputs:
     if fields is None:
         return Inputs()
     bits, kind = fields.get("num_bits", int, 8), fields.word("type", "int")
-    if (bits, kind) not in ((8, "float"), (8, "int")):
+    if (bits, kind) not in ((8, "float"), (8, "int"), (4, "float")):
         raise fields.refused("num_bits", f"activations of {bits} bits, type {kind!r}")
     is_symmetric = fields.get("symmetric", bool, True)
     if kind == "float":
         fields.expect("symmetric", True)
-    dynamic = fields.get("dynamic", bool, False)
-    fields.expect("strategy", "tensor", *(("token", "group") if dynamic else ()))
-    fields.expect("group_size", 128)
-    fields.expect("scale_dtype", *_SCALE_TYPES)
-    fields.expect("zp_dtype", "e4m3", "int8")
+    # Of NVFP4, scales of groups are dynamic, and their factor is static.
+    dynamic = bool(fields.choice("dynamic", False, True, "local"))
+    fields.expect("strategy", "tensor", *(("token", "group", "tensor_group") if dynamic else ()))
+    fields.expect("group_size", 16, 32, 128)
+    fields.expect("scale_dtype", *_SCALE_TYPES, *MICRO_SCALE_TYPES)
+    fields.expect("zp_dtype", "int8", *MICRO_SCALE_TYPES)
     fields.expect("block_structure")
     fields.expect("actorder")
     fields.ignore("observer", "observer_kwargs")
     fields.finish()
-    numbers = "e4m3" if kind == "float" else "int8"
+    numbers = "int8" if kind == "int" else "e4m3" if bits == 8 else "e2m1"
     return Inputs("dynamic" if dynamic else "static", numbers, is_symmetric)
 
 

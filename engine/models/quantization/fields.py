@@ -13,7 +13,7 @@ from engine.models.specs.base import UnsupportedField
 
 SUPPORTED = (
     "use a checkpoint in FP8 (block, channel or tensor scales), INT8, AWQ, GPTQ, AutoRound or "
-    "compressed-tensors with 4-bit groups, MXFP4, or without quantisation"
+    "compressed-tensors with 4-bit groups, NVFP4, MXFP4, MXFP8, or without quantisation"
 )
 
 _T = TypeVar("_T")

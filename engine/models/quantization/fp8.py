@@ -1,10 +1,10 @@
-"""Reads `quant_method: fp8`: block scales of 128 x 128 (DeepSeek V3, Qwen3-FP8), or one per tensor.
-`--quantization fp8` needs nothing from the checkpoint."""
+"""Reads `quant_method: fp8`: block scales of 128 x 128 (DeepSeek V3, Qwen3-FP8), or one per tensor,
+and `mxfp8`. `--quantization fp8` needs nothing from the checkpoint."""
 
 from __future__ import annotations
 
 from engine.models.quantization.fields import Fields
-from engine.quantization import Activations, Fp8Scheme, Quantization, SchemeRule
+from engine.quantization import Activations, Fp8Scheme, Mxfp8Scheme, Quantization, SchemeRule
 
 LM_HEAD = "lm_head"
 """Never quantised by these methods, listed or not."""
@@ -43,3 +43,15 @@ def read_fp8(fields: Fields) -> Quantization:
         ignored=(*listed, LM_HEAD),
         kv_cache="fp8" if kv_cache else None,
     )
+
+
+def read_mxfp8(fields: Fields) -> Quantization:
+    """Reads `quant_method: mxfp8`: FP8 with a power of two for each 32 inputs of an output."""
+    fields.expect("fmt", "e4m3")
+    fields.expect("scale_fmt", "e8m0")
+    fields.expect("activation_scheme", "dynamic")
+    fields.expect("weight_block_size", [1, 32])
+    fields.expect("is_checkpoint_mxfp8_serialized", True)
+    listed = fields.names("modules_to_not_convert") + fields.names("ignored_layers")
+    rule = SchemeRule(("Linear",), Mxfp8Scheme("weight_scale_inv"))
+    return Quantization(method="mxfp8", rules=(rule,), ignored=(*listed, LM_HEAD))

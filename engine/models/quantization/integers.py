@@ -17,7 +17,7 @@ class Inputs(NamedTuple):
     """Says how a GEMM's inputs are quantised, as the publisher means it.
 
     Attributes:
-        numbers: `int8` or `e4m3`; empty: not at all.
+        numbers: `int8`, `e4m3` or `e2m1`; empty: not at all.
     """
 
     activations: Activations = "none"

@@ -13,9 +13,10 @@ from engine.models.json_file import read_json
 from engine.models.quantization.auto_round import read_auto_round
 from engine.models.quantization.compressed_tensors import read_compressed_tensors
 from engine.models.quantization.fields import Fields
-from engine.models.quantization.fp8 import ONLINE, read_fp8
+from engine.models.quantization.fp8 import ONLINE, read_fp8, read_mxfp8
 from engine.models.quantization.modelopt import read_modelopt
 from engine.models.quantization.packed import read_awq, read_gptq, read_mxfp4
+from engine.models.quantization.quark import read_quark
 from engine.models.wrappers import with_own_names
 from engine.quantization import Quantization
 
@@ -28,6 +29,8 @@ READERS: dict[str, Callable[[Fields], Quantization]] = {
     "intel/auto-round": read_auto_round,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "mxfp8": read_mxfp8,
+    "quark": read_quark,
 }
 """The only list, by `quant_method` of config.json."""
 

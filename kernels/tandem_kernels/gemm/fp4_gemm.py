@@ -19,11 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.attention.cache_lines import prefetch_lines
 from tandem_kernels.device import supports_pdl
 from tandem_kernels.gemm.fp4_numbers import NVFP4_TILE, tile_places
-from tandem_kernels.gemm.fp4_products import products
+from tandem_kernels.gemm.fp4_products import operand_constants, products
 from tandem_kernels.gemm.fp4_tiles import SIDE
 from tandem_kernels.gemm.fp4_tuning import FIXED, Fp4Tuning, fp4_tuning
 from tandem_kernels.part_sums import sum_of_parts
-from tandem_kernels.warpgroup_waits import waits_for_products
 
 MAX_STRIPS = 1 << 14
 """More than GEMMs whose inner dimension is split have."""
@@ -215,12 +214,8 @@ def launch(
         SPLITS=tuning.splits,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        BY_WARP=tuning.num_warps < 4,
         EVEN=inner % tuning.depth == 0,
-        IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
-        WAITS=waits_for_products(x.device, tuning.num_warps),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        TILE=tiles.shape[2],
+        **operand_constants(x, tiles, tuning.num_warps),
         OVERLAP=overlap,
         AHEAD=tuning.ahead,
         num_warps=tuning.num_warps,

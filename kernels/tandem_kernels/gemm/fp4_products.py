@@ -8,10 +8,15 @@ are serialized"). By strips of 64 nothing waits but for what it needs.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tandem_kernels.gemm.fp4_numbers import fp4_weights, in_order_of_warps
+from tandem_kernels.warpgroup_waits import waits_for_products
 
 
 @triton.jit
@@ -131,3 +136,14 @@ def products(
                 PRECISION, TILE,
             )  # fmt: skip
     return gate, up, gate2, up2, next_gate, next_up, next_gate2, next_up2
+
+
+def operand_constants(x: Tensor, tiles: Tensor, num_warps: int) -> dict[str, Any]:
+    """Returns the constants of a launch that say how weights become an operand for the rows `x`."""
+    return {
+        "BY_WARP": num_warps < 4,
+        "IN_PAIRS": x.is_cuda and x.dtype == torch.bfloat16,
+        "WAITS": waits_for_products(x.device, num_warps),
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "TILE": tiles.shape[-1],
+    }

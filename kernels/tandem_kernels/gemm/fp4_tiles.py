@@ -205,7 +205,7 @@ def untile_nvfp4(tiles: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
     shifts = 8 * torch.arange(4, dtype=torch.int32, device=tiles.device).view(2, 2).t()
     kept = (words >> shifts[..., None]) & 255
     scales = (kept + (NVFP4_ADDED << 3) << 20).view(torch.float32) / _SCALES_LIFTED
-    return _in_order(values.unflatten(-1, (2, 4)).mul_(scales).flatten(-2))[
+    return _in_order(values.view(*values.shape[:-1], 2, 4).mul_(scales).flatten(-2))[
         :num_outputs, :num_inputs
     ]
 
@@ -222,5 +222,5 @@ def _numbers_of(tiles: Tensor) -> Tensor:
 def _in_order(values: Tensor) -> Tensor:
     """Returns what `_numbers_of` gave as [outputs, inputs]."""
     num_rows, num_columns = values.shape[:2]
-    values = values.unflatten(-1, (4, 2)).permute(0, 2, 6, 3, 1, 5, 7, 4, 8)
+    values = values.reshape(*values.shape[:-1], 4, 2).permute(0, 2, 6, 3, 1, 5, 7, 4, 8)
     return values.reshape(num_rows * SIDE, num_columns * SIDE)

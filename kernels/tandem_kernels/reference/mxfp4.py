@@ -28,10 +28,20 @@ def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     Returns:
         [..., n * 32].
     """
-    pairs, powers = _tables(blocks.device)
-    numbers = pairs.index_select(0, blocks.flatten().int()).view(*blocks.shape[:-1], BLOCK)
-    scale = powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
-    return numbers.mul_(scale).to(dtype).flatten(-2)
+    numbers = e2m1_numbers(blocks)
+    return numbers.mul_(e8m0_powers(scales).unsqueeze(-1)).to(dtype).flatten(-2)
+
+
+def e2m1_numbers(packed: Tensor) -> Tensor:
+    """Returns both numbers of each byte, in float32: [..., n] uint8 -> [..., 2 * n]."""
+    pairs, _ = _tables(packed.device)
+    return pairs.index_select(0, packed.flatten().int()).view(*packed.shape[:-1], -1)
+
+
+def e8m0_powers(exponents: Tensor) -> Tensor:
+    """Returns the power of two of each exponent, uint8, in float32."""
+    _, powers = _tables(exponents.device)
+    return powers.index_select(0, exponents.flatten().int()).view(exponents.shape)
 
 
 @cache

@@ -38,7 +38,7 @@ POWERS = 0x7C7C7C7C
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes experts stay in MXFP4, which plain torch then computes with."""
-    monkeypatch.setitem(choice.EXPERTS, Mxfp4Scheme, lambda scheme, shard: Fp4Experts())
+    monkeypatch.setitem(choice.EXPERTS, Mxfp4Scheme, lambda scheme, shard: Fp4Experts(scheme))
     torch.manual_seed(5)
 
 

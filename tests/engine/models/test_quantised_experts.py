@@ -19,10 +19,11 @@ from engine.config import EngineConfig
 from engine.distributed import ParallelGroup
 from engine.layers.expert_methods import choice
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod
-from engine.layers.expert_methods.fp4 import Mxfp4Experts
+from engine.layers.expert_methods.fp4 import Fp4Experts
 from engine.layers.expert_methods.fp8 import Fp8Experts
 from engine.layers.expert_methods.plain import PlainExperts
 from engine.layers.expert_share import ExpertShare
+from engine.layers.methods.fp4_tiling import ScaleError
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import Experts
@@ -32,7 +33,7 @@ from engine.models.loader import load_weights
 from engine.parallel import ParallelPlace
 from engine.quantization import Fp8Scheme, Mxfp4Scheme, Quantization, SchemeRule
 from kv_transfer.config import KVTransferConfig
-from tandem_kernels.gemm.fp4_tiles import untile_mxfp4
+from tandem_kernels.gemm.fp4_tiles import untile_fp4
 from tandem_kernels.reference import quantised_experts
 from tandem_kernels.reference.fp8 import dequantise_weight
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
@@ -79,7 +80,7 @@ def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes experts stay in FP8 and in MXFP4, which plain torch then computes with."""
     monkeypatch.setitem(choice.EXPERTS, Fp8Scheme, lambda scheme, shard: Fp8Experts(scheme))
-    monkeypatch.setitem(choice.EXPERTS, Mxfp4Scheme, lambda scheme, shard: Mxfp4Experts())
+    monkeypatch.setitem(choice.EXPERTS, Mxfp4Scheme, lambda scheme, shard: Fp4Experts(scheme))
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +105,10 @@ def meaning(layer: ExpertLayer, expert: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns gate, up and down projection of an expert, in plain numbers."""
     hidden, width = layer.sizes.hidden, layer.sizes.width
     if layer.w13.dtype == torch.int32:
-        gate, up = (untile_mxfp4(layer.w13[expert, i], width, hidden) for i in (0, 1))
-        return gate, up, untile_mxfp4(layer.w2[expert], hidden, width)
+        f13, f2 = (None, None) if layer.f13 is None else layer.f13[expert], layer.f2
+        gate, up = (untile_fp4(layer.w13[expert, i], width, hidden, f13[i]) for i in (0, 1))
+        factor = None if f2 is None else f2[expert]
+        return gate, up, untile_fp4(layer.w2[expert], hidden, width, factor)
     if layer.w13.dim() == 3:
         gate, up = layer.w13[expert].split(width)
         return gate, up, layer.w2[expert]
@@ -194,7 +197,7 @@ def test_an_exponent_beyond_the_tiles_is_refused_by_name(
     stored = load_file(folder / "model.safetensors")
     stored["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = 130
     save_file(stored, folder / "model.safetensors")
-    with pytest.raises(UnsupportedScheme, match=r"layers\.1.*down_proj_scales.* is 130, above 128"):
+    with pytest.raises(ScaleError, match=r"layers\.1.*down_proj_scales.* is 130, above 128"):
         experts_of(folder, 0, 1)
 
 

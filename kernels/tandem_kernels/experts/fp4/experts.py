@@ -27,7 +27,7 @@ from tandem_kernels.experts.expert_tuning import ExpertShape, ExpertTuning
 from tandem_kernels.experts.fp4.expert_tile import expert_tile
 from tandem_kernels.experts.fp4.pair_shapes import format_of, takes_each_pair
 from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
-from tandem_kernels.warpgroup_waits import waits_for_products
+from tandem_kernels.gemm.fp4_products import operand_constants
 
 FIXED = ExpertTuning(rows=64, cols=64, depth=64, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
@@ -184,7 +184,7 @@ def fp4_expert_gemm(
         factors: Of NVFP4: [E, 2] or [E] float32, as `fp4_experts` has them.
     """
     num_pairs, num_outputs = out.shape
-    num_experts, num_parts, num_tile_rows, num_tile_columns, tile_words = weight.shape
+    num_experts, num_parts, num_tile_rows, num_tile_columns, _ = weight.shape
     row_tiles, constants = rows.tiles(tuning.rows, tuning.extra_rows)
     num_tiles = row_tiles * triton.cdiv(num_outputs, tuning.cols)
     splits = tuning.splits if num_tiles <= MAX_TILES and tuning.strips == 1 else 1
@@ -217,7 +217,6 @@ def fp4_expert_gemm(
         DEPTH=tuning.depth,
         GROUP=tuning.group,
         SPLITS=splits,
-        BY_WARP=tuning.num_warps < 4,
         EXTRA=extra,
         SPARES_EXTRA=tuning.spares_extra and extra > 0,
         UNROLL=tuning.unroll,
@@ -227,10 +226,7 @@ def fp4_expert_gemm(
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,
         EVEN=x.shape[1] % tuning.depth == 0,
-        IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
-        WAITS=waits_for_products(x.device, tuning.num_warps),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        TILE=tile_words,
+        **operand_constants(x, weight, tuning.num_warps),
         **constants,
         **tuning.options,
         **rows.launch,

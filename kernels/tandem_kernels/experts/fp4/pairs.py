@@ -37,10 +37,10 @@ from tandem_kernels.gemm.fp4_numbers import (
     in_order_of_warps,
     tile_places,
 )
+from tandem_kernels.gemm.fp4_products import operand_constants
 from tandem_kernels.gemm.fp4_tiles import TILE_WORDS
 from tandem_kernels.part_sums import sum_of_parts
 from tandem_kernels.small_launches import in_turn, take_turn
-from tandem_kernels.warpgroup_waits import waits_for_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,15 +306,11 @@ def fp4_pair_gemm(
         GATED=num_parts == 2,
         HAS_BIAS=bias is not None,
         CLAMPED=gate is not None,
-        BY_WARP=tuning.num_warps < 4,
-        IN_PAIRS=x.is_cuda and x.dtype == torch.bfloat16,
-        WAITS=waits_for_products(x.device, tuning.num_warps),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **operand_constants(x, weight, tuning.num_warps),
         **_constants_of(choice),
         WARPS=tuning.num_warps,
         ADDS=adds,
         **_constants_of_turns(tuning, x, tile_words),
-        TILE=tile_words,
         **tuning.options,
         **in_turn(x.device, num_tokens),
     )
