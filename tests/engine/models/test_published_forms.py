@@ -141,7 +141,7 @@ def test_only_the_kv_cache_is_quantised(config: dict[str, Any], copy: Copy) -> N
     ("config", "words"),
     [
         (MODELOPT | {"kv_cache_scheme": "NVFP4"}, "asks for a KV cache in 'NVFP4'"),
-        (MODELOPT | {"quant_algo": "NVFP4"}, "asks for weights quantised by 'NVFP4'"),
+        (MODELOPT | {"quant_algo": "NVFP4_SVD"}, "asks for weights quantised by 'NVFP4_SVD'"),
         (MODELOPT | {"quant_algo": 8}, "asks for weights quantised by 8"),
         ({"quant_method": "gptq", "bits": 3}, "asks for weights of 3 bits"),
         (_CHANNELS | {"format": "dense"}, "asks for weights stored as 'dense'"),
