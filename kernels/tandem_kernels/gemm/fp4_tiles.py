@@ -49,7 +49,7 @@ NVFP4_TILE_WORDS = 576
 NVFP4_ADDED = 224
 """A scale's exponent, in bf16, is so much more than what its byte has of it."""
 NVFP4_FACTOR = 2.0**7
-"""What sums of products by tiles of NVFP4 must be multiplied by, besides the weight's factor."""
+"""Sums of products by tiles of NVFP4 are multiplied by this, besides the weight's factor."""
 MAX_EXPONENT = 128
 _ADDED_EXPONENT = 126
 _SCALES_LIFTED = 2.0**119

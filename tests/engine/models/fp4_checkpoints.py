@@ -75,7 +75,7 @@ def write_mxfp4(name: str = "weight") -> Writer:
 
 
 def write_mxfp8(scale_name: str = "weight_scale", *, is_typed: bool = False) -> Writer:
-    """`is_typed`: exponents are stored as such, and not as bytes."""
+    """Returns the writer of MXFP8; `is_typed`: exponents are stored as such, and not as bytes."""
 
     def write(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
         exponents, wide = _exponents(weight, 448.0)
