@@ -33,7 +33,7 @@ _PASSED = frozenset(
 
 
 class Exchange:
-    """`status` and `first_chunk` are meaningful once `open` has returned. It is in `open_ones`
+    """`status`, `first_chunk` and what the answer is are meaningful once `open` has returned. It is in `open_ones`
     until it is closed."""
 
     def __init__(self, placement: Placement, open_ones: set[Exchange]) -> None:
@@ -49,6 +49,7 @@ class Exchange:
         """Tokens of the answer that other nodes had brought before."""
         self.waiting_since: float | None = self.asked_at
         """Monotonic seconds; None while nobody waits for the node."""
+        self.is_event_stream = False
         self.is_journaled = False
         self.journal_number = 0
         self._silence = ""
@@ -76,6 +77,8 @@ class Exchange:
         except TimeoutError:
             raise NodeLost(self._silence) from None
         self.status = self._response.status
+        kind = self._header(b"content-type")
+        self.is_event_stream = kind.startswith(b"text/event-stream")
         self._read_journal_header()
         self.first_chunk = await self._read_beginning()
         self.begun_at = time.monotonic()
@@ -118,10 +121,6 @@ class Exchange:
             self._response.close()
         elif self._head_deadline is not None:
             self._head_deadline.reschedule(asyncio.get_running_loop().time())
-
-    @property
-    def is_event_stream(self) -> bool:
-        return self._header(b"content-type").startswith(b"text/event-stream")
 
     def response_headers(self) -> list[tuple[bytes, bytes]]:
         """Returns what the client gets to see of the node's headers, names in lower case, and which
