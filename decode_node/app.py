@@ -33,7 +33,8 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
     """Returns the application. It needs no lifespan: whoever makes `api` also starts and stops what
     is in it. `num_open` counts requests that are being answered."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
-    serve(app, node_routes(api, num_open))
+    serve(app, _client_routes(api, num_open))
+    serve(app, _operator_routes(api), is_named=False)
     app.add_exception_handler(HttpError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
@@ -50,14 +51,21 @@ def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> A
 def node_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
     """Returns the routes of all that a node serves. The docstrings of what they call say what it
     is, in docs/api.md too."""
-    own = (
-        create_router(api),
-        create_tokenizer_router(api),
-        create_admin_router(api.reset_prefix_cache),
-        create_profile_router(api.profiles),
-        create_adapter_router(api.adapters),
-    )
-    return [*(route for routes in own for route in routes.routes), *_service_routes(api, num_open)]
+    return [*_client_routes(api, num_open), *_operator_routes(api)]
+
+
+def _client_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
+    own = create_router(api).routes + create_tokenizer_router(api).routes
+    return [*own, *_service_routes(api, num_open)]
+
+
+def _operator_routes(api: Api) -> list[BaseRoute]:
+    metrics = api.metrics.registry if api.settings.metrics_port is None else None
+    return [
+        *create_admin_router(api.reset_prefix_cache, metrics).routes,
+        *create_profile_router(api.profiles).routes,
+        *create_adapter_router(api.adapters).routes,
+    ]
 
 
 def _service_routes(api: Api, num_open: Callable[[], int]) -> list[Route]:

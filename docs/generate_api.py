@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, SecretStr
 from starlette.routing import Route
 
@@ -262,7 +263,12 @@ def node_paths() -> dict[str, tuple[set[str], str]]:
     """Returns methods and meaning of each path of a decode node."""
     settings = DecodeNodeSettings(model="any", enable_tokenizer_info_endpoint=True)
     api: Any = SimpleNamespace(
-        settings=settings, tokenizer=None, reset_prefix_cache=None, profiles=None, adapters=None
+        settings=settings,
+        tokenizer=None,
+        reset_prefix_cache=None,
+        profiles=None,
+        adapters=None,
+        metrics=SimpleNamespace(registry=CollectorRegistry()),
     )
     found = _paths(node_routes(api, lambda: 0))
     posts = {path for path, (how, _) in found.items() if how == {"POST"}}

@@ -182,7 +182,8 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     open_paths = {"/health", "/ready", "/ping"}
     if settings.admin_port is None:
         # A key of the API is a client's.
-        serve(app, operator_routes(*services.for_operators(), services.keys.may_change_nodes))
+        routes = operator_routes(*services.for_operators(), services.keys.may_change_nodes)
+        serve(app, routes, is_named=False)
         open_paths.add("/metrics")
     check = app.state.key_check = ApiKeyCheck(services.keys, open_paths)
     app.add_middleware(ApiKeyGate, check=check)

@@ -1,19 +1,31 @@
-"""The routes of operators: what changes the node, and is not for clients."""
+"""The routes of operators: what changes the node, and is not for clients, and its metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request
+from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
 from decode_node.errors import PermissionDenied, Unavailable
 from decode_node.http.callers import Caller
+from edge.http.exposition import scrape_response
 
 
-def create_admin_router(reset_prefix_cache: Callable[[], Awaitable[bool]]) -> APIRouter:
-    """Returns the routes. They are for routers and, where nobody has to show a key, for all."""
+def create_admin_router(
+    reset_prefix_cache: Callable[[], Awaitable[bool]], metrics: CollectorRegistry | None
+) -> APIRouter:
+    """Returns the routes. They are for routers and, where nobody has to show a key, for all.
+    `metrics` None: they have a port of their own."""
     router = APIRouter()
+
+    if metrics is not None:
+
+        @router.get("/metrics")
+        async def scrape(request: Request) -> Response:
+            """Tells counters and histograms to Prometheus."""
+            return scrape_response(metrics, request)
 
     @router.post("/reset_prefix_cache")
     async def reset(request: Request) -> Response:

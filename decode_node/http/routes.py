@@ -35,7 +35,6 @@ from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import read_json_body, request_headers
-from edge.http.exposition import scrape_response
 from edge.http.heartbeats import Heartbeats
 from edge.http.kept_response import KeptResponse
 from edge.http.unknown_path import path_without_slash
@@ -198,13 +197,6 @@ def _add_state(router: APIRouter, api: Api) -> None:
         """Answers 200 while new requests are welcome."""
         api.state.check_accepting()
         return Response(status_code=200)
-
-    if api.settings.metrics_port is None:
-
-        @router.get("/metrics")
-        async def metrics(request: Request) -> Response:
-            """Tells counters and histograms to Prometheus."""
-            return scrape_response(api.metrics.registry, request)
 
 
 def _json(content: msgspec.Struct | dict[str, Any]) -> Response:

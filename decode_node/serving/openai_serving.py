@@ -47,13 +47,13 @@ from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_grammar import ChatGrammar
 from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.image_prompts import ImagePrompts
-from decode_node.serving.load_report import load_headers
 from decode_node.serving.model_cards import ServedModel
 from decode_node.serving.prompts import Prompts
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.errors import BadRequest
 from edge.http.kept_response import KeptResponse
+from edge.http.load_report import load_headers
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest

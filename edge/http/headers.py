@@ -4,7 +4,7 @@ Clients may say:          SESSION, PRIORITY, TTFT_DEADLINE, TIMELINE, REQUEST_ID
 Only a router may say:    PREFILL_NODES, CACHE_SALT, PREFIX, PREFIX_HOLDER, JOURNAL, RESUME, MODEL,
                           ADAPTER, SSE_KEEPALIVE, RESPONSE
 A decode node answers:    REQUEST_ID, JOURNAL, PREFILL_NODE, PREFILL_WORK, PREFILL_FAILED, LOAD
-A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE
+A router answers:         REQUEST_ID, MODEL_VERSION, PREFILL_NODE, LOAD
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TTFT_DEADLINE = "x-slo-ttft-ms"
 TIMELINE = "x-tandem-timeline"
 """An answer says where its time went, if this header is `1`."""
 LOAD_FORMAT = "endpoint-load-metrics-format"
-"""Asks a decode node for its load, by the name of a format."""
+"""Asks a decode node for its load, or a router for that of its nodes, by the name of a format."""
 LOAD = "endpoint-load-metrics"
 
 PREFILL_NODES = "x-prefiller-host-port"

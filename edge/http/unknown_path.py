@@ -1,5 +1,6 @@
 """Answers requests for what is not served: names the path, what was meant, and what there is. A
-path with a slash at its end leads to the one without. Of what is served, heads may be asked for."""
+path with a slash at its end leads to the one without. Of what is served, heads may be asked for.
+What operators ask is served and not named: who mistypes a path of the API need not learn of it."""
 
 from __future__ import annotations
 
@@ -16,16 +17,19 @@ _MAX_SHOWN = 100
 _HIDDEN = {"HEAD", "OPTIONS"}
 
 
-def serve(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Adds routes to an application, and to what it says that it serves. The framework's own
-    redirects name a scheme and a host, which proxies in front of us have changed. Who may GET may
-    HEAD, as load balancers do; the framework thinks of it for some routes alone."""
+def serve(app: FastAPI, routes: Sequence[BaseRoute], *, is_named: bool = True) -> None:
+    """Adds routes to an application. `is_named`: where a path is not found, they are what there is.
+    The framework's own redirects name a scheme and a host, which proxies in front of us have
+    changed. Who may GET may HEAD, as load balancers do; the framework thinks of it for some routes
+    alone."""
     for route in routes:
         if isinstance(route, Route) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
     app.router.redirect_slashes = False
     app.router.routes.extend(routes)
     app.state.served = [*getattr(app.state, "served", ()), *routes]
+    if is_named:
+        app.state.named = [*getattr(app.state, "named", ()), *routes]
 
 
 def unknown_path(request: Request) -> HttpError:
@@ -40,12 +44,13 @@ def unknown_path(request: Request) -> HttpError:
     is_slashed = request.scope["raw_path"].endswith(b"/")
     if is_slashed and any(route.path_regex.match(path[:-1]) for route in routes):
         return path_without_slash(request)
-    served = {
+    routes = [route for route in request.app.state.named if isinstance(route, Route)]
+    named = {
         path: _methods(route for route in routes if route.path_format == path)
         for path in {route.path_format for route in routes}
     }
-    listed = ", ".join(f"{'|'.join(sorted(how))} {one}" for one, how in sorted(served.items()))
-    meant = _meant(shown, served)
+    listed = ", ".join(f"{'|'.join(sorted(how))} {one}" for one, how in sorted(named.items()))
+    meant = _meant(shown, named)
     hint = f"did you mean {meant}? " if meant else ""
     return NotFound(f"there is no {method} {shown} here; {hint}served: {listed}")
 

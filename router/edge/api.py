@@ -20,6 +20,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from edge.http import headers as names
 from edge.http import long_work
 from edge.http.client_connection import (
     BodyLimits,
@@ -30,9 +31,11 @@ from edge.http.client_connection import (
 )
 from edge.http.errors import HttpError, send_error
 from edge.http.guarded_protocol import WRITE_DIRECTLY
+from edge.http.load_report import load_headers
 from edge.http.unknown_path import path_without_slash
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
+from router.admission.cluster_load import cluster_load
 from router.admission.model_gates import ModelGates
 from router.admission.ticket import Ticket
 from router.errors import NoNodeAvailable
@@ -104,6 +107,8 @@ class ProxyEndpoint:
         record.trace.model = (info.model_name, info.model)
         write_directly = scope["state"].get(WRITE_DIRECTLY)
         with self.forwarder.clients.client(info, send, write_directly) as client:
+            if form := request.headers.get(names.LOAD_FORMAT):
+                client.load = partial(self._load_headers, form, info.model)
             try:
                 return await self._serve(request, receive, client)
             except HttpError as error:
@@ -126,6 +131,10 @@ class ProxyEndpoint:
                     return await self.forwarder.ask(request, client)
                 async with Ticket(gate, info) as ticket:
                     return await self.forwarder.forward(request, ticket, client)
+
+    def _load_headers(self, form: str, model: str) -> dict[str, str]:
+        num_in_line = len(self.gates.of(model).line)
+        return load_headers(form, cluster_load(self.models.registry, model, num_in_line))
 
     async def _read(self, scope: Scope, receive: Receive, record: RequestHistory) -> ClientRequest:
         self.room.check()

@@ -13,7 +13,7 @@ be tried, and its head says what was computed where.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -48,6 +48,8 @@ class Client:
     info: RequestInfo
     send_timeout_s: float
     write_directly: WriteDirectly | None = None
+    load: Callable[[], Mapping[str, str]] = dict
+    """Returns headers that tell the load of this service, if the client asks for it."""
     pulse: Pulse | None = None
     head: Head = field(init=False)
     _late_status: int = 0
@@ -62,11 +64,12 @@ class Client:
         named = {names.REQUEST_ID: self.info.request_id}
         if self.info.model:
             named[names.MODEL_VERSION] = names.encode_name(self.info.model)
-        await self.head.send(_OK, STREAM_HEADERS | named)
+        await self.head.send(_OK, STREAM_HEADERS | named | dict(self.load()))
 
     async def start(self, status: int, headers: Headers) -> None:
         is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
-        headers = [*headers, (names.REQUEST_ID.encode(), self.info.request_id.encode())]
+        added = {names.REQUEST_ID: self.info.request_id, **self.load()}
+        headers = [*headers, *((name.encode(), value.encode()) for name, value in added.items())]
         if is_stream:
             known = dict(headers)
             headers += [pair for pair in _STREAM_HEADERS if pair[0] not in known]

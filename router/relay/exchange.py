@@ -33,8 +33,8 @@ _PASSED = frozenset(
 
 
 class Exchange:
-    """`status`, `first_chunk` and what the answer is are meaningful once `open` has returned. It is in `open_ones`
-    until it is closed."""
+    """`status`, `first_chunk` and what the answer is are meaningful once `open` has returned. It is
+    in `open_ones` until it is closed."""
 
     def __init__(self, placement: Placement, open_ones: set[Exchange]) -> None:
         self.placement = placement

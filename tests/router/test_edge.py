@@ -10,9 +10,11 @@ import threading
 from base64 import b64encode
 from typing import Any
 
+import httpx
 import pytest
 from yarl import URL
 
+from router.app import create_admin_app
 from router.request import info
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
 from tests.router.fakes import FakeDecodeNode, answer_json, never_answer
@@ -250,6 +252,22 @@ async def test_the_status_page_opens_in_a_browser_by_a_login(cluster: Cluster) -
         for path, expected in (*parts, ("/v1/models", 401)):
             async with router.client.get(router.url + path, headers=headers) as answer:
                 assert answer.status == expected, path
+
+
+async def test_only_operators_are_told_what_operators_may_ask(cluster: Cluster) -> None:
+    """A client may know what it can ask, and need not learn of the rest by a typing error."""
+    router = await cluster.router(await cluster.decode())
+    transport = httpx.ASGITransport(create_admin_app(router.services))
+    async with (
+        httpx.AsyncClient(base_url=router.url) as api,
+        httpx.AsyncClient(base_url="http://admin", transport=transport) as admin,
+    ):
+        for path in ("/nothing", "/metric", "/statu", "/v1/load_lora_adapte"):
+            for client, are_named in ((api, False), (admin, True)):
+                said = (await client.get(path)).json()["error"]["message"]
+                named = [one in said for one in ("/metrics", "/status/", "/reset_prefix_cache")]
+                assert named == [are_named] * 3, (path, said)
+        assert (await api.get("/metrics")).status_code == 200, "it is there all the same"
 
 
 async def test_what_is_not_served_is_named_with_what_is(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.relay.retry_budget import RetryBudget
 from router.request.proxied_path import PROXIED_PATHS
-from tests.router.cluster import Cluster, RunningRouter, eventually
+from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
 from tests.router.fakes import (
     answer_json,
     break_after,
@@ -350,3 +350,28 @@ async def test_a_silent_node_does_not_hold_a_request_for_ever(cluster: Cluster) 
     async with router.post(BODY) as response:
         assert response.status == 503
     await eventually(lambda: silent.num_open == 0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_tells_the_load_of_all_nodes_to_who_asks(
+    cluster: Cluster, is_stream: bool
+) -> None:
+    prefill = await cluster.prefill()
+    decodes = [await cluster.decode(name) for name in ("a", "b")]
+    router = await cluster.router(prefill, *decodes)
+    await prefill.status.change(num_waiting_requests=3)
+    await decodes[0].status.change(num_free_blocks=500, num_waiting_requests=1)
+    await decodes[1].status.change(num_free_blocks=750, num_waiting_requests=2)
+    asked = {"model": "demo", "prompt": "x", "stream": is_stream}
+    wanted = "TEXT named_metrics.kv_cache_usage_perc=0.375, named_metrics.num_requests_waiting=6"
+
+    async def told(**headers: str) -> str | None:
+        async with router.post(asked, **headers) as answer:
+            assert answer.status == 200
+            return answer.headers.get("endpoint-load-metrics")
+
+    async with asyncio.timeout(TIMEOUT_S):
+        while await told(endpoint_load_metrics_format="TEXT") != wanted:
+            """The reports are on their way."""
+    assert await told() is None
+    assert await told(endpoint_load_metrics_format="what") is None

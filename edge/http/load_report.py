@@ -1,5 +1,5 @@
-"""Tells a node's load with an answer, to gateways that balance by it (ORCA, the Open Request Cost
-Aggregation).
+"""Tells the load of a service with its answer, to gateways that balance by it (ORCA, the Open
+Request Cost Aggregation).
 
 A request that says `endpoint-load-metrics-format: TEXT` (or `JSON`) gets the header
 `endpoint-load-metrics`, with the metrics that vLLM reports: the share of KV blocks in use, and the
@@ -18,7 +18,7 @@ _DIGITS = 6
 
 
 class Load(Protocol):
-    """The part of a proxy that is told."""
+    """Holds what is told of whoever answers."""
 
     @property
     def kv_usage(self) -> float: ...

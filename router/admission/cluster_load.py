@@ -1,0 +1,42 @@
+"""Sums up how loaded the nodes of one model are, as they report it, for answers that tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.nodes.address import NodeRole
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
+from router.nodes.report import NodeReport
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLoad:
+    """Is what a gateway in front of routers balances by: all nodes behind a router are one to it.
+
+    Attributes:
+        kv_usage: Share of the decode nodes' KV blocks that are in use, 0 to 1.
+        num_waiting: Requests that wait at nodes, and in this router's line.
+    """
+
+    kv_usage: float
+    num_waiting: int
+
+
+def cluster_load(registry: NodeRegistry, model: str, num_in_line: int) -> ClusterLoad:
+    """Returns the load of the nodes that can be used for `model`; "": of all."""
+    decodes = _reports(registry, NodeRole.DECODE, model)
+    nodes = [*decodes, *_reports(registry, NodeRole.PREFILL, model)]
+    num_blocks = sum(report.num_total_blocks for report in decodes)
+    num_free = sum(report.num_free_blocks for report in decodes)
+    return ClusterLoad(
+        kv_usage=1 - num_free / num_blocks if num_blocks else 0.0,
+        num_waiting=num_in_line + sum(report.num_waiting_requests for report in nodes),
+    )
+
+
+def _reports(registry: NodeRegistry, role: NodeRole, model: str) -> Sequence[NodeReport]:
+    nodes: Sequence[Node] = registry.usable(role)
+    reports = [node.report for node in nodes if node.report is not None]
+    return [report for report in reports if not model or model in report.model_names]
