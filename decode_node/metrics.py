@@ -12,6 +12,7 @@ from decode_node.disagg.proxy import DisaggProxy
 from decode_node.observe.request_facts import facts_of
 from decode_node.observe.request_spans import spans_of
 from decode_node.observe.timeline import RequestRecord
+from decode_node.observe.token_gaps import GapCollector
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
@@ -39,7 +40,6 @@ _DECISIONS = _DECODE_ONLY, _PREFILL_ONLY, _PREFILL_DECODE = (
 _MEASURES = (
     # (name, meaning, buckets)
     ("vllm:time_to_first_token_seconds", "Received until first token.", TTFT_BUCKETS),
-    ("vllm:inter_token_latency_seconds", "Between outputs.", ITL_BUCKETS),
     ("vllm:request_time_per_output_token_seconds", "Mean after the first.", ITL_BUCKETS),
     ("vllm:e2e_request_latency_seconds", "Received until last token.", LATENCY_BUCKETS),
     ("vllm:request_queue_time_seconds", "Until the prompt was begun.", LATENCY_BUCKETS),
@@ -77,6 +77,8 @@ class DecodeMetrics:
             for name, text, buckets in _MEASURES
         }
         self._labels = labels
+        self._gaps = GapCollector(labels)
+        self.registry.register(self._gaps)
         self._success = self._counters(
             "vllm:request_success", "Requests by how they ended.", "finished_reason", _FINISHED
         )
@@ -182,11 +184,7 @@ class DecodeMetrics:
             histograms["tandem_second_token_seconds"].observe(
                 record.second_token_at - record.first_token_at, exemplar
             )
-        longest_s = max(record.token_gaps_s, default=0.0)
-        for gap_s in record.token_gaps_s:
-            # One of thousands is enough to lead to the trace: the longest.
-            told = exemplar if gap_s == longest_s else None
-            histograms["vllm:inter_token_latency_seconds"].observe(gap_s, told)
+        self._gaps.observe(record.gaps, exemplar)
 
     def _observe_kv(self, record: RequestRecord, exemplar: Exemplar) -> None:
         kv = record.prefill.kv

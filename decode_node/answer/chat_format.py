@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.call_ids import CallIds
-from decode_node.answer.event import event
+from decode_node.answer.event import TextEvent, event
 from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
 from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.logprobs import TokenTexts, chat_logprobs
 from decode_node.answer.output_readers import CallNews, News, OutputReaders
 from decode_node.observe.timeline import Timeline
+from decode_node.parsers.deltas import ContentText, Delta, ReasoningText
 from decode_node.protocol.chat_answer import (
     CalledFunctionOut,
     ChatChoice,
@@ -74,11 +76,17 @@ class ChatFormat(ResponseFormat):
         self._readers = self._chat.readers
         self._begun: set[int] = set()
         """Choices whose role was sent."""
+        self._text_events: dict[tuple[int, str], TextEvent] = {}
+        """Events of more text in the midst of a choice, by its number and the kind of text."""
 
     def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
     ) -> list[bytes]:
-        news = News.joined(self._readers.read(choice.index, output))
+        found = self._readers.read(choice.index, output)
+        is_plain = choice.index in self._begun and not (output.logprobs or output.finished)
+        if is_plain and (plain := self._plain_events(choice, found)) is not None:
+            return plain
+        news = News.joined(found)
         if not (self._shows(news) or self._has_more(output)):
             return []
         is_first = choice.index not in self._begun
@@ -102,6 +110,33 @@ class ChatFormat(ResponseFormat):
             )
             for item in items
         ]
+
+    def _plain_events(self, choice: Choice, found: list[Delta]) -> list[bytes] | None:
+        """Returns the events of an output in the midst of a choice that is nothing but more text,
+        or nothing at all; None if there is more to it."""
+        if not self._has_text_events or len(found) > 1:
+            return None
+        if not found:
+            return []
+        delta = found[0]
+        if isinstance(delta, ContentText):
+            return [self._text_event(choice, "content").of(delta.text)]
+        if isinstance(delta, ReasoningText) and self._chat.tells_reasoning:
+            return [self._text_event(choice, "reasoning").of(delta.text)]
+        return None
+
+    def _text_event(self, choice: Choice, kind: str) -> TextEvent:
+        known = self._text_events.get((choice.index, kind))
+        if known is None:
+            known = TextEvent(partial(self._event_of_text, choice, kind))
+            self._text_events[choice.index, kind] = known
+        return known
+
+    def _event_of_text(self, choice: Choice, kind: str, text: str) -> bytes:
+        news = News(content=text) if kind == "content" else News(reasoning=text)
+        [delta] = self._deltas(choice, news, is_first=False)
+        item = ChatChunkChoice(index=choice.index, delta=delta)
+        return self._event([item], self._usage_so_far(choice), UNSET)
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         self._readers.read(choice.index, output)

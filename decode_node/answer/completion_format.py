@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec import UNSET, UnsetType
 
-from decode_node.answer.event import event
+from decode_node.answer.event import TextEvent, event
 from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
 from decode_node.answer.generation import Choice, ChoiceResult, unpacked
 from decode_node.answer.logprobs import (
@@ -34,10 +35,14 @@ class CompletionFormat(ResponseFormat):
         self._offsets: dict[int, int] = {}
         """The place where the text of the next token begins, by choice; only of those that have
         begun."""
+        self._plain: dict[int, TextEvent] = {}
+        """Events in the midst of a choice, by its number."""
 
     def events(
         self, choice: Choice, output: RequestOutput, timeline: Timeline | UnsetType = UNSET
     ) -> list[bytes]:
+        if (plain := self._plain.get(choice.index)) and not (output.logprobs or output.finished):
+            return [plain.of(output.text)] if output.text else []
         is_first = choice.index not in self._offsets
         text = choice.prompt_text + output.text if is_first else output.text
         if not (text or self._has_news(output)):
@@ -46,6 +51,8 @@ class CompletionFormat(ResponseFormat):
         # Only log probabilities tell offsets, and where one output has them, all have.
         length = text_length(self._tokenizer, output.token_ids) if output.logprobs else 0
         self._offsets[choice.index] = offset + length
+        if is_first and self._has_text_events:
+            self._plain[choice.index] = TextEvent(partial(self._text_event, choice))
         item = CompletionChoice(
             index=choice.index,
             text=text,
@@ -56,6 +63,10 @@ class CompletionFormat(ResponseFormat):
             prompt_token_ids=self._prompt_ids(choice) if is_first else UNSET,
         )
         return [event(self._encode([item], self._chunk_usage(choice), timeline))]
+
+    def _text_event(self, choice: Choice, text: str) -> bytes:
+        item = CompletionChoice(index=choice.index, text=text)
+        return event(self._encode([item], self._chunk_usage(choice), UNSET))
 
     def resume(self, choice: Choice, output: RequestOutput) -> None:
         length = text_length(self._tokenizer, output.token_ids)

@@ -109,6 +109,11 @@ class ResponseFormat(ABC):
             return choice.usage()
         return None if self._options.include_usage else UNSET
 
+    @property
+    def _has_text_events(self) -> bool:
+        """Says whether events in the midst of an answer hold nothing new besides their text."""
+        return not (self._options.continuous_usage or self._options.return_token_ids)
+
     def _token_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._options.return_token_ids else UNSET
 

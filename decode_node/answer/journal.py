@@ -140,10 +140,10 @@ class JournalWriter:
     def take(self, choice: int | None = None) -> bytes:
         """Returns lines for what was noted of the whole and of `choice`, and not taken yet. What
         other choices have in store waits for a chunk of their own."""
-        entries, self._of_all = self._of_all, []
-        if choice is not None:
-            entries += self._of_choices.pop(choice, ())
-        return b"".join(self._line(entry) for entry in entries)
+        found = self._of_choices.pop(choice, []) if choice is not None else []
+        if self._of_all:
+            found, self._of_all = self._of_all + found, []
+        return self._line(found[0]) if len(found) == 1 else b"".join(map(self._line, found))
 
     def _line(self, entry: Entry) -> bytes:
         self._number += 1

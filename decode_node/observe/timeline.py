@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from decode_node.observe.token_gaps import TokenGaps
 from edge.http.answer_times import AnswerTimes
 from engine.frontend.output_processor import RequestOutput
 from kv_transfer.metadata import TransferStats
@@ -101,8 +102,8 @@ class RequestRecord:
     first_token_at: float = 0.0
     second_token_at: float = 0.0
     last_token_at: float = 0.0
-    token_gaps_s: list[float] = field(default_factory=list)
-    """Seconds between outputs after the first."""
+    gaps: TokenGaps = field(default_factory=TokenGaps)
+    """Times between outputs after the first."""
     num_output_tokens: int = 0
     new_token_ids: list[int] = field(default_factory=list)
     """Those of them that came from this node."""
@@ -123,7 +124,7 @@ class RequestRecord:
                 self.first_token_at = now
             else:
                 self.second_token_at = self.second_token_at or now
-                self.token_gaps_s.append(now - self.last_token_at)
+                self.gaps.add(now - self.last_token_at)
             self.last_token_at = now
             self.num_output_tokens += len(output.token_ids)
             self.new_token_ids += output.token_ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.frontend.detokenizer import Detokenizer
+from engine.frontend.detokenizer import TokenJoiner
 from engine.frontend.pieces import Piece, PieceQueue
 from engine.frontend.stop_strings import StopStringMatcher, VisibleStops
 
@@ -20,7 +20,7 @@ class PlainText:
     pieces: list[Piece] | None = None
     num_hidden = 0
 
-    def __init__(self, detokenizer: Detokenizer, matcher: StopStringMatcher) -> None:
+    def __init__(self, detokenizer: TokenJoiner, matcher: StopStringMatcher) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._certain = ""
@@ -52,7 +52,7 @@ class PieceText:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, markers: Collection[int], stops: VisibleStops | None
+        self, detokenizer: TokenJoiner, markers: Collection[int], stops: VisibleStops | None
     ) -> None:
         self._detokenizer = detokenizer
         self._markers = markers

@@ -41,6 +41,16 @@ class Decoder(Protocol):
     ) -> str: ...
 
 
+class TokenJoiner(Protocol):
+    """Forms the text of one request's output."""
+
+    def push(self, token_id: int) -> str:
+        """Takes one token and returns the new text, possibly none."""
+
+    def flush(self) -> str:
+        """Returns what was kept back: no more tokens will come, or none that complete it."""
+
+
 class Detokenizer:
     """Forms the text of one request's output, piece by piece. `before` are the tokens of a text
     that it goes on with."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.frontend.answer_text import PieceText, PlainText
-from engine.frontend.detokenizer import WINDOW, Decoder, Detokenizer
+from engine.frontend.byte_detokenizer import create_detokenizer
+from engine.frontend.detokenizer import WINDOW, Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.pieces import Piece
 from engine.frontend.stop_strings import StopStringMatcher, VisibleStops
@@ -202,7 +203,7 @@ class OutputProcessor:
 
 def _text(request: GenerationRequest, tokenizer: Decoder) -> PlainText | PieceText:
     options, stop = request.text, request.spec.sampling.stop
-    detokenizer = Detokenizer(tokenizer, options, _before(request))
+    detokenizer = create_detokenizer(tokenizer, options, _before(request))
     keeps_match = options.include_stop_str_in_output
     if (reader := request.reader) is None:
         return PlainText(detokenizer, StopStringMatcher(stop, keeps_match=keeps_match))

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 
 from engine.config import ModelConfig
+from engine.frontend.byte_detokenizer import ByteTexts
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 from engine.models.errors import CheckpointError
 from engine.models.special_tokens import read_special_tokens
@@ -73,6 +75,8 @@ class Tokenizer:
         self.added_token_ids = {token.content: id_ for id_, token in self._added.items()}
         """The ids of special and other added tokens, by their text."""
         self._byte_of_char = _byte_level_alphabet() if _is_byte_level(backend) else {}
+        self.byte_texts = self._byte_texts()
+        """Has the texts of tokens where a text is that of their bytes in a row, else None."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -252,6 +256,21 @@ class Tokenizer:
         if match := _BYTE_PIECE.fullmatch(piece):
             return bytes([int(match[1], 16)])
         return piece.replace("▁", " ").encode()
+
+    def _byte_texts(self) -> ByteTexts | None:
+        if not isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
+            return None
+        special = frozenset(id_ for id_, token in self._added.items() if token.special)
+        return ByteTexts(self._decoded_bytes, special)
+
+    def _decoded_bytes(self, token_id: int) -> bytes:
+        """Returns what the byte-level decoder makes of a token, an added one too: bytes if all of
+        its characters stand for bytes."""
+        piece = self._backend.id_to_token(token_id) or ""
+        try:
+            return bytes(map(self._byte_of_char.__getitem__, piece))
+        except KeyError:
+            return piece.encode()
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders
 
-from engine.frontend.detokenizer import REPLACEMENT, Detokenizer
+from engine.frontend.byte_detokenizer import ByteDetokenizer, create_detokenizer
+from engine.frontend.detokenizer import REPLACEMENT, Detokenizer, TokenJoiner
 from engine.frontend.stop_strings import StopStringMatcher
 from engine.frontend.text_options import TextOptions
 from engine.frontend.tokenizer import Tokenizer
-from tests.engine.frontend.small_tokenizers import byte_fallback, byte_level
+from tests.engine.frontend.small_tokenizers import (
+    byte_fallback,
+    byte_level,
+    byte_level_backend,
+)
 
+Make: TypeAlias = Callable[[Tokenizer], TokenJoiner]
 FAMILIES = [byte_level, byte_fallback]
 TEXTS = st.text(
     alphabet=st.one_of(
@@ -21,43 +32,90 @@ TEXTS = st.text(
 )
 
 
-def stream(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+MAKERS = {
+    "by a window": Detokenizer,
+    "as served": lambda tokenizer: create_detokenizer(tokenizer, TextOptions(), ()),
+}
+
+
+both = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def stream(make: Make, tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = make(tokenizer)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
+@both
 @pytest.mark.parametrize("family", FAMILIES)
 @given(text=TEXTS)
 @settings(max_examples=150, deadline=None)
-def test_text_survives_token_by_token(family, text: str) -> None:
+def test_text_survives_token_by_token(make: Make, family, text: str) -> None:
     tokenizer = family()
     ids = tokenizer.encode(text, add_special_tokens=False)
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(stream(make, tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@both
 @given(ids=st.lists(st.integers(0, byte_level().vocab_size - 1), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_any_tokens_give_the_whole_text(ids: list[int]) -> None:
+def test_any_tokens_give_the_whole_text(make: Make, ids: list[int]) -> None:
     """Broken UTF-8 and special tokens may stand anywhere among them."""
     tokenizer = byte_level()
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(stream(make, tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@both
 @given(text=TEXTS.filter(lambda text: REPLACEMENT not in text))
 @settings(max_examples=150, deadline=None)
-def test_no_piece_has_half_a_character(text: str) -> None:
+def test_no_piece_has_half_a_character(make: Make, text: str) -> None:
     tokenizer = byte_level()
-    pieces = stream(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+    pieces = stream(make, tokenizer, tokenizer.encode(text, add_special_tokens=False))
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-def test_an_unfinished_character_is_given_at_the_end() -> None:
+@both
+def test_an_unfinished_character_is_given_at_the_end(make: Make) -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("x日", add_special_tokens=False)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = make(tokenizer)
     pieces = [detokenizer.push(token_id) for token_id in ids[:-1]]
     assert "".join(pieces) == "x"
     assert detokenizer.flush() == REPLACEMENT
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_table_gives_what_the_tokenizer_does(skips: bool, data: st.DataObject) -> None:
+    """Added tokens may have characters that stand for bytes, or for none; ids may be unknown."""
+    tokenizer = with_added_tokens()
+    shown = create_detokenizer(tokenizer, TextOptions(skip_special_tokens=not skips), ())
+    for token_id in tokenizer.added_token_ids.values():
+        shown.push(token_id)  # What others are shown is nothing to this one.
+    added = st.sampled_from(list(tokenizer.added_token_ids.values()))
+    anything = st.one_of(added, st.integers(0, tokenizer.vocab_size + 2))
+    ids = data.draw(st.lists(anything, max_size=40))
+    options = TextOptions(skip_special_tokens=skips)
+    detokenizer = create_detokenizer(tokenizer, options, ())
+    assert isinstance(detokenizer, ByteDetokenizer)
+    text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=skips)
+
+
+def test_a_table_is_for_tokenizers_that_join_bytes_alone() -> None:
+    assert byte_fallback().byte_texts is None
+    backend = byte_level_backend()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    assert Tokenizer(backend).byte_texts is None
+
+
+@cache
+def with_added_tokens() -> Tokenizer:
+    backend = byte_level_backend()
+    backend.add_tokens(["é", "日", " two words ", AddedToken("<a b>", special=False)])
+    backend.add_special_tokens(["<é>", "<|日|>"])
+    return Tokenizer(backend)
 
 
 def test_the_window_stays_short_also_without_any_valid_text() -> None:
@@ -80,13 +138,14 @@ def test_the_window_stays_short_also_without_any_valid_text() -> None:
     assert max(decoded) <= 100
 
 
-def test_spaces_between_special_tokens_stay() -> None:
+@both
+def test_spaces_between_special_tokens_stay(make: Make) -> None:
     """Decoders strip a leading space; a window that begins with a special token must not."""
     tokenizer = byte_fallback()
     the = tokenizer.encode("the", add_special_tokens=False)
     special = tokenizer.encode("<|end|>", add_special_tokens=False)[-1:]
     ids = the + (special + the) * 30
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(stream(make, tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @given(prompt=TEXTS, text=st.sampled_from(["the dog", "  the", "dog", "日本", " "]))
