@@ -1,5 +1,5 @@
-"""How an architecture rotates queries and keys. Torch-free; `engine.layers.rotary` computes with
-it."""
+"""How an architecture tells positions apart: how queries and keys rotate, and queries grow.
+Torch-free; `engine.layers.rotary` computes with it."""
 
 from __future__ import annotations
 
@@ -88,6 +88,19 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
         staying = range(self.dim, head_dim)
         middle = len(staying) // 2
         return (*first, *staying[:middle], *second, *staying[middle:])
+
+
+class QueryScale(msgspec.Struct, frozen=True, kw_only=True):
+    """Makes scores grow with the position (`llama_4_scaling_beta`): a query at position p counts
+    `1 + beta * log(1 + p // length)` times.
+
+    Attributes:
+        beta: How fast they grow.
+        length: Tokens of the context that the model was first made for, within which none do.
+    """
+
+    beta: float
+    length: int
 
 
 UNROTATED = Rotary(theta=1.0, dim=0)

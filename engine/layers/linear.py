@@ -11,6 +11,7 @@ computes, and which tensors it holds, is its method's matter (`engine.layers.met
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ from engine.layers.residual import ResidualStream
 from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
+
+GateForm = Literal["none", "paired", "apart"]
+"""Where a checkpoint has the gates of query heads: behind each of them, or as a projection of their
+own."""
 
 
 class MergedColumnParallelLinear(LinearLayer):
@@ -130,7 +135,10 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one.
         head_order: [head_dim] int64 or None: element i of each query and key head is element
             `head_order[i]` of the checkpoint's.
-        gated: The checkpoint has a gate behind each query head. Those of all heads come first.
+        gates: Those of all heads come first.
+
+    Attributes:
+        names: Of the projections in the checkpoint, in the order of the outputs.
     """
 
     method_for = staticmethod(qkv_method)
@@ -146,7 +154,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         *,
         bias: bool,
         head_order: Tensor | None = None,
-        gated: bool = False,
+        gates: GateForm = "none",
     ) -> None:
         start, count = shard.part(num_heads)
 
@@ -157,15 +165,19 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
         kv = kv_heads.start, kv_heads.count, num_kv_heads
         queries = part(start, count, num_heads, head_order)
-        if gated:
+        if gates == "paired":
             of_query = torch.arange(head_dim) if head_order is None else head_order
             pairs = torch.arange(count)[:, None] * (2 * head_dim)
-            gates = (pairs + head_dim + torch.arange(head_dim)).flatten()
-            order = torch.cat((gates, (pairs + of_query).flatten()))
+            of_gate = pairs + head_dim + torch.arange(head_dim)
+            order = torch.cat((of_gate.flatten(), (pairs + of_query).flatten()))
             queries = ColumnPart(2 * queries.start, 2 * queries.count, 2 * queries.total, order)
-        parts = (queries, part(*kv, head_order), part(*kv, None))
-        names = ("q_proj", "k_proj", "v_proj")
+        parts: tuple[ColumnPart, ...] = (queries, part(*kv, head_order), part(*kv, None))
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+        if gates == "apart":
+            parts = (part(start, count, num_heads, None), *parts)
+            names = ("gate_proj", *names)
         super().__init__(hidden_size, parts, shard, bias=bias, names=names)
+        self.names = names
 
     def heads(self, x: Rows | UnnormedRows, places: HeadPlaces) -> Tensor | None:
         """Returns heads that are rotated and written to the cache, [T, Hq + 2 Hkv, D], where one

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.rope import LinearRope, LongRope, RopeScaling, Rotary, YarnRope
+from engine.rope import LinearRope, LongRope, QueryScale, RopeScaling, Rotary, YarnRope
 
 
 def cos_sin_cache(head_dim: int, num_positions: int, rotary: Rotary) -> Tensor:
@@ -34,6 +34,12 @@ def cos_sin_cache(head_dim: int, num_positions: int, rotary: Rotary) -> Tensor:
     cos = torch.nn.functional.pad(angles.cos() * length, staying, value=1.0)
     sin = torch.nn.functional.pad(angles.sin() * length, staying, value=0.0)
     return torch.cat((cos, sin), dim=-1)
+
+
+def query_scales(num_positions: int, scale: QueryScale) -> Tensor:
+    """Returns [num_positions] float32, by which the query at each position is multiplied."""
+    lengths = torch.arange(num_positions, dtype=torch.int64) // scale.length
+    return 1.0 + scale.beta * torch.log1p(lengths.float())
 
 
 def inverse_frequencies(dim: int, theta: float) -> Tensor:

@@ -135,18 +135,30 @@ def _units_of(shard: Shard, intermediate_size: int, unit: int) -> tuple[int, int
 
 
 class SparseMLP(nn.Module):
-    """Adds the routed experts' and the shared expert's output to the residual stream."""
+    """Adds the routed experts' and the shared expert's output to the residual stream.
+
+    Args:
+        norm: Of what is added; None: none.
+    """
 
     def __init__(
-        self, router: Router, experts: Experts, shared: SharedExpert | None, shard: Shard
+        self,
+        router: Router,
+        experts: Experts,
+        shared: SharedExpert | None,
+        shard: Shard,
+        *,
+        norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.norm = norm
         self.group = shard.tp
         self.exchange = shard.place.token_exchange
-        self.is_alone = shard.tp.size == 1 and shard.place.exchange is None and shared is None
+        is_one_rank = shard.tp.size == 1 and shard.place.exchange is None
+        self.is_alone = is_one_rank and shared is None and norm is None
         self.fused_rows = shard.gemms.fused_router_rows if self.is_alone else 0
         self.beside_rows = shard.gemms.beside_rows
         if self.beside_rows > 0 and shard.device.type == "cuda":
@@ -189,6 +201,9 @@ class SparseMLP(nn.Module):
             out = self._routed(x, slot_mapping)
             if self.shared is not None:
                 self.shared.add_to(out, x)
+        if self.norm is not None:
+            stream.add(self.norm(self.group.all_reduce(out)))
+            return
         waits = self.group.fuses_norm
         stream.add(PartialSum(out, self.group) if waits else self.group.all_reduce(out))
 

@@ -107,6 +107,13 @@ class ConfigFile(msgspec.Struct):
     rope_interleave: bool | None = None
     topk_method: str | None = None
     rotary_dim: int | None = None
+    num_dense_layers: int | None = None
+    """AFMoE's name of `first_k_dense_replace`."""
+    global_attn_every_n_layers: int | None = None
+    mup_enabled: bool = False
+    route_scale: float | None = None
+    route_norm: bool | None = None
+    score_func: str | None = None
     no_rope_layers: list[int] | None = None
     """It is 0 for a layer that does not rotate."""
     no_rope_layer_interval: int = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.layers.expert_share import ExpertShare
+from engine.layers.norm import RMSNorm
 from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.shared_expert import SharedExpert
@@ -13,8 +14,10 @@ from engine.models.specs.experts import ExpertNames, ExpertSpec
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
 
-def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
-    """Returns one layer's block, not yet loaded."""
+def sparse_mlp(
+    hidden_size: int, spec: ExpertSpec, shard: Shard, norm: RMSNorm | None = None
+) -> SparseMLP:
+    """Returns one layer's block, not yet loaded; `norm` is that of what it adds."""
     names = spec.names
     shard = shard.at(names.block)
     options = RouterOptions(
@@ -47,6 +50,7 @@ def sparse_mlp(hidden_size: int, spec: ExpertSpec, shard: Shard) -> SparseMLP:
         ),
         shared,
         shard,
+        norm=norm,
     )
 
 

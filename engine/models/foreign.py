@@ -15,10 +15,6 @@ _LLAMA, _DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
 _PARALLEL = "attention and feed-forward block side by side, and norms that subtract the mean"
 _OLD_DECODER = "learned or other positions, norms that subtract the mean, and no gate"
 DIFFERENCES = {
-    "afmoe": (
-        "Glm4MoeForCausalLM",
-        "gated attention, windows, norms behind the blocks",
-    ),
     "apertus": (_LLAMA, "a feed-forward block without a gate (xIELU)"),
     "arcee": (_LLAMA, "a feed-forward block without a gate (squared ReLU)"),
     "bailing_hybrid": ("BailingMoeV2ForCausalLM", "latent attention, and layers with a state"),
@@ -68,7 +64,6 @@ DIFFERENCES = {
     "mamba2": (_LLAMA, _MAMBA2),
     "mimo_v2_flash": ("Qwen3MoeForCausalLM", "sinks, and heads of two sizes"),
     "minimax": ("MixtralForCausalLM", "layers with a state of lightning attention"),
-    "mistral4": (_DEEPSEEK, "scores that grow with the position"),
     "mllama": (_LLAMA, "layers that attend to an image"),
     "nanochat": (_LLAMA, "norms without weights, and no gate"),
     "nemotron": (_LLAMA, "norms that subtract the mean, and no gate"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.linear_attention import StateInputs
-from engine.layers.rotary import cos_sin_cache
+from engine.layers.rotary import cos_sin_cache, query_scales
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
 from tandem_kernels.batch.state_metadata import StateMetadata
@@ -43,6 +43,10 @@ class LayerKinds:
             (group, None if rotary is None else tables[rotary]) for group, rotary in distinct
         ]
         self._of_layer = [distinct.index(kind) for kind in kinds]
+        self._query_scales: Tensor | None = None
+        if spec.query_scale is not None:
+            scales = query_scales(model.max_model_len, spec.query_scale)
+            self._query_scales = scales.to(device)
         vision = model.vision
         self._axes = None
         if vision is not None:
@@ -50,11 +54,12 @@ class LayerKinds:
 
     def inputs(self, step: ForwardInputs) -> list[AttentionInputs | StateInputs]:
         """Returns what each layer is given."""
-        of_kind = [self._inputs(step, *kind) for kind in self._kinds]
+        scales = None if self._query_scales is None else self._query_scales[step.positions]
+        of_kind = [self._inputs(step, *kind, scales) for kind in self._kinds]
         return [of_kind[kind] for kind in self._of_layer]
 
     def _inputs(
-        self, step: ForwardInputs, group_index: int, table: Tensor | None
+        self, step: ForwardInputs, group_index: int, table: Tensor | None, scales: Tensor | None
     ) -> AttentionInputs | StateInputs:
         group = step.groups[group_index]
         metadata = group.metadata
@@ -67,7 +72,7 @@ class LayerKinds:
             assert self._axes is not None
             table = _table_of_tokens(table, step.images.positions, self._axes)
             positions = torch.arange(len(table), device=table.device)
-        rest = metadata, step.backend, group.kept
+        rest = metadata, step.backend, group.kept, scales
         return AttentionInputs(positions, table, group.slot_mapping, *rest)
 
 

@@ -49,7 +49,8 @@ class LlamaDecoderLayer(nn.Module):
         self.before_mlp = norm(spec.norms.before_mlp)
         self.mlp: GatedMLP | SparseMLP
         if spec.experts is not None and index not in spec.experts.dense_layers:
-            self.mlp = sparse_mlp(spec.hidden_size, spec.experts, shard)
+            after_mlp = norm(spec.norms.after_mlp)
+            self.mlp = sparse_mlp(spec.hidden_size, spec.experts, shard, after_mlp)
         else:
             self.mlp = GatedMLP(
                 spec.hidden_size,
@@ -100,7 +101,7 @@ class LlamaDecoderLayer(nn.Module):
             (self.before_attention, names.before_attention),
             (self.self_attn.norm, names.after_attention),
             (self.before_mlp, names.before_mlp),
-            (getattr(self.mlp, "norm", None), names.after_mlp),
+            (self.mlp.norm, names.after_mlp),
         ):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")

@@ -35,11 +35,6 @@ _TWO_LAUNCHES = AdapterForm()
 _ALIGNED = 64
 """Matrices begin at multiples of so many numbers."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES: tuple[tuple[type[LinearLayer], tuple[str, ...], str], ...] = (
-    (QKVParallelLinear, ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    (GateUpParallelLinear, ("gate_proj", "up_proj"), "gate_up_proj"),
-)
-"""Checkpoints call the parts of a layer so, and all of them in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +197,17 @@ def _adaptable(model: CausalLM) -> Iterator[LinearLayer]:
 def _modules_of(layer: LinearLayer) -> Iterator[tuple[str, int, int]]:
     """Yields the checkpoint's modules of a layer: (name, first projection, last)."""
     prefix = layer.share.name
+    names: tuple[str, ...] = ()
+    fused = ""
     if isinstance(layer, RowParallelLinear):
         yield prefix, 0, 1
-        return
-    for kind, names, fused in _NAMES:
-        if isinstance(layer, kind):
-            yield from ((f"{prefix}.{name}", i, i + 1) for i, name in enumerate(names))
-            yield f"{prefix}.{fused}", 0, len(names)
+    elif isinstance(layer, QKVParallelLinear):
+        names, fused = layer.names, "qkv_proj"
+    elif isinstance(layer, GateUpParallelLinear):
+        names, fused = ("gate_proj", "up_proj"), "gate_up_proj"
+    yield from ((f"{prefix}.{name}", i, i + 1) for i, name in enumerate(names))
+    if fused:
+        yield f"{prefix}.{fused}", 0, len(names)
 
 
 def _ends(parts: tuple[ColumnPart, ...]) -> Iterator[int]:

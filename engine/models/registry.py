@@ -13,9 +13,14 @@ from engine.config import ModelConfig
 from engine.models.config_file import ConfigHead
 from engine.models.foreign import foreign_architecture
 from engine.models.json_file import read_json
+from engine.models.specs.afmoe import AfmoeSpec
 from engine.models.specs.bailing import BailingMoeV2Spec, SarvamMoeSpec
 from engine.models.specs.base import ModelSpec
-from engine.models.specs.deepseek import DeepseekV2Spec, DeepseekV3Spec, Glm4MoeLiteSpec
+from engine.models.specs.deepseek import (
+    DeepseekV2Spec,
+    DeepseekV3Spec,
+    Glm4MoeLiteSpec,
+)
 from engine.models.specs.dots import Dots1Spec
 from engine.models.specs.ernie import Ernie45MoeSpec, Ernie45Spec
 from engine.models.specs.exaone import Exaone4Spec
@@ -25,15 +30,17 @@ from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
 from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteSpec
 from engine.models.specs.hunyuan import HYV3Spec
-from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec
+from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec, TeleChat3Spec
 from engine.models.specs.minimax import MiniMaxM2Spec
 from engine.models.specs.mistral import Ministral3Spec, MistralSpec
+from engine.models.specs.mistral_latent import Mistral4Spec
 from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
 from engine.models.specs.phi3 import Phi3Spec
 from engine.models.specs.qwen import MiMoSpec, Qwen2Spec, Qwen3Spec
 from engine.models.specs.qwen_hybrid import Qwen3NextSpec, Qwen35MoeSpec, Qwen35Spec
 from engine.models.specs.qwen_moe import Qwen2MoeSpec, Qwen3MoeSpec
+from engine.models.specs.sarvam import SarvamMlaSpec
 from engine.models.specs.seed_oss import SeedOssSpec
 from engine.models.specs.smollm3 import SmolLM3Spec
 from engine.models.wrappers import WRAPPERS, text_architecture
@@ -53,6 +60,7 @@ class Entry:
 
 _LLAMA = "engine.models.llama:LlamaForCausalLM"
 MODELS: dict[str, Entry] = {
+    "AfmoeForCausalLM": Entry(AfmoeSpec, _LLAMA),
     "BailingMoeV2ForCausalLM": Entry(BailingMoeV2Spec, _LLAMA),
     "DeepseekV2ForCausalLM": Entry(DeepseekV2Spec, _LLAMA),
     "DeepseekV3ForCausalLM": Entry(DeepseekV3Spec, _LLAMA),
@@ -74,6 +82,7 @@ MODELS: dict[str, Entry] = {
     "MiMoForCausalLM": Entry(MiMoSpec, _LLAMA),
     "MiniMaxM2ForCausalLM": Entry(MiniMaxM2Spec, _LLAMA),
     "Ministral3ForCausalLM": Entry(Ministral3Spec, _LLAMA),
+    "Mistral4ForCausalLM": Entry(Mistral4Spec, _LLAMA),
     "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
     "MixtralForCausalLM": Entry(MixtralSpec, _LLAMA),
     "Olmo2ForCausalLM": Entry(Olmo2Spec, _LLAMA),
@@ -83,10 +92,12 @@ MODELS: dict[str, Entry] = {
     "Qwen2MoeForCausalLM": Entry(Qwen2MoeSpec, _LLAMA),
     "Qwen3ForCausalLM": Entry(Qwen3Spec, _LLAMA),
     "Qwen3MoeForCausalLM": Entry(Qwen3MoeSpec, _LLAMA),
+    "SarvamMLAForCausalLM": Entry(SarvamMlaSpec, _LLAMA),
     "SarvamMoEForCausalLM": Entry(SarvamMoeSpec, _LLAMA),
     "SeedOssForCausalLM": Entry(SeedOssSpec, _LLAMA),
     "SolarOpenForCausalLM": Entry(SolarOpenSpec, _LLAMA),
     "SmolLM3ForCausalLM": Entry(SmolLM3Spec, _LLAMA),
+    "TeleChat3ForCausalLM": Entry(TeleChat3Spec, _LLAMA),
     "Qwen3NextForCausalLM": Entry(Qwen3NextSpec, _LLAMA),
     "Qwen3_5ForCausalLM": Entry(Qwen35Spec, _LLAMA),
     "Qwen3_5MoeForCausalLM": Entry(Qwen35MoeSpec, _LLAMA),

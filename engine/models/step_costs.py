@@ -103,7 +103,7 @@ class _Costs:
         width = model.num_heads * model.head_dim
         # Where ranks outnumber KV heads, several have the same one.
         kv_width = max(model.num_kv_heads, self._ranks) * model.head_dim
-        yield _Linear(f"{name}.q_proj", hidden, width * (1 + self._spec.output_gate))
+        yield _Linear(f"{name}.q_proj", hidden, width * (1 + (self._spec.output_gate != "none")))
         yield _Linear(f"{name}.k_proj", hidden, kv_width)
         yield _Linear(f"{name}.v_proj", hidden, kv_width)
         yield _Linear(f"{name}.o_proj", width, hidden)

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 _VISION = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.")
-_OTHERS = ("thinker.", "talker.", "code2wav.")
-"""These are the other parts of a model that speaks (Qwen3-Omni)."""
+_OTHERS = ("thinker.", "talker.", "code2wav.", "time_series.")
+"""These are the other parts of a model that speaks (Qwen3-Omni), or reads series of measurements
+(Intern-S2)."""
 _PREFIXES = {
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
@@ -74,10 +75,15 @@ WRAPPERS = {
         {"": "Glm4MoeForCausalLM"}, {"attention_bias": True}
     ),
     "InternS1ForConditionalGeneration": Wrapper(_INTERN),
+    "InternS2PreviewForConditionalGeneration": Wrapper({"": "Qwen3_5MoeForCausalLM"}),
     "InternVLForConditionalGeneration": Wrapper(_INTERN),
     "Kimi_K25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),
     "Mistral3ForConditionalGeneration": Wrapper(
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
     ),
     "Qwen2_5_VLForConditionalGeneration": Wrapper({"": "Qwen2ForCausalLM"}),
     "Qwen3OmniMoeForConditionalGeneration": Wrapper(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.layer import Attention, AttentionInputs
-from engine.layers.linear import QKVParallelLinear, RowParallelLinear, repeated
+from engine.layers.linear import GateForm, QKVParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import HeadPlaces
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
@@ -38,7 +38,8 @@ class AttentionOptions:
         scale: Of the scores; None: head_dim ** -0.5.
         softcap: Bound of the scores; 0: none.
         head_order: See `engine.rope.Rotary.head_order`.
-        output_gate: What each head attends to is multiplied by the sigmoid of a gate of its own.
+        output_gate: What each head attends to is multiplied by the sigmoid of a gate of its own;
+            says where the checkpoint has it.
         kv_scales: See `AttentionSpec`.
     """
 
@@ -51,7 +52,7 @@ class AttentionOptions:
     scale: float | None = None
     softcap: float = 0.0
     head_order: tuple[int, ...] | None = None
-    output_gate: bool = False
+    output_gate: GateForm = "none"
     kv_scales: KVScales | None = None
 
 
@@ -96,15 +97,16 @@ class AttentionBlock(nn.Module):
             shard,
             bias=options.bias,
             head_order=head_order,
-            gated=options.output_gate,
+            gates=options.output_gate,
         )
-        self.num_gates = local_heads * head_dim if options.output_gate else 0
+        has_gates = options.output_gate != "none"
+        self.num_gates = local_heads * head_dim if has_gates else 0
         heads = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
         self.q_norm, self.k_norm = (
             _head_norm(part, total, head_dim, options, head_order, shard) for part, total in heads
         )
         self.has_plain_heads = (
-            options.head_norm == "none" and not options.output_gate and options.kv_scales is None
+            options.head_norm == "none" and not has_gates and options.kv_scales is None
         )
         self.heads = first_head, num_heads
         self.sinks = shard.parameter(local_heads, dtype=torch.float32) if options.sinks else None
@@ -142,6 +144,7 @@ class AttentionBlock(nn.Module):
         if heads is None:
             normed = x.normed() if isinstance(x, UnnormedRows) else x
             heads, gates = self._written(self.qkv_proj(normed), kv_cache, inputs)
+        inputs.scale_queries(heads[:, : self.attention.spec.num_heads])
         attended: Tensor = self.attention(heads, kv_cache, inputs, kept)
         if kept is not None:
             stream.keep(kept)
@@ -174,7 +177,7 @@ class AttentionBlock(nn.Module):
         """Lists the checkpoint's tensors; `is_fused` says that queries, keys and values are one
         tensor.
         """
-        names = ("qkv_proj",) if is_fused else ("q_proj", "k_proj", "v_proj")
+        names = ("qkv_proj",) if is_fused else self.qkv_proj.names
         yield from self.qkv_proj.checkpoint_weights(*(f"{prefix}.{name}" for name in names))
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
         if self.sinks is not None:

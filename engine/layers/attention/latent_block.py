@@ -137,6 +137,7 @@ class LatentAttentionBlock(nn.Module):
             LATENT_NORM_EPS,
             self.forms.kv_scales,
         )
+        inputs.scale_queries(heads)
         self.o_proj.add_to(stream, self.forms.attend(heads, cache, inputs).flatten(1), self.norm)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -22,6 +22,8 @@ class AttentionInputs:
         cos_sin_cache: [max_model_len, head_dim] float32.
         slot_mapping: [T] int64, where each token's key and value go; -1: nowhere.
         metadata: The ragged batch, as `backend` made it.
+        query_scales: [T] float32, by which queries are multiplied when they are rotated; None: by
+            nothing.
         kept: The same of the tokens that the last layer keeps, each of which decodes: its request's
             keys are in the cache. None: they are attended with all others.
     """
@@ -32,6 +34,12 @@ class AttentionInputs:
     metadata: AttentionMetadata
     backend: AttentionBackend
     kept: AttentionMetadata | None = None
+    query_scales: Tensor | None = None
+
+    def scale_queries(self, queries: Tensor) -> None:
+        """Multiplies [T, H, D] in place, where scores grow with the position."""
+        if self.query_scales is not None:
+            queries.mul_(self.query_scales[:, None, None])
 
 
 class Attention(nn.Module):

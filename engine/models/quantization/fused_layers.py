@@ -8,7 +8,8 @@ from pathlib import Path
 from engine.models.errors import CheckpointError
 from engine.quantization import MixedSchemes, Quantization
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (("q_proj", "k_proj", "v_proj", "gate_proj"), ("gate_proj", "up_proj"))
+"""A gate beside queries is that of attention (AFMoE)."""
 
 
 def check_fused_layers(

@@ -15,7 +15,7 @@ from engine.models.specs.experts import ExpertSpec, first_layers
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.linear import LinearSpec
 from engine.models.specs.rope import read_rotary
-from engine.rope import UNROTATED, Rotary
+from engine.rope import UNROTATED, QueryScale, Rotary
 from kv_transfer.layout import attention_group
 
 HeadNorm = Literal["none", "each", "all"]
@@ -61,7 +61,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             always all of it.
         default_theta: The base by which heads rotate where config.json has none.
         interleaved_rotary: See `engine.rope.Rotary`.
-        output_gate: What a head attends to is multiplied by a gate of its own.
+        output_gate: What a head attends to is multiplied by a gate of its own; see
+            `engine.layers.linear.GateForm`.
         other_weights: Names of the checkpoint's tensors that are not read, such as layers that
             predict several tokens at once; those that begin with them.
         has_dense_layers: Layers may have an ordinary feed-forward block.
@@ -80,6 +81,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         window_layers: The layers that the window belongs to; None: all.
         window_rotary: How those rotate; None: as all others.
         unrotated_layers: Layers that do not rotate at all.
+        query_scale: How scores grow with the position; None: no sequence is so long that they do.
         attention_scale: Of the scores; None: head_dim ** -0.5.
         stream_scale: Multiplies embeddings. A family that multiplies what each layer adds by a
             number has it here: the whole stream is held divided by that number, which norms undo.
@@ -105,7 +107,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = DEFAULT_ROPE_THETA
     interleaved_rotary: ClassVar[bool] = False
     scales_embedding: ClassVar[bool] = False
-    output_gate: ClassVar[bool] = False
+    output_gate: ClassVar[Literal["none", "paired", "apart"]] = "none"
     other_weights: ClassVar[tuple[str, ...]] = ()
     has_dense_layers: ClassVar[bool] = True
     num_dense: ClassVar[int | None] = None
@@ -124,6 +126,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     window_layers: tuple[int, ...] | None = None
     window_rotary: Rotary | None = None
     unrotated_layers: tuple[int, ...] = ()
+    query_scale: QueryScale | None = None
     stream_scale: float = 1.0
     logit_scale: float = 1.0
     attention_scale: float | None = None
@@ -308,6 +311,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("window_layers", self.window_layers, None),
             ("window_rotary", self.window_rotary, None),
             ("unrotated_layers", self.unrotated_layers, ()),
+            ("query_scale", self.query_scale, None),
             ("stream_scale", self.stream_scale, 1.0),
             ("attention_scale", self.attention_scale, None),
             ("attention_softcap", self.attention_softcap, 0.0),

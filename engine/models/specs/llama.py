@@ -36,3 +36,9 @@ class IQuestCoderSpec(InternLM3Spec, frozen=True, kw_only=True):
         yield from super()._faults(file)
         if file.clip_qkv is not None:
             yield UnsupportedField("clip_qkv", "a bound of queries, keys and values")
+
+
+class TeleChat3Spec(LlamaSpec, frozen=True, kw_only=True):
+    """Llama whose YaRN has a number of its own; see `engine.models.specs.rope`."""
+
+    default_eps: ClassVar[float] = 1e-5

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.models.config_file import ConfigFile
-from engine.models.specs.base import UnsupportedField
 from engine.models.specs.dense import DenseSpec
+from engine.models.specs.rope import read_query_scale
 
 _DEFAULT_WINDOW = 4096
 """transformers takes it when config.json says nothing; releases without a window say null."""
@@ -25,8 +25,8 @@ class MistralSpec(DenseSpec, frozen=True, kw_only=True):
 
 
 class Ministral3Spec(MistralSpec, frozen=True, kw_only=True):
-    """Mistral whose scores grow with the position, behind the context that it was first made for;
-    no sequence gets there here."""
+    """Mistral whose scores grow with the position, behind the context that it was first made
+    for."""
 
     default_eps: ClassVar[float] = 1e-5
 
@@ -36,11 +36,4 @@ class Ministral3Spec(MistralSpec, frozen=True, kw_only=True):
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
-        original = file.rope.original_max_position_embeddings or file.max_position_embeddings
-        if file.rope.llama_4_scaling_beta and max_model_len > original:
-            raise UnsupportedField(
-                "llama_4_scaling_beta",
-                f"scores that grow with the position from {original} on",
-                f"set --max-model-len to {original} or less",
-            )
-        return {}
+        return {"query_scale": read_query_scale(file, max_model_len)}

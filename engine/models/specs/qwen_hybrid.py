@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
@@ -26,7 +26,7 @@ class HybridSpec(Qwen3Spec, frozen=True, kw_only=True):
     default_head_dim: ClassVar[int | None] = 256
     default_rotary_part: ClassVar[float | None] = 0.25
     norm_offset: ClassVar[float] = 1.0
-    output_gate: ClassVar[bool] = True
+    output_gate: ClassVar[Literal["none", "paired", "apart"]] = "paired"
     other_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
     is_split: ClassVar[bool]
 

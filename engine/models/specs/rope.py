@@ -6,11 +6,21 @@ import math
 
 from engine.models.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField
-from engine.rope import AnyRopeScaling, LinearRope, LongRope, RopeScaling, Rotary, YarnRope
+from engine.rope import (
+    AnyRopeScaling,
+    LinearRope,
+    LongRope,
+    QueryScale,
+    RopeScaling,
+    Rotary,
+    YarnRope,
+)
 
 _LONGROPE_NAMES = ("longrope", "su")
 """The second is that of early releases."""
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
+_TELECHAT_MAGNITUDE = 0.7
+"""TeleChat3's YaRN has 0.07 where others have 0.1."""
 
 
 def read_rotary(
@@ -67,8 +77,10 @@ def _read_scaling(
                     _number(rope, "original_max_position_embeddings")
                 ),
             )
-        case "yarn":
+        case "yarn" | "deepseek_yarn":
             return _read_yarn(file, rope)
+        case "telechat3-yarn":
+            return _read_yarn(file, rope, magnitude=_TELECHAT_MAGNITUDE)
         case kind if kind in _LONGROPE_NAMES:
             return _read_longrope(file, rope, dim, max_model_len)
         case kind:
@@ -90,12 +102,12 @@ def _original_length(file: ConfigFile, rope: RopeFields) -> int:
     )
 
 
-def _read_yarn(file: ConfigFile, rope: RopeFields) -> YarnRope:
+def _read_yarn(file: ConfigFile, rope: RopeFields, magnitude: float = 1.0) -> YarnRope:
     original = _original_length(file, rope)
     factor = rope.factor or file.max_position_embeddings / original
     attention_factor = rope.attention_factor
     if attention_factor is None:
-        attention_factor = yarn_magnitude(factor, 1.0)
+        attention_factor = yarn_magnitude(factor, magnitude)
         if rope.mscale and rope.mscale_all_dim:
             attention_factor = yarn_magnitude(factor, rope.mscale) / yarn_magnitude(
                 factor, rope.mscale_all_dim
@@ -108,6 +120,18 @@ def _read_yarn(file: ConfigFile, rope: RopeFields) -> YarnRope:
         truncate=rope.truncate,
         attention_factor=attention_factor,
     )
+
+
+def read_query_scale(file: ConfigFile, max_model_len: int) -> QueryScale | None:
+    """Returns how scores grow with the position; None: no sequence gets there, or they do not.
+    Raises `UnsupportedField`."""
+    rope = file.rope
+    length = rope.original_max_position_embeddings or file.max_position_embeddings
+    if not rope.llama_4_scaling_beta or max_model_len <= length:
+        return None
+    if length < 1:
+        raise UnsupportedField("original_max_position_embeddings", "a size below 1")
+    return QueryScale(beta=rope.llama_4_scaling_beta, length=length)
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:

@@ -99,8 +99,7 @@ MORE_FAMILIES = {
             "head_dim": 24,
             "rope_parameters": {
                 **YARN,
-                "original_max_position_embeddings": MAX_LEN,
-                "llama_4_scaling_beta": 0.1,
+                "llama_4_scaling_beta": 0.4,
             },
         },
     ),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
+    DeepseekV3ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -18,17 +22,21 @@ from transformers import (
     HYV3ForCausalLM,
     InternLM3Config,
     IQuestCoderConfig,
+    LlamaConfig,
     LlamaForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SarvamMLAConfig,
     SarvamMoEConfig,
     SolarOpenConfig,
     SolarOpenForCausalLM,
 )
 
-from tests.engine.models.family import YARN, Family
+from tests.engine.models.family import LATENT, YARN, Family
 from tests.engine.models.image_families import QWEN_TOKENS, QWEN_TOWER
 
 _NO_TOKENS = {"eos_token_id": 0, "pad_token_id": 0}
@@ -43,7 +51,60 @@ def _published(name: str, **more: Any) -> dict[str, Any]:
     return {"architectures": [name], **more}
 
 
+_LATENT_ONE_GROUP = {**LATENT, "n_group": 1, "topk_group": 1}
+_DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+
 NEARBY_FAMILIES = {
+    "afmoe": Family(
+        AfmoeForCausalLM,
+        AfmoeConfig,
+        {
+            **_NO_TOKENS,
+            **_EXPERTS,
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "num_dense_layers": 1,
+            "route_scale": 1.3,
+            "head_dim": 24,
+            "num_hidden_layers": 4,
+            "global_attn_every_n_layers": 2,
+            "sliding_window": 17,
+            "mup_enabled": True,
+        },
+        published={"route_norm": True, "score_func": "sigmoid", "n_group": 1, "topk_group": 1},
+    ),
+    "mistral4": Family(
+        Mistral4ForCausalLM,
+        Mistral4Config,
+        {
+            **_LATENT_ONE_GROUP,
+            "q_lora_rank": 20,
+            "rope_parameters": {**_DEEPSEEK_YARN, "llama_4_scaling_beta": 0.4},
+        },
+    ),
+    "sarvam_mla": Family(
+        DeepseekV3ForCausalLM,
+        SarvamMLAConfig,
+        {
+            **_NO_TOKENS,
+            **_LATENT_ONE_GROUP,
+            "q_lora_rank": None,
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+        published=_published(
+            "SarvamMLAForCausalLM", num_experts=8, num_shared_experts=1, head_dim=32
+        ),
+    ),
+    "telechat3": Family(
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            **_NO_TOKENS,
+            "head_dim": 24,
+            "rope_parameters": {**YARN, "attention_factor": 1.0 + 0.07 * math.log(4.0)},
+        },
+        published=_published("TeleChat3ForCausalLM"),
+    ),
     "exaone4": Family(
         Exaone4ForCausalLM,
         Exaone4Config,

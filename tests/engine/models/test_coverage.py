@@ -16,6 +16,7 @@ COMPARED = {family.architecture for family in FAMILIES.values()}
 ELSEWHERE = {
     "BailingMoeV2ForCausalLM",
     "InternS1ForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",

@@ -97,7 +97,7 @@ SCALES = KVScales(*(torch.full((KV_HEADS,), 0.5) for _ in range(2)))
     [
         {"head_norm": "each"},
         {"head_norm": "all"},
-        {"output_gate": True},
+        {"output_gate": "paired"},
         {"kv_scales": SCALES},
         {"norm_offset": 1.0},
     ],

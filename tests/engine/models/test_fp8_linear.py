@@ -222,7 +222,7 @@ def test_blocks_of_scales_follow_outputs_that_change_places(rank: int) -> None:
     for head_order, method in ((None, Fp8BlockLinear), (torch.tensor(turned), Dequantised)):
         qkv = QKVParallelLinear(
             128, 256, 4, 2, HeadRange(rank, 1), block_shard(rank, 2), bias=False,
-            head_order=head_order, gated=True,
+            head_order=head_order, gates="paired",
         )  # fmt: skip
         assert isinstance(qkv.method, method)
     sizes = DeltaSizes(

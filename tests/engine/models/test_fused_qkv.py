@@ -70,7 +70,7 @@ def test_from_so_many_rows_on(
     assert own.called == together
 
 
-@pytest.mark.parametrize("option", [{"head_norm": "each"}, {"output_gate": True}], ids=str)
+@pytest.mark.parametrize("option", [{"head_norm": "each"}, {"output_gate": "paired"}], ids=str)
 def test_other_heads_are_rotated_apart(
     monkeypatch: pytest.MonkeyPatch, option: dict[str, bool]
 ) -> None:

@@ -39,6 +39,7 @@ class Transformers:
         ("deepseek_v3_yarn", "stream", 2, (16, 64)),
         ("deepseek_v2", "cuda_ipc,stream", 1, (32, 16)),
         ("glm4_moe", "cuda_ipc,stream", 1, (16, 16)),
+        ("ministral3", "stream", 1, (16, 32)),
         ("qwen3_5_moe_images", "cuda_ipc,stream", 1, (2, 16)),
     ],
 )

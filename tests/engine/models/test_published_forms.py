@@ -19,6 +19,7 @@ from engine.models.quantization.reader import read_quantization
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.quantization import Fp8Scheme, Quantization
+from engine.rope import QueryScale
 from tests.engine.models.conftest import ROOT
 from tests.engine.models.loaded_parameters import check_same, parameters
 from tests.engine.models.quantised_checkpoints import (
@@ -191,6 +192,41 @@ def test_windows_by_letters(copy: Copy) -> None:
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     assert isinstance(letters, DenseSpec) and letters.unrotated_layers == (3,)
     assert letters == spec_of(load_model_config(_with(by_letters, layer_types=kinds)))
+
+
+def test_intern_s2_is_qwen_with_one_more_tower(checkpoints: Path, copy: Copy) -> None:
+    name = "InternS2PreviewForConditionalGeneration"
+    folder = copy("qwen3_5_moe_images", architectures=[name])
+    tensors = load_file(folder / "model.safetensors")
+    more = {"model.time_series.encoder.weight": torch.ones(3)}
+    save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
+    check_same(folder, checkpoints / "qwen3_5_moe_images")
+
+
+def test_telechat_has_a_yarn_of_its_own(checkpoints: Path, copy: Copy) -> None:
+    """Its `attention_factor` is 1 + 0.07 log(factor): TeleChat3-36B's config.json names the kind
+    alone. The checkpoint compared with transformers has the number itself."""
+    rope = json.loads((checkpoints / "telechat3" / "config.json").read_text())["rope_parameters"]
+    rope = {**rope, "rope_type": "telechat3-yarn", "type": "telechat3-yarn"}
+    del rope["attention_factor"]
+    check_same(copy("telechat3", rope_parameters=rope), checkpoints / "telechat3")
+
+
+def test_sarvam_has_another_name_for_yarn(checkpoints: Path, copy: Copy) -> None:
+    folder = checkpoints / "sarvam_mla"
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    older = {**rope, "type": "deepseek_yarn"}
+    del older["rope_type"]
+    published = {"rope_scaling": older, "rope_parameters": None, "rope_theta": theta}
+    check_same(copy("sarvam_mla", **published), folder)
+
+
+def test_no_query_is_scaled_where_no_sequence_gets_that_far(checkpoints: Path) -> None:
+    spec = spec_of(load_model_config(checkpoints / "ministral3", max_model_len=48))
+    assert isinstance(spec, DenseSpec) and spec.query_scale is None
+    spec = spec_of(load_model_config(checkpoints / "ministral3", max_model_len=49))
+    assert isinstance(spec, DenseSpec) and spec.query_scale == QueryScale(beta=0.4, length=48)
 
 
 def test_ling_is_sarvam_by_another_name(checkpoints: Path, copy: Copy) -> None:

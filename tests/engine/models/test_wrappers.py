@@ -160,6 +160,7 @@ NEWER = "model.language_model.", "lm_head."
         ("kimi_k2", "Kimi_K25ForConditionalGeneration", NEWER),
         ("mistral", "Mistral3ForConditionalGeneration", NEWER),
         ("ministral3", "Mistral3ForConditionalGeneration", PUBLISHED),
+        ("mistral4", "Mistral3ForConditionalGeneration", PUBLISHED),
         ("qwen2", "Qwen2_5_VLForConditionalGeneration", ("model.", "lm_head.")),
         ("qwen3_5_tied", "Qwen3_5ForConditionalGeneration", NEWER),
         ("qwen3_tied", "InternS1ForConditionalGeneration", NEWER),
@@ -210,7 +211,7 @@ def test_a_text_part_that_is_not_here(tmp_path: Path) -> None:
     config = {
         "architectures": ["Mistral3ForConditionalGeneration"],
         "model_type": "mistral3",
-        "text_config": {"model_type": "mistral4"},
+        "text_config": {"model_type": "deepseek_v32"},
     }
     with pytest.raises(CheckpointError, match="nearest that it has is DeepseekV3ForCausalLM"):
         read(tmp_path, config)
