@@ -34,6 +34,7 @@ from decode_node.grammar.library_errors import in_plain_words
 from edge.logs.setup import LogStyle, setup_logging
 from engine.config import ModelConfig
 from engine.grammar.tokenizer import GrammarUnavailable, load_grammar_tokenizer, parser_limits
+from engine.models.vocabularies.files import tokenizer_folder
 from host.child_process import read_config
 
 _MEMORY = 512 << 20
@@ -80,7 +81,7 @@ def main() -> None:
     control = socket.socket(fileno=config.control)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        tokenizer = load_grammar_tokenizer(config.model)
+        tokenizer = load_grammar_tokenizer(config.model, tokenizer_folder(Path(config.model.path)))
         ready = Ready()
     except GrammarUnavailable as error:
         tokenizer, ready = None, Ready(str(error))

@@ -22,6 +22,7 @@ from decode_node.serving.prompts import Prompts
 from edge.http import long_work
 from edge.http.errors import BadRequest
 from engine.frontend.tokenizer import Tokenizer
+from engine.models.vocabularies.files import tokenizer_folder
 
 _CONFIG_FILE = "tokenizer_config.json"
 _USUAL_CLASS = "PreTrainedTokenizerFast"
@@ -95,7 +96,7 @@ class TokenizerServing:
 
     def info(self) -> dict[str, Any]:
         """Returns the checkpoint's tokenizer configuration, with its class and chat template."""
-        path = Path(self._model.path) / _CONFIG_FILE
+        path = tokenizer_folder(Path(self._model.path)) / _CONFIG_FILE
         found: dict[str, Any] = {}
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -6,7 +6,8 @@
     chat_template.jinja      the chat template, where it has a file of its own
     chat_template.json       the same, as older releases of models with images have it
 
-Only the `tokenizers` library is needed, neither torch nor transformers. A model with random
+Other forms of a vocabulary are made one first (`engine.models.vocabularies.files`). Only the
+`tokenizers` library is needed, neither torch nor transformers. A model with random
 weights may have no tokenizer; then each token is a word, t0, t1, and so on.
 """
 
@@ -28,6 +29,7 @@ from engine.frontend.byte_detokenizer import ByteTexts
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 from engine.models.errors import CheckpointError
 from engine.models.special_tokens import read_special_tokens
+from engine.models.vocabularies.files import has_tokenizer, tokenizer_folder
 
 _STAND_IN_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -81,12 +83,15 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Reads a checkpoint's tokenizer. Raises `TokenizerError` naming the file and the cure."""
-        folder = Path(folder)
+        try:
+            folder = tokenizer_folder(Path(folder))
+        except CheckpointError as error:
+            raise TokenizerError(str(error)) from error
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(
                 f"{file} does not exist; save the tokenizer in the checkpoint's folder "
-                f"in the `tokenizers` format (tokenizer.json)"
+                f"in the `tokenizers` format (tokenizer.json), or as tiktoken.model or tekken.json"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -112,8 +117,7 @@ class Tokenizer:
     def of_model(cls, model: ModelConfig) -> Tokenizer:
         """Returns the checkpoint's tokenizer, or a stand-in where weights are random and it has
         none. Raises `TokenizerError`."""
-        has_own = (Path(model.path) / "tokenizer.json").is_file()
-        if has_own or model.load_format != "dummy":
+        if has_tokenizer(Path(model.path)) or model.load_format != "dummy":
             return cls.from_folder(model.path)
         return cls.stand_in(model.vocab_size)
 

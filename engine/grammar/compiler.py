@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import llguidance
@@ -38,10 +40,12 @@ class CompiledGrammar(NamedTuple):
 
 
 class GrammarCompiler:
-    """Compiles for one model. `num_threads`: compilations at a time."""
+    """Compiles for one model. `num_threads`: compilations at a time; `folder`: that of
+    tokenizer.json, or None: the checkpoint's."""
 
-    def __init__(self, model: ModelConfig, num_threads: int) -> None:
+    def __init__(self, model: ModelConfig, num_threads: int, folder: Path | None = None) -> None:
         self._model = model
+        self._folder = folder
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
         _start_threads(self._threads, num_threads)
         self._tokenizer: Future[llguidance.LLTokenizer] | None = None
@@ -50,7 +54,8 @@ class GrammarCompiler:
         """Starts to make the tokenizer, unless that was done. What goes wrong is told to requests
         that have a grammar."""
         if self._tokenizer is None:
-            self._tokenizer = self._threads.submit(load_grammar_tokenizer, self._model)
+            load = partial(load_grammar_tokenizer, self._model, self._folder)
+            self._tokenizer = self._threads.submit(load)
 
     def wait_until_prepared(self) -> None:
         """Returns when the tokenizer is there, or cannot be."""

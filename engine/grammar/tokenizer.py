@@ -22,10 +22,13 @@ class GrammarUnavailable(Exception):
     """This model can follow no grammar. Says why and what to do."""
 
 
-def load_grammar_tokenizer(model: ModelConfig) -> llguidance.LLTokenizer:
+def load_grammar_tokenizer(
+    model: ModelConfig, folder: Path | None = None
+) -> llguidance.LLTokenizer:
     """Returns the checkpoint's tokenizer, with all of the model's ends and as many tokens as the
-    model has logits. Raises `GrammarUnavailable`."""
-    file = Path(model.path) / "tokenizer.json"
+    model has logits. `folder`: that of tokenizer.json; None: the checkpoint's. Raises
+    `GrammarUnavailable`."""
+    file = (folder or Path(model.path)) / "tokenizer.json"
     if not model.eos_token_ids:
         raise GrammarUnavailable(
             "the model names no token that ends its output, so a grammar could not end either; "

@@ -33,8 +33,8 @@ from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
 
 GateForm = Literal["none", "paired", "apart"]
-"""Where a checkpoint has the gates of query heads: behind each of them, or as a projection of their
-own."""
+"""Says where a checkpoint has the gates of query heads: behind each of them, or as a projection of
+their own."""
 
 
 class MergedColumnParallelLinear(LinearLayer):

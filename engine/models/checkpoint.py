@@ -22,13 +22,14 @@ from engine.expert_placement import initial_placement
 from engine.models.config_file import ConfigFile
 from engine.models.end_tokens import find_end_tokens
 from engine.models.errors import CheckpointError
-from engine.models.json_file import read_json
+from engine.models.mistral_params import config_path, read_config
 from engine.models.number_names import number_name
 from engine.models.quantization.fused_layers import check_fused_layers
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.vision import read_vision
+from engine.models.vocabularies.files import TOKENIZER_FILE, has_tokenizer
 from engine.models.weight_files import EMBEDDING, HEAD, WeightFiles
 from engine.models.wrappers import text_config
 
@@ -84,10 +85,13 @@ def resolve_model(
         )
     folder = folder.resolve()
     check_architecture(folder)
-    for name in ("config.json", "tokenizer.json") if load_format != "dummy" else ("config.json",):
-        if not (folder / name).is_file():
+    asked = [(config_path(folder), config_path(folder).is_file())]
+    if load_format != "dummy":
+        asked.append((folder / TOKENIZER_FILE, has_tokenizer(folder)))
+    for path, is_there in asked:
+        if not is_there:
             raise CheckpointError(
-                folder / name, "is missing", "name a folder with a complete Hugging Face checkpoint"
+                path, "is missing", "name a folder with a complete Hugging Face checkpoint"
             )
     if load_format == "safetensors":
         WeightFiles(folder)
@@ -110,7 +114,7 @@ def resolve_draft(name_or_path: str) -> Path:
 def check_architecture(folder: Path | str) -> None:
     """Raises `CheckpointError` when a checkpoint's config.json names no architecture that is here.
     Without a config.json nothing is said."""
-    path = Path(folder).expanduser() / "config.json"
+    path = config_path(Path(folder).expanduser())
     if path.is_file():
         find_architecture(path)
 
@@ -159,7 +163,7 @@ def load_model_config(
         CheckpointError: The folder is incomplete, or asks for something tandem does not have.
     """
     folder = Path(folder)
-    path = folder / "config.json"
+    path = config_path(folder)
     architecture, wrapper = find_architecture(path)
     kind = MODELS[architecture].spec
     weights = None
@@ -210,9 +214,9 @@ def _read_config(
     """Reads what a decoder is, out of the whole model that it is the text part of, if it is one.
     Returns that and what is said of the whole model."""
     if not wrapper:
-        whole, file = {}, read_json(path, ConfigFile)
+        whole, file = {}, read_config(path, ConfigFile)
     else:
-        whole = read_json(path, dict[str, Any])
+        whole = read_config(path, dict[str, Any])
         try:
             file = msgspec.convert(text_config(wrapper, whole), ConfigFile)
         except msgspec.ValidationError as error:
@@ -289,7 +293,7 @@ def _max_model_len(folder: Path, file: ConfigFile, wanted: int | None) -> int:
         return file.max_position_embeddings
     if not 1 <= wanted <= file.max_position_embeddings:
         raise CheckpointError(
-            folder / "config.json",
+            config_path(folder),
             f"says {file.max_position_embeddings} positions, but max_model_len is {wanted}",
             f"choose max_model_len from 1 to {file.max_position_embeddings}",
         )
@@ -305,7 +309,7 @@ def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -
     if dtype is not None:
         return dtype
     raise CheckpointError(
-        folder / "config.json",
+        config_path(folder),
         f"has dtype {named!r}",
         "choose --dtype float32, float16 or bfloat16",
     )

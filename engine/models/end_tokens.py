@@ -17,6 +17,7 @@ import msgspec
 from engine.models.config_file import ConfigFile, GenerationConfigFile
 from engine.models.json_file import read_json
 from engine.models.special_tokens import read_special_tokens
+from engine.models.vocabularies.files import tokenizer_folder
 
 
 class _AddedToken(msgspec.Struct):
@@ -46,7 +47,7 @@ def find_end_tokens(folder: Path, file: ConfigFile) -> tuple[int, ...]:
     """Returns the ids of all tokens that end an answer, without those that the model has no logits
     for: they never come. Raises `CheckpointError`."""
     found = _of_configuration(folder, file)
-    own = _of_tokenizer(folder)
+    own = _of_tokenizer(tokenizer_folder(folder))
     found += [] if own is None else [own]
     return tuple(id_ for id_ in dict.fromkeys(found) if 0 <= id_ < file.vocab_size)
 

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 
 from engine.config import LoadFormat
 from engine.models.errors import CheckpointError
+from engine.models.mistral_params import CONFIG_FILE, PARAMS_FILE, is_native
 
 for _client in ("httpx", "httpcore", "httpx2", "httpcore2"):
     # What the hub's library asks with tells the addresses that it is sent on to, and who has one of
@@ -25,8 +26,9 @@ for _client in ("httpx", "httpcore", "httpx2", "httpcore2"):
     logging.getLogger(_client).setLevel(logging.WARNING)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
-_OTHER_FORMS = ["*/*.safetensors", "consolidated*.safetensors"]
+_HUB_FILES = ["*.json", "*.jinja", "tiktoken.model", "*.safetensors"]
+_OF_FOLDERS = ["*/*.safetensors"]
+_OTHER_FORMS = [*_OF_FOLDERS, "consolidated*.safetensors"]
 """The same weights once more, as gpt-oss and Mistral publish them beside Hugging Face's form."""
 
 
@@ -46,13 +48,17 @@ def download(
         raise CheckpointError(
             folder, "does not exist", "check the path, or give a Hugging Face name like org/model"
         )
+    others = _OTHER_FORMS
     patterns = _HUB_FILES if load_format == "safetensors" else _HUB_FILES[:-1]
     try:
         if check is not None:
-            check(snapshot_download(name, revision=revision, allow_patterns=["config.json"]))
+            head = [CONFIG_FILE, PARAMS_FILE]
+            found = snapshot_download(name, revision=revision, allow_patterns=head)
+            check(found)
+            others = _OF_FOLDERS if is_native(Path(found)) else _OTHER_FORMS
         return Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_FORMS
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=others
             )
         )
     except RevisionNotFoundError as error:

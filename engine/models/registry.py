@@ -12,7 +12,7 @@ import msgspec
 from engine.config import ModelConfig
 from engine.models.config_file import ConfigHead
 from engine.models.foreign import foreign_architecture
-from engine.models.json_file import read_json
+from engine.models.mistral_params import read_config
 from engine.models.specs.afmoe import AfmoeSpec
 from engine.models.specs.bailing import BailingMoeV2Spec, SarvamMoeSpec
 from engine.models.specs.base import ModelSpec
@@ -34,6 +34,7 @@ from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec,
 from engine.models.specs.minimax import MiniMaxM2Spec
 from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mistral_latent import Mistral4Spec
+from engine.models.specs.mistral_native import MistralLarge3Spec, MistralNativeSpec
 from engine.models.specs.mixtral import MixtralSpec
 from engine.models.specs.olmo import Olmo2Spec, Olmo3Spec
 from engine.models.specs.phi3 import Phi3Spec
@@ -84,6 +85,8 @@ MODELS: dict[str, Entry] = {
     "Ministral3ForCausalLM": Entry(Ministral3Spec, _LLAMA),
     "Mistral4ForCausalLM": Entry(Mistral4Spec, _LLAMA),
     "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
+    "MistralLarge3ForCausalLM": Entry(MistralLarge3Spec, _LLAMA),
+    "MistralNativeForCausalLM": Entry(MistralNativeSpec, _LLAMA),
     "MixtralForCausalLM": Entry(MixtralSpec, _LLAMA),
     "Olmo2ForCausalLM": Entry(Olmo2Spec, _LLAMA),
     "Olmo3ForCausalLM": Entry(Olmo3Spec, _LLAMA),
@@ -107,7 +110,7 @@ MODELS: dict[str, Entry] = {
 def find_architecture(path: Path) -> tuple[str, str]:
     """Returns the architecture of a config.json, and that of the whole model where it is the text
     part of one, or "". Raises `CheckpointError`: it has none that is here."""
-    head = read_json(path, ConfigHead)
+    head = read_config(path, ConfigHead)
     names = head.architectures or []
     for name in names:
         if name in MODELS:

@@ -16,11 +16,10 @@ import xxhash
 from engine.models.content_digests import content_digests
 from engine.models.errors import CheckpointError
 from engine.models.json_file import read_json
+from engine.models.mistral_params import is_native
 from engine.models.stored_tensors import DOWNLOAD_AGAIN, StoredTensor, read_header
 from engine.models.wrappers import text_name
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BARE_EMBEDDING = EMBEDDING.removeprefix("model.")
 _COMPARED_BYTES = 4 << 20
@@ -50,6 +49,9 @@ class WeightFiles:
         self, folder: Path, wrapper: str = "", renamed: tuple[tuple[str, str], ...] = ()
     ) -> None:
         self.folder = folder
+        stem = "consolidated" if is_native(folder) else "model"
+        self.single_file = f"{stem}.safetensors"
+        self.index_file = f"{self.single_file}.index.json"
         self.tensors = self._read_index() if self._is_sharded() else read_header(self._single())
         self.tensors = {_own_name(tensor): _flat(tensor) for tensor in self.tensors.values()}
         for expression, name in renamed:
@@ -69,20 +71,20 @@ class WeightFiles:
         self.others = ()
 
     def _is_sharded(self) -> bool:
-        return (self.folder / INDEX_FILE).is_file()
+        return (self.folder / self.index_file).is_file()
 
     def _single(self) -> Path:
-        path = self.folder / SINGLE_FILE
+        path = self.folder / self.single_file
         if not path.is_file():
             raise CheckpointError(
                 self.folder,
-                f"holds neither {SINGLE_FILE} nor {INDEX_FILE}",
+                f"holds neither {self.single_file} nor {self.index_file}",
                 "tandem reads safetensors only: convert the weights, or check the folder",
             )
         return path
 
     def _read_index(self) -> dict[str, StoredTensor]:
-        path = self.folder / INDEX_FILE
+        path = self.folder / self.index_file
         weight_map = read_json(path, _Index).weight_map
         tensors: dict[str, StoredTensor] = {}
         for shard in sorted(set(weight_map.values())):
@@ -91,7 +93,7 @@ class WeightFiles:
             if name not in tensors or tensors[name].file.name != shard:
                 raise CheckpointError(
                     self.folder / shard,
-                    f"lacks {name}, which {INDEX_FILE} promises",
+                    f"lacks {name}, which {self.index_file} promises",
                     DOWNLOAD_AGAIN,
                 )
         return tensors
@@ -100,12 +102,14 @@ class WeightFiles:
         path = self.folder / name
         if Path(name).name != name:
             raise CheckpointError(
-                self.folder / INDEX_FILE,
+                self.folder / self.index_file,
                 f"names {name!r}, which is not a file of the folder",
                 DOWNLOAD_AGAIN,
             )
         if not path.is_file():
-            raise CheckpointError(path, f"is missing, but {INDEX_FILE} names it", DOWNLOAD_AGAIN)
+            raise CheckpointError(
+                path, f"is missing, but {self.index_file} names it", DOWNLOAD_AGAIN
+            )
         return path
 
     def differ(self, first: str, second: str) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig
 from engine.grammar.compiler import GrammarCompiler
+from engine.models.vocabularies.files import tokenizer_folder
 from engine.sample.grammars import GrammarStates
 from engine.sample.sampler import Sampler
 
@@ -40,7 +42,7 @@ def create_grammars(config: EngineConfig, device: torch.device) -> GrammarStates
         config.scheduler.max_num_seqs,
         model.vocab_size,
         device,
-        GrammarCompiler(model, num_threads),
+        GrammarCompiler(model, num_threads, tokenizer_folder(Path(model.path))),
         num_threads,
         config.decode_query_len,
     )

@@ -1,34 +1,27 @@
 """Turns a GGUF file into a checkpoint's folder, once.
 
-    1. the file is as it was when it was last converted: the folder of then is the answer
-    2. else it is written beside its place: config.json, tokenizer, weights in bfloat16 (in float16
-       where nothing in the file is quantised)
-    3. the whole folder is moved to its place
+    config.json, tokenizer   from the metadata
+    weights                  in bfloat16, or float16 where nothing in the file is quantised
 
-Folders are in `tandem/gguf` of `HF_HOME`. Torch-free.
+Folders are kept in `tandem/gguf` of `HF_HOME` (`kept_folders`). Torch-free.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
-from huggingface_hub.constants import HF_HOME
 
-from engine.models.errors import CheckpointError
 from engine.models.gguf.gguf_file import GgufFile, Numbers
 from engine.models.gguf.gguf_layouts import published, read_config
 from engine.models.gguf.gguf_tokenizer import read_tokenizer
+from engine.models.kept_folders import STORE, kept_folder, state_of
 
 logger = logging.getLogger(__name__)
 
-STORE = Path(HF_HOME) / "tandem" / "gguf"
 _SHARD_BYTES = 1 << 30
 _STORED = {"bfloat16": "BF16", "float16": "F16"}
 _ROUNDED_AT_ONCE = 1 << 18
@@ -39,32 +32,13 @@ _FORMAT = 1
 
 def converted(path: Path, store: Path | None = None) -> Path:
     """Returns the folder of a GGUF file's checkpoint. Raises `CheckpointError`."""
-    place = (store or STORE) / _key(path) / path.stem
-    if place.is_dir():
-        return place
-    logger.info("converting %s, which is done once, to %s", path, place)
-    file = GgufFile(path)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=place.parent))
-        try:
-            _write(file, beside)
-            beside.rename(place)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-    except OSError as error:
-        if place.is_dir():  # another node of this host was quicker
-            return place
-        raise CheckpointError(
-            place, f"cannot be written ({error})", "set HF_HOME to a folder with room"
-        ) from error
-    return place
 
+    def write(folder: Path) -> None:
+        logger.info("converting %s, which is done once, to %s", path, place)
+        _write(GgufFile(path), folder)
 
-def _key(path: Path) -> str:
-    found = path.stat()
-    facts = _FORMAT, str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    return str(xxhash.xxh3_64_hexdigest(repr(facts).encode()))
+    place = (store or STORE / "gguf") / state_of([path], _FORMAT) / path.stem
+    return kept_folder(place, write)
 
 
 def _write(file: GgufFile, folder: Path) -> None:

@@ -40,5 +40,3 @@ class IQuestCoderSpec(InternLM3Spec, frozen=True, kw_only=True):
 
 class TeleChat3Spec(LlamaSpec, frozen=True, kw_only=True):
     """Llama whose YaRN has a number of its own; see `engine.models.specs.rope`."""
-
-    default_eps: ClassVar[float] = 1e-5

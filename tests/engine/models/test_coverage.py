@@ -19,11 +19,14 @@ ELSEWHERE = {
     "InternS2PreviewForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "MistralLarge3ForCausalLM",
+    "MistralNativeForCausalLM",
     "Kimi_K25ForConditionalGeneration",
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
 }
-"""`test_wrappers` makes these of another family's checkpoint, and compares them with it."""
+"""`test_wrappers` and `test_mistral_params` make these of another family's checkpoint, and compare
+them with it."""
 
 
 @pytest.mark.parametrize("name", sorted([*MODELS, *WRAPPERS]))

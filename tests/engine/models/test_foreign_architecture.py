@@ -118,4 +118,4 @@ def test_nothing_is_downloaded_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub, "snapshot_download", download)
     with pytest.raises(CheckpointError, match="Llama4ForConditionalGeneration"):
         resolve_model("some-org/some-model")
-    assert asked == [["config.json"]]
+    assert asked == [["config.json", "params.json"]]

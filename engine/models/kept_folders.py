@@ -1,0 +1,54 @@
+"""Folders that are made of other files once, and kept beside the hub's cache.
+
+    1. the files are as they were when the folder was made: it is taken as it is
+    2. else it is made beside its place
+    3. and moved there as a whole, so that nobody ever sees a part of it
+
+They are in `tandem` of `HF_HOME`, where each kind has a folder. Torch-free.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import xxhash
+from huggingface_hub.constants import HF_HOME
+
+from engine.models.errors import CheckpointError
+
+STORE = Path(HF_HOME) / "tandem"
+
+
+def state_of(files: Iterable[Path], *facts: object) -> str:
+    """Returns 64 bits in hexadecimal that differ when a file is another one or has changed, or a
+    fact is another one."""
+    states = []
+    for path in files:
+        found = path.stat()
+        states.append((str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+    return str(xxhash.xxh3_64_hexdigest(repr((facts, *states)).encode()))
+
+
+def kept_folder(place: Path, write: Callable[[Path], None]) -> Path:
+    """Returns the folder `place`, which `write` fills if it is not there. Raises
+    `CheckpointError`."""
+    if place.is_dir():
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(dir=place.parent))
+        try:
+            write(beside)
+            beside.rename(place)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as error:
+        if place.is_dir():  # another node of this host was quicker
+            return place
+        raise CheckpointError(
+            place, f"cannot be written ({error})", "set HF_HOME to a folder with room"
+        ) from error
+    return place
