@@ -116,9 +116,8 @@ def numbers_at(address: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 @triton.jit
 def fence_system() -> None:
     """Orders what the program did before a barrier in front of this with what its first warp does
-    next, and what that warp saw with what the program does behind a barrier, for all devices. One
-    fence stands for the flags of all ranks: a release of its own for each would wait until the flag
-    before it has arrived."""
+    next, for all devices. One fence stands for the flags of all ranks: a release of its own for
+    each would wait until the flag before it has arrived."""
     if _COMPILED:
         tl.inline_asm_elementwise(
             """
@@ -133,6 +132,18 @@ def fence_system() -> None:
             """,
             "=r", [], tl.int32, False, 1,
         )  # fmt: skip
+
+
+@triton.jit
+def acquired(place: tl.tensor) -> tl.tensor:
+    """Returns the flag at `place`, after which each thread sees what was written before it."""
+    if _COMPILED:
+        flag = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [place], tl.int32, False, 1
+        )
+    else:
+        flag = tl.load(place, volatile=True)
+    return flag
 
 
 @triton.jit
@@ -161,10 +172,7 @@ def tell_and_wait(
     while missing != 0:
         missing = number - number
         for step in tl.static_range(1, RANKS):
-            seen = tl.load(own + (RANK + step) % RANKS * BLOCKS, volatile=True)
-            missing |= (seen - number) >> 1
-    fence_system()
-    tl.debug_barrier()
+            missing |= (acquired(own + (RANK + step) % RANKS * BLOCKS) - number) >> 1
 
 
 @triton.jit
