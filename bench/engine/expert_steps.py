@@ -42,7 +42,7 @@ from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_plan import ExpertPlan
 from tandem_kernels.experts.expert_tuning import ExpertShape, gemm_tunings
 from tandem_kernels.experts.fp4.experts import fp4_expert_gemm
-from tandem_kernels.experts.fp4.pair_shapes import FORMAT
+from tandem_kernels.experts.fp4.pair_shapes import format_of
 
 SHAPES = "gpt-oss-20b", "gpt-oss-120b"
 _KERNEL = "fp4_expert_gemm_kernel"
@@ -64,7 +64,7 @@ class ExpertCall:
     @property
     def shape(self) -> ExpertShape:
         sizes = self.layer.sizes
-        return ExpertShape(sizes.count, sizes.width, sizes.hidden, FORMAT)
+        return ExpertShape(sizes.count, sizes.width, sizes.hidden, format_of(self.layer.w13))
 
     def gemms(
         self, between: Tensor, out: Tensor, *, plain: bool

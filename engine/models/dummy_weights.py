@@ -31,7 +31,7 @@ def _dummy(part: TensorSlice, weight: CheckpointWeight) -> Tensor:
     generator.manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
     kind = None if part.stored & FLOATS else STORED_TYPES[min(part.stored)]
     if part.dummy is not None:
-        whole = torch.full(shape, part.dummy, dtype=kind or torch.float32, device=device)
+        whole = torch.full(shape, part.dummy, device=device).to(kind or torch.float32)
     elif kind is not None and not kind.is_floating_point:
         limits = torch.iinfo(kind)
         whole = torch.randint(

@@ -176,6 +176,8 @@ QUANTIZATIONS: dict[str, dict[str, object]] = {
             }
         },
     },
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "mxfp4": {"quant_method": "modelopt", "quant_algo": "MXFP4"},
     "int8-weights": {
         "quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True, "desc_act": False,
     },

@@ -21,7 +21,12 @@ from tandem_kernels.experts.fp4.pairs import fp4_pair_gemm
 from tandem_kernels.experts.fp8_experts import fp8_gemm
 from tandem_kernels.experts.fused_experts import expert_gemm
 from tandem_kernels.experts.int4_experts import int4_expert_gemm
-from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS, tiles_of
+from tandem_kernels.gemm.fp4_tiles import (
+    NUMBER_WORDS,
+    NVFP4_TILE_WORDS,
+    TILE_WORDS,
+    tiles_of,
+)
 from tandem_kernels.gemm.fp8_activations import quantise_fp8
 from tandem_kernels.gemm.int4_packing import padded_inputs
 from tandem_kernels.reference.fp8 import GROUP
@@ -49,6 +54,8 @@ weight."""
 POWERS = -0x08080809
 """Four bytes 0xf7, exponents as `gemm.fp4_tiles` keeps them: weights of at most 0.1, like those of
 models."""
+SCALES = -0x5F5F5F60
+"""Four bytes 0xa0, scales as `gemm.fp4_tiles` keeps them: 2 ** -2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +234,10 @@ class Fp8ChannelWeights(Fp8BlockWeights):
 
 class Mxfp4Weights(ExpertWeights):
     table, bits = "mxfp4", 4.25
+    words: ClassVar[int] = TILE_WORDS
+    scales: ClassVar[int] = POWERS
+    f13: Tensor | None = None
+    f2: Tensor | None = None
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape)
@@ -234,25 +245,27 @@ class Mxfp4Weights(ExpertWeights):
         self.w2 = self._random(1, shape.hidden, shape.width)
 
     def _random(self, parts: int, outputs: int, inputs: int) -> Tensor:
-        size = self.shape.num_experts, parts, *tiles_of(outputs, inputs)
+        size = self.shape.num_experts, parts, *tiles_of(outputs, inputs, self.words)
         tiles = torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device="cuda")
-        tiles[..., NUMBER_WORDS:] = POWERS
+        tiles[..., NUMBER_WORDS:] = self.scales
         return tiles
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return ops.fp4_experts(x, self.w13, self.w2.squeeze(1), self.shape.width, weights, chosen)
+        factors = {"f13": self.f13, "f2": self.f2}
+        w2, width = self.w2.squeeze(1), self.shape.width
+        return ops.fp4_experts(x, self.w13, w2, width, weights, chosen, **factors)
 
     def gemm(
         self, x: Tensor, weights: Tensor, rows: ExpertRows, tuning: ExpertTuning, *, gated: bool
     ) -> None:
         """Computes one of both GEMMs; the second with the sum over a token's pairs."""
-        weight = self.w13 if gated else self.w2
+        weight, factors = (self.w13, self.f13) if gated else (self.w2, self.f2)
         pairs = self._outputs(weights, gated)
         out = pairs if gated else pairs.new_empty(len(weights), pairs.shape[1])
         if takes_each_pair(tuning, weights.numel(), out.shape[1]):
-            fp4_pair_gemm(x, weight, weights, rows.experts, out, tuning)
+            fp4_pair_gemm(x, weight, weights, rows.experts, out, tuning, factors=factors)
             return
-        fp4_expert_gemm(x, weight, weights, rows, pairs, tuning)
+        fp4_expert_gemm(x, weight, weights, rows, pairs, tuning, factors=factors)
         if not gated:
             sum_pairs(pairs, rows.experts)
 
@@ -303,6 +316,26 @@ class Mxfp4Weights(ExpertWeights):
                 yield ExpertTuning(*size, extra_rows=16, spares_extra=True)
             yield from _narrow()
             yield from _stripped()
+
+
+class Nvfp4Weights(Mxfp4Weights):
+    table, bits = "nvfp4", 4.5
+    words, scales = NVFP4_TILE_WORDS, SCALES
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.f13 = torch.full((shape.num_experts, 2), 0.5, device="cuda")
+        self.f2 = torch.full((shape.num_experts,), 0.5, device="cuda")
+
+    @classmethod
+    def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
+        """Yields those of MXFP4 that multiply each weight by its scale. Of prompts only some: the
+        others never were the fastest of MXFP4."""
+        for tuning in super().tunings(rows_per_expert):
+            if not tuning.late and (
+                rows_per_expert <= 32 or tuning.extra_rows or tuning.strips > 1
+            ):
+                yield tuning
 
 
 def _narrow() -> Iterator[ExpertTuning]:
@@ -373,5 +406,6 @@ FORMATS: dict[str, type[ExpertWeights]] = {
     "fp8-block": Fp8BlockWeights,
     "fp8-channel": Fp8ChannelWeights,
     "mxfp4": Mxfp4Weights,
+    "nvfp4": Nvfp4Weights,
     "int4": Int4Weights,
 }

@@ -14,7 +14,7 @@ from engine.quantization import Mxfp8Scheme
 from tandem_kernels.reference.mxfp4 import e8m0_powers
 
 GROUP = 32
-_DUMMY_POWER = 121.0
+_DUMMY_POWER = 2.0**-6
 
 
 class Mxfp8Format(WeightFormat):
