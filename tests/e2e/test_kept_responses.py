@@ -1,4 +1,4 @@
-"""Responses that are kept, with OpenAI's client, through prefill and decode: two routers on one
+"""Keeps responses, with OpenAI's client, through prefill and decode: two routers on one
 database, one of which is killed."""
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ async def _begun(client: openai.AsyncOpenAI, **fields: Any) -> str:
 
 
 async def _cancel(one: openai.AsyncOpenAI, other: openai.AsyncOpenAI) -> None:
-    """What the caller checks next: the nodes are empty."""
+    """Leaves nodes empty, which the caller checks."""
     for client in (one, other):
         name = await _begun(one)
         assert (await client.responses.cancel(name)).status == "cancelled"
