@@ -30,11 +30,12 @@ KEPT_PATHS = ("/v1/responses", "/v1/responses/input_tokens")
 @dataclass(frozen=True, slots=True)
 class KeptRoutes:
     """Serves responses that are kept. `endpoint` is for the paths that make them, `running` is
-    open while the router serves."""
+    open while the router serves, `begin_drain` is told when it takes no more requests."""
 
     endpoint: ASGIApp
     routes: Sequence[BaseRoute]
     running: Callable[[], AbstractAsyncContextManager[None]]
+    begin_drain: Callable[[], None]
 
 
 def make_responses(
@@ -88,7 +89,7 @@ def make_responses(
         body_limits=settings.body_limits(),
         keepalive_s=settings.sse_keepalive_s,
     )
-    return KeptRoutes(endpoint, routes.routes(), lambda: _running(runs))
+    return KeptRoutes(endpoint, routes.routes(), lambda: _running(runs), runs.begin_drain)
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ from edge.supervisor import tell_supervisor
 from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
 from router.errors import ConfigurationError
+from router.make_responses import KeptRoutes
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class RouterServer(TlsServer):
             )
         )
         self.services: Services = app.state.services
+        self._kept: KeptRoutes | None = getattr(app.state, "kept", None)
         self._drain_delay_s = settings.drain_delay_s
         self._listener = listener
         self._closing: asyncio.TimerHandle | None = None
@@ -144,6 +146,8 @@ class RouterServer(TlsServer):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._kept is not None:
+            self._kept.begin_drain()
         for _ in range(_LAST_TURNS):
             await asyncio.sleep(0)
         await super().shutdown(sockets)

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -66,6 +67,7 @@ class BackgroundRuns:
     drain_s: float
     rng: random.Random = field(default_factory=random.Random)
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
+    _drain_until: float = 0.0
     _runs: dict[tuple[str, str], BackgroundRun] = field(default_factory=dict)
     _tasks: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
 
@@ -133,10 +135,15 @@ class BackgroundRuns:
                     await self._take_abandoned()
                     renewed_at = now
 
+    def begin_drain(self) -> None:
+        """Has the time of a drain run from now on."""
+        self._drain_until = time.monotonic() + self.drain_s
+
     async def close(self) -> None:
-        """Waits for runs, and leaves the rest to other routers."""
+        """Waits for runs while the drain lasts, and leaves the rest to other routers."""
+        left_s = max(0.0, self._drain_until - time.monotonic())
         if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=self.drain_s)
+            await asyncio.wait(self._tasks.values(), timeout=left_s)
         left = list(self._tasks.values())
         for task in left:
             task.cancel()

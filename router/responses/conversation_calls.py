@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from edge.http.errors import BadRequest
+from edge.http.errors import BadRequest, RequestTooLarge
 from router.responses.errors import NotKept
 from router.responses.input_items import (
     is_reference,
@@ -75,6 +75,7 @@ class ConversationCalls:
         async with self.kept.database.writing() as transaction:
             await self.kept.check_room(transaction, tenant)
             row = await self._row(transaction, tenant, name)
+            self._check_size(row, items)
             expires_at = self.kept.expires_at()
             await conversations.append_items(transaction, row, items, expires_at)
         return page_document(items, False)
@@ -112,6 +113,14 @@ class ConversationCalls:
                 )
         self.kept.check_size(items)
         return items
+
+    def _check_size(self, row: ConversationRow, items: list[Item]) -> None:
+        """Raises `RequestTooLarge` for a conversation that no response could read any more."""
+        limit = self.kept.limits.max_body_bytes
+        if row.num_bytes + sum(len(item.data) for item in items) > limit:
+            raise RequestTooLarge(
+                f"the conversation would be larger than {limit} bytes", param="items"
+            )
 
     async def _row(self, transaction: Transaction, tenant: str, name: str) -> ConversationRow:
         found = None

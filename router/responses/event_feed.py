@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from edge.http.heartbeats import KEEP_ALIVE
 from router.responses.background_run import BackgroundRun
 from router.responses.kept_responses import KeptResponses
+from router.store.errors import StoreUnavailable
 from router.store.events import events_from
 from router.store.responses import find_response
 
@@ -40,12 +41,16 @@ async def run_events(run: BackgroundRun, first: int, keepalive_s: float) -> Asyn
 async def stored_events(
     kept: KeptResponses, tenant: str, name: str, first: int, keepalive_s: float
 ) -> AsyncIterator[bytes]:
-    """Gives the events of a response of another router."""
+    """Gives the events of a response of another router, and waits for a database that is away."""
     sent_at = time.monotonic()
     while True:
-        async with kept.database.reading() as transaction:
-            response = await find_response(transaction, tenant, name, kept.clock())
-            events = await events_from(transaction, tenant, name, first)
+        try:
+            async with kept.database.reading() as transaction:
+                response = await find_response(transaction, tenant, name, kept.clock())
+                events = await events_from(transaction, tenant, name, first)
+        except StoreUnavailable:
+            await asyncio.sleep(_IDLE_S)
+            continue
         if events:
             first += len(events)
             sent_at = time.monotonic()

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from router.responses.state_fields import NAME, StateFields
 from router.responses.turn import Turn
 from router.store import conversations, responses
 from router.store.database import Database
-from router.store.errors import StoreFull
+from router.store.errors import StoreFull, StoreUnavailable
 from router.store.items import Item, items_by_id
 from router.store.responses import ResponseRow
 from router.store.transaction import Transaction
@@ -112,12 +113,15 @@ class KeptResponses:
         await conversations.unlock(transaction, turn.tenant, conversation.id, turn.id)
 
     async def drop(self, turn: Turn) -> None:
-        """Frees the conversation of a turn that was not kept."""
+        """Frees the conversation of a turn that was not kept; without a database its lock ends by
+        itself."""
         if turn.id not in self.locks:
             return
         self.locks.discard(turn.id)
-        async with self.database.writing() as transaction:
-            await conversations.unlock(transaction, turn.tenant, turn.state.conversation, turn.id)
+        name = turn.state.conversation
+        with contextlib.suppress(StoreUnavailable):
+            async with self.database.writing() as transaction:
+                await conversations.unlock(transaction, turn.tenant, name, turn.id)
 
     def expires_at(self) -> float:
         return self.clock() + self.limits.ttl_s

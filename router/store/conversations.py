@@ -25,6 +25,7 @@ class ConversationRow:
     created_at: float
     expires_at: float
     metadata: bytes
+    num_bytes: int = 0
 
 
 _COLUMNS = [CONVERSATIONS.c[name] for name in ConversationRow.__slots__]
@@ -36,7 +37,7 @@ async def add_conversation(
     """Adds a conversation and its first items."""
     values = {name: getattr(conversation, name) for name in ConversationRow.__slots__}
     num_bytes = len(conversation.metadata)
-    row = {**values, "num_bytes": num_bytes, "locked_by": "", "locked_until": 0.0}
+    row = values | {"num_bytes": num_bytes, "locked_by": "", "locked_until": 0.0}
     await transaction.execute(insert(CONVERSATIONS).values(**row))
     transaction.charge(conversation.tenant, num_bytes)
     await append_items(transaction, conversation, items, conversation.expires_at)

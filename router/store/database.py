@@ -151,6 +151,10 @@ def _checked_url(text_: str) -> URL:
         url = None
     backend = url.get_backend_name() if url is not None else ""
     if url is not None and backend == "sqlite" and url.database:
+        if not Path(url.database).parent.is_dir():
+            raise ConfigurationError(
+                f"--response-store: there is no folder for the file {url.database}"
+            )
         return url.set(drivername="sqlite+aiosqlite")
     if url is None or backend not in ("postgresql", "postgres") or not url.database:
         raise ConfigurationError(

@@ -184,7 +184,7 @@ async def _cancel(one: openai.AsyncOpenAI, other: openai.AsyncOpenAI) -> None:
 
 
 async def _kill(cluster: Any, one: openai.AsyncOpenAI, other: openai.AsyncOpenAI) -> None:
-    """What was told as kept is there; the rest is another router's, or has failed."""
+    """Finds what was told as kept; the rest is another router's, or has failed."""
     stored = await one.responses.create(model="demo", input="Hi.", max_output_tokens=8)
     plain = await _begun(one)
     stream = await one.responses.create(

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.store.items import Item, Page, page_of
-from tests.router.cluster import eventually
+from tests.router.cluster import Cluster, eventually
+from tests.router.fakes import FakeDecodeNode
 from tests.router.responses.api import Api, rows, said
 from tests.router.responses.node import ResponseNode
 
@@ -114,6 +115,19 @@ async def test_what_a_conversation_does_not_take_is_a_400(
     place = f"conversations/{talk['id']}/items" if path == "items" else path
     assert (await api("POST", place, body, status=400))["error"]["param"]
     assert await texts(api, talk["id"]) == []
+
+
+async def test_a_conversation_grows_as_long_as_a_response_could_read_it(
+    cluster: Cluster, decode: FakeDecodeNode, store: Path
+) -> None:
+    api = Api(
+        await cluster.router(decode, response_store=f"sqlite:///{store}", max_body_bytes=2000)
+    )
+    talk = await api("POST", "conversations", {})
+    added = {"items": [{"role": "user", "content": "x" * 1500}]}
+    await api("POST", f"conversations/{talk['id']}/items", added)
+    error = (await api("POST", f"conversations/{talk['id']}/items", added, status=413))["error"]
+    assert error["param"] == "items"
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from edge.http import headers as names
+from router.app import create_app
+from router.config import RouterSettings
 from router.edge.key_file import digest_of
+from router.errors import ConfigurationError
 from router.responses.expiry import Expiry
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.fakes import FakeDecodeNode
@@ -305,3 +308,11 @@ async def test_clients_cannot_say_what_only_a_router_may(
     ):
         pass
     assert names.RESPONSE not in decode.requests[-1][0]
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite://", "mysql://a/b", "nothing", "postgresql://host", "sqlite:////no/such/file"]
+)
+def test_a_store_that_cannot_be_is_named_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="--response-store"):
+        create_app(RouterSettings(response_store=url))
