@@ -183,6 +183,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate_values_page.py
 	$(BIN)/python docs/generate_openapi.py
 	$(BIN)/python docs/generate_api.py
+	$(BIN)/python docs/generate_recipes.py
 
 docs-check: docs
 	git diff --exit-code -- docs helm

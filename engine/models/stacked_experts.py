@@ -5,10 +5,15 @@
 
 transformers 5 has every family so in memory, and writes it so if it is asked to; Qwen3.5 is
 published like this. Others are published turned, [E, H, 2 I] and [E, I, H] (Qwen3-VL with experts).
+In FP8 it writes scales beside them, for blocks or one or two for each expert:
+
+    experts.gate_up_proj_scale_inv         [E, rows, columns]
+    experts.gate_up_proj_activation_scale  [E]
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,6 +24,11 @@ from engine.models.stored_tensors import StoredTensor
 
 _IN_MEMORY = "mlp"
 """transformers 5 calls the block of every family so, whatever is published."""
+
+
+_SCALES = re.compile(r"(gate_up_proj|down_proj)_(scale_inv|activation_scale)")
+_OF_TENSORS = {"scale_inv": "weight_scale", "activation_scale": "input_scale"}
+"""Most publishers call scales of whole tensors so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +71,11 @@ def unstacked(
     for name, tensor in tensors.items():
         parent, _, last = name.rpartition(".")
         wanted = shapes.get(last, ())[:: -1 if is_turned else 1]
-        if parent.endswith(".experts") and tensor.shape[1:] == wanted:
+        if parent.endswith(".experts") and last in shapes and tensor.shape[1:] == wanted:
             for part, at in _parts(parent, tensor, projections[last], is_turned=is_turned):
+                found[_published(part, names.block)] = at
+        elif parent.endswith(".experts") and (scaled := _SCALES.fullmatch(last)):
+            for part, at in _scales(parent, tensor, projections[scaled[1]], scaled[2]):
                 found[_published(part, names.block)] = at
         else:
             found[_published(name, names.block)] = tensor
@@ -88,6 +101,25 @@ def _parts(
     for (index, name), start in zip(names, starts, strict=False):
         part = replace(tensor, shape=(rows, columns), start=start, stop=start + size)
         yield f"{prefix}.{index}.{name}.weight", part
+
+
+def _scales(
+    prefix: str, tensor: StoredTensor, projections: tuple[str, ...], kind: str
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the scales of each expert's projections, which share one where there is no more."""
+    count, rows, columns = (*tensor.shape, 1, 1)[:3]
+    is_shared = rows < len(projections)
+    rows = rows if is_shared else rows // len(projections)
+    whole = tensor.num_bytes // count
+    size = whole if is_shared else whole // len(projections)
+    is_one = rows == columns == 1
+    ending = _OF_TENSORS[kind] if is_one else f"weight_{kind}"
+    for index in range(count):
+        for place, name in enumerate(projections):
+            start = tensor.start + index * whole + (0 if is_shared else place * size)
+            shape = () if is_one else (rows, columns)
+            part = replace(tensor, shape=shape, start=start, stop=start + size)
+            yield f"{prefix}.{index}.{name}.{ending}", part
 
 
 def _turned_parts(

@@ -4,6 +4,7 @@ checkpoint, on any rank."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.checkpoint import CheckpointError
 from tests.engine.models.loaded_parameters import check_same, parameters
+from tests.engine.models.quantised_checkpoints import (
+    FP8_BLOCKS,
+    FP8_TENSORS,
+    quantise_checkpoint,
+    write_fp8_as_transformers,
+    write_fp8_blocks,
+)
 from tests.engine.models.reference_models import FAMILIES, reference
 
 WITH_EXPERTS = [
@@ -81,3 +89,48 @@ def test_a_turned_part_is_a_view_of_its_expert(checkpoints: Path, tmp_path: Path
     stored = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
     [w13] = (loaded[name] for name in loaded if name.endswith("layers.1.mlp.experts.w13"))
     assert torch.equal(w13[5], stored[5].t())
+
+
+@pytest.mark.parametrize("is_blocks", [True, False], ids=["blocks", "tensors"])
+def test_stacked_experts_in_fp8_have_their_scales(
+    is_blocks: bool, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Mistral Small 4 has static scales of whole tensors, so written by transformers 5."""
+    apart, stacked = tmp_path / "apart", tmp_path / "stacked"
+    writer = write_fp8_blocks((8, 16)) if is_blocks else write_fp8_as_transformers
+    config = FP8_BLOCKS | {"weight_block_size": [8, 16]} if is_blocks else FP8_TENSORS
+    leave = ("mlp.gate.",)
+    folder = checkpoints / "glm4_moe"
+    quantise_checkpoint(folder, apart, tmp_path / "plain", writer, config, leave)
+    shutil.copytree(apart, stacked)
+    path = stacked / "model.safetensors"
+    save_file(stacked_scales(load_file(path)), path, metadata={"format": "pt"})
+    check_same(stacked, apart)
+
+
+def stacked_scales(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns experts in FP8 as transformers has them in memory."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    blocks = {name.partition("0.gate_proj")[0] for name in tensors if ".experts.0.gate" in name}
+    kinds = {
+        "weight": "",
+        "weight_scale_inv": "_scale_inv",
+        "activation_scale": "_activation_scale",
+    }
+    for block in blocks:
+        count = len({name for name in tensors if name.startswith(block)} - found.keys())
+        count = sum(f"{block}{i}.gate_proj.weight" in tensors for i in range(count))
+        for kind, ending in kinds.items():
+            if f"{block}0.down_proj.{kind}" not in tensors:
+                continue
+            gate, up, down = (
+                torch.stack([tensors[f"{block}{i}.{name}_proj.{kind}"] for i in range(count)])
+                for name in ("gate", "up", "down")
+            )
+            is_scalar = gate.dim() == 1
+            if is_scalar and kind == "weight_scale_inv":
+                gate, up, down = (scale.view(-1, 1, 1) for scale in (gate, up, down))
+            both = gate if is_scalar and kind == "activation_scale" else torch.cat((gate, up), 1)
+            found[f"{block}gate_up_proj{ending}"] = both
+            found[f"{block}down_proj{ending}"] = down
+    return found
