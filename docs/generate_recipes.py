@@ -33,7 +33,7 @@ def readable(formats: Json) -> set[str]:
     found = set()
     for name, block in formats.items():
         try:
-            read_quantization(Path("."), block)
+            read_quantization(Path(), block)
         except UnsupportedField:
             continue
         found.add(name)
@@ -57,10 +57,9 @@ def table(data: Json) -> str:
     return "\n".join(
         (
             f"{data['source']} has {total} models to be served with prefill and decode apart.",
-            f"tandem accepts {counts['default']} of them in the form that the recipe takes by default. "
-            f"{has_fp4} have a variant in NVFP4; tandem",
-            f"accepts {counts['nvfp4']} of these variants. Accepted are the architecture and the form of "
-            "weights, by the readers that a node",
+            f"tandem accepts {counts['default']} in the form that a recipe takes by default.",
+            f"{has_fp4} have a variant in NVFP4, of which tandem accepts {counts['nvfp4']}.",
+            "Accepted are the architecture and the form of weights, by the readers that a node",
             "starts with; weights of this size were not loaded. Forms in bold are read.",
             "",
             "| model | architecture | published in, the default first | what tandem lacks |",
