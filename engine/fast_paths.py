@@ -13,6 +13,7 @@ FastPath = Literal[
     "fused-router",
     "int4-gemm",
     "int8-gemm",
+    "late-steps",
     "lora-gemm",
     "pdl",
     "prompt-graphs",
@@ -36,6 +37,8 @@ fused-router    mixtures of experts of few rows: the norm in the router's launch
                 experts in that of their first GEMM, and the second adds to the residual stream
 int4-gemm       4-bit weights that stay packed; without, they are dequantised as they are loaded
 int8-gemm       INT8 weights that stay so; without, they are dequantised as they are loaded
+late-steps      the next step goes out shortly before the one in front ends, so that a request that
+                comes meanwhile is in it; without, as early as there is room for it
 lora-gemm       adapters of up to 16 rows in the launch of their layer, where its weights are plain
 pdl             small kernels that start before the one before has ended (programmatic dependent
                 launch)

@@ -2,11 +2,12 @@
 
     schedule ──▶ execute_model ──▶ (workers) ──▶ collect ──▶ update_from_output
        ▲                                                            │
-       └───────────── as soon as the batch queue has room ◀─────────┘
+       └───────────── when the batch queue has room ◀───────────────┘
 
 The batch queue holds the steps that workers have and that are not updated yet. Its size is the
 number of steps in flight: with 1 the scheduler waits for each result, with 2 it decides step N+1
-while the workers compute step N. Pipeline stages compute a step each, and one more is on its way.
+while the workers compute step N, and no earlier than it must (`StepPace`) while a request may come
+that step N+1 could take along. Pipeline stages compute a step each, and one more is on its way.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.core.adapter_session import AdapterSession
 from engine.core.scheduling import create_scheduling
+from engine.core.step_pace import StepPace
 from engine.crash_facts import EngineFacts
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, ReportProgress
@@ -74,15 +77,17 @@ class EngineCore:
         report: ReportProgress,
         signs: LifeSigns | None = None,
         step_log: StepLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Loads the model. `executor` belongs to the caller, also when this fails. `signs`: of all
         processes of the engine; None: a frozen transfer process is not noticed. `step_log`: where
-        the last steps are noted; None: nowhere."""
+        the last steps are noted; None: nowhere. `clock`: gives the seconds by which steps are
+        paced."""
         caches = executor.initialize(report)
         self.num_blocks = caches.num_blocks
         self.device_name = caches.device_name
         self._executor = executor
-        self._signs, self._step_log = signs, step_log
+        self._signs, self._step_log, self._clock = signs, step_log, clock
         self._batch_queue: deque[Step] = deque()
         self._results = EngineCoreOutputs()
         """Outputs of what happened since the last step."""
@@ -99,6 +104,15 @@ class EngineCore:
         self._even_out(config)
         self.adapters = AdapterSession(self.scheduler, self._executor, config.parallel.num_ranks)
         self._batch_queue_size = steps_in_flight(config)
+        self.next_step_at: float | None = None
+        """CLOCK_MONOTONIC seconds at which `step` must be called even if nothing happens, as a step
+        is held back until then; None: none is."""
+        self.pace: StepPace | None = None
+        """Holds steps back; None: they go out as soon as there is room for them."""
+        scheduler, is_late = self.scheduler, config.device.allows("late-steps")
+        if self._batch_queue_size == 2 and is_late and not isinstance(scheduler, GroupScheduler):
+            pulls = scheduler.remote.pulls
+            self.pace = StepPace(lambda: scheduler.last_shape, lambda: pulls.num_started > 0)
 
     def _even_out(self, config: EngineConfig) -> None:
         """Lets chunks of a prompt take the same time where a stage waits for the next one's."""
@@ -116,6 +130,8 @@ class EngineCore:
         scheduler = self.scheduler
         match message:
             case EngineCoreRequest():
+                if self.pace is not None:
+                    self.pace.request_came(self._clock())
                 self._add(scheduler.add_request(Request(message)))
             case AbortRequests(request_ids):
                 self._add(scheduler.abort_requests(request_ids))
@@ -135,7 +151,11 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """Takes what has arrived and keeps the batch queue full. Call whenever something
         happened. Raises EngineDeadError."""
-        for output in self._executor.collect():
+        outputs = self._executor.collect()
+        ahead_s = self._executor.ahead_s if len(outputs) == 1 else None
+        for output in outputs:
+            if self.pace is not None:
+                self.pace.ended(self._clock(), self._executor.host_s, ahead_s)
             self._add(self._finish_step(output))
             if self._step_log is not None:
                 self._step_log.worked(output.step_id, self._executor.host_s)
@@ -172,13 +192,23 @@ class EngineCore:
         return self.scheduler.update_from_output(step, output)
 
     def _fill_batch_queue(self) -> None:
-        while len(self._batch_queue) < self._batch_queue_size:
+        while len(self._batch_queue) < self._batch_queue_size and not self._holds_step():
+            decided_at = self._clock()
             step = self.scheduler.schedule()
             self.adapters.send()
             if step is None:
                 return
             self._batch_queue.append(step)
             self._executor.execute_model(step)
+            if self.pace is not None:
+                self.pace.issued(decided_at, self._clock())
+
+    def _holds_step(self) -> bool:
+        """Returns whether the next step waits for who may come; `next_step_at` is set then."""
+        now = self._clock()
+        issue_at = now if self.pace is None else self.pace.issue_at(now)
+        self.next_step_at = issue_at if issue_at > now else None
+        return self.next_step_at is not None
 
     @property
     def is_idle(self) -> bool:

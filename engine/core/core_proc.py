@@ -216,7 +216,8 @@ class EngineCoreProc:
         self._send(RoleSwitched(call_id, self._ready(core)))
 
     def _timeout_ms(self, core: EngineCore) -> int:
-        """Seconds until something must be looked at without being asked."""
+        """Milliseconds until something must be looked at without being asked. A step that is held
+        back goes out early rather than late."""
         now = time.monotonic()
         until = min(
             now + SIGN_INTERVAL_S,
@@ -226,7 +227,10 @@ class EngineCoreProc:
         )
         if self._executor.deadline is not None:
             until = min(until, self._executor.deadline)
-        return max(0, int((until - now) * 1000) + 1)
+        timeout_ms = max(0, int((until - now) * 1000) + 1)
+        if core.next_step_at is not None:
+            timeout_ms = min(timeout_ms, max(0, int((core.next_step_at - now) * 1000)))
+        return timeout_ms
 
     def _check_connector(self, core: EngineCore) -> None:
         now = time.monotonic()

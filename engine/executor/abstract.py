@@ -106,6 +106,13 @@ class Executor(ABC):
         GPU the device must never wait for it."""
 
     @property
+    def ahead_s(self) -> float | None:
+        """Seconds for which the last step that has ended lay with rank 0 while its device computed
+        the one before: below 0, the device had to wait. None where a host computes itself, and for
+        the first step."""
+        return None
+
+    @property
     @abstractmethod
     def grammar_stats(self) -> GrammarStats:
         """Returns what grammars have cost rank 0."""

@@ -124,6 +124,7 @@ class ProcessExecutor(Executor):
         self._num_blocks, self._device_name = 0, ""
         self._prompt_steps: Sequence[tuple[int, float]] = ()
         self._host_s = 0.0
+        self._ahead_s: float | None = None
         self._grammar_stats = GrammarStats()
         self._expert_stats: ExpertStats | None = None
 
@@ -264,13 +265,13 @@ class ProcessExecutor(Executor):
     def _receive(self) -> WorkerReply | None:
         reply = self._replies.next()
         match reply:
-            case StepDone(output, host_s, grammar_stats, group, expert_stats) if self._sent_at:
-                if self._results.add(group, output):
+            case StepDone(output) if self._sent_at:
+                if self._results.add(reply.group, output):
                     self._sent_at.popleft()
-                if group == 0:
-                    self._host_s = host_s
-                    self._grammar_stats = grammar_stats or self._grammar_stats
-                    self._expert_stats = expert_stats
+                if reply.group == 0:
+                    self._host_s, self._ahead_s = reply.host_s, reply.ahead_s
+                    self._grammar_stats = reply.grammar_stats or self._grammar_stats
+                    self._expert_stats = reply.expert_stats
             case ProfileBegun() | ProfileEnded():
                 self._profile_replies.append(reply)
             case AdapterLoaded():
@@ -366,6 +367,10 @@ class ProcessExecutor(Executor):
     @property
     def host_s(self) -> float:
         return self._host_s
+
+    @property
+    def ahead_s(self) -> float | None:
+        return self._ahead_s
 
     @property
     def grammar_stats(self) -> GrammarStats:

@@ -127,8 +127,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
     """Comes from one rank of each data-parallel group (`ParallelConfig.answers`), as all that
-    sample do so alike. `host_s`, `grammar_stats` and `expert_stats`: see `Executor`; None: no
-    grammar has come yet, and nobody balances experts.
+    sample do so alike. `host_s`, `grammar_stats`, `expert_stats` and `ahead_s`: see `Executor`;
+    None: no grammar has come yet, and nobody balances experts.
     """
 
     output: ModelRunnerOutput
@@ -136,6 +136,7 @@ class StepDone(msgspec.Struct, tag="ran", array_like=True):
     grammar_stats: GrammarStats | None = None
     group: int = 0
     expert_stats: ExpertStats | None = None
+    ahead_s: float | None = None
 
 
 class ProfileBegun(msgspec.Struct, tag="profile_begun", array_like=True):

@@ -23,6 +23,8 @@ import logging
 import os
 import socket
 import threading
+import time
+from collections import deque
 
 import msgspec
 import zmq
@@ -86,6 +88,10 @@ class WorkerProc:
         self._profiler = StepProfiler(self._worker, host, self._reply)
         self._adapters = AdapterLoader(self._worker, self._reply)
         self._results = ResultThread(self._finish_step)
+        self._taken_at: deque[float] = deque()
+        """CLOCK_MONOTONIC seconds at which this process took each step whose result it has not
+        sent."""
+        self._done_at: float | None = None
         self._life = self._give_signs(config)
 
     def run(self) -> None:
@@ -129,6 +135,7 @@ class WorkerProc:
         """Handles one message and returns whether to go on."""
         match command:
             case ExecuteStep(step) | ExecuteGroupStep(step):
+                self._taken_at.append(time.monotonic())
                 self._results.put(self._profiler.run(step))
             case BeginProfile() | EndProfile():
                 self._profiler.handle(command)
@@ -147,12 +154,21 @@ class WorkerProc:
     def _finish_step(self, output: AsyncOutput) -> None:
         """Sends a step's result; runs in the results' thread."""
         result = output.get_output()
+        ahead_s = self._ahead_s(is_device=not output.is_ready)
         if self._answers:
             stats = self._worker.grammar_stats
             known = stats if stats.has_any else None
             worker = self._worker
-            done = StepDone(result, worker.host_s, known, worker.group, worker.expert_stats)
+            done = StepDone(
+                result, worker.host_s, known, worker.group, worker.expert_stats, ahead_s
+            )
             self._reply(done)
+
+    def _ahead_s(self, *, is_device: bool) -> float | None:
+        """Returns for how long the step that is done lay here before the one in front was."""
+        taken_at, before = self._taken_at.popleft(), self._done_at
+        self._done_at = time.monotonic()
+        return before - taken_at if is_device and before is not None else None
 
     def _next_command(self) -> WorkerCommand:
         message = self._queue.dequeue()

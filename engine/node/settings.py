@@ -211,6 +211,8 @@ class EngineSettings(
         "without it they are dequantised as they are loaded, and take four times the memory. "
         "int8-gemm: INT8 weights of linear layers and experts stay so; without it they are "
         "dequantised as they are loaded, and take twice the memory. "
+        "late-steps: the next step goes out shortly before the one in front ends while a request "
+        "may come that it could take along. "
         "lora-gemm: adapters of up to 16 rows are computed in the launch of their layer, where its "
         "weights are not quantised. "
         "pdl: small kernels overlap, by "

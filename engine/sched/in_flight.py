@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
 from engine.sched.adaptive_drafts import AdaptiveDrafts
 from engine.sched.counters import PrefillRate, SchedulerCounters
+from engine.sched.even_chunks import EvenChunks
 from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
@@ -39,6 +41,14 @@ class DraftingStep:
     query_len: int
 
 
+class StepShape(NamedTuple):
+    """Says what a step's time follows from: its rows, and the work of its prompts in tokens that
+    begin one; 0: it computes none."""
+
+    num_rows: int
+    prompt_work: float
+
+
 @dataclass(slots=True)
 class InFlightStep:
     """A step on its way. `chunks[i]` is a row, and how many of its leading tokens have KV once the
@@ -67,8 +77,12 @@ class StepsInFlight:
         counters: SchedulerCounters,
         log: StepLog | NoStepLog,
         slack: StepSlack,
+        chunks: EvenChunks | None = None,
     ) -> None:
+        """Takes what parts of prompts cost: `chunks`; None: as much as others of as many tokens."""
         self._log = log
+        self._chunks = chunks
+        self.last_shape = StepShape(0, 0.0)
         self._steps: deque[InFlightStep] = deque()
         self._fence = fence
         self._counters = counters
@@ -76,8 +90,9 @@ class StepsInFlight:
         self.prefill_rate = PrefillRate()
         self.meter: WorkMeter | None = None
 
-    def issue(self, step: InFlightStep) -> None:
+    def issue(self, output: SchedulerOutput, step: InFlightStep) -> None:
         self._steps.append(step)
+        self.last_shape = StepShape(step.num_rows, self._prompt_work(output, step))
         self._fence.issue(step.step_id)
         self._log.issued(
             step.step_id,
@@ -117,6 +132,12 @@ class StepsInFlight:
         if output.drafts is not None and output.drafts.counts:
             self._counters.drafts.add_step(output.drafts.counts, output.counts)
         return done.chunks
+
+    def _prompt_work(self, output: SchedulerOutput, step: InFlightStep) -> float:
+        if self._chunks is None or not step.num_prompt_tokens:
+            return float(step.num_prompt_tokens)
+        parts = zip(step.chunks, output.prefill_chunks, strict=True)
+        return sum(self._chunks.worth(end - count, count) for (_, end), (_, count) in parts)
 
     def leftovers(self) -> list[str]:
         return [f"step {step.step_id} in flight" for step in self._steps]

@@ -35,7 +35,7 @@ from engine.sched.counters import SchedulerCounters
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
 from engine.sched.group_choice import GroupOffer
-from engine.sched.in_flight import StepsInFlight
+from engine.sched.in_flight import StepShape, StepsInFlight
 from engine.sched.output import SchedulerOutput
 from engine.sched.prompt_order import PromptOrder
 from engine.sched.prompt_steps import PromptSteps
@@ -71,7 +71,8 @@ class Scheduler:
         self._kv_cache = KVCacheManager.of(config, num_blocks)
         self._fence = StepFence(self._kv_cache)
         slack = StepSlack(config.scheduler.itl_objective_ms / 1000)
-        self._steps = StepsInFlight(self._fence, self._counters, step_log or NoStepLog(), slack)
+        log, chunks = step_log or NoStepLog(), None if order is None else order.chunks
+        self._steps = StepsInFlight(self._fence, self._counters, log, slack, chunks)
         rate, kv_cache = self._steps.prefill_rate, self._kv_cache
         self._prompts = PromptSteps(order, config.scheduler.policy, kv_cache, rate)
         self._waiting = self._prompts.waiting
@@ -260,8 +261,13 @@ class Scheduler:
             return None
         kv = self._remote.build_meta(step_id, running.builder.exported_chunks)
         step, record = running.issue(step_id, kv)
-        self._steps.issue(record)
+        self._steps.issue(step, record)
         return step
+
+    @property
+    def last_shape(self) -> StepShape:
+        """Returns the shape of the step that `schedule` returned last."""
+        return self._steps.last_shape
 
     # Results ----------------------------------------------------------------------------------
 
