@@ -59,6 +59,15 @@ class Choice:
         """Returns whether the client has tokens of it from another node."""
         return self.replay is not None or self.request.spec.num_resumed_tokens > 0
 
+    def told(self, output: RequestOutput) -> RequestOutput:
+        """Returns what the client is told of an output. Raises `CannotFollow`, `GenerationFailed`
+        or `Unavailable` for an answer that does not come to its own end."""
+        if output.finish_reason is not None:
+            _check_end(output)
+        if output.is_replay:
+            output.logprobs = self.resumed_logprobs
+        return _without_output(output) if self.is_prompt_only else output
+
     def usage(self) -> Usage:
         """Returns the usage of this choice alone, up to the output given last."""
         prompt, completion = self.record.num_prompt_tokens, self.num_given_tokens
@@ -170,23 +179,13 @@ class Generation:
             first.record.on_output(first.replay)
             take(first, first.replay)
             return
-        by_id = {choice.request.request_id: choice for choice in fork}
         for choice in fork:
             choice.record.prefill = first.record.prefill
-
-        def give(output: RequestOutput) -> None:
-            choice = by_id[output.request_id]
-            if output.finish_reason is not None:
-                _check_end(output)
-            if output.is_replay:
-                output.logprobs = choice.resumed_logprobs
-            take(choice, _without_output(output) if choice.is_prompt_only else output)
 
         request = GenerationRequest.of_choices(
             f"{first.request.request_id}+{len(fork) - 1}", [choice.request for choice in fork]
         )
-        records = [choice.record for choice in fork]
-        await self._proxy.run(request, records, give, self._prefill_nodes)
+        await self._proxy.run(request, fork, take, self._prefill_nodes)
 
     async def _run_all(self, forks: list[list[Choice]], take: Take) -> None:
         """Runs a task for each request; the first failure ends all."""

@@ -26,7 +26,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
 from decode_node.disagg.credits import ANYWHERE, Claim, GroupWish, KVCredits
@@ -55,8 +55,16 @@ _NO_ENCODER = (
 )
 
 
-OnOutput = Callable[[int, RequestRecord, RequestOutput], None]
-"""Takes the number of a choice, its record and an output of it."""
+class RunningChoice(Protocol):
+    """The part of an answer's choice that is needed here."""
+
+    @property
+    def record(self) -> RequestRecord: ...
+    def told(self, output: RequestOutput) -> RequestOutput:
+        """Returns what its reader is told of an output. Raises where that is an error."""
+
+
+ChoiceT = TypeVar("ChoiceT", bound=RunningChoice)
 
 
 class Engine(RemoteEngine, Protocol):
@@ -70,22 +78,29 @@ class Engine(RemoteEngine, Protocol):
     async def reset_prefix_cache(self) -> bool: ...
 
 
-class Delivery:
-    """Takes the outputs of one request from the engine and gives them on. `ended` is done behind
-    the last, or with what went wrong; from then on nothing is given."""
+class Delivery(Generic[ChoiceT]):
+    """Takes the outputs of one request from the engine and gives them to `take`, having kept room
+    for them. `ended` is done behind the last, or with what went wrong; from then on nothing is
+    given."""
 
     def __init__(
-        self, names: Sequence[str], records: Sequence[RequestRecord], on_output: OnOutput
+        self,
+        request: GenerationRequest,
+        choices: Sequence[ChoiceT],
+        claim: Claim,
+        take: Callable[[ChoiceT, RequestOutput], None],
+        on_end: Callable[[ChoiceT, RequestOutput], None],
     ) -> None:
-        self._choices = {
-            name: (index, record)
-            for index, (name, record) in enumerate(zip(names, records, strict=True))
-        }
+        names = request.choice_ids or (request.request_id,)
+        self._choices = dict(zip(names, enumerate(choices), strict=True))
+        self._num_prompt_tokens = len(request.spec.prompt_token_ids)
         self._num_running = len(names)
-        self._on_output = on_output
+        self._claim = claim
+        self._take = take
+        self._on_end = on_end
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def take(self, output: RequestOutput | Exception) -> None:
+    def give(self, output: RequestOutput | Exception) -> None:
         """Is called by the engine, in the midst of others' outputs: what goes wrong is this
         request's alone."""
         if self.ended.done():
@@ -93,15 +108,23 @@ class Delivery:
         try:
             if isinstance(output, Exception):
                 raise output
-            index, record = self._choices[output.request_id]
-            record.on_output(output)
-            self._on_output(index, record, output)
-            self._num_running -= output.finished
+            self._pass_on(output)
         except Exception as error:
             self.ended.set_exception(error)
         else:
             if not self._num_running:
                 self.ended.set_result(None)
+
+    def _pass_on(self, output: RequestOutput) -> None:
+        index, choice = self._choices[output.request_id]
+        record = choice.record
+        record.on_output(output)
+        self._claim.grow_to(self._num_prompt_tokens + len(record.new_token_ids), index)
+        if output.finish_reason is not None:
+            self._claim.end_choice(index)
+            self._on_end(choice, output)
+            self._num_running -= 1
+        self._take(choice, choice.told(output))
 
 
 class DisaggProxy:
@@ -180,26 +203,25 @@ class DisaggProxy:
     async def run(
         self,
         request: GenerationRequest,
-        records: Sequence[RequestRecord],
-        give: Callable[[RequestOutput], None],
+        choices: Sequence[ChoiceT],
+        take: Callable[[ChoiceT, RequestOutput], None],
         prefill_nodes: Sequence[str] | None = None,
     ) -> None:
-        """Gives the outputs of `request`, or of its choices, to `give` as they come, and returns
-        behind the last; a task that is cancelled aborts it. `records`: of each choice, with one
+        """Gives the outputs of `request`, or of its choices, to `take` as they come, and returns
+        behind the last; a task that is cancelled aborts it. The records of `choices` have one
         record of their prefill. `prefill_nodes` None stands for ours.
 
         Raises EngineDeadError, `Unavailable` when the node stops before the request begins, and
-        what `give` raises.
+        what `take` raises.
         """
         if self._is_stopping:
             raise _stopping()
         addresses, wish = self._choose_addresses(request, prefill_nodes)
-        num_prompt, prefill = len(request.spec.prompt_token_ids), records[0].prefill
-        names = request.choice_ids or (request.request_id,)
+        prefill = choices[0].record.prefill
         self.open.enter()
         claim: Claim | None = None
         remote: RemotePrefill | None = None
-        delivery: Delivery | None = None
+        delivery: Delivery[ChoiceT] | None = None
         task: asyncio.Task[None] | None = None
         try:
             claim = await self._admit(request, wish, is_remote=bool(addresses))
@@ -208,12 +230,12 @@ class DisaggProxy:
             remote = self._remote_prefill(request, addresses, prefill)
             params = request.kv_transfer_params = await self._choose_node(remote)
             if params is None:
-                for index in range(len(names)):
-                    claim.grow_to(num_prompt + 1, index)
-            on_output = partial(self._on_output, request, claim, give)
-            delivery = Delivery(names, records, on_output)
+                for index in range(len(choices)):
+                    claim.grow_to(len(request.spec.prompt_token_ids) + 1, index)
+            on_end = partial(self._on_end, request)
+            delivery = Delivery(request, choices, claim, take, on_end)
             self._in_engine.add(request.request_id)
-            self._engine.submit(request, delivery.take)
+            self._engine.submit(request, delivery.give)
             if params is not None:
                 task = asyncio.create_task(remote.run(params))
                 self._tasks.add(task)
@@ -225,32 +247,22 @@ class DisaggProxy:
                 task.cancel()
             if delivery is not None:
                 self._in_engine.discard(request.request_id)
-                self._engine.close(request.request_id, delivery.take)
+                self._engine.close(request.request_id, delivery.give)
             if claim is not None:
                 claim.release()
             if remote is not None:
                 await remote.close()
 
-    def _on_output(
-        self,
-        request: GenerationRequest,
-        claim: Claim,
-        give: Callable[[RequestOutput], None],
-        index: int,
-        record: RequestRecord,
-        output: RequestOutput,
+    def _on_end(
+        self, request: GenerationRequest, choice: RunningChoice, output: RequestOutput
     ) -> None:
-        """Keeps room for an output of choice `index`, and gives it on."""
-        prompt = request.spec.prompt_token_ids
-        claim.grow_to(len(prompt) + len(record.new_token_ids), index)
-        if output.finished:
-            claim.end_choice(index)
-            if output.finish_reason in ("stop", "length"):
-                self.on_answer(request.spec.prefix_hash)
-            if record.prefill.path == "local" or record.second_token_at:
-                known = [*prompt, *record.new_token_ids][:-1]
-                self._prefix_index.add(known, request.spec, claim.group)
-        give(output)
+        """Notes what the engine has in its cache from now on."""
+        record, spec = choice.record, request.spec
+        if output.finish_reason in ("stop", "length"):
+            self.on_answer(spec.prefix_hash)
+        if record.prefill.path == "local" or record.second_token_at:
+            known = [*spec.prompt_token_ids, *record.new_token_ids][:-1]
+            self._prefix_index.add(known, spec, request.group)
 
     def abort_all(self) -> None:
         """Ends every request: streams that the engine has end with `abort`, requests that it has

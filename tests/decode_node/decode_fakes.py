@@ -431,6 +431,16 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.001)
 
 
+@dataclass
+class FakeChoice:
+    """A choice whose reader is told everything."""
+
+    record: RequestRecord
+
+    def told(self, output: RequestOutput) -> RequestOutput:
+        return output
+
+
 async def outputs_of(
     proxy: DisaggProxy,
     request: GenerationRequest,
@@ -442,7 +452,8 @@ async def outputs_of(
 
     async def run() -> None:
         try:
-            await proxy.run(request, records, queue.put_nowait, prefill_nodes)
+            choices = [FakeChoice(record) for record in records]
+            await proxy.run(request, choices, lambda _, out: queue.put_nowait(out), prefill_nodes)
         except Exception as error:
             queue.put_nowait(error)
         else:
