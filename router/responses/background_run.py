@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
@@ -42,7 +42,6 @@ from router.store.responses import ResponseRow
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_S = 0.25
 _PATIENCE_S = 600.0
 _PAUSE_S = 1.0
 _NO_ROOM = (429, 503)
@@ -54,7 +53,8 @@ class GivenUp(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class BackgroundRun:
-    """Is the work on one response. `events` are all that followers may have, by number."""
+    """Is the work on one response. `events` are all that followers may have, by number; what is new
+    is written after every `pause_s()` seconds."""
 
     kept: KeptResponses
     api: ASGIApp
@@ -63,6 +63,7 @@ class BackgroundRun:
     tenant: Tenant
     headers: Mapping[str, str]
     events: list[bytes]
+    pause_s: Callable[[], float]
     is_over: bool = False
     is_ending: bool = False
     num_stored: int = field(init=False)
@@ -133,7 +134,7 @@ class BackgroundRun:
         """Writes what has come, until cancelled. Raises `GivenUp`."""
         is_noted = False
         while True:
-            await asyncio.sleep(_FLUSH_S)
+            await asyncio.sleep(self.pause_s())
             has_news = self.row.is_stream and self.num_stored < len(self.events)
             if not self._has_begun or (is_noted and not has_news):
                 continue

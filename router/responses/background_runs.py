@@ -43,6 +43,9 @@ from router.store.responses import ResponseRow
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_FLUSH_S = 0.25
+_WRITES_PER_S = 50
+"""Most transactions a second that runs write events in: requests need the database, too."""
 _NUM_TAKEN = 16
 _MAX_ATTEMPTS = 3
 _NUM_FIRST_EVENTS = 2
@@ -169,6 +172,7 @@ class BackgroundRuns:
             tenant=tenant,
             headers=headers,
             events=events,
+            pause_s=lambda: max(_FLUSH_S, len(self._runs) / _WRITES_PER_S),
         )
         key = (row.tenant, row.id)
         self._runs[key] = run

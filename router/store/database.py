@@ -37,6 +37,8 @@ _READS = "tandem_reads"
 _ONE_AT_A_TIME = 7_226_483_301
 """A lock of PostgreSQL: two routers that start at once do not both make the tables."""
 _OWNER_ONLY = 0o600
+_POOL_SIZE = 10
+"""Connections to PostgreSQL that stay open; under load there are twice as many."""
 
 Observe = Callable[[str, float, bool], None]
 """Is told of a transaction that has ended: its kind, seconds, and whether it failed."""
@@ -134,7 +136,12 @@ class Database:
         if not self.is_sqlite:
             arguments = {"timeout": self._timeout_s, "command_timeout": self._timeout_s}
             return create_async_engine(
-                self._url, pool_pre_ping=True, connect_args=arguments, hide_parameters=True
+                self._url,
+                pool_pre_ping=True,
+                pool_size=_POOL_SIZE,
+                max_overflow=_POOL_SIZE,
+                connect_args=arguments,
+                hide_parameters=True,
             )
         _create_file(Path(str(self._url.database)))
         arguments = {"timeout": self._timeout_s}

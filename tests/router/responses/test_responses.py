@@ -220,11 +220,11 @@ async def test_a_database_that_is_away_stops_only_what_needs_it(
     assert router.metric("tandem_router_store_failures_total", kind="read") >= 2
 
 
-async def test_an_answer_that_cannot_be_kept_is_not_told_as_kept(
-    api: Api, node: ResponseNode, router: RunningRouter, store: Path
+async def test_an_answer_that_cannot_be_kept_is_not_told_as_kept_nor_logged(
+    api: Api, node: ResponseNode, store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.may_go.clear()
-    whole = asyncio.create_task(api.create(status=503))
+    whole = asyncio.create_task(api.create("SECRET-WORD", status=503))
     stream = asyncio.create_task(
         api.events("responses", {"model": "demo", "input": "hi", "stream": True})
     )
@@ -236,6 +236,7 @@ async def test_an_answer_that_cannot_be_kept_is_not_told_as_kept(
     last = (await stream)[-1]
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
     assert last["sequence_number"] == 4
+    assert "no such table" in caplog.text and "SECRET-WORD" not in caplog.text
 
 
 async def test_a_client_that_leaves_leaves_nothing(
