@@ -6,8 +6,9 @@
                  beyond `max_header_bytes` are refused before anything is routed by them, and who
                  has no key before any of the body is read
 3. body          read by whoever serves the request, with a clock of its own
-4. answered      the next request, or the end. An answer that ends before its request has arrived
-                 ends the connection, too: nobody would ever read the rest
+4. answered      the next request, or the end. Nothing behind a request is parsed before its answer
+                 has ended, and what is here of it goes with the connection. An answer that ends
+                 before its request has arrived ends the connection: nobody would read the rest
 -  refused       the answer is sent, then what still comes is thrown away for a moment: closing at
                  once would reset the connection, and the client would lose the answer. In the midst
                  of another answer it would be taken for a part of that one: then it is only closed
@@ -28,16 +29,19 @@ from http import HTTPStatus
 from typing import Protocol, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from edge.http.answer_transport import AnswerTransport, write_directly
 from edge.http.client_connection import headers_of, request_id
 from edge.http.error_forms import ErrorForm
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 from edge.http.front import HttpFront
 from edge.http.headers import REQUEST_ID
-from edge.http.offered_protocol import has_body, parser_of_body
+from edge.http.offered_protocol import has_body, length_of_body, parser_of_body
 from edge.http.old_client import send_without_chunks
-from edge.http.request_head import RequestHead
+from edge.http.parse_turns import HeldFlow, ParseTurns
+from edge.http.request_cutter import RequestCutter
+from edge.http.request_head import RequestHead, fault_of
 from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
@@ -52,7 +56,6 @@ _FIRST_WORDS_S = 2.0
 """A new connection is not taken for one that shows no key before it has had time to."""
 _WRITER_FIRST_S = 1.0
 """Whoever writes an answer gives up by a clock of its own so much sooner, and can say why."""
-_ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization", b"x-api-key")
 
 
 class HeadCheck(Protocol):
@@ -82,6 +85,7 @@ class OpenConnections:
     """Counts all connections of one listener. `unknown` begins with the oldest."""
 
     by_address: Counter[str] = field(default_factory=Counter)
+    turns: ParseTurns = field(default_factory=ParseTurns)
     unknown: dict[GuardedProtocol, float] = field(default_factory=dict)
 
 
@@ -97,6 +101,8 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
+    _num_trailer_bytes = -1
+    """Those behind the body that is being read; -1 while a head is."""
     _num_unread = 0
     _refusal: HttpError | None = None
     _is_ending = False
@@ -106,7 +112,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._unanswered: list[RequestResponseCycle] = []
+        self.flow = self._flow = HeldFlow(transport)
+        self._held = RequestCutter()
         self._is_plaintext = transport.get_extra_info("sslcontext") is None
         self._names = certificate_names(transport.get_extra_info("peercert"))
         self._address = self.client[0] if self.client else ""
@@ -123,7 +130,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_send_timer()
-        self._tell_answers()
+        self._tell_answer()
+        self._held.drop()
         by_address = self.open_connections.by_address
         by_address[self._address] -= 1
         if not by_address[self._address]:
@@ -134,8 +142,38 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_ending or self.transport.is_closing():
             return
+        if self._awaits_answer() and not data.strip(b"\r\n"):
+            return  # Some clients end a body with a line of its own, and it is not read for long.
+        was_held = bool(self._held)
+        self._held.add(data)
+        if not was_held:
+            self._parse_on()
+
+    def _parse_on(self) -> None:
+        """Parses a piece of what is here, unless a request waits for its answer: nothing behind
+        that one is looked at, and it is dropped when the connection ends."""
+        if self._is_ending or self.transport.is_closing():
+            self._held.drop()
+            return
+        if not self._awaits_answer():
+            self._parse_piece(self._held.next_piece())
+        if not self._held:
+            self._flow.release()
+            return
+        self._flow.hold()
+        if not self._awaits_answer():
+            self.open_connections.turns.wait(self._parse_on)
+
+    def _awaits_answer(self) -> bool:
+        """Returns whether a whole request is here and its answer is not."""
+        return self._is_answering() and not self.cycle.more_body
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _parse_piece(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if not self._unanswered:
+        if not self._is_answering():
             self._expect_head()
         try:
             self._parse(data)
@@ -162,7 +200,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_head_bytes = 0
+        self._num_trailer_bytes = -1
         self._expect_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._num_trailer_bytes < 0:
+            super().on_header(name, value)
+            return
+        self._num_trailer_bytes += len(name) + len(value) + 4
+        if self._num_trailer_bytes > self.limits.max_header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
@@ -170,11 +218,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             raise self._refusal
         super().on_headers_complete()
-        self._unanswered.append(self.cycle)
-        self.cycle.transport = cast("asyncio.Transport", _AnswerTransport(self, self.cycle))
+        self._held.body_bytes = length_of_body(self.headers)
+        self._num_trailer_bytes = 0
+        self.cycle.transport = cast("asyncio.Transport", AnswerTransport(self, self.cycle))
         if self.parser.get_http_version() == "1.0":
             send_without_chunks(self.cycle)
-        self.scope["state"][WRITE_DIRECTLY] = partial(_write_directly, self.cycle)
+        self.scope["state"][WRITE_DIRECTLY] = partial(write_directly, self.cycle)
 
     def on_message_complete(self) -> None:
         """Ends a request, unless it has offered another protocol and its body is to come."""
@@ -183,10 +232,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         cycle = self.cycle
-        self._unanswered = [one for one in self._unanswered if not one.response_complete]
         if cycle.more_body and cycle.response_complete:
             self.end_gently()
         super().on_response_complete()
+        if self._held:
+            self.open_connections.turns.wait(self._parse_on)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -220,6 +270,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        self._held.drop()
+        self._flow.release()
         self.flow.resume_reading()
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 
@@ -235,13 +287,8 @@ class GuardedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             return self._too_large()
-        names = [name for name, _ in self.headers]
-        repeated = [name.decode() for name in _ONCE if names.count(name) > 1]
-        if repeated:
-            return BadHead(f"the header {repeated[0]} is given more than once")
-        if b"transfer-encoding" in names and b"content-length" in names:
-            return BadHead("Content-Length and Transfer-Encoding exclude each other")
-        return None
+        fault = fault_of([name for name, _ in self.headers])
+        return BadHead(fault) if fault else None
 
     def _judge_caller(self) -> HttpError | None:
         """Lets the check judge. Only a path that is written plainly is open to everybody."""
@@ -333,7 +380,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: HttpError) -> None:
         self._stop_head_timer()
-        if self._cut_open_answer():
+        is_begun = self._is_answering() and self.cycle.response_started
+        self._tell_answer()
+        if is_begun:
             self._is_ending = True
             self.close()
             return
@@ -352,46 +401,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.write(head.encode("latin-1") + body)
         self.end_gently()
 
-    def _cut_open_answer(self) -> bool:
-        """Tells whoever answers on this connection that its client has gone, so that it writes
-        no more. Returns whether the client has got a part of an answer."""
-        is_begun = any(cycle.response_started for cycle in self._unanswered)
-        self._tell_answers()
-        return is_begun
-
-    def _tell_answers(self) -> None:
-        """Tells all who have yet to end an answer: of requests that came one behind the other, not
-        only the last is under way."""
-        for cycle in self._unanswered:
-            cycle.disconnected = True
-            cycle.message_event.set()
-
-
-def _write_directly(cycle: RequestResponseCycle, data: bytes) -> bool:
-    """Writes a piece of an answer that has begun, in chunks. Returns False where uvicorn has to be
-    asked: the client has gone or reads slowly, or the answer is of another kind."""
-    is_open = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
-    if not is_open or not cycle.chunked_encoding or cycle.flow.write_paused:
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-    return True
-
-
-class _AnswerTransport:
-    """Shows a connection to one answer, which may close it without having read its whole
-    request."""
-
-    def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
-        self._protocol = protocol
-        self._cycle = cycle
-        self.write = protocol.transport.write
-        self.is_closing = protocol.transport.is_closing
-
-    def close(self) -> None:
-        if self._cycle.more_body and self._cycle.response_complete:
-            self._protocol.end_gently()
-        else:
-            self._protocol.close()
+    def _tell_answer(self) -> None:
+        if self._is_answering():
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
 
 def guarded_protocol(

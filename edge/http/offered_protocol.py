@@ -35,6 +35,12 @@ def has_body(headers: Headers) -> bool:
     return any(name in _FRAMING and value.strip(b" 0") for name, value in headers)
 
 
+def length_of_body(headers: Headers) -> int:
+    """Returns the length that a head says its body has; 0 for none, and for chunks. Names are in
+    lower case, and the parser has found the length to be a number."""
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+
+
 def parser_of_body(callbacks: ParserCallbacks, headers: Headers) -> httptools.HttpRequestParser:
     """Returns a parser that stands behind a request's head. Raises `httptools.HttpParserError`."""
     parser = httptools.HttpRequestParser(_BehindHead(callbacks))

@@ -339,3 +339,27 @@ async def test_http_1_0_gets_answers_without_chunks(head: bytes) -> None:
             assert b"transfer-encoding" not in got
             assert answer == body
             writer.close()
+
+
+async def test_what_a_closed_connection_had_asked_is_dropped() -> None:
+    """Thousands of requests fit into one read; each would be work for nobody."""
+    request = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+    async with service() as running:
+        reader, writer = await running.connect(request * 5000)
+        await reader.readuntil(b"ok")
+        writer.transport.abort()
+        await running.until_open(0)
+        assert len(running.asked) < 5000
+        num_asked = len(running.asked)
+        reader, writer = await running.connect(request)
+        await reader.readuntil(b"ok")
+        assert len(running.asked) == num_asked + 1
+        writer.close()
+
+
+async def test_trailers_without_end_are_refused() -> None:
+    async with service() as running:
+        head = JSON_POST + KEY + b"transfer-encoding: chunked\r\n\r\n0\r\n"
+        reader, writer = await running.connect(head + b"a: b\r\n" * 10_000)
+        assert b" 431 " in await read_end(reader)
+        writer.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 
 import pytest
 
 from tests.router.cluster import TIMEOUT_S, Cluster, RunningRouter, eventually
-from tests.router.fakes import answer_json, stream_forever
+from tests.router.fakes import answer_json, stream_forever, stream_tokens
 from tests.router.token_server import TokenHandler, expected, texts
 
 BODY = {"model": "demo", "prompt": "hello", "seed": 7, "max_tokens": 3, "stream": True}
@@ -74,18 +75,17 @@ async def test_a_head_that_cannot_be_trusted_is_refused(
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])
-async def test_garbage_behind_requests_cuts_the_answer_and_puts_nothing_into_it(
+async def test_garbage_behind_requests_is_refused_and_puts_nothing_into_their_answers(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, num_requests: int
 ) -> None:
-    node = await cluster.decode(handler=stream_forever())
+    node = await cluster.decode(handler=stream_tokens(20, gap_s=0.001))
     router = await cluster.router(node)
     reader, writer = await connect(router)
-    writer.write(post("/v1/completions") * num_requests)
+    writer.write(post("/v1/completions") * num_requests + b"\x00\x01\x02\x03\r\n\r\n")
     async with asyncio.timeout(TIMEOUT_S):
-        answer = await reader.readuntil(b"data: ")
-        writer.write(b"\x00\x01\x02\x03\r\n\r\n")
-        answer += await reader.read()
-    assert answer.count(b"HTTP/1.1 ") == 1
+        answers = re.split(rb"HTTP/1.1 (?=\d)", await reader.read())[1:]
+    assert [answer[:3] for answer in answers] == [b"200"] * num_requests + [b"400"]
+    assert all(answer.count(b"data: ") == 21 for answer in answers[:-1])
     await eventually(lambda: node.num_open == 0)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     writer.close()

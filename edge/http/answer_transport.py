@@ -1,0 +1,43 @@
+"""Shows a connection to one of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class Ending(Protocol):
+    """Is a connection that can end in two ways."""
+
+    transport: asyncio.Transport
+
+    def end_gently(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class AnswerTransport:
+    """Is closed by an answer, which may end without having read its whole request."""
+
+    def __init__(self, protocol: Ending, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        if self._cycle.more_body and self._cycle.response_complete:
+            self._protocol.end_gently()
+        else:
+            self._protocol.close()
+
+
+def write_directly(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """Writes a piece of an answer that has begun, in chunks. Returns False where uvicorn has to be
+    asked: the client has gone or reads slowly, or the answer is of another kind."""
+    is_open = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+    if not is_open or not cycle.chunked_encoding or cycle.flow.write_paused:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
