@@ -20,7 +20,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.layers.shard import FLOATS, CheckpointWeight, TensorSlice
 from engine.models.dummy_weights import fill_dummy
 from engine.models.errors import CheckpointError
-from engine.models.fill_jobs import STORED_TYPES, fill_jobs
+from engine.models.fill_jobs import fill_jobs
 from engine.models.kv_scale_files import is_kv_scale
 from engine.models.registry import MODELS
 from engine.models.stacked_experts import StackableExperts, unstacked
@@ -245,7 +245,7 @@ def _check_stored(part: TensorSlice, stored: StoredTensor, *, is_companion: bool
         )
     if stored.dtype not in part.stored:
         cure = f"its type must be {' or '.join(sorted(part.stored))}: {_WRONG_CONFIG}"
-        if part.stored == FLOATS and stored.dtype not in STORED_TYPES:
+        if part.stored == FLOATS and not stored.dtype.startswith("F8"):
             cure = "use a checkpoint in fp32, fp16 or bf16"
         raise CheckpointError(stored.file, f"has {part.name} in {stored.dtype}", cure)
 
