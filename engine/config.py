@@ -78,7 +78,7 @@ class ModelConfig:
             it; but for `hidden_size`, to which `engine.parallel` times sums over ranks.
         max_model_len: Prompt plus output tokens at most.
         eos_token_ids: From generation_config.json, else config.json, and from the tokenizer.
-        model_hash: Equal exactly for nodes that compute the same KV.
+        model_hash: Equal exactly for nodes that compute the same KV; see `engine.model_identity`.
         kv_layers: One entry a group of layers; empty: all layers keep keys and values of
             `num_kv_heads` heads, and see all tokens.
         quantization: How weights are quantised; None: they are plain.

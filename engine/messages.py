@@ -191,6 +191,8 @@ class EngineReady(msgspec.Struct, tag="ready", kw_only=True):
     """The GPU's, as its driver has it; empty: none."""
     worker_pids: list[int] = []
     transfer_pids: list[int] = []
+    model_hash: str = ""
+    """The identity of what was loaded."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):

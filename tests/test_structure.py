@@ -54,6 +54,7 @@ ENGINE_ORDER = [
         "request_spec",
         "outputs",
         "messages",
+        "model_identity",
         "request",
         "errors",
         "distributed",

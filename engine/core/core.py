@@ -35,6 +35,7 @@ from engine.messages import (
     SupplyCandidates,
     SupplyFirstToken,
 )
+from engine.model_identity import identified
 from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
@@ -91,7 +92,7 @@ class EngineCore:
         self._batch_queue: deque[Step] = deque()
         self._results = EngineCoreOutputs()
         """Outputs of what happened since the last step."""
-        self._begin(config, caches)
+        self._begin(identified(config, caches.model_hash), caches)
 
     def _begin(self, config: EngineConfig, caches: KVCaches) -> None:
         """Makes what decides in this engine. Raises `KVTransferError`."""

@@ -196,6 +196,7 @@ class EngineCoreProc:
             peer=self._peer,
             worker_pids=self._executor.worker_pids,
             transfer_pids=core.connector.process_pids,
+            model_hash=core.config.model.model_hash,
         )
 
     def _check_role(self, core: EngineCore) -> None:

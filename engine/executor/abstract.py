@@ -40,13 +40,15 @@ PollSource = zmq.Socket[bytes] | int
 class KVCaches:
     """`num_blocks` of each rank, `handles[rank]`, and `hosts[rank]` where the handle is valid;
     no hosts: all here. `device_name`: of rank 0's GPU, if it has one. `prompt_steps`: tokens and
-    seconds of steps of prompts that were measured, if any were."""
+    seconds of steps of prompts that were measured, if any were. `model_hash`: the identity of what
+    was loaded."""
 
     num_blocks: int
     handles: list[KVCacheHandle]
     hosts: Sequence[ProcessHost] = ()
     device_name: str = ""
     prompt_steps: Sequence[tuple[int, float]] = ()
+    model_hash: str = ""
 
 
 class Executor(ABC):

@@ -54,6 +54,7 @@ from engine.executor.worker_messages import (
     WorkerReply,
 )
 from engine.life_places import worker_place
+from engine.models.identity import IdentityJob
 from engine.outputs import ExpertStats, GrammarStats
 from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import GroupStep, Step, StepResult
@@ -123,6 +124,7 @@ class ProcessExecutor(Executor):
         self._hosts: Sequence[ProcessHost] = ()
         self._num_blocks, self._device_name = 0, ""
         self._prompt_steps: Sequence[tuple[int, float]] = ()
+        self._model_hash = ""
         self._host_s = 0.0
         self._ahead_s: float | None = None
         self._grammar_stats = GrammarStats()
@@ -165,6 +167,7 @@ class ProcessExecutor(Executor):
 
     def initialize(self, report: ReportProgress) -> KVCaches:
         hosts = self._find_hosts(report)
+        identity = IdentityJob(self._config)
         family = socket.AF_INET6 if ":" in self._core_address else socket.AF_INET
         with socket.socket(family) as reserved:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -173,7 +176,8 @@ class ProcessExecutor(Executor):
             loaded = self._wait_for_all(WorkerLoaded, report)
         self._hosts, self._device_name = hosts, loaded[0].device_name
         self._num_blocks = min(reply.num_blocks for reply in loaded)
-        self._send(InitializeKVCache(self._num_blocks))
+        self._model_hash = identity.result()
+        self._send(InitializeKVCache(self._num_blocks, self._model_hash))
         ready = self._wait_for_all(WorkerReady, report)
         self._prompt_steps = ready[0].prompt_steps
         self._is_running = True
@@ -186,7 +190,12 @@ class ProcessExecutor(Executor):
 
     def _caches(self, handles: list[KVCacheHandle]) -> KVCaches:
         return KVCaches(
-            self._num_blocks, handles, self._hosts, self._device_name, self._prompt_steps
+            self._num_blocks,
+            handles,
+            self._hosts,
+            self._device_name,
+            self._prompt_steps,
+            self._model_hash,
         )
 
     def _start_workers(self, hosts: Sequence[ProcessHost], port: int) -> None:

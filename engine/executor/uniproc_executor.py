@@ -12,6 +12,7 @@ from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgr
 from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
+from engine.models.identity import IdentityJob
 from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.sched.group_output import Step
@@ -35,11 +36,13 @@ class UniprocExecutor(Executor):
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def initialize(self, report: ReportProgress) -> KVCaches:
+        identity = IdentityJob(self._worker.config)
         self._worker.init_device()
         self._worker.load_model(
             lambda fraction: report("loading weights", fraction, self._worker.load_log.total_bytes)
         )
         num_blocks = self._worker.determine_num_blocks()
+        self._worker.identify(identity.result())
         handle = self._worker.initialize_kv_cache(num_blocks)
         self._worker.capture_model(report)
         return self._caches(num_blocks, handle)
@@ -50,7 +53,10 @@ class UniprocExecutor(Executor):
 
     def _caches(self, num_blocks: int, handle: KVCacheHandle) -> KVCaches:
         worker = self._worker
-        return KVCaches(num_blocks, [handle], (), worker.device_name, worker.prompt_steps)
+        model_hash = worker.config.model.model_hash
+        return KVCaches(
+            num_blocks, [handle], (), worker.device_name, worker.prompt_steps, model_hash
+        )
 
     def execute_model(self, step: Step) -> None:
         self._outputs.append(self._profiler.run(step))

@@ -46,9 +46,11 @@ class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InitializeKVCache(msgspec.Struct, tag="kv_cache", array_like=True):
-    """Asks for a cache of `num_blocks`, for which the rank with the least memory has room."""
+    """Asks for a cache of `num_blocks`, for which the rank with the least memory has room.
+    `model_hash`: the model's identity."""
 
     num_blocks: int
+    model_hash: str
 
 
 class ExecuteStep(msgspec.Struct, tag="step", array_like=True):

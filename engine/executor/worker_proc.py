@@ -141,7 +141,8 @@ class WorkerProc:
                 self._profiler.handle(command)
             case LoadAdapter() | DropAdapter():
                 self._adapters.handle(command)
-            case InitializeKVCache(num_blocks):
+            case InitializeKVCache(num_blocks, model_hash):
+                self._worker.identify(model_hash)
                 handle = self._worker.initialize_kv_cache(num_blocks)
                 self._worker.capture_model(self._report)
                 self._reply(WorkerReady(self._rank, handle, self._worker.prompt_steps))

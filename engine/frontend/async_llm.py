@@ -62,6 +62,7 @@ from engine.messages import (
     SupplyCandidates,
     SupplyFirstToken,
 )
+from engine.model_identity import identified
 from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from host.life_signs import Silence
 from kv_transfer.metadata import KVTransferParams
@@ -293,6 +294,7 @@ class AsyncLLM:
         """Becomes the engine of `config`, of which the workers have everything already; what is
         open after `empty_within_s` is aborted. Raises `RoleSwitchRefused`, `EngineDeadError`."""
         self._check_alive()
+        config = identified(config, self.config.model.model_hash)
         ready = await self._roles.switch(config, empty_within_s)
         for request_id in [*self._states, *self._kv_results]:
             self.abort(request_id)
@@ -334,8 +336,7 @@ class AsyncLLM:
         it was the last one of its prompt."""
         del self._states[state.request_id]
         states, prompt_id = self._prompts[state.prompt_id], state.prompt_id
-        index = next(index for index, other in states.items() if other is state)
-        del states[index]
+        del states[next(index for index, other in states.items() if other is state)]
         if states:
             return False
         del self._prompts[prompt_id]
@@ -358,6 +359,7 @@ class AsyncLLM:
                     self._on_progress(message)
             case EngineReady():
                 if not self._ready.done():
+                    self.config = identified(self.config, message.model_hash)
                     self._ready.set_result(message)
             case PeerChanged():
                 self.ready.peer = message.peer

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import xxhash
 
 from engine.config import Dtype, LoadFormat, ModelConfig, ParallelConfig, QuantizationName
 from engine.expert_placement import initial_placement
+from engine.model_identity import PENDING
 from engine.models.config_file import ConfigFile
 from engine.models.end_tokens import find_end_tokens
 from engine.models.errors import CheckpointError
+from engine.models.identity import model_hash_of
 from engine.models.mistral_params import config_path, read_config
 from engine.models.number_names import number_name
 from engine.models.quantization.fused_layers import check_fused_layers
@@ -149,6 +150,7 @@ def load_model_config(
     max_model_len: int | None = None,
     load_format: LoadFormat = "safetensors",
     quantization: QuantizationName | None = None,
+    hashes_later: bool = False,
 ) -> ModelConfig:
     """Reads a checkpoint folder.
 
@@ -158,6 +160,7 @@ def load_model_config(
             Several names are separated by commas.
         max_model_len: None: all positions that the model was made for.
         quantization: None: as config.json says; `fp8` quantises plain weights as they are loaded.
+        hashes_later: The identity stays pending, so that nothing waits for all weights here.
 
     Raises:
         CheckpointError: The folder is incomplete, or asks for something tandem does not have.
@@ -194,18 +197,13 @@ def load_model_config(
         eos_token_ids=find_end_tokens(folder, file),
         dtype=_stored_dtype(folder, file, weights) if dtype == "auto" else dtype,
         load_format=load_format,
-        model_hash="",
+        model_hash=PENDING,
         spec=msgspec.to_builtins(spec),
         quantization=schemes,
         vision=vision,
     )
-    facts = spec.hash_facts(config) + (() if schemes is None else (schemes,))
-    facts += () if vision is None else (vision,)
-    return replace(
-        config,
-        model_hash=_model_hash(facts, weights, has_tower=vision is not None),
-        kv_layers=spec.kv_layers(config),
-    )
+    found = PENDING if hashes_later else model_hash_of(config)
+    return replace(config, model_hash=found, kv_layers=spec.kv_layers(config))
 
 
 def _read_config(
@@ -313,10 +311,3 @@ def _stored_dtype(folder: Path, file: ConfigFile, weights: WeightFiles | None) -
         f"has dtype {named!r}",
         "choose --dtype float32, float16 or bfloat16",
     )
-
-
-def _model_hash(facts: tuple[object, ...], weights: WeightFiles | None, *, has_tower: bool) -> str:
-    """Hashes everything that the KV depends on, but the dtype, which peers compare by name."""
-    digest = xxhash.xxh3_128(repr(facts).encode())
-    digest.update(b"dummy" if weights is None else weights.fingerprint(with_tower=has_tower))
-    return digest.hexdigest()

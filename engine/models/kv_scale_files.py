@@ -20,6 +20,7 @@ from engine.config import KVCacheDtype, ModelConfig
 from engine.errors import CannotStartError
 from engine.kv_scales import HeadScales, KVScaleTable
 from engine.models.errors import CheckpointError
+from engine.models.identity import model_hash_of
 from engine.models.stored_tensors import StoredTensor
 from engine.models.weight_files import WeightFiles
 
@@ -103,7 +104,7 @@ def _from_file(model: ModelConfig, path: Path) -> KVScaleTable:
         raise CheckpointError(path, f"holds no scales of a KV cache ({error})", cure) from error
     if found.format != FILE_FORMAT:
         raise CheckpointError(path, f"has format {found.format!r}, not {FILE_FORMAT!r}", cure)
-    if found.model_hash != model.model_hash:
+    if found.model_hash != model_hash_of(model):
         fault = f"was written for another checkpoint than {model.path}, or another quantization"
         raise CheckpointError(path, fault, cure)
     if not len(found.k) == len(found.v) == model.num_layers:

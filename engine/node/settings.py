@@ -322,6 +322,7 @@ class EngineSettings(
             max_model_len=self.max_model_len,
             load_format=self.load_format,
             quantization=self.quantization,
+            hashes_later=True,
         )
         check_parallel(model, self._parallel_config())
         return self._engine_config(model, kv_role)

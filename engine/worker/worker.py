@@ -26,6 +26,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CannotStartError
+from engine.model_identity import identified
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
@@ -185,6 +186,11 @@ class Worker:
             num_blocks = blocks_that_fit(self.config, budget.kv_cache)
         check_one_sequence_fits(self.config, num_blocks, budget)
         return num_blocks
+
+    def identify(self, model_hash: str) -> None:
+        """Takes the identity of the model, by which peers and tiers know the cache."""
+        self.config = identified(self.config, model_hash)
+        self._layout = self.config.kv_layout.of_rank(self.rank)
 
     def initialize_kv_cache(self, num_blocks: int) -> KVCacheHandle:
         """Allocates the cache; transfer processes map it through the handle. Raises
