@@ -46,6 +46,8 @@ from edge.http.errors import BadRequest
 _PLAIN_NAME = re.compile(r"[^\s<>()\[\]{}\"'=:|｜]+")
 _MAX_NUMBER = 4
 """Digits of a call's number."""
+_CALL_ID = "[a-z0-9]{10}"
+"""Matches an id as Solar's template asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +75,26 @@ class CallGrammar:
     Args:
         text: The grammar, to which rules are added.
         markers: The model's tokens. Where it has them, markers are tokens and no text.
+        frames: What stands around parts of an answer.
     """
 
-    def __init__(self, text: GrammarText, form: CallFormat, markers: MarkerTokens) -> None:
+    def __init__(
+        self,
+        text: GrammarText,
+        form: CallFormat,
+        markers: MarkerTokens,
+        frames: Collection[str] = (),
+    ) -> None:
         self._text = text
         self._form = form
         self._markers = markers
+        self._frames = frames
         self._shape = self._shape_of(form)
 
     def calls(self, tools: Sequence[Tool], *, most: int | None = None) -> Expression:
         """Matches one call or several and nothing else; at most `most`. Raises `BadRequest` for a
         strict tool that this format cannot be held to."""
-        return self._calls(self._rules(tools), most, skipped=0)
+        return self._first_calls(self._rules(tools), most)
 
     def text_with_calls(
         self, tools: Sequence[Tool], end_ids: Collection[int], *, most: int | None = None
@@ -99,13 +109,36 @@ class CallGrammar:
             return either(self._calls(rules, most, skipped=0), self._text.rule("text", other))
         ids = {part for part in self._markers.pieces(begin) if isinstance(part, int)}
         if ids:
-            free = self._text.rule("text", repeat(any_token_but(ids | set(end_ids))))
+            free = self._text.rule("text", repeat(self._any_but(ids | set(end_ids))))
             part = sequence(self._calls(rules, most, skipped=0), free)
             return sequence(free, optional(part) if most == 1 else repeat(part))
         calls = self._calls(rules, most, skipped=len(begin))
         part = sequence(self._text.until("text_before", begin), calls)
         free = self._text.without("text", begin)
-        return sequence(optional(part) if most == 1 else repeat(part), free)
+        answer = sequence(optional(part) if most == 1 else repeat(part), free)
+        if not (content := self.before_content(self._form)):
+            return answer
+        return either(
+            sequence(self._first_calls(rules, most), free), sequence(literal(content), answer)
+        )
+
+    @staticmethod
+    def before_content(form: CallFormat) -> str:
+        """Returns what stands before content in this format of calls."""
+        if isinstance(form, NamedJsonFormat) and form.content_name:
+            return form.content_name + form.after_name
+        return ""
+
+    def _first_calls(self, call: Expression, most: int | None) -> Expression:
+        """Matches calls at the beginning of an answer, the first marker of which may be the
+        prompt's end."""
+        begun = len(self._shape.begin) if self.before_content(self._form) else 0
+        return self._calls(call, most, skipped=begun)
+
+    def _any_but(self, ids: set[int]) -> Expression:
+        """Matches a token that is none of `ids`, or what stands around parts."""
+        free = any_token_but(ids)
+        return either(free, *map(self._spell, self._frames)) if self._frames else free
 
     def answer(self, body: Expression) -> Expression:
         """Matches an answer that is `body`, with what the format has around content."""
@@ -184,7 +217,7 @@ class CallGrammar:
         if is_bare:
             before = form.begin if form.end else ""
             return Shape("", before, name, form.separator, end, rest)
-        return Shape(form.begin, "", form.begin + name, form.separator, "", rest)
+        return Shape(form.begin, form.lead, form.begin + name, form.separator, "", rest)
 
     def _list_shape(self, form: JsonListFormat) -> Shape:
         prefix = f'{{"{form.id_key}": "' if form.id_key else "{"
@@ -212,7 +245,10 @@ class CallGrammar:
     def _named_shape(self, form: NamedJsonFormat) -> Shape:
         def rest(tool: Tool) -> Expression:
             number = regex(f":[0-9]{{1,{_MAX_NUMBER}}}") if form.numbers_calls else NOTHING
+            call_id = regex(_CALL_ID) if form.id_end else NOTHING
             return sequence(
+                call_id,
+                self._spell(form.id_end),
                 literal(tool.name),
                 number,
                 self._spell(form.after_name),
@@ -246,15 +282,19 @@ class CallGrammar:
 
     def _xml_shape(self, form: XmlFormat) -> Shape:
         section, end = form.section_begin, form.section_end
-        before = f"{section}\n" if section else ""
-        after = f"\n{end}" if end else ""
+        before = f"{form.lead}{section}{form.gap}" if section else form.lead
+        after = f"{form.gap}{end}" if end else ""
         is_own = form.has_own_sections
         parameters = TaggedParameters(self._text, form, self._markers)
 
         def rest(tool: Tool) -> Expression:
+            before_number, _, after_number = form.number.partition("{}")
+            number = regex(f"[0-9]{{1,{_MAX_NUMBER}}}") if form.number else NOTHING
             return sequence(
                 literal(tool.name),
-                self._spell(f"{form.after_name}\n"),
+                self._spell(form.after_name + before_number),
+                number,
+                self._spell(after_number + form.header_end + form.gap),
                 parameters.of(tool),
                 self._spell(form.end + (after if is_own else "")),
             )
@@ -263,7 +303,7 @@ class CallGrammar:
             section or form.before_name,
             "" if is_own else before,
             (before if is_own else "") + form.before_name,
-            "\n",
+            form.gap,
             "" if is_own else after,
             rest,
         )

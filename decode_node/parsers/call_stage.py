@@ -14,7 +14,7 @@ calls again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.text_input import MarkerSet, Steps, TextInput
@@ -43,8 +43,14 @@ class CallStage(ABC):
         self.source = TextInput()
         self._begins = frozenset(begins)
         self._markers = MarkerSet((*begins, *ends))
+        self._frames: frozenset[str] = frozenset()
         self._awaits_end = False
         self._steps = self._run()
+
+    def drop(self, frames: Collection[str]) -> None:
+        """Leaves texts out of content: what stands around it. Comes before anything is read."""
+        self._frames = frozenset(frames)
+        self._markers = MarkerSet((*self._markers.markers, *frames))
 
     @property
     def begin_tokens(self) -> frozenset[str]:
@@ -65,6 +71,8 @@ class CallStage(ABC):
             if marker in self._begins:
                 self.source.record(marker)
                 yield from self.call(marker)
+            elif marker in self._frames:
+                continue
             elif not (self._awaits_end or self.sink.is_behind_call):
                 self.sink.content(marker)
             else:
@@ -87,3 +95,15 @@ class CallStage(ABC):
     def reject(self) -> None:
         """Gives all that was taken since the marker as content."""
         self.sink.content(self.source.forget())
+
+
+class FramedContent(CallStage):
+    """Gives content without what stands around it: no call is possible."""
+
+    def __init__(self, sink: DeltaSink, frames: Collection[str]) -> None:
+        super().__init__(sink, (), (), ())
+        self.drop(frames)
+
+    def call(self, marker: str) -> Steps[None]:
+        """Is never reached: no marker begins a call."""
+        yield from ()

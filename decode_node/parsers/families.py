@@ -29,6 +29,9 @@ class ReasoningFamily:
         names: Names of the parser on the command line.
         ends_before: A marker that ends reasoning although it belongs to what follows.
         after: What always stands between the end and the answer.
+        before_content: What stands before content, where calls have something else.
+        frames: What stands around parts of an answer and is no part of any.
+        signs: Texts that the chat template has, where it does not spell the markers.
     """
 
     names: tuple[str, ...]
@@ -36,6 +39,9 @@ class ReasoningFamily:
     end: str
     ends_before: str = ""
     after: str = ""
+    before_content: str = ""
+    frames: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +51,13 @@ class CallFamily:
     Attributes:
         names: Names of the parser on the command line.
         signs: Texts that the chat template has, or tokens of the model, all of them.
+        frames: What stands around parts of an answer and is no part of any.
     """
 
     names: tuple[str, ...]
     signs: tuple[str, ...]
     form: CallFormat
+    frames: tuple[str, ...] = ()
 
 
 def literals(form: CallFormat | ReasoningFamily) -> list[str]:
@@ -70,10 +78,13 @@ def _dsml(section: str) -> XmlFormat:
         before_value=">",
         after_value="</｜DSML｜parameter>",
         end="</｜DSML｜invoke>",
-        is_typed=True,
+        text_mark=' string="true"',
+        other_mark=' string="false"',
     )
 
 
+_SOLAR_FRAMES = ("<|begin|>assistant", "<|content|>", "<|end|>")
+_KIMI_K3_FRAMES = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
@@ -127,6 +138,41 @@ CALL_FAMILIES = (
             end="<|tool_call_end|>",
             numbers_calls=True,
         ),
+    ),
+    CallFamily(
+        names=("kimi_k3",),
+        signs=("<|open|>", "<|sep|>", "<|close|>"),
+        form=XmlFormat(
+            lead="<|close|>response<|sep|>",
+            section_begin="<|open|>tools<|sep|>",
+            section_end="<|close|>tools<|sep|>",
+            before_name='<|open|>call tool="',
+            after_name='"',
+            number=' index="{}"',
+            header_end="<|sep|>",
+            before_key='<|open|>argument key="',
+            after_key='"',
+            before_value="<|sep|>",
+            after_value="<|close|>argument<|sep|>",
+            end="<|close|>call<|sep|>",
+            text_mark=' type="string"',
+            other_mark=' type="(number|boolean|null|object|array)"',
+            gap="",
+        ),
+        frames=_KIMI_K3_FRAMES,
+    ),
+    CallFamily(
+        names=("solar_open",),
+        signs=("<|tool_call:begin|>", "<|tool_call:args|>"),
+        form=NamedJsonFormat(
+            section_begin="<|tool_calls|>",
+            section_end="<|calls|>",
+            begin="<|tool_call:begin|>",
+            id_end="<|tool_call:name|>",
+            after_name="<|tool_call:args|>",
+            end="<|tool_call:end|>",
+        ),
+        frames=_SOLAR_FRAMES,
     ),
     CallFamily(names=("mistral",), signs=("[TOOL_CALLS]",), form=MistralFormat()),
     CallFamily(
@@ -244,6 +290,17 @@ CALL_FAMILIES = (
         form=JsonObjectFormat(begin="<|function_call|>"),
     ),
     CallFamily(
+        names=("gigachat30",),
+        signs=("function call", "<|role_sep|>"),
+        form=JsonObjectFormat(begin="function call<|role_sep|>\n", lead="<|message_sep|>\n\n"),
+        frames=("<|message_sep|>",),
+    ),
+    CallFamily(
+        names=("functionary_v32",),
+        signs=(">>>all",),
+        form=NamedJsonFormat(begin=">>>", after_name="\n", content_name="all"),
+    ),
+    CallFamily(
         names=("functionary",),
         signs=("<function=", "</function>"),
         form=NamedJsonFormat(begin="<function=", after_name=">", end="</function>"),
@@ -340,6 +397,22 @@ REASONING_FAMILIES = (
         begin="<think>",
         end="</think>",
     ),
+    ReasoningFamily(
+        names=("kimi_k3",),
+        begin="<|open|>think<|sep|>",
+        end="<|close|>think<|sep|>",
+        after="<|open|>response<|sep|>",
+        frames=_KIMI_K3_FRAMES,
+        signs=("<|open|>", "'think'"),
+    ),
+    ReasoningFamily(
+        names=("solar_open",),
+        begin="<|think|>",
+        end="<|end|>",
+        after="<|begin|>assistant",
+        before_content="<|content|>",
+        frames=_SOLAR_FRAMES,
+    ),
     ReasoningFamily(names=("minimax_m3",), begin="<mm:think>", end="</mm:think>"),
     ReasoningFamily(names=("hunyuan_v3",), begin="<think:opensource>", end="</think:opensource>"),
     ReasoningFamily(names=("apertus",), begin="<|inner_prefix|>", end="<|inner_suffix|>"),
@@ -348,7 +421,12 @@ REASONING_FAMILIES = (
         begin="<|START_THINKING|>",
         end="<|END_THINKING|>",
     ),
-    ReasoningFamily(names=("gemma4",), begin="<|channel>thought\n", end="<channel|>"),
+    ReasoningFamily(
+        names=("gemma4",),
+        begin="<|channel>thought\n",
+        end="<channel|>",
+        signs=("<|channel>thought", "<channel|>"),
+    ),
     ReasoningFamily(names=("mistral",), begin="[THINK]", end="[/THINK]"),
     ReasoningFamily(names=("seed_oss",), begin="<seed:think>", end="</seed:think>"),
 )

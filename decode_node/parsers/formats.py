@@ -14,6 +14,7 @@ class JsonObjectFormat:
         may_be_bare: An answer may begin with such an object, without the marker.
         padding: What stands between the markers and the object.
         separator: What stands between calls; where they have no marker, it has to.
+        lead: What the model writes in front of its first call, to end what it said.
     """
 
     begin: str
@@ -22,6 +23,7 @@ class JsonObjectFormat:
     arguments_key: str = "arguments"
     may_be_bare: bool = False
     separator: str = ""
+    lead: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,10 @@ class NamedJsonFormat:
     """A name between markers, and behind it the arguments as JSON.
 
     Attributes:
+        id_end: Ends the call's id, which comes before the name; "" for none.
         numbers_calls: The name ends with a colon and the call's number.
+        content_name: Names who gets content, where all of an answer is such parts; the prompt ends
+            with the first `begin` then.
     """
 
     section_begin: str = ""
@@ -61,7 +66,9 @@ class NamedJsonFormat:
     after_arguments: str = ""
     end: str = ""
     separator: str = ""
+    id_end: str = ""
     numbers_calls: bool = False
+    content_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,27 +85,37 @@ class XmlFormat:
     """Each argument between tags of its own, as text; its type is in the tool's schema.
 
     Attributes:
+        lead: What the model writes in front of its first call, to end what it said.
         before_name, after_name: Stand around the name of the function.
+        number, header_end: Follow the name where a header goes on: `{}` is the call's number.
         before_key, after_key: Stand around the name of a parameter.
         before_value: Stands before the value, where it has a tag of its own.
         after_value: Ends the value.
-        is_typed: A parameter tells whether it is text: `string="true"`.
+        text_mark: Stands before the value of a parameter that is text; where formats have it, the
+            schema need not tell.
+        other_mark: Stands there for all others: a regular expression.
+        gap: Stands between tags.
         is_json: A value whose type the schema does not tell is JSON, if it can be read so.
         has_lines: Tags and values have a line each; a line break at either end of a value is not
             part of it.
         has_own_sections: Each call has a section of its own.
     """
 
+    lead: str = ""
     section_begin: str = ""
     section_end: str = ""
     before_name: str
     after_name: str = ""
+    number: str = ""
+    header_end: str = ""
     before_key: str
     after_key: str
     before_value: str = ""
     after_value: str
     end: str
-    is_typed: bool = False
+    text_mark: str = ""
+    other_mark: str = ""
+    gap: str = "\n"
     is_json: bool = False
     has_lines: bool = False
     has_own_sections: bool = False

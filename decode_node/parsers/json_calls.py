@@ -214,8 +214,14 @@ class NamedJsonStage(JsonStage):
         self._form = form
         self._begin, self._end, self._section = begin, end, section
         self._before_name = markers.translate(form.before_name)
+        self._id_end = markers.translate(form.id_end)
         self._name_ends = MarkerSet([after_name.rstrip() or after_name, begin, end, section_end])
         self._after_name = after_name.rstrip() or after_name
+
+    def begin(self) -> Steps[None]:
+        if self._form.content_name:
+            self.source.record("")
+            yield from self.call(self._begin)
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source
@@ -230,6 +236,11 @@ class NamedJsonStage(JsonStage):
             source.put_back(end)
             return self.reject()
         name = header.strip()
+        if name and name == self._form.content_name:
+            source.forget()
+            return None
+        if self._id_end:
+            name = name.rpartition(self._id_end)[2].strip()
         if self._form.numbers_calls:
             name = name.rpartition(":")[0] or name
         if name not in self.tools:

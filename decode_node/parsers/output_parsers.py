@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from decode_node.grammar.grammar_text import Expression, GrammarText
+from decode_node.grammar.grammar_text import Expression, GrammarText, sequence
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
 from decode_node.parsers.call_grammar import CallGrammar
-from decode_node.parsers.call_stage import CallStage
+from decode_node.parsers.call_stage import CallStage, FramedContent
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.deltas import CallArguments, CallStart, ContentText
 from decode_node.parsers.families import (
@@ -46,6 +46,7 @@ from decode_node.parsers.json_calls import (
 )
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.output_parser import OutputParser
+from decode_node.parsers.parameter_grammar import spell
 from decode_node.parsers.pythonic import PythonicStage
 from decode_node.parsers.reasoning import ReasoningStage
 from decode_node.parsers.stage import PlainContent, Stage
@@ -106,8 +107,14 @@ class OutputParsers:
         self.reasoning_parser = reasoning.names[0] if reasoning else ""
         self.tool_call_parser = calls.names[0] if calls else ""
         self._harmony = _harmony(reasoning, calls)
+        self._frames = dict.fromkeys(
+            frame for family in (reasoning, calls) if family for frame in family.frames
+        )
+        self._before_content = reasoning.before_content if reasoning else ""
+        if calls and not self._before_content:
+            self._before_content = CallGrammar.before_content(calls.form)
         self.reasoning_format = self._reasoning_format(added_token_ids)
-        texts = literals(reasoning) if reasoning else []
+        texts = [*self._frames, *(literals(reasoning) if reasoning else ())]
         texts += literals(calls.form) if calls else []
         texts += literals(self._harmony) if self._harmony else []
         self._token_ids = added_token_ids
@@ -117,7 +124,8 @@ class OutputParsers:
     @property
     def read_every_answer(self) -> bool:
         """Says whether answers need a parser even where no tool may be called."""
-        return self._reasoning is not None or self._harmony is not None
+        is_framed = bool(self._frames or self._before_content)
+        return self._reasoning is not None or self._harmony is not None or is_framed
 
     def _reasoning_format(self, token_ids: Mapping[str, int]) -> ReasoningFormat | None:
         reasoning = self._reasoning
@@ -200,7 +208,8 @@ class OutputParsers:
         """
         if not use.may_call:
             return None
-        grammar = CallGrammar(text, self._calls.form if self._calls else ANY_MODEL, self._markers)
+        form = self._calls.form if self._calls else ANY_MODEL
+        grammar = CallGrammar(text, form, self._markers, self._frames)
         most = None if use.is_parallel else 1
         if use.mode == "named":
             return grammar.calls([tool for tool in use.tools if tool.name == use.name], most=1)
@@ -214,7 +223,7 @@ class OutputParsers:
     def content_grammar(self, text: GrammarText, body: Expression) -> Expression:
         """Returns `body` with what this model writes around content."""
         if self._harmony is None:
-            return body
+            return sequence(spell(self._markers, self._before_content), body)
         return CallGrammar(text, self._harmony, self._markers).answer(body)
 
     def parser(
@@ -228,10 +237,13 @@ class OutputParsers:
         if self._harmony is not None:
             stage = HarmonyStage(self._harmony, sink, tools, markers, is_open=is_reasoning_open)
             return OutputParser(markers, sink, stage)
-        stage = PlainContent(sink)
-        if tools:
+        frames = list(map(markers.translate, self._frames))
+        stage = FramedContent(sink, frames) if frames else PlainContent(sink)
+        if tools or (self._calls and CallGrammar.before_content(self._calls.form)):
             form = self._calls.form if self._calls else ANY_MODEL
             stage = _call_stage(form, sink, tools, markers)
+            if frames and isinstance(stage, CallStage):
+                stage.drop(frames)
         if self._reasoning is not None:
             call_tokens, try_call = self._calls_in_reasoning(tools, stage)
             around = self._reasoning
@@ -295,6 +307,8 @@ def _harmony(reasoning: ReasoningFamily | None, calls: CallFamily | None) -> Har
 def _fits(family: ReasoningFamily, template: str, tokens: Mapping[str, int]) -> bool:
     """Says whether a template knows the family's markers; the beginning may be left to models that
     have a token for it."""
+    if family.signs:
+        return all(sign in template for sign in family.signs)
     has_begin = family.begin in template or family.begin in tokens
     return has_begin and family.end in template and family.ends_before in template
 

@@ -79,13 +79,17 @@ class TaggedParameters:
         form, pieces = self._form, self._markers.pieces
         types = types_of(schema, tool.parameters)
         is_string = is_text(types, is_json=form.is_json) or not types or "string" in types
-        head = form.after_key
-        if form.is_typed:
-            head += f' string="{"true" if is_string else "false"}"'
-        elif form.before_value:
-            head += "\n"
         line = "\n" if form.has_lines else ""
-        head += form.before_value + line
+        between = form.gap if form.before_value else ""
+        mark = NOTHING
+        if form.text_mark:
+            between = form.text_mark if is_string else ""
+            mark = NOTHING if is_string else regex(form.other_mark)
+        head = sequence(
+            _spelled(pieces(form.after_key + between)),
+            mark,
+            _spelled(pieces(form.before_value + line)),
+        )
         if not is_string:
             value = sequence(
                 _json(self._text, tool, schema), _spelled(pieces(line + form.after_value))
@@ -93,7 +97,7 @@ class TaggedParameters:
         else:
             pattern = _pattern(tool, name, schema)
             value = self._until(pieces((line if pattern else "") + form.after_value), pattern)
-        return sequence(_spelled(pieces(head)), value, literal("\n"))
+        return sequence(head, value, _spelled(pieces(form.gap)))
 
     def _until(self, marker: list[Piece], pattern: str) -> Expression:
         """Matches text up to and with a marker. Where the marker's token comes behind text, other

@@ -27,8 +27,6 @@ from decode_node.parsers.schema_types import is_text, parameter_types, value_jso
 from decode_node.parsers.text_input import MarkerSet, Steps
 from decode_node.protocol.tools import Tool
 
-_STRING = 'string="true"'
-
 
 class XmlStage(CallStage):
     """Reads calls of an `XmlFormat`."""
@@ -46,6 +44,7 @@ class XmlStage(CallStage):
         self._plain = markers.plain
         self._section, self._before_name = section, before_name
         self._after_name = marked(form.after_name)
+        self._header_ends = MarkerSet([marked(form.header_end)])
         self._before_key = marked(form.before_key)
         self._before_value = marked(form.before_value)
         self._after_value = marked(form.after_value)
@@ -72,6 +71,8 @@ class XmlStage(CallStage):
             source.put_back(end)
         if tool is None or not end or (self._after_name and end != self._after_name):
             return self.reject()
+        if self._form.header_end:
+            yield from source.read(self._header_ends, MAX_NAME)
         yield from source.skip_white_space()
         if not (yield from source.comes(self._behind_value)):
             return self.reject()
@@ -116,7 +117,8 @@ class XmlStage(CallStage):
         self._given.add(key)
         self.sink.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         types = parameter_types(tool, key)
-        if _STRING in attributes if form.is_typed else is_text(types, is_json=form.is_json):
+        has_mark = bool(form.text_mark)
+        if form.text_mark in attributes if has_mark else is_text(types, is_json=form.is_json):
             return (yield from self._string(tool, key))
         parts: list[str] = []
         is_complete = yield from self._value(tool, key, parts.append)

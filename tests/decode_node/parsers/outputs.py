@@ -44,6 +44,8 @@ HOSTILE_JSON = (
     '{"city": "a \\"quoted\\" \\\\ {brace} [x] </tool_call> <tool_call> </think>\\n```\\n'
     '[TOOL_CALLS] 日本 👩‍👩‍👧 é", "o": {"p": [[], {}, "}"]}}'
 )
+FRAMED = ("gigachat30",)
+"""Families whose calls begin with what stands around parts of an answer."""
 PARIS = '{"city": "Paris", "days": 3}'
 
 
@@ -125,6 +127,14 @@ def _json_outputs() -> Iterator[Output]:
         "phi4_mini_json": ("functools[", named, ", ", "]"),
         "gigachat3": ("", f"<|function_call|>{named}", "", ""),
         "functionary": ("", "<function={name}>{args}</function>", "", ""),
+        "gigachat30": ("", f"<|message_sep|>\n\nfunction call<|role_sep|>\n{named}", "", ""),
+        "solar_open": (
+            "<|tool_calls|>",
+            "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>{name}<|tool_call:args|>{args}"
+            "<|tool_call:end|>",
+            "",
+            "<|calls|>",
+        ),
     }
     for family, (begin, one, between, end) in formats.items():
 
@@ -145,7 +155,8 @@ def _json_outputs() -> Iterator[Output]:
             begin + of(HOSTILE_JSON, "write-file.v2") + end,
             [call("write-file.v2", HOSTILE_JSON)],
         )
-        yield Output(family, "unknown function", x := begin + of("{}", "rm") + end, content=x)
+        if family not in FRAMED:
+            yield Output(family, "unknown function", x := begin + of("{}", "rm") + end, content=x)
         cut = (begin + of(PARIS)).index("Paris") + 3
         yield Output(
             family,
@@ -155,9 +166,12 @@ def _json_outputs() -> Iterator[Output]:
             incomplete="call",
         )
         cut = (begin + of(PARIS)).index("weather")
-        yield Output(family, "cut off in the name", x := (begin + of(PARIS))[:cut], content=x)
+        if family not in FRAMED:
+            yield Output(family, "cut off in the name", x := (begin + of(PARIS))[:cut], content=x)
         yield Output(family, "no call", "It rains.\n{}\n", content="It rains.\n{}\n")
         garbage = begin + of("@ no JSON")
+        if family in FRAMED:
+            continue
         yield Output(family, "garbage in place of arguments", garbage, content=garbage)
 
 
@@ -272,6 +286,7 @@ def _outputs() -> Iterator[Output]:
         is_open=True,
     )
     yield from _xml_outputs()
+    yield from _framed_outputs()
     yield from _harmony_outputs()
     yield from _pythonic_outputs()
 
@@ -428,6 +443,79 @@ def _xml_outputs() -> Iterator[Output]:
         "<arg_key>c</arg_key><arg_value>d e</arg_value></tool_call>",
         [call("write-file.v2", '{"a": {"b": 1}, "c": "d e"}')],
     )
+
+
+def _framed_outputs() -> Iterator[Output]:
+    """Yields answers whose parts have texts around them, which are no part of any."""
+    end = "<|end|><|begin|>assistant"
+    yield Output(
+        "solar_open",
+        "reasoning and an answer",
+        f"<|think|>Hm.{end}<|content|>It rains.<|end|>",
+        content="It rains.",
+        reasoning="Hm.",
+    )
+    yield Output(
+        "solar_open",
+        "reasoning and a call",
+        f"<|think|>Hm.{end}<|tool_calls|><|tool_call:begin|>now<|tool_call:args|>{{}}"
+        "<|tool_call:end|><|calls|>",
+        [call("now", "{}")],
+        reasoning="Hm.",
+    )
+    yield Output(
+        "gigachat30",
+        "unknown function",
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "rm", "arguments": {}}',
+        content='\n\nfunction call<|role_sep|>\n{"name": "rm", "arguments": {}}',
+    )
+    family = "functionary_v32"
+    yield Output(family, "content", "all\nIt rains.\n>>> x\n", content="It rains.\n>>> x\n")
+    yield Output(family, "a call", f"get_weather\n{PARIS}", [call()])
+    yield Output(
+        family,
+        "content and two calls",
+        f"all\nI look.\n>>>get_weather\n{PARIS}>>>now\n{{}}",
+        [call(), call("now", "{}")],
+        content="I look.",
+    )
+    yield Output(family, "unknown function", x := "rm\n{}", content=x)
+    yield Output(
+        family,
+        "cut off",
+        'get_weather\n{"city": "Par',
+        [broken('{"city": "Par')],
+        incomplete="call",
+    )
+    family, sep = "kimi_k3", "<|sep|>"
+    said = f"<|open|>response{sep}Yes.<|close|>response{sep}"
+    city = f'<|open|>argument key="city" type="string"{sep}a "b"<|close|>argument{sep}'
+    days = f'<|open|>argument key="days" type="number"{sep}3<|close|>argument{sep}'
+    calls = (
+        f'<|open|>tools{sep}<|open|>call tool="get_weather" index="1"{sep}{city}{days}'
+        f'<|close|>call{sep}<|open|>call tool="now" index="2"{sep}<|close|>call{sep}'
+        f"<|close|>tools{sep}"
+    )
+    yield Output(
+        family,
+        "reasoning, content, two calls",
+        f"Hm.<|close|>think{sep}{said}{calls}<|close|>message{sep}",
+        [call(arguments='{"city": "a \\"b\\"", "days": 3}'), call("now", "{}")],
+        content="Yes.",
+        reasoning="Hm.",
+        is_open=True,
+    )
+    yield Output(family, "content", f"{said}<|close|>message{sep}", content="Yes.")
+    cut = city[: city.index(' "b"')]
+    yield Output(
+        family,
+        "cut off in a text",
+        f'<|open|>tools{sep}<|open|>call tool="get_weather" index="1"{sep}{cut}',
+        [broken('{"city": "a')],
+        incomplete="call",
+    )
+    x = f'<|open|>tools{sep}<|open|>call tool="rm" index="1"{sep}<|close|>call{sep}'
+    yield Output(family, "unknown function", x, content=x)
 
 
 def _quoting_outputs() -> Iterator[Output]:

@@ -67,7 +67,8 @@ def test_any_pieces_are_read_the_same_in_every_cut(family: str, data: Any) -> No
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_without_calls_nothing_is_lost(family: str, data: Any) -> None:
-    """Reasoning and content are the text, with all markers spelled out that mark no reasoning."""
+    """Reasoning and content are the text, with all markers spelled out that mark no reasoning and
+    stand around no part."""
     tokens = tokens_of(family)
     stream = data.draw(soup(family))
     made = parsers_of(family, tokens)
@@ -77,7 +78,7 @@ def test_without_calls_nothing_is_lost(family: str, data: Any) -> None:
     given = answer.reasoning + answer.content
     if answer.calls:
         return
-    if family == "openai":
+    if family in ("openai", "kimi_k3", "solar_open", "gigachat30"):
         assert is_subsequence(given, text)
     elif not answer.reasoning:
         assert given in (text, *without_markers(text))

@@ -24,6 +24,8 @@ REASONING = {
     "kimi_k2": "kimi_k2",
     "mistral": "mistral",
     "seed_oss": "seed_oss",
+    "kimi_k3": "kimi_k3",
+    "solar_open": "solar_open",
 }
 NUM_RANDOM_CUTS = 200
 
@@ -44,6 +46,9 @@ def tokens_of(family: str) -> dict[str, int]:
     reasoning = next(known for known in REASONING_FAMILIES if reasoning_of(family) in known.names)
     texts = [*literals(form), *literals(reasoning)]
     texts += ["｜DSML｜"] * (family in ("deepseek_v32", "deepseek_v4"))
+    texts += ["<|open|>", "<|close|>", "<|sep|>"] * (family == "kimi_k3")
+    texts += ["<|role_sep|>", "<|message_sep|>"] * (family == "gigachat30")
+    texts += ["<|begin|>", "<|content|>"] * (family == "solar_open")
     plain = {
         "qwen3_coder": ("</parameter>", "</function>"),
         "seed_oss": ("</parameter>", "</function>"),
