@@ -29,6 +29,7 @@ from decode_node.grammar.grammar_text import (
 )
 from decode_node.grammar.schema_checks import check_numbers
 from decode_node.parsers.formats import (
+    BracedFormat,
     CallFormat,
     HarmonyFormat,
     JsonListFormat,
@@ -39,7 +40,12 @@ from decode_node.parsers.formats import (
     XmlFormat,
 )
 from decode_node.parsers.marked_text import MarkerTokens
-from decode_node.parsers.parameter_grammar import TaggedParameters, keyword_arguments, spell
+from decode_node.parsers.parameter_grammar import (
+    TaggedParameters,
+    braced_arguments,
+    keyword_arguments,
+    spell,
+)
 from decode_node.protocol.tools import Tool
 from edge.http.errors import BadRequest
 
@@ -201,6 +207,8 @@ class CallGrammar:
                 return self._harmony_shape(form)
             case PythonicFormat():
                 return self._pythonic_shape(form)
+            case BracedFormat():
+                return self._braced_shape(form)
 
     def _object_shape(self, form: JsonObjectFormat) -> Shape:
         """Returns the shape of objects with markers around each, or around all where an object may
@@ -348,6 +356,14 @@ class CallGrammar:
 
         before, after = form.begin + form.opening, form.closing + form.end
         return Shape(form.begin, before, "", form.separator, after, rest)
+
+    def _braced_shape(self, form: BracedFormat) -> Shape:
+        def rest(tool: Tool) -> Expression:
+            arguments = braced_arguments(self._text, tool, form, self._markers)
+            end = self._spell("}" + form.end)
+            return sequence(literal(tool.name + "{"), arguments, end)
+
+        return Shape(form.begin, "", form.begin + form.before_name, "", "", rest)
 
 
 def _check_name(tool: Tool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from decode_node.parsers.formats import (
+    BracedFormat,
     CallFormat,
     HarmonyFormat,
     JsonListFormat,
@@ -173,6 +174,14 @@ CALL_FAMILIES = (
             end="<|tool_call:end|>",
         ),
         frames=_SOLAR_FRAMES,
+    ),
+    CallFamily(
+        names=("gemma4",),
+        signs=("<|tool_call>", "<tool_call|>"),
+        form=BracedFormat(
+            begin="<|tool_call>", before_name="call:", quote='<|"|>', end="<tool_call|>"
+        ),
+        frames=("<|tool_response>",),
     ),
     CallFamily(names=("mistral",), signs=("[TOOL_CALLS]",), form=MistralFormat()),
     CallFamily(

@@ -149,6 +149,16 @@ class PythonicFormat:
     closing: str = "]"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BracedFormat:
+    """Arguments that are nearly JSON: keys are bare, and strings stand between two `quote`s."""
+
+    begin: str
+    before_name: str
+    quote: str
+    end: str
+
+
 CallFormat = (
     JsonObjectFormat
     | JsonListFormat
@@ -157,4 +167,5 @@ CallFormat = (
     | XmlFormat
     | HarmonyFormat
     | PythonicFormat
+    | BracedFormat
 )

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from decode_node.grammar.grammar_text import Expression, GrammarText, sequence
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
+from decode_node.parsers.braced_calls import BracedStage
 from decode_node.parsers.call_grammar import CallGrammar
 from decode_node.parsers.call_stage import CallStage, FramedContent
 from decode_node.parsers.delta_sink import DeltaSink
@@ -28,6 +29,7 @@ from decode_node.parsers.families import (
     literals,
 )
 from decode_node.parsers.formats import (
+    BracedFormat,
     CallFormat,
     HarmonyFormat,
     JsonListFormat,
@@ -291,6 +293,8 @@ def _call_stage(
             return XmlStage(form, sink, tools, markers)
         case PythonicFormat():
             return PythonicStage(form, sink, tools, markers)
+        case BracedFormat():
+            return BracedStage(form, sink, tools, markers)
         case HarmonyFormat():
             return HarmonyStage(form, sink, tools, markers)
 

@@ -24,7 +24,7 @@ from decode_node.grammar.grammar_text import (
     token,
 )
 from decode_node.grammar.known_keywords import is_known_pattern
-from decode_node.parsers.formats import XmlFormat
+from decode_node.parsers.formats import BracedFormat, XmlFormat
 from decode_node.parsers.marked_text import MarkerTokens
 from decode_node.parsers.schema_types import is_text, types_of
 from decode_node.protocol.tools import Tool
@@ -32,6 +32,7 @@ from edge.http.errors import BadRequest
 from engine.frontend.pieces import Piece
 
 _ANY_TEXT = r"(.|\n)*"
+_BARE_KEY = re.compile(r"[\w.$@-]+")
 _ANY_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 _TEXT_KEYWORDS = ("enum", "const", "pattern", "minLength", "maxLength")
 _T = TypeVar("_T")
@@ -100,26 +101,55 @@ class TaggedParameters:
         return sequence(head, value, _spelled(pieces(form.gap)))
 
     def _until(self, marker: list[Piece], pattern: str) -> Expression:
-        """Matches text up to and with a marker. Where the marker's token comes behind text, other
-        text may hold the same."""
-        first, *others = marker
-        if isinstance(first, int):
-            return sequence(regex(pattern or _ANY_TEXT), _spelled(marker))
-        part = self._text.until("value", first, pattern or _ANY_TEXT)
-        return sequence(part if pattern or not others else repeat(part, 1), _spelled(others))
+        return _text_until(self._text, marker, pattern)
+
+
+def _text_until(text: GrammarText, marker: list[Piece], pattern: str) -> Expression:
+    """Matches text up to and with a marker. Where the marker's token comes behind text, other text
+    may hold the same."""
+    first, *others = marker
+    if isinstance(first, int):
+        return sequence(regex(pattern or _ANY_TEXT), _spelled(marker))
+    part = text.until("value", first, pattern or _ANY_TEXT)
+    return sequence(part if pattern or not others else repeat(part, 1), _spelled(others))
 
 
 def keyword_arguments(text: GrammarText, tool: Tool) -> Expression:
     """Matches the arguments of a pythonic call, in the order of the schema: values are JSON, whose
     constants are understood as Python's are."""
     known = {k: v for k, v in _properties(tool).items() if k.isidentifier()}
-    if missing := _required(tool) - set(known):
+    values = {name: _json(text, tool, schema) for name, schema in known.items()}
+    return _listed(text, tool, values, joint="=", separator=", ")
+
+
+def braced_arguments(
+    text: GrammarText, tool: Tool, form: BracedFormat, markers: MarkerTokens
+) -> Expression:
+    """Matches the arguments of a call in a `BracedFormat`, sorted as its template sorts them.
+    Strings stand between quotes of the format; all else is JSON, which is read too."""
+    known = {k: v for k, v in _properties(tool).items() if _BARE_KEY.fullmatch(k)}
+    quote, values = markers.pieces(form.quote), dict[str, Expression]()
+    for name in sorted(known, key=str.lower):
+        types = types_of(known[name], tool.parameters)
+        if types and types != {"string"}:
+            values[name] = _json(text, tool, known[name])
+            continue
+        string = _text_until(text, quote, _pattern(tool, name, known[name]))
+        values[name] = sequence(_spelled(quote), string)
+    return _listed(text, tool, values, joint=":", separator=",")
+
+
+def _listed(
+    text: GrammarText, tool: Tool, values: dict[str, Expression], *, joint: str, separator: str
+) -> Expression:
+    """Matches names with their values in this order, those that are required and some others."""
+    if missing := _required(tool) - set(values):
         raise _refused(tool, f"{min(missing)!r} cannot be the name of a keyword argument")
     first = following = NOTHING
-    for name in reversed(known):
-        value = _json(text, tool, known[name])
-        argument = text.rule("argument", sequence(literal(f"{name}="), value))
-        here, there = sequence(argument, following), sequence(literal(", "), argument, following)
+    for name in reversed(values):
+        argument = text.rule("argument", sequence(literal(f"{name}{joint}"), values[name]))
+        here = sequence(argument, following)
+        there = sequence(literal(separator), argument, following)
         if name in _required(tool):
             first, following = text.rule("first", here), text.rule("following", there)
         else:

@@ -469,6 +469,52 @@ def _framed_outputs() -> Iterator[Output]:
         '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "rm", "arguments": {}}',
         content='\n\nfunction call<|role_sep|>\n{"name": "rm", "arguments": {}}',
     )
+    family, quote = "gemma4", '<|"|>'
+    yield Output(
+        family,
+        "content, then two calls",
+        f'I look.\n<|tool_call>call:get_weather{{city:{quote}a, {{b}} "c"{quote},days:3}}'
+        "<tool_call|>"
+        f"<|tool_call>call:now{{}}<tool_call|><|tool_response>",
+        [call(arguments='{"city": "a, {b} \\"c\\"", "days": 3}'), call("now", "{}")],
+        content="I look.",
+    )
+    yield Output(
+        family,
+        "values of all kinds, nested",
+        f"<|tool_call>call:write-file.v2{{a:[{quote}x{quote},1.5,[],{{}}],b:{{c:true,"
+        f'{quote}d e{quote}:null,"f":"g"}},h:plain word}}<tool_call|>',
+        [
+            call(
+                "write-file.v2",
+                '{"a": ["x", 1.5, [], {}], "b": {"c": true, "d e": null, "f": "g"}, '
+                '"h": "plain word"}',
+            )
+        ],
+    )
+    yield Output(
+        family,
+        "reasoning",
+        "<|channel>thought\nHm.<channel|><|tool_call>call:now{}<tool_call|>",
+        [call("now", "{}")],
+        reasoning="Hm.",
+    )
+    for what, text, arguments in (
+        ("a text", f"city:{quote}Par", '{"city": "Par'),
+        ("a number", "days:1", '{"days": 1'),
+        ("a list", f"places:[{quote}a{quote},", '{"places": ["a"'),
+    ):
+        yield Output(
+            family,
+            f"cut off in {what}",
+            f"<|tool_call>call:get_weather{{{text}",
+            [broken(arguments)],
+            incomplete="call",
+        )
+    x = "<|tool_call>call:rm{a:1}<tool_call|>"
+    yield Output(family, "unknown function", x, content=x)
+    x = "<|tool_call>call:now(@ no)<tool_call|>"
+    yield Output(family, "garbage in place of arguments", x, content=x)
     family = "functionary_v32"
     yield Output(family, "content", "all\nIt rains.\n>>> x\n", content="It rains.\n>>> x\n")
     yield Output(family, "a call", f"get_weather\n{PARIS}", [call()])

@@ -74,6 +74,7 @@ CLOSERS = (
     "</arg_value>",
     "</｜DSML｜parameter>",
     "/parameter>",
+    '<|"|>',
     '"',
     "}",
 )

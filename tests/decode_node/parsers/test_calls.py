@@ -25,6 +25,7 @@ REASONING = {
     "mistral": "mistral",
     "seed_oss": "seed_oss",
     "kimi_k3": "kimi_k3",
+    "gemma4": "gemma4",
     "solar_open": "solar_open",
 }
 NUM_RANDOM_CUTS = 200
@@ -47,6 +48,7 @@ def tokens_of(family: str) -> dict[str, int]:
     texts = [*literals(form), *literals(reasoning)]
     texts += ["｜DSML｜"] * (family in ("deepseek_v32", "deepseek_v4"))
     texts += ["<|open|>", "<|close|>", "<|sep|>"] * (family == "kimi_k3")
+    texts += ["<|channel>", "<|tool_response>"] * (family == "gemma4")
     texts += ["<|role_sep|>", "<|message_sep|>"] * (family == "gigachat30")
     texts += ["<|begin|>", "<|content|>"] * (family == "solar_open")
     plain = {
