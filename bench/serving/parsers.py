@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from bench.record import write_result
-from decode_node.parsers.families import CALL_FAMILIES, literals
+from decode_node.parsers.families import CALL_FAMILIES
+from decode_node.parsers.formats import literals
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.tools import Tool

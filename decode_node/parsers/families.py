@@ -1,4 +1,4 @@
-"""The formats in which families of models think and call, as data.
+"""The formats in which families of models call, as data.
 
 Formats are public: chat templates show them. Names of parsers are vLLM's, so that a command line
 that works there works here. A family is recognised by what its chat template writes, and parsers
@@ -7,7 +7,7 @@ that works there works here. A family is recognised by what its chat template wr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from decode_node.parsers.formats import (
     BracedFormat,
@@ -20,29 +20,7 @@ from decode_node.parsers.formats import (
     PythonicFormat,
     XmlFormat,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningFamily:
-    """A family of models by what they write around their reasoning.
-
-    Attributes:
-        names: Names of the parser on the command line.
-        ends_before: A marker that ends reasoning although it belongs to what follows.
-        after: What always stands between the end and the answer.
-        before_content: What stands before content, where calls have something else.
-        frames: What stands around parts of an answer and is no part of any.
-        signs: Texts that the chat template has, where it does not spell the markers.
-    """
-
-    names: tuple[str, ...]
-    begin: str
-    end: str
-    ends_before: str = ""
-    after: str = ""
-    before_content: str = ""
-    frames: tuple[str, ...] = ()
-    signs: tuple[str, ...] = ()
+from decode_node.parsers.reasoning_families import KIMI_K3_FRAMES, SOLAR_FRAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +37,6 @@ class CallFamily:
     signs: tuple[str, ...]
     form: CallFormat
     frames: tuple[str, ...] = ()
-
-
-def literals(form: CallFormat | ReasoningFamily) -> list[str]:
-    """Returns all texts of a format, among them its markers."""
-    values = (getattr(form, field.name) for field in fields(form))
-    return [value for value in values if isinstance(value, str) and value]
 
 
 def _dsml(section: str) -> XmlFormat:
@@ -84,8 +56,6 @@ def _dsml(section: str) -> XmlFormat:
     )
 
 
-_SOLAR_FRAMES = ("<|begin|>assistant", "<|content|>", "<|end|>")
-_KIMI_K3_FRAMES = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
@@ -160,7 +130,7 @@ CALL_FAMILIES = (
             other_mark=' type="(number|boolean|null|object|array)"',
             gap="",
         ),
-        frames=_KIMI_K3_FRAMES,
+        frames=KIMI_K3_FRAMES,
     ),
     CallFamily(
         names=("solar_open",),
@@ -173,7 +143,7 @@ CALL_FAMILIES = (
             after_name="<|tool_call:args|>",
             end="<|tool_call:end|>",
         ),
-        frames=_SOLAR_FRAMES,
+        frames=SOLAR_FRAMES,
     ),
     CallFamily(
         names=("gemma4",),
@@ -384,58 +354,3 @@ CALL_FAMILIES = (
     ),
 )
 """Most particular signs first: `auto` takes the first family that fits."""
-
-REASONING_FAMILIES = (
-    ReasoningFamily(
-        names=("openai_gptoss", "gpt_oss"),
-        begin="<|channel|>analysis<|message|>",
-        end="<|end|>",
-        after="<|start|>assistant",
-    ),
-    ReasoningFamily(
-        names=("kimi_k2",),
-        begin="<think>",
-        end="</think>",
-        ends_before="<|tool_calls_section_begin|>",
-    ),
-    ReasoningFamily(
-        names=(
-            *("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "glm47"),
-            "minimax_m2",
-        ),
-        begin="<think>",
-        end="</think>",
-    ),
-    ReasoningFamily(
-        names=("kimi_k3",),
-        begin="<|open|>think<|sep|>",
-        end="<|close|>think<|sep|>",
-        after="<|open|>response<|sep|>",
-        frames=_KIMI_K3_FRAMES,
-        signs=("<|open|>", "'think'"),
-    ),
-    ReasoningFamily(
-        names=("solar_open",),
-        begin="<|think|>",
-        end="<|end|>",
-        after="<|begin|>assistant",
-        before_content="<|content|>",
-        frames=_SOLAR_FRAMES,
-    ),
-    ReasoningFamily(names=("minimax_m3",), begin="<mm:think>", end="</mm:think>"),
-    ReasoningFamily(names=("hunyuan_v3",), begin="<think:opensource>", end="</think:opensource>"),
-    ReasoningFamily(names=("apertus",), begin="<|inner_prefix|>", end="<|inner_suffix|>"),
-    ReasoningFamily(
-        names=("cohere_command3",),
-        begin="<|START_THINKING|>",
-        end="<|END_THINKING|>",
-    ),
-    ReasoningFamily(
-        names=("gemma4",),
-        begin="<|channel>thought\n",
-        end="<channel|>",
-        signs=("<|channel>thought", "<channel|>"),
-    ),
-    ReasoningFamily(names=("mistral",), begin="[THINK]", end="[/THINK]"),
-    ReasoningFamily(names=("seed_oss",), begin="<seed:think>", end="</seed:think>"),
-)

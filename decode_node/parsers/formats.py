@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,3 +170,9 @@ CallFormat = (
     | PythonicFormat
     | BracedFormat
 )
+
+
+def literals(form: Any) -> list[str]:
+    """Returns all texts of a format of calls or of reasoning, among them its markers."""
+    values = (getattr(form, field.name) for field in fields(form))
+    return [value for value in values if isinstance(value, str) and value]

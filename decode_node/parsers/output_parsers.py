@@ -21,13 +21,7 @@ from decode_node.parsers.call_grammar import CallGrammar
 from decode_node.parsers.call_stage import CallStage, FramedContent
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.deltas import CallArguments, CallStart, ContentText
-from decode_node.parsers.families import (
-    CALL_FAMILIES,
-    REASONING_FAMILIES,
-    CallFamily,
-    ReasoningFamily,
-    literals,
-)
+from decode_node.parsers.families import CALL_FAMILIES, CallFamily
 from decode_node.parsers.formats import (
     BracedFormat,
     CallFormat,
@@ -38,6 +32,7 @@ from decode_node.parsers.formats import (
     NamedJsonFormat,
     PythonicFormat,
     XmlFormat,
+    literals,
 )
 from decode_node.parsers.harmony import HarmonyStage
 from decode_node.parsers.json_calls import (
@@ -51,6 +46,7 @@ from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.parameter_grammar import spell
 from decode_node.parsers.pythonic import PythonicStage
 from decode_node.parsers.reasoning import ReasoningStage
+from decode_node.parsers.reasoning_families import REASONING_FAMILIES, ReasoningFamily
 from decode_node.parsers.stage import PlainContent, Stage
 from decode_node.parsers.xml_calls import XmlStage
 from decode_node.protocol.tools import Tool, ToolUse

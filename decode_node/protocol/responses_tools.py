@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode_node.protocol.client_tools import CLIENT_TOOLS
+from decode_node.protocol.lark_pattern import NoPattern, lark_pattern
 from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
@@ -128,8 +129,9 @@ class ResponseTools:
             syntax, definition = _grammar(form, f"{place}.format")
             told = f"The input follows this grammar ({syntax}):\n{definition}"
             function["description"] = _joined(function["description"], told)
-            if syntax == "regex":
-                text["pattern"], function["strict"] = f"^(?:{definition})$", True
+            if syntax == "lark":
+                definition = _pattern(definition, f"{place}.format.definition")
+            text["pattern"], function["strict"] = f"^(?:{definition})$", True
         function["parameters"] = {
             "type": "object",
             "properties": {INPUT: text},
@@ -166,6 +168,16 @@ def _grammar(form: Json, place: str) -> tuple[str, str]:
         where = f"{place}.definition"
         raise BadRequest(f"{where} must be a string", param=where, code="invalid_type")
     return syntax, definition
+
+
+def _pattern(grammar: str, place: str) -> str:
+    """Returns the regular expression that a Lark grammar is. Raises `BadRequest`."""
+    try:
+        return lark_pattern(grammar)
+    except NoPattern as error:
+        raise BadRequest(
+            f"{place}: this grammar cannot be enforced: {error}", param=place
+        ) from None
 
 
 def _name(tool: Json, place: str) -> str:

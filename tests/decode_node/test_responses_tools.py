@@ -82,7 +82,7 @@ def test_all_kinds_of_tools_are_functions_to_the_model() -> None:
     assert functions["agents__spawn"]["description"] == "Other agents.\n\nStarts one."
     assert "defer_loading" not in functions["agents__tell"]
     assert '(lark):\nstart: "*** Begin"' in functions["patch"]["description"]
-    assert use.tools[3].strict and not use.tools[2].strict
+    assert use.tools[3].strict and use.tools[2].strict
     assert functions["code"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
 
 
