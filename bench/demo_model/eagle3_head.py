@@ -8,6 +8,7 @@ see keys and values of true features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,14 @@ _DECAY = 0.8
 
 
 class Eagle3Trainee(nn.Module):
-    """Holds the head. `texts`: what the model says, for the choice of the head's vocabulary."""
+    """Holds the head. `texts`: what the model says, for the choice of the head's vocabulary.
+
+    Attributes:
+        sees_first: Positions attend to the key of position 0, which is zeros, as tandem's do. Heads
+            of others are trained without it.
+    """
+
+    sees_first = True
 
     def __init__(self, model: PreTrainedModel, texts: Tensor) -> None:
         super().__init__()
@@ -59,19 +67,24 @@ class Eagle3Trainee(nn.Module):
 
     def loss(self, seen: Lesson) -> Tensor:
         """Returns the cross entropy with the model's own distribution, over all rounds."""
-        embedded = F.embedding(seen.tokens, self.embedding)
         wanted = seen.probabilities[..., self.kept]
+        total = wanted.new_zeros(())
+        for number, logits in enumerate(self.guesses(seen)):
+            missed = -(wanted * logits.log_softmax(-1)).sum(-1)
+            total = total + _DECAY**number * missed[:, number + 1 :].mean()
+        return total
+
+    def guesses(self, seen: Lesson) -> Iterator[Tensor]:
+        """Yields the logits [B, T, vocabulary of the head] of each round."""
+        embedded = F.embedding(seen.tokens, self.embedding)
         feature = self.fc(torch.cat([seen.streams[layer] for layer in TAPS], dim=-1))
-        total, keys, values = feature.new_zeros(()), None, None
-        for number in range(_NUM_ROUNDS):
+        keys, values = None, None
+        for _ in range(_NUM_ROUNDS):
             before = F.pad(feature, (0, 0, 1, -1))
             feature, k, v = self._layer(embedded, before, keys, values)
             if keys is None:
                 keys, values = k, v
-            found = F.linear(self._normed(feature, self.norm), self.lm_head).log_softmax(-1)
-            missed = -(wanted * found).sum(-1)
-            total = total + _DECAY**number * missed[:, number + 1 :].mean()
-        return total
+            yield F.linear(self._normed(feature, self.norm), self.lm_head)
 
     def _layer(
         self, embedded: Tensor, before: Tensor, keys: Tensor | None, values: Tensor | None
@@ -92,6 +105,7 @@ class Eagle3Trainee(nn.Module):
         if keys is not None:
             scores = torch.where(own, (q * k).sum(-1, keepdim=True) * scale, scores)
         earlier = torch.ones(length, length, dtype=torch.bool).tril()
+        earlier[1:, 0] &= self.sees_first
         weights = scores.masked_fill(~earlier, float("-inf")).softmax(-1)
         found = weights @ (v if values is None else values)
         if values is not None:

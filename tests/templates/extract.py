@@ -4,10 +4,11 @@ Called by `make test-templates` with the Python of their environment:
 
     python tests/templates/extract.py ENVIRONMENT
 
-It leaves two folders in the environment:
+It leaves three folders in the environment:
 
     templates/SOURCE-NAME.jinja    chat templates
     tokenizers/NAME/               tokenizer.json, tokenizer_config.json and, with it, a template
+    vocabularies/NAME/             a vocabulary of another form, and texts with their ids
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import vocabularies
 from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
 from mistral_common.tokens.tokenizers.base import TokenizerVersion
 
@@ -74,7 +76,7 @@ def tokenizers(environment: Path, found: Path) -> None:
 
 def main() -> None:
     environment = Path(sys.argv[1])
-    places = [environment / "templates", environment / "tokenizers"]
+    places = [environment / name for name in ("templates", "tokenizers", "vocabularies")]
     for place in places:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
@@ -82,6 +84,7 @@ def main() -> None:
     from_trl(places[0])
     from_mistral_common(places[0])
     tokenizers(environment, places[1])
+    vocabularies.write(places[2])
 
 
 if __name__ == "__main__":
