@@ -13,6 +13,7 @@ _MAMBA2 = "layers with a Mamba2 state"
 _ENCODER = "it encodes its input and has no decoder alone"
 _LLAMA, _DEEPSEEK = "LlamaForCausalLM", "DeepseekV3ForCausalLM"
 _PARALLEL = "attention and feed-forward block side by side, and norms that subtract the mean"
+_HEADS_BY_LAYER = "numbers of heads that differ by layer, windows, and gates of heads"
 _OLD_DECODER = "learned or other positions, norms that subtract the mean, and no gate"
 DIFFERENCES = {
     "apertus": (_LLAMA, "a feed-forward block without a gate (xIELU)"),
@@ -28,6 +29,11 @@ DIFFERENCES = {
     "dbrx": ("MixtralForCausalLM", "norms that subtract the mean, and experts as one tensor"),
     "deepseek_v32": (_DEEPSEEK, "an indexer that chooses which tokens are attended"),
     "deepseek_v4": (_DEEPSEEK, "compressed sparse attention and several residual streams"),
+    "deepseek_v41": (_DEEPSEEK, "compressed sparse attention and several residual streams"),
+    "dots3_note": (
+        "Dots1ForCausalLM",
+        "windows, and an indexer that chooses which tokens are attended",
+    ),
     "exaone": (_LLAMA, "other names of its settings and tensors"),
     "exaone_moe": ("Exaone4ForCausalLM", "experts"),
     "falcon": (_LLAMA, _PARALLEL),
@@ -38,6 +44,7 @@ DIFFERENCES = {
     "gemma4": ("Gemma3ForCausalLM", "heads of two sizes, and layers that share keys"),
     "glm": ("Glm4ForCausalLM", "no norms behind the blocks"),
     "glm4v": ("Glm4ForCausalLM", "three positions for each token"),
+    "glm5_next": (_DEEPSEEK, "an indexer, layers with a state of Kimi Delta Attention"),
     "glm_moe_dsa": (_DEEPSEEK, "an indexer that chooses which tokens are attended"),
     "gpt2": (_LLAMA, _OLD_DECODER),
     "gpt_bigcode": (_LLAMA, _OLD_DECODER),
@@ -47,12 +54,15 @@ DIFFERENCES = {
     "helium": (_LLAMA, "interleaved pairs"),
     "hunyuan_v1_dense": ("Qwen3ForCausalLM", "norms of heads behind the rotation"),
     "hunyuan_v1_moe": ("Qwen3MoeForCausalLM", "norms of heads behind the rotation"),
+    "hy_v4": (_DEEPSEEK, "an indexer, sinks, and several residual streams"),
     "internvl_chat": (
         "InternVLForConditionalGeneration",
         "use the -HF release",
     ),
     "jamba": ("MixtralForCausalLM", _MAMBA),
+    "kimi_k3": (_DEEPSEEK, "layers with a state of Kimi Delta Attention"),
     "kimi_linear": (_DEEPSEEK, "layers with a state of Kimi Delta Attention"),
+    "laguna": ("Qwen3MoeForCausalLM", _HEADS_BY_LAYER),
     "lfm2": (_LLAMA, "convolutions in place of attention"),
     "lfm2_moe": ("Qwen3MoeForCausalLM", "convolutions in place of attention"),
     "llama4": (
@@ -62,8 +72,10 @@ DIFFERENCES = {
     "longcat_flash": (_DEEPSEEK, "two blocks of attention a layer, and experts that do nothing"),
     "mamba": (_LLAMA, _MAMBA),
     "mamba2": (_LLAMA, _MAMBA2),
+    "mimo_v2": ("Qwen3MoeForCausalLM", "sinks, and heads of two sizes"),
     "mimo_v2_flash": ("Qwen3MoeForCausalLM", "sinks, and heads of two sizes"),
     "minimax": ("MixtralForCausalLM", "layers with a state of lightning attention"),
+    "minimax_m3_vl": ("MiniMaxM2ForCausalLM", "blocks of tokens chosen by index keys"),
     "mllama": (_LLAMA, "layers that attend to an image"),
     "nanochat": (_LLAMA, "norms without weights, and no gate"),
     "nemotron": (_LLAMA, "norms that subtract the mean, and no gate"),
@@ -77,6 +89,8 @@ DIFFERENCES = {
     "stablelm": (_LLAMA, "norms that subtract the mean"),
     "starcoder2": ("MistralForCausalLM", "norms that subtract the mean, and no gate"),
     "step3_text": ("Qwen3MoeForCausalLM", "queries from a latent that all heads share"),
+    "step3p5": ("Qwen3MoeForCausalLM", _HEADS_BY_LAYER),
+    "step3p7": ("Qwen3MoeForCausalLM", _HEADS_BY_LAYER),
     "t5": ("", _ENCODER),
     "vaultgemma": ("Gemma2ForCausalLM", "no norms behind the blocks"),
     "whisper": ("", _ENCODER),
