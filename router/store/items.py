@@ -30,13 +30,21 @@ class Page:
 
 
 async def put_items(
-    transaction: Transaction, tenant: str, holder: str, items: Sequence[Item]
+    transaction: Transaction,
+    tenant: str,
+    holder: str,
+    items: Sequence[Item],
+    *,
+    is_new: bool = False,
 ) -> int:
-    """Adds items behind those that the holder has. Returns their bytes."""
+    """Adds items behind those that the holder has; one that `is_new` has none. Returns their
+    bytes."""
     if not items:
         return 0
-    last = select(func.max(ITEMS.c.place)).where(*_of(tenant, [holder]))
-    first = ((await transaction.execute(last)).scalar() or 0) + 1
+    first = 1
+    if not is_new:
+        last = select(func.max(ITEMS.c.place)).where(*_of(tenant, [holder]))
+        first += (await transaction.execute(last)).scalar() or 0
     rows = [
         {
             "tenant": tenant,

@@ -60,7 +60,7 @@ async def add_response(
     """Adds a response and its items."""
     values = {name: getattr(response, name) for name in ResponseRow.__slots__}
     num_bytes = len(response.body) + len(response.request)
-    num_bytes += await put_items(transaction, response.tenant, response.id, items)
+    num_bytes += await put_items(transaction, response.tenant, response.id, items, is_new=True)
     await transaction.execute(insert(RESPONSES).values(**values, num_bytes=num_bytes))
     transaction.charge(response.tenant, num_bytes)
 
