@@ -60,6 +60,10 @@ def call_text(family: str) -> str:
         "qwen3_coder": "<tool_call>\n<function=write_file>\n<parameter=text>\nARGUMENTS\n"
         "</parameter>\n</function>\n</tool_call>",
         "pythonic": "[write_file(lines=ARGUMENTS)]",
+        "gemma4": '<|tool_call>call:write_file{text:<|"|>ARGUMENTS<|"|>}<tool_call|>',
+        "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="write_file" index="1"<|sep|>'
+        '<|open|>argument key="text" type="string"<|sep|>ARGUMENTS<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
     }
     return texts[family].replace("ARGUMENTS", _ARGUMENTS)
 
@@ -117,7 +121,16 @@ def main() -> None:
         measure("hermes", "content", _PROSE),
         measure("hermes", "reasoning", _PROSE, is_open=True),
     ]
-    for family in ("hermes", "kimi_k2", "mistral", "openai", "qwen3_coder", "pythonic"):
+    for family in (
+        "hermes",
+        "kimi_k2",
+        "mistral",
+        "openai",
+        "qwen3_coder",
+        "pythonic",
+        "gemma4",
+        "kimi_k3",
+    ):
         cases.append(measure(family, "call", call_text(family)))
     for case in cases:
         print(
