@@ -31,7 +31,7 @@ def _post_compile(name: str) -> None:
     ("kernel", "count"),
     [
         ("attention.context_gather.gather_context_kernel", "num_keys"),
-        ("collectives.peer_reduce.peer_reduce_kernel", "part"),
+        ("collectives.peer_reduce.peer_reduce_kernel", "vectors"),
         ("collectives.peer_reduce_norm.peer_reduce_norm_kernel", "num_rows"),
         ("experts.fused_experts.expert_gemm_kernel", "num_row_tiles"),
         ("gemm.fused_qkv.fused_qkv_kernel", "num_rows"),

@@ -138,8 +138,11 @@ async def wire() -> AsyncIterator[Wire]:
     wire.close()
 
 
-async def test_the_call_with_least_to_send_comes_first(wire: Wire) -> None:
+async def test_the_call_with_least_to_send_comes_first(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checks that it waits for nothing but what is cut already."""
+    monkeypatch.setattr(writer, "_LONGEST_WAIT_S", 1000.0)
     for name, to_come in ((b"L", 1 << 30), (b"M", 1 << 20), (b"S", 0)):
         wire.writer.add(Call(name, 600 * KIB, to_come))
     assert await wire.read(b"SML") == b"LSML"
