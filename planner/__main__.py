@@ -17,9 +17,11 @@ import math
 import sys
 from importlib import resources
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
+from engine.config import PromptOrderName
 from engine.speed.profile import ProfileError, SpeedProfile, load_profile, read_profile
 from planner.errors import NoPlan, PlanError
 from planner.evaluation import Evaluator, Objectives
@@ -65,7 +67,7 @@ def _plan(arguments: argparse.Namespace) -> Report:
     console = Console(stderr=True)
     with console.status("reading the traffic") as status:
         search = Search(
-            Evaluator(profile, simulated, objectives),
+            Evaluator(profile, simulated, objectives, prompt_order=arguments.prompt_order),
             arguments.max_nodes,
             lambda nodes: status.update(f"simulating {nodes} ..."),
         )
@@ -172,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
                        + ", ".join(shipped_profiles()))  # fmt: skip
     speed.add_argument("--metrics", action="append", default=[], metavar="URL", help="/metrics of "
                        "a prefill node and of a decode node under load, one flag each")  # fmt: skip
+    speed.add_argument(
+        "--prompt-order",
+        choices=get_args(PromptOrderName),
+        default="shortest",
+        help="the setting of the nodes",
+    )
     goal = parser.add_argument_group("objectives")
     goal.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="p99 of the first token")
     goal.add_argument("--slo-itl-ms", type=float, default=50.0, help="p99 between two tokens")

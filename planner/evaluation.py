@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from engine.config import PromptOrderName
 from engine.speed.profile import SpeedProfile
 from planner.simulation.cluster import ClusterShape, SimCluster
 from planner.simulation.measured import Measured, weighted_quantiles, with_spread
 from planner.simulation.requests import SimRequest
+from planner.simulation.step_filling import InOrderOfArrival, StepFilling, prompt_order
 from planner.simulation.step_times import MeasuredTimes
 from planner.traffic.traffic import Traffic
 from router.nodes.registry import NodeRegistry
@@ -75,13 +77,14 @@ class Forecast:
 @dataclass(slots=True)
 class Evaluator:
     """Simulates clusters of different sizes with the same traffic; what was simulated once is
-    remembered."""
+    remembered. `prompt_order`: the setting of the nodes."""
 
     profile: SpeedProfile
     traffic: Traffic
     objectives: Objectives
     times: MeasuredTimes = field(init=False)
     warm_part: float = 0.1
+    prompt_order: PromptOrderName = "shortest"
     _requests: list[SimRequest] = field(init=False)
     _known: dict[Nodes, Forecast] = field(default_factory=dict)
 
@@ -125,7 +128,13 @@ class Evaluator:
             max_batched_tokens=profile.max_batched_tokens,
             max_sequences=profile.max_sequences,
             overhead_s=profile.overhead_s,
+            make_fill=self._make_fill,
         )
+
+    def _make_fill(self) -> StepFilling:
+        if self.prompt_order == "arrival":
+            return InOrderOfArrival()
+        return prompt_order(self.times, self.profile.max_batched_tokens)
 
     def _make_policy(self, registry: NodeRegistry, rng: random.Random) -> Policy:
         speed = self.times.tokens_per_s(max(1, round(self.traffic.mean_prompt)))

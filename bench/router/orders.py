@@ -30,6 +30,7 @@ from planner.simulation.step_filling import (
     full_tokens_of,
     linear_cost,
     prompt_order,
+    shortest_of,
 )
 from planner.simulation.step_times import MeasuredTimes, Part
 
@@ -80,7 +81,8 @@ class Sorted:
         self, now: float, jobs: Sequence[Job], budget: int
     ) -> tuple[Sequence[Job], StepRoom]:
         ranked = sorted(jobs, key=lambda job: self._key(job, now))
-        return ranked, self._order.room(now, budget, budget, len(jobs))
+        shortest = shortest_of(self._order, jobs)
+        return ranked, self._order.room(now, budget, budget, len(jobs), shortest)
 
 
 class TwoQueues:
@@ -98,7 +100,8 @@ class TwoQueues:
         begins_long = bool(long) and (self._long_is_next or not short)
         self._long_is_next = not begins_long
         ranked = long + short if begins_long else short + long
-        return ranked, self._order.room(now, budget, budget, len(jobs))
+        shortest = shortest_of(self._order, jobs)
+        return ranked, self._order.room(now, budget, budget, len(jobs), shortest)
 
 
 class PieceRoom(StepRoom):

@@ -19,6 +19,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from bench.serving.node_history import gaps
 from bench.serving.openai_stream import Outcome
@@ -27,6 +28,7 @@ from engine.frontend.step_history import HistoryReport
 from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
 from planner.simulation.cluster import ClusterShape, SimCluster
 from planner.simulation.measured import weighted_quantiles, with_spread
+from planner.simulation.step_filling import prompt_order
 from planner.simulation.step_times import MeasuredTimes
 from planner.traffic.traffic import Arrival, Traffic, in_order
 from router.nodes.registry import NodeRegistry
@@ -174,6 +176,7 @@ def _run(
         max_batched_tokens=profile.max_batched_tokens,
         max_sequences=profile.max_sequences,
         overhead_s=overhead_s,
+        make_fill=partial(prompt_order, times, profile.max_batched_tokens),
     )
     measured = SimCluster(shape, _policy, seed).run(traffic.sim_requests(), warm_part=0.0)
     ttft = weighted_quantiles([(t, 1.0) for t in measured.ttft_s], (0.5, 0.99))

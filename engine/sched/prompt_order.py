@@ -8,9 +8,10 @@ The scheduler of an engine and the simulated engine (`planner.simulation`) ask t
                      shortest first, or that of what is due, the earliest first
     due              when a prompt has waited `patience` times as long as it takes by itself.
                      Prompts that are due get every second step, until none is
-    a part           is what a step computes of a prompt that takes several: a full step, or half of
-                     one while there are very many. The next step may be another's; the prompt keeps
-                     its blocks, and goes on behind its last part
+    a part           is what a step computes of a prompt that takes several: a full step; of one
+                     that takes very many, as much as two of the shortest prompts that came lately,
+                     and a quarter of a full step at least. The next step may be another's; the
+                     prompt keeps its blocks, and goes on behind its last part
 
 So nothing starves: what is due waits for at most as much work of others as came before it was due,
 and gets half of the steps. And a long prompt, due or not, takes no two steps in a row while a
@@ -32,9 +33,15 @@ _GAIN = 1.05
 _WHOLE = 2
 """A prompt of which so many full steps are left is computed at once: another part would cost more
 than it gains."""
-_VERY_LONG, _FINER = 16, 2
-"""A prompt of more full steps than that is cut finer, to parts of one in so many: it would hold all
-that come up for so long that it pays to be slower itself."""
+_VERY_LONG, _FINEST = 16, 4
+"""A prompt of more full steps than that is cut finer, to parts of one in so many at most: it would
+hold all that come up for so long that it pays to be slower itself."""
+_HOLD = 2
+"""A part of such a prompt is no more than so many times the shortest prompt. One that comes while
+the part is computed then waits for no more than twice the time that it takes by itself: shorter
+prompts than half of the finest part take hardly less time than that."""
+_SHORTEST_S = 10.0
+"""Seconds for which the shortest prompt counts."""
 _FEWEST = FULL_TOKENS
 """Steps of fewer tokens are full nowhere. Short steps of a GPU that has rested look better than
 they are under load: on H100s that found 1024, prompts of 2000 tokens took two parts of 27 ms where
@@ -65,6 +72,7 @@ class StepRoom:
         *,
         full: int = 0,
         whole: int = 0,
+        finest: int = 0,
     ) -> None:
         """Takes the budget and what of it one prompt may have.
 
@@ -74,6 +82,7 @@ class StepRoom:
                 fill the budget, the last one with a part.
             whole: What is left of the first prompt is computed at once if it is no more; of a
                 longer one, as much as fills the step.
+            finest: A part of a very long prompt is no more than that; 0: as much as fills the step.
         """
         self.left = tokens
         self._longest_part = longest_part
@@ -81,6 +90,7 @@ class StepRoom:
         self._shares_parts = not full
         self._full = min(full or tokens, tokens)
         self._whole = min(whole or self._full, tokens)
+        self._finest = min(finest or self._full, self._full)
         self._used = 0
 
     @property
@@ -97,7 +107,7 @@ class StepRoom:
             if worth <= self._whole:
                 room = self._whole
             elif not self._shares_parts and worth > _VERY_LONG * self._full:
-                room //= _FINER
+                room = self._finest
         limit = min(room, self._longest_part, self.left)
         if limit <= 0:
             return 0
@@ -129,6 +139,8 @@ class PromptOrder:
     patience: float = 8.0
     _last: Line = Line.SHORTEST
     _met_at: float = float("-inf")
+    _shortest: float = float("inf")
+    _shortest_at: float = float("-inf")
 
     def due_at(self, arrived_at: float, seconds: float) -> float:
         """Returns when a prompt is due that came at `arrived_at` and takes `seconds` alone."""
@@ -141,16 +153,28 @@ class PromptOrder:
         self._last = Line.DUE if is_due else Line.SHORTEST
         return self._last
 
-    def room(self, now: float, tokens: int, longest_part: int, num_prompts: int) -> StepRoom:
+    def room(
+        self,
+        now: float,
+        tokens: int,
+        longest_part: int,
+        num_prompts: int,
+        shortest: float = float("inf"),
+    ) -> StepRoom:
         """Returns the room of a step with a budget of `tokens` for prompts, of which `num_prompts`
-        are there. Where none meets another, each gets all of the budget.
+        are there. Where none meets another, each gets all of the budget. `shortest`: the least work
+        of those that no step has begun, in tokens at the beginning of a prompt.
         """
+        if shortest <= self._shortest or now - self._shortest_at > _SHORTEST_S:
+            self._shortest, self._shortest_at = shortest, now
         if num_prompts > 1:
             self._met_at = now
         if now - self._met_at > _MEMORY_S:
             return StepRoom(tokens, longest_part)
         full = min(self.full_tokens, tokens)
-        return StepRoom(tokens, longest_part, self.chunks, full=full, whole=_WHOLE * full)
+        finest = round(max(full / _FINEST, min(full, _HOLD * self._shortest)))
+        whole = _WHOLE * full
+        return StepRoom(tokens, longest_part, self.chunks, full=full, whole=whole, finest=finest)
 
 
 def counts_to_measure(budget: int) -> list[int]:

@@ -38,6 +38,13 @@ class PromptQueue(RequestQueue):
         self._line = line
 
     @property
+    def shortest(self) -> float:
+        """Returns the least work of the requests that compute a prompt, of those of the highest
+        priority; infinite: there is none."""
+        work = self._first(Line.SHORTEST)[2].prompt_work if self else 0.0
+        return work or math.inf
+
+    @property
     def first_due(self) -> Request | None:
         """Returns the request that is due first."""
         return self._first(Line.DUE)[2] if self else None

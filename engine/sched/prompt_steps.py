@@ -77,7 +77,7 @@ class PromptSteps:
                 admission.admit(room)
             return
         now = self._clock()
-        room = self._order.room(now, tokens, longest_part, num_prompts)
+        room = self._order.room(now, tokens, longest_part, num_prompts, queue.shortest)
         rows = running.prefills_in_order(self._take_turn(running, admission, queue, now))
         if may_admit:
             admission.admit_prepared(room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -43,8 +44,8 @@ class InPromptOrder:
     ) -> tuple[Sequence[Job], StepRoom]:
         line = self.order.turn(now, min(map(self._due_at, jobs)))
         key = self._due_at if line is Line.DUE else self._left
-        room = self.order.room(now, budget, budget, len(jobs))
-        return sorted(jobs, key=key), room
+        shortest = shortest_of(self.order, jobs)
+        return sorted(jobs, key=key), self.order.room(now, budget, budget, len(jobs), shortest)
 
     def _left(self, job: Job) -> float:
         return self.order.chunks.worth(job.num_before, job.num_left)
@@ -53,6 +54,13 @@ class InPromptOrder:
         new = job.request.num_prompt - job.num_cached
         worth = self.order.chunks.worth(job.num_cached, new)
         return self.order.due_at(job.came_at, worth / self._tokens_per_s)
+
+
+def shortest_of(order: PromptOrder, jobs: Sequence[Job]) -> float:
+    """Returns the least work of those that no step has begun; infinite: all are begun."""
+    new = (job for job in jobs if job.num_before == job.num_cached)
+    works = (order.chunks.worth(job.num_cached, job.num_left) for job in new)
+    return min(works, default=math.inf)
 
 
 def prompt_order(times: MeasuredTimes, budget: int) -> InPromptOrder:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from router.models.per_model import PerModel
@@ -25,7 +25,6 @@ from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from router.placement.base_policy import BasePolicy, RankedPrefills
 from router.placement.crowding import Crowding
-from router.placement.kv_paths import kv_waits_s
 from router.placement.local_prefill import LocalPrefillRule
 from router.placement.node_pool import NodeGroup
 from router.placement.policy import Placement, PrefillChoice
@@ -105,17 +104,23 @@ class TandemPolicy(BasePolicy):
         if request.is_later_turn and own and own[0] in new:
             new[own[0]] = without_unseen(request, new[own[0]])
         num_prompt, now = request.num_prompt_tokens, self.registry.clock()
-        costs = known.estimator.costs_s(new, num_prompt, now, decode)
-        ranked = sorted(candidates, key=costs.__getitem__)
-        choice = self._stay_or_spill(request, ranked, costs, new, known.fit.mean_s)
+        costs = known.estimator.costs(new, num_prompt, now, decode)
+        ranked = sorted(candidates, key=costs.cost_s.__getitem__)
+        choice = self._stay_or_spill(request, ranked, costs.cost_s, new, known.fit.mean_s)
         if choice is PrefillChoice.HOME:
             choice = _relieve(request, known, ranked, new)
-        found = self._result(request, ranked, choice, new[ranked[0]], decode, known.estimator)
-        if not found.nodes:
-            return found
+        alone_s = known.fit.time.seconds(num_prompt, num_prompt)
+        first = ranked[0]
+        with_kv_s = costs.ttft_s[first] + costs.kv_wait_s[first]
+        local_s = self._local.local_s(decode, num_prompt, alone_s, with_kv_s)
+        if local_s < math.inf:
+            return RankedPrefills((), PrefillChoice.LOCAL, num_prompt, ttft_s=local_s)
+        found = RankedPrefills(
+            ranked, choice, new[first], costs.queue_s[first], costs.ttft_s[first]
+        )
         matches = match, known.answers.match(request.prefix_blocks)
-        num_own = match.num_blocks(ranked[0])
-        return replace(found, prefix_holder=find_holder(num_own, ranked[0], matches, self.registry))
+        num_own = match.num_blocks(first)
+        return replace(found, prefix_holder=find_holder(num_own, first, matches, self.registry))
 
     def _own_nodes(self, request: RequestInfo, group: NodeGroup) -> list[Node]:
         """Returns where the session's last prompt went, if that is known, and the session's
@@ -130,7 +135,7 @@ class TandemPolicy(BasePolicy):
         self,
         request: RequestInfo,
         ranked: list[Node],
-        costs: dict[Node, float],
+        costs: Mapping[Node, float],
         new: dict[Node, int],
         mean_s: float,
     ) -> PrefillChoice:
@@ -145,29 +150,8 @@ class TandemPolicy(BasePolicy):
         part = num_cached / num_prompt
         if not self._parameters.spill.keeps(costs[holder], costs[best], mean_s, part):
             return PrefillChoice.SPILL
-        ranked.remove(holder)
-        ranked.insert(0, holder)
+        _move_to_front(ranked, holder)
         return PrefillChoice.HOME
-
-    def _result(
-        self,
-        request: RequestInfo,
-        ranked: Sequence[Node],
-        choice: PrefillChoice,
-        num_new: int,
-        decode: Node,
-        estimator: TtftEstimator,
-    ) -> RankedPrefills:
-        num_prompt = request.num_prompt_tokens
-        first = ranked[0]
-        queue_s = estimator.queue_s(first, self.registry.clock())
-        remote_s = queue_s + estimator.service_s(first, num_new, num_prompt)
-        alone_s = estimator.fit.time.seconds(num_prompt, num_prompt)
-        with_kv_s = remote_s + kv_waits_s(decode, {first: remote_s}, num_prompt)[first]
-        local_s = self._local.local_s(decode, num_prompt, alone_s, with_kv_s)
-        if local_s < math.inf:
-            return RankedPrefills((), PrefillChoice.LOCAL, num_prompt, ttft_s=local_s)
-        return RankedPrefills(ranked, choice, num_new, queue_s, remote_s)
 
     # Learning ----------------------------------------------------------------------------------
 
@@ -271,9 +255,13 @@ def _relieve(
     price_s = seconds(new[roomy[0]], num_prompt) - seconds(new[holder], num_prompt)
     if not known.crowding.pays(holder, price_s):
         return PrefillChoice.HOME
-    ranked.remove(roomy[0])
-    ranked.insert(0, roomy[0])
+    _move_to_front(ranked, roomy[0])
     return PrefillChoice.SPILL
+
+
+def _move_to_front(ranked: list[Node], node: Node) -> None:
+    ranked.remove(node)
+    ranked.insert(0, node)
 
 
 def _missed_s(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from router.nodes.node import Node
 from router.placement.kv_paths import kv_waits_s
@@ -29,6 +30,16 @@ from router.placement.service_time import ServiceTimeFit
 _FRESH_S = 1.0
 _DOUBT_PER_S = 0.25
 _EQUAL_PACE = 1.25
+
+
+class Costs(NamedTuple):
+    """Holds seconds by node: of the queue, until the first token, until KV is there behind it, and
+    what the choice between nodes goes by."""
+
+    queue_s: Mapping[Node, float]
+    ttft_s: Mapping[Node, float]
+    kv_wait_s: Mapping[Node, float]
+    cost_s: Mapping[Node, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +58,11 @@ class TtftEstimator:
     def service_s(self, node: Node, num_new: float, num_prompt: int) -> float:
         return self.fit.time.seconds(num_new, num_prompt) * self.pace(node)
 
-    def costs_s(
+    def costs(
         self, num_new: Mapping[Node, int], num_prompt: int, now: float, decode: Node
-    ) -> dict[Node, float]:
-        """Returns what the choice between nodes goes by. There is at least one. `decode` is to
-        pull their KV."""
+    ) -> Costs:
+        """Returns the costs of nodes, of which there is at least one. `decode` is to pull their
+        KV."""
         queues = {node: self.queue_s(node, now) for node in num_new}
         seconds = self.fit.time.seconds
         services = {count: seconds(count, num_prompt) for count in set(num_new.values())}
@@ -62,10 +73,11 @@ class TtftEstimator:
             for node, count in num_new.items()
         }
         waits = kv_waits_s(decode, ttfts, num_prompt)
-        return {
+        costs = {
             node: ttfts[node] + waits[node] + again * (services[count] - least)
             for node, count in num_new.items()
         }
+        return Costs(queues, ttfts, waits, costs)
 
     def weight(self, shortest_queue_s: float) -> float:
         """Returns what a second of computing what is cached elsewhere counts, in seconds of

@@ -245,18 +245,18 @@ def test_nodes_of_nearly_equal_pace_are_equal() -> None:
 def test_computing_again_costs_more_when_even_the_best_node_is_busy() -> None:
     """A token that another node has counts `weight` times, one that none has once."""
     idle, busy = node("idle"), node("busy", num_waiting_tokens=1000)
-    costs = estimator().costs_s({idle: 1000, busy: 100}, 1000, 0.0, node("decode"))
+    costs = estimator().costs({idle: 1000, busy: 100}, 1000, 0.0, node("decode")).cost_s
     assert costs[idle] == pytest.approx(1.0 + (2 - 1) * 0.9)
     assert costs[busy] == pytest.approx(1.0 + 0.1)
     other = node("other", num_waiting_tokens=1000)
-    costs = estimator().costs_s({other: 1000, busy: 100}, 1000, 0.0, node("decode"))
+    costs = estimator().costs({other: 1000, busy: 100}, 1000, 0.0, node("decode")).cost_s
     assert costs[other] == pytest.approx(1.0 + 1.0 + (2 + 10 * 1.0 - 1) * 0.9)
     assert costs[busy] == pytest.approx(1.0 + 0.1)
 
 
 def test_prompts_that_no_node_has_cost_queue_and_service() -> None:
     waiting = {node(f"n{i}", num_waiting_tokens=100 * i): 500 for i in range(4)}
-    costs = estimator().costs_s(waiting, 500, 0.0, node("decode"))
+    costs = estimator().costs(waiting, 500, 0.0, node("decode")).cost_s
     assert list(costs.values()) == pytest.approx([0.5, 0.6, 0.7, 0.8])
 
 

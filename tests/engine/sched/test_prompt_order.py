@@ -56,11 +56,23 @@ def met(order: PromptOrder) -> StepRoom:
         ([100, 1000], [100]),  # Who shares a step ends in it.
         ([2000, 2000], [2000]),  # Who fills it is alone, and whole up to two full steps.
         ([2049, 10], [FULL]),  # Who takes several has one full step of each,
-        ([20_000, 10], [FULL // 2, 10]),  # and who takes very many, half of one.
     ],
 )
 def test_steps_are_filled(lengths: list[int], expected: list[int]) -> None:
     assert parts(met(order_of()), *lengths) == expected
+
+
+@pytest.mark.parametrize(
+    ("shortest", "part"), [(10.0, FULL // 4), (128.0, FULL // 4), (300.0, 600), (5000.0, FULL)]
+)
+def test_parts_of_a_very_long_prompt_take_as_long_as_two_of_the_shortest(
+    shortest: float, part: int
+) -> None:
+    order = order_of()
+    assert parts(order.room(0.0, BUDGET, BUDGET, 2, shortest), 20_000) == [part]
+    assert parts(order.room(9.0, BUDGET, BUDGET, 2, 7000.0), 20_000) == [part], "it may come again"
+    assert parts(order.room(11.0, BUDGET, BUDGET, 2, 7000.0), 20_000) == [FULL]
+    assert parts(order.room(12.0, BUDGET, BUDGET, 2, shortest), 20_000) == [part], "it came"
 
 
 def test_a_prompt_that_meets_nobody_has_the_whole_budget() -> None:
