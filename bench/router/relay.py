@@ -115,12 +115,14 @@ def run_floor(ports: multiprocessing.Queue[int], node_ports: list[int]) -> None:
 
 
 async def _measure(
-    args: argparse.Namespace, port: int, pids: list[int], tokens: int
+    args: argparse.Namespace, entries: list[int], pids: list[int], tokens: int
 ) -> dict[str, object]:
     num_streams = round(tokens * _STEP_S)
     max_tokens = round(args.seconds / _STEP_S)
     cpu, started = sum(map(cpu_seconds, pids)), time.monotonic()
-    delays_s = await stream_delays(port, num_streams, max_tokens, _RAMP_S)
+    share = num_streams // len(entries)
+    shares = [stream_delays(port, share, max_tokens, _RAMP_S) for port in entries]
+    delays_s = [delay for found in await asyncio.gather(*shares) for delay in found]
     cpu, wall_s = sum(map(cpu_seconds, pids)) - cpu, time.monotonic() - started
     return {
         "streams": num_streams,
@@ -134,20 +136,21 @@ async def _measure(
 
 
 async def _measure_all(
-    args: argparse.Namespace, name: str, port: int, pids: list[int]
+    args: argparse.Namespace, name: str, entries: list[int], pids: list[int]
 ) -> list[dict[str, object]]:
     rows = []
     for tokens in args.tokens:
-        rows.append({"relay": name, **await _measure(args, port, pids, tokens)})
+        rows.append({"relay": name, **await _measure(args, entries, pids, tokens)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
-async def _measure_router(
-    args: argparse.Namespace, port: int, pids: list[int]
+async def _measure_routers(
+    args: argparse.Namespace, entries: list[int], pids: list[int]
 ) -> list[dict[str, object]]:
-    await wait_ready(port)
-    return await _measure_all(args, "router", port, pids)
+    for port in entries:
+        await wait_ready(port)
+    return await _measure_all(args, f"routers: {len(entries)}", entries, pids)
 
 
 @contextlib.contextmanager
@@ -170,6 +173,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, help="decode nodes")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each stream")
     parser.add_argument("--client", default="own", help="the router's: own, aiohttp or httpx")
+    parser.add_argument("--routers", type=int, default=1, help="routers that share the streams")
     parser.add_argument("--relays", default="direct,floor,router", help="what to measure")
     parser.add_argument("--name", default="router_relay", help="name of the result file")
     args = parser.parse_args()
@@ -179,16 +183,21 @@ def main() -> int:
     wanted = args.relays.split(",")
     with _nodes(ports, args.nodes) as nodes:
         if "direct" in wanted:
-            rows += uvloop.run(_measure_all(args, "direct", nodes[0][0], []))
+            rows += uvloop.run(_measure_all(args, "direct", [nodes[0][0]], []))
         if "floor" in wanted:
             with child(run_floor, ports, [http for http, _ in nodes]) as process:
                 assert process.pid is not None
-                rows += uvloop.run(_measure_all(args, "floor", ports.get(), [process.pid]))
+                rows += uvloop.run(_measure_all(args, "floor", [ports.get()], [process.pid]))
         if "router" in wanted:
             decode = ",".join(f"127.0.0.1:{http}/{status}" for http, status in nodes)
-            with child(run_router, ports, decode, args.client) as process:
-                assert process.pid is not None
-                rows += uvloop.run(_measure_router(args, ports.get(), [process.pid]))
+            with contextlib.ExitStack() as stack:
+                entries, pids = [], []
+                for _ in range(args.routers):
+                    process = stack.enter_context(child(run_router, ports, decode, args.client))
+                    assert process.pid is not None
+                    pids.append(process.pid)
+                    entries.append(ports.get())
+                rows += uvloop.run(_measure_routers(args, entries, pids))
     print(f"written: {write_result(args.name, rows).name}")
     return 0
 
