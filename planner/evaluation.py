@@ -19,6 +19,9 @@ from router.placement.tandem_policy import TandemParameters, TandemPolicy
 
 _NUM_ROUTERS = 2
 _SEED = 1
+STEP_LEAD_S = 0.003
+"""The lead that `bench.engine.step_pace` finds where a worker's host takes 0.8 to 1.5 ms to start a
+step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class Evaluator:
             batched=True,
             max_batched_tokens=profile.max_batched_tokens,
             max_sequences=profile.max_sequences,
+            lead_s=STEP_LEAD_S,
             overhead_s=profile.overhead_s,
             make_fill=self._make_fill,
         )

@@ -26,6 +26,7 @@ from bench.serving.openai_stream import Outcome
 from bench.serving.report import Figures, distribution_ms, percentile
 from engine.frontend.step_history import HistoryReport
 from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
+from planner.evaluation import STEP_LEAD_S
 from planner.simulation.cluster import ClusterShape, SimCluster
 from planner.simulation.measured import weighted_quantiles, with_spread
 from planner.simulation.step_filling import prompt_order
@@ -175,6 +176,7 @@ def _run(
         batched=True,
         max_batched_tokens=profile.max_batched_tokens,
         max_sequences=profile.max_sequences,
+        lead_s=STEP_LEAD_S,
         overhead_s=overhead_s,
         make_fill=partial(prompt_order, times, profile.max_batched_tokens),
     )

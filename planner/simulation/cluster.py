@@ -56,6 +56,7 @@ class ClusterShape:
         batched: Steps take prompts up to `max_batched_tokens`, and decode nodes step too, with room
             for `max_sequences`. Otherwise a step is one prompt, and tokens come at a fixed pace.
         itl_objective_s: Of decode nodes; 0: none.
+        lead_s: How long before the end of a step a node decides the next one.
         overhead_s: Added to every time to the first token.
         make_fill: Makes for each engine what says which prompts its steps compute.
     """
@@ -77,6 +78,7 @@ class ClusterShape:
     max_batched_tokens: int = 8192
     max_sequences: int = 256
     itl_objective_s: float = 0.0
+    lead_s: float = 0.0
     overhead_s: float = 0.0
     make_fill: Callable[[], StepFilling] = InOrderOfArrival
 
@@ -152,6 +154,7 @@ class SimCluster:
             began=lambda: None,
             max_batched_tokens=self.shape.max_batched_tokens,
             speed=speed,
+            lead_s=self.shape.lead_s,
             one_prompt=not self.shape.batched,
             fill=self.shape.make_fill(),
         )

@@ -8,7 +8,8 @@
 -  cut        something comes while decoding: it ends with the step that is under way
 
 A sequence that joins waits for the next step; the time until its token is the gap that its client
-sees.
+sees. One whose KV comes from a peer in the last `lead_s` of a step misses the next one too, which
+is decided by then; a prompt that was computed here goes on in it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class SimEngine:
 
     Attributes:
         speed: Divides all times; 1 for an ordinary node.
+        lead_s: How long before the end of a step the next one is decided.
         one_prompt: A step computes one prompt whole.
         fill: Says which prompts a step computes.
         slack: Says how much of a step prompts may have beside running sequences.
@@ -51,6 +53,7 @@ class SimEngine:
     began: Callable[[], None]
     max_batched_tokens: int = 8192
     speed: float = 1.0
+    lead_s: float = 0.0
     one_prompt: bool = False
     fill: StepFilling = field(default_factory=InOrderOfArrival)
     slack: StepSlack = field(default_factory=lambda: StepSlack(0.0))
@@ -115,7 +118,9 @@ class SimEngine:
 
     def _next(self) -> None:
         """Begins the next steps."""
-        self._joined, self._joining = self._joining, []
+        late = [job for job in self._joining if self._is_late(job)]
+        self._joined = [job for job in self._joining if job not in late]
+        self._joining = late
         for job in self._joined:
             job.last_step = self._num_steps + job.request.num_output - 1
             heapq.heappush(self._running, (job.last_step, next(self._serials), job))
@@ -129,8 +134,15 @@ class SimEngine:
         elif count:
             step_s = self.times.decode_s(count, self._num_kv) / self.speed
             growth_s = self.times.decode_s(count, self._num_kv + count) / self.speed - step_s
-            left = 1 if self._joined else self._running[0][0] - self._num_steps
+            left = 1 if self._joined or late else self._running[0][0] - self._num_steps
             self._schedule(self.timeline.now, step_s, growth_s, left)
+
+    def _is_late(self, job: Job) -> bool:
+        """Returns whether a sequence came when the step that begins now was decided. Nothing was
+        decided where nothing runs."""
+        from_peer = bool(job.placement.prefills)
+        is_recent = self.timeline.now - job.first_at < self.lead_s
+        return from_peer and is_recent and bool(self._running)
 
     def _fill_step(self) -> None:
         if self.one_prompt:

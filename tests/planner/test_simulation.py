@@ -66,6 +66,16 @@ def test_a_sequence_joins_at_the_next_step() -> None:
     assert first[2] > 0.011
 
 
+@pytest.mark.parametrize(("lead_s", "joins_at"), [(0.009, 0.220), (0.0105, 0.231)])
+def test_a_sequence_that_comes_behind_the_decision_misses_a_step(
+    lead_s: float, joins_at: float
+) -> None:
+    """Its token is there at 0.21, 10 ms before the end of the step under way."""
+    arrivals = [Arrival(0.0, 100, 30), Arrival(0.005, 90, 3)]
+    _, second = sorted(run(arrivals, max_batched_tokens=100, lead_s=lead_s).measured.answers)
+    assert 2 * second[2] == pytest.approx(joins_at - 0.21 + 2 * 0.012)
+
+
 def test_undivided_nodes_compute_prompts_between_tokens() -> None:
     cluster = run([Arrival(0.0, 10, 20), Arrival(0.05, 200, 2)], num_prefill=0)
     slow = max(seconds for seconds, _ in cluster.measured.gaps)
