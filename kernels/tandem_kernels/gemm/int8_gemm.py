@@ -25,6 +25,8 @@ from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
 
 SMALL_ROWS = 64
 """At most so many rows are few."""
+_FEWEST_LARGE = 100
+"""SMs that have none of so many large tiles cost less than smaller tiles do."""
 TILES_DOWN = 16
 """See `persistent_tiles.place_of_tile`."""
 
@@ -41,13 +43,13 @@ class Int8Tuning:
 
 
 def int8_tuning(num_rows: int, num_outputs: int) -> Int8Tuning:
-    """Returns what suits so many rows: where tiles of many outputs would leave SMs without any,
-    smaller ones."""
-    if num_rows <= 128:
+    """Returns what suits so many rows, as measured on an H200 (`bench/results/int8.json`): where
+    tiles of many outputs would leave many SMs without any, smaller ones."""
+    if -(-num_rows // 128) * -(-num_outputs // 256) >= _FEWEST_LARGE:
+        return Int8Tuning(128, 256, 128, 8, 3)
+    if num_rows <= 256:
         return Int8Tuning(64, 128, 128, 4, 5)
-    if -(-num_rows // 128) * -(-num_outputs // 256) < 132:
-        return Int8Tuning(128, 128, 128, 8, 5)
-    return Int8Tuning(128, 256, 128, 8, 3)
+    return Int8Tuning(128, 128, 128, 8, 5)
 
 
 @triton.jit
