@@ -139,6 +139,13 @@ class ChatMessage(_OpenBody):
         return self.reasoning_content or self.reasoning or (other if isinstance(other, str) else "")
 
     @property
+    def text(self) -> str:
+        """Returns the texts of the content, a line each."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        return "\n".join(part.text for part in self.content if not isinstance(part, ImagePart))
+
+    @property
     def refusal_text(self) -> str:
         """Returns what an assistant said in place of a content; "" for nothing."""
         said = (self.model_extra or {}).get("refusal")

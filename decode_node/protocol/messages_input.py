@@ -23,8 +23,8 @@ def chat_messages(
     """Returns the messages, and whether the answer continues the last one. `deferred`: functions
     that turns introduce. Raises `BadRequest`."""
     messages: list[Json] = []
-    if system and (text := without_billing(_texts(system, "system"))):
-        messages.append({"role": "system", "content": text})
+    if system and (content := _system(system)):
+        messages.append({"role": "system", "content": content})
     first, summary, rest = _compacted(turns)
     if summary is not None:
         messages.append({"role": "user", "content": summary})
@@ -66,6 +66,31 @@ def _blocks(content: Any, place: str) -> list[Json]:
     raise BadRequest(f"{place} must be a string or a list of blocks", param=place)
 
 
+class _Pieces:
+    """Collects what a message holds. The template joins texts of the client; what is said here in
+    place of another block stands on lines of its own."""
+
+    def __init__(self) -> None:
+        self.found: list[str | Json] = []
+        self._is_own = False
+        """The last piece is the client's own words."""
+
+    def add(self, block: Json, piece: str | Json) -> None:
+        was_own, self._is_own = self._is_own, block.get("type") == "text"
+        last = self.found[-1] if self.found else None
+        if isinstance(last, str) and isinstance(piece, str) and not (was_own and self._is_own):
+            self.found[-1] = f"{last}\n{piece}"
+        else:
+            self.found.append(piece)
+
+    def mark_error(self) -> None:
+        first = self.found[0] if self.found else None
+        if isinstance(first, str):
+            self.found[0] = f"Error: {first}"
+        else:
+            self.found.insert(0, "Error:")
+
+
 class _Turns:
     """Reads turns. `deferred`: functions that they introduce."""
 
@@ -82,28 +107,28 @@ class _Turns:
         raise BadRequest(f"{place}.role must be user or assistant", param=f"{place}.role")
 
     def _of_user(self, role: str, blocks: list[Json], place: str) -> list[Json]:
-        results, pieces = [], []
+        results, pieces = [], _Pieces()
         for i, block in enumerate(blocks):
             if block.get("type") == "tool_result":
                 results.append(self._result(block, f"{place}.{i}"))
             else:
-                pieces.append(self._piece(block, f"{place}.{i}"))
-        messages = [{"role": role, "content": content_of(pieces)}] if pieces or not results else []
-        return [*results, *messages]
+                pieces.add(block, self._piece(block, f"{place}.{i}"))
+        messages = [{"role": role, "content": content_of(pieces.found)}]
+        return [*results, *messages] if pieces.found or not results else results
 
     def _result(self, block: Json, place: str) -> Json:
         where = f"{place}.content"
         blocks = _blocks(block.get("content") or "", where)
-        pieces = [self._piece(one, f"{where}.{i}") for i, one in enumerate(blocks)]
-        content = content_of(pieces)
+        pieces = _Pieces()
+        for i, one in enumerate(blocks):
+            pieces.add(one, self._piece(one, f"{where}.{i}"))
         if block.get("is_error"):
-            is_text = isinstance(content, str)
-            content = f"Error: {content}" if is_text else content_of(["Error:", *pieces])
+            pieces.mark_error()
         name = string(block, "tool_use_id", place)
-        return {"role": "tool", "tool_call_id": name, "content": content}
+        return {"role": "tool", "tool_call_id": name, "content": content_of(pieces.found)}
 
     def _of_assistant(self, blocks: list[Json], place: str) -> Json:
-        texts, thoughts, calls = [], [], []
+        pieces, thoughts, calls = _Pieces(), [], []
         for i, block in enumerate(blocks):
             where, kind = f"{place}.{i}", block.get("type")
             if kind == "tool_use":
@@ -111,8 +136,9 @@ class _Turns:
             elif kind == "thinking":
                 thoughts.append(string(block, "thinking", where))
             elif not is_unreadable(block):
-                texts.append(text_of(block, where, self._deferred))
-        message: Json = {"role": "assistant", "content": "\n".join(texts) if texts else None}
+                pieces.add(block, text_of(block, where, self._deferred))
+        content = content_of(pieces.found) if pieces.found else None
+        message: Json = {"role": "assistant", "content": content}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
@@ -143,6 +169,11 @@ def _call(block: Json, place: str) -> Json:
     return {"id": string(block, "id", place), "type": "function", "function": function}
 
 
-def _texts(content: Any, place: str) -> str:
-    blocks = _blocks(content, place)
-    return "\n".join(text_of(block, f"{place}.{i}", {}) for i, block in enumerate(blocks))
+def _system(content: str | list[Json]) -> str | list[Json]:
+    pieces = _Pieces()
+    for i, block in enumerate(_blocks(content, "system")):
+        text = text_of(block, f"system.{i}", {})
+        kept = without_billing(text) if i == 0 else text
+        if kept or kept == text:
+            pieces.add(block, kept)
+    return content_of(pieces.found)

@@ -54,10 +54,12 @@ def image_part(url: str, place: str) -> Json:
 
 
 def content_of(pieces: Sequence[str | Json]) -> str | list[Json]:
-    """Returns texts, a line each, or with images the parts as they are."""
-    texts = [piece for piece in pieces if isinstance(piece, str)]
-    if len(texts) == len(pieces):
-        return "\n".join(texts)
+    """Returns one text as it is, and more, or images, as parts: the template says what stands
+    between them."""
+    if not pieces:
+        return ""
+    if len(pieces) == 1 and isinstance(pieces[0], str):
+        return pieces[0]
     return [
         {"type": "text", "text": piece} if isinstance(piece, str) else piece for piece in pieces
     ]

@@ -153,7 +153,8 @@ class _Messages:
         _check_text(thought, f"{place}.{name}")
         turn = self._turn(is_new=True)
         if thought:
-            turn["reasoning_content"] = thought
+            texts = [thought] if isinstance(thought, str) else [part["text"] for part in thought]
+            turn["reasoning_content"] = "\n".join(texts)
 
     def _turn(self, *, is_new: bool = False) -> Json:
         if is_new or not self._is_open:
@@ -175,8 +176,8 @@ def _text(item: Json, name: str, place: str) -> str:
 
 
 def _content(content: Any, place: str) -> Content:
-    """Returns the text of a content, its parts a line each, or the parts if there are images.
-    `place` is the field that holds it."""
+    """Returns the text of a content, or its parts if there are several or images. `place` is the
+    field that holds it."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -185,7 +186,7 @@ def _content(content: Any, place: str) -> Content:
 
 
 def _check_text(content: Content, place: str) -> None:
-    if not isinstance(content, str):
+    if not isinstance(content, str) and any(part["type"] != "text" for part in content):
         raise BadRequest(f"{place}: what a model said has no images", param=place)
 
 

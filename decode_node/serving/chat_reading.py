@@ -90,8 +90,7 @@ class ChatReading:
         form = self.parsers.reasoning_format
         if form is None:
             return ReasoningState.CLOSED
-        content = body.messages[-1].content if body.continue_final_message else ""
-        continued = content if isinstance(content, str) else ""
+        continued = body.messages[-1].text if body.continue_final_message else ""
         return reasoning_state(prompt, form, continued=continued)
 
     def state_of_tokens(self, prompt: Sequence[int]) -> ReasoningState:
