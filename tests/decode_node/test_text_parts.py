@@ -9,11 +9,15 @@ import pytest
 
 from decode_node.chat_templates.history import history
 from decode_node.chat_templates.probe import probe
+from decode_node.grammar.reasoning import ReasoningState
+from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.messages import MessagesRequest
 from decode_node.protocol.parse_body import parse_body
 from decode_node.protocol.responses import ResponsesRequest
+from decode_node.serving.chat_reading import ChatReading
 from engine.frontend.chat_template import ChatTemplate
+from tests.decode_node.chat_clients import thinking_tokenizer
 
 Json = dict[str, Any]
 
@@ -108,3 +112,21 @@ def test_what_stands_for_another_block_keeps_lines_of_its_own() -> None:
     ]
     chat = _messages([{"role": "user", "content": blocks}])
     assert _prompt(_of_parts(""), chat) == "[user:body\nab\nbody]"
+
+
+def test_an_answer_of_parts_that_is_continued_is_still_inside_its_thoughts() -> None:
+    tokenizer = thinking_tokenizer()
+    parsers = OutputParsers.of_model(tokenizer, tokenizer.template_sources)
+    reading = ChatReading(parsers, tokenizer)
+    for begun, state in (
+        (["<think>", "I look"], ReasoningState.OPEN),
+        (["<think>so</think>", "It is"], ReasoningState.CLOSED),
+    ):
+        parts = [{"type": "text", "text": text} for text in begun]
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": parts}]
+        prompt = "\n".join(begun)
+        for chat in (
+            _messages(turns),
+            _chat(turns).model_copy(update={"continue_final_message": True}),
+        ):
+            assert reading.reasoning_state(chat, prompt) is state
