@@ -21,6 +21,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from engine.model_identity import identified
+from engine.models.identity import model_hash_of
 from engine.node.settings import EngineSettings
 from engine.request_spec import RequestSpec, encode_spec
 from engine.sampling_params import SamplingParams
@@ -347,7 +349,8 @@ def bytes_call(channel: Any, method: str, *, streams: bool = False) -> Any:
 def stranger(model: Path) -> KVPeer:
     """Runs a decode node that fits, as far as anybody can tell."""
     settings = EngineSettings(model=str(model), served_model_name="demo", device="cpu")
-    config = settings.to_engine_config("kv_consumer")
+    pending = settings.to_engine_config("kv_consumer")
+    config = identified(pending, model_hash_of(pending.model))
     return KVPeer(engine_id="stranger", epoch=1, layout=config.kv_layout)
 
 

@@ -690,7 +690,7 @@ def test_tensor_of_integers(copy: Callable[[str], Path]) -> None:
     )
     with pytest.raises(CheckpointError) as caught:
         load(folder)
-    check_error(caught.value, folder, "model.norm.weight in I8", "BF16 or F16 or F32")
+    check_error(caught.value, folder, "model.norm.weight in I8", "fp32, fp16 or bf16")
 
 
 def shards(folder: Path) -> list[Path]:
