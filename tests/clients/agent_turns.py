@@ -36,7 +36,8 @@ KEY = "sk-of-this-test-alone-1234"
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "https_proxy": "http://127.0.0.1:9"}
 """LiteLLM asks for prices of models, which must not be waited for: that proxy is nobody."""
 MIN_SHARED = 0.8
-"""Share of a second conversation's prompt that the first has in common with it."""
+"""Share of a prompt that the one before has in common with it: of a conversation's second turn, and
+of a second conversation."""
 
 FIRST_CALLS: dict[str, list[str]] = {
     "Codex": [
@@ -66,12 +67,14 @@ def script(prompt: str) -> str:
 
 
 class Bench:
-    """Has what all agents need: the folder of their environments, and the node."""
+    """Has what all agents need: the folder of their environments, and the node. `url`: where they
+    reach it, if another server stands before it."""
 
-    def __init__(self, environments: Path, node: ScriptedNode) -> None:
+    def __init__(self, environments: Path, node: ScriptedNode, url: str = "") -> None:
         self.environments = environments
         self.agents = environments / "agents" / "node_modules"
         self.node = node
+        self.url = url or node.url
 
     def binary(self, pattern: str) -> str | None:
         """Returns a program of the agents' environment, if it is there for this machine."""
@@ -125,12 +128,13 @@ def codex(bench: Bench, work: Path) -> None:
 
 
 def claude_code(bench: Bench, work: Path) -> None:
-    """Claude Code: a command, and a second conversation, most of whose prompt is the first's."""
+    """Claude Code: a command, whose result it sends in a second turn, and a second conversation.
+    Most of both prompts is the first's."""
     program = bench.binary("@anthropic-ai/claude-code-linux-x64/claude")
     assert program is not None
     words = [program, "--permission-mode", "bypassPermissions", "-p"]
     variables = {
-        "ANTHROPIC_BASE_URL": bench.node.url,
+        "ANTHROPIC_BASE_URL": bench.url,
         "ANTHROPIC_AUTH_TOKEN": "none",
         "ANTHROPIC_MODEL": MODEL,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -139,13 +143,20 @@ def claude_code(bench: Bench, work: Path) -> None:
     check_made(work, bench.run([*words, "ask of Claude"], work, **variables))
     (work / FILE).unlink()
     assert DONE in bench.run([*words, "Another task."], work, **variables)
-    first = next(prompt for prompt in bench.node.prompts if "ask of Claude" in prompt)
-    second = next(prompt for prompt in bench.node.prompts if "Another task." in prompt)
-    pairs = zip(first, second, strict=False)
+    first, turn = [prompt for prompt in bench.node.prompts if "ask of Claude" in prompt]
+    other = next(prompt for prompt in bench.node.prompts if "Another task." in prompt)
+    assert TOOL_TURN in turn
+    for name, prompt in (("a second turn", turn), ("a second conversation", other)):
+        share = _share_of(prompt, first)
+        print(f"Claude Code: {name} shares {share:.1%} of its {len(prompt)} characters")
+        assert share >= MIN_SHARED, name
+
+
+def _share_of(prompt: str, earlier: str) -> float:
+    """Returns the share of a prompt that another one begins with, too."""
+    pairs = zip(prompt, earlier, strict=False)
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    share = common / len(second)
-    print(f"Claude Code: conversations share {share:.1%} of {len(second)} characters")
-    assert share >= MIN_SHARED
+    return common / len(prompt)
 
 
 def opencode(bench: Bench, work: Path) -> None:
