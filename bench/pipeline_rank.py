@@ -17,6 +17,7 @@ import msgspec
 from torch.distributed import TCPStore
 
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.messages import EngineCoreRequest
 from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput
@@ -24,7 +25,6 @@ from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.even_chunks import EvenChunks
-from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler

@@ -39,6 +39,7 @@ SOURCE_ROOTS = {
 
 ENGINE_ORDER = [
     {
+        "contracts",
         "config",
         "eplb_config",
         "fast_paths",
@@ -180,6 +181,7 @@ TORCH_FREE = [
     "kv_transfer.config",
     "kv_transfer.errors",
     "engine.config",
+    "engine.contracts",
     "engine.crash_facts",
     "engine.eplb_config",
     "engine.fast_paths",
@@ -293,6 +295,19 @@ def test_imports_go_down_or_stay_inside_their_folder() -> None:
             other = target.partition(".")[0]
             if other != package and RANKS[other] >= RANKS[package]:
                 wrong.append(f"{module} imports {target}")
+    assert not wrong, wrong
+
+
+def test_workers_know_the_step_message_and_no_scheduler() -> None:
+    """What a scheduler and its workers share is in `engine.contracts`."""
+    of_workers = ("executor", "worker", "sample", "batch", "models", "layers")
+    wrong = [
+        f"{module} imports {target}"
+        for module in modules()
+        if module.startswith(tuple(f"engine.{room}." for room in of_workers))
+        for target in project_imports(module)
+        if target.startswith("engine.sched")
+    ]
     assert not wrong, wrong
 
 

@@ -32,6 +32,7 @@ from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.scheduler import Workers, make_config
 from bench.record import write_result
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.messages import EngineCoreRequest
 from engine.outputs import ModelRunnerOutput, RowSiblings, SiblingTokens, TokenLogprobs
@@ -40,7 +41,6 @@ from engine.request_spec import RequestSpec
 from engine.sample.beam_choice import choose_beams
 from engine.sampling_params import BeamParams, SamplingParams
 from engine.sched.beam_search import BeamSearch, Hypothesis
-from engine.sched.output import NewRequestData, SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.speed.offline_engine import offline_engine
 from kv_transfer.no_connector import NoConnectorScheduler

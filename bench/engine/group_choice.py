@@ -26,12 +26,12 @@ from bench.engine.scheduler import Workers, make_config
 from bench.record import write_result
 from bench.workload import PRESETS, Session, sessions
 from engine.config import EngineConfig
+from engine.contracts.group_step import GroupOutput, GroupStep
 from engine.messages import EngineCoreRequest
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
-from engine.sched.group_output import GroupOutput, GroupStep
 from engine.sched.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler

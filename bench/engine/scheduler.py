@@ -28,6 +28,7 @@ import xxhash
 
 from bench.record import RESULTS, write_result
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.kv_cache.block_hash import extend_block_hashes, hash_block_tokens, pack_tokens
 from engine.messages import EngineCoreRequest
 from engine.models.specs.llama import LlamaSpec
@@ -36,7 +37,6 @@ from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.rope import Rotary
 from engine.sampling_params import SamplingParams
-from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 

@@ -23,13 +23,13 @@ import numpy as np
 
 from bench.engine.models.shapes import shape_config
 from bench.engine.scheduler import Workers
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.messages import EngineCoreRequest
 from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
-from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.scheduler import Scheduler
 from engine.sched.work_meter import WorkMeter

@@ -29,8 +29,8 @@ import msgspec
 
 from bench.serving.openai_stream import Outcome
 from bench.serving.report import Figures, distribution_ms
+from engine.contracts.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseTold
-from engine.sched.step_log import StepRecord
 
 LATE = 1.5
 _MEDIAN_OF = 101

@@ -25,7 +25,7 @@ import torch
 
 from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, StagedWriteTensor
-from engine.sched.output import NewRequestData
+from engine.contracts.scheduler_output import NewRequestData
 from tandem_kernels.batch.batch_tables import RowTables
 
 

@@ -18,12 +18,16 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.config import EngineConfig
+from engine.contracts.group_step import GroupOutput, GroupStep, Step, StepResult
+from engine.contracts.scheduler_output import SchedulerOutput
+from engine.contracts.step_log import StepLog
 from engine.core.adapter_session import AdapterSession
 from engine.core.scheduling import create_scheduling
 from engine.core.step_pace import StepPace
 from engine.crash_facts import EngineFacts
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, ReportProgress
+from engine.images.image_limits import NO_ENCODER
 from engine.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -40,11 +44,7 @@ from engine.models.step_costs import cost_of
 from engine.outputs import ModelRunnerOutput, SchedulerStats
 from engine.request import Request
 from engine.sched.even_chunks import EvenChunks
-from engine.sched.group_output import GroupOutput, GroupStep, Step, StepResult
 from engine.sched.group_scheduler import GroupScheduler
-from engine.sched.image_limits import NO_ENCODER
-from engine.sched.output import SchedulerOutput
-from engine.sched.step_log import StepLog
 from engine.sched.work_meter import WorkMeter
 from host.life_signs import LifeSigns
 

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from edge.logs.setup import setup_logging
+from engine.contracts.step_log import StepLog
 from engine.core.core import EngineCore
 from engine.core.core_config import CoreProcConfig
 from engine.core.profile_session import ProfileSession
@@ -54,7 +55,6 @@ from engine.messages import (
     ToEngineCore,
 )
 from engine.outputs import SchedulerStats
-from engine.sched.step_log import StepLog
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.local_socket import connect_socket

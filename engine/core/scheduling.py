@@ -6,14 +6,15 @@ import logging
 from dataclasses import replace
 
 from engine.config import EngineConfig
+from engine.contracts.step_log import StepLog
+from engine.contracts.step_shapes import FULL_TOKENS
 from engine.executor.abstract import KVCaches
 from engine.life_places import first_transfer_place
 from engine.models.step_costs import cost_of
 from engine.sched.even_chunks import COST_BY_TOKENS, EvenChunks, whole_tiles
 from engine.sched.group_scheduler import GroupScheduler
-from engine.sched.prompt_order import FULL_TOKENS, PromptOrder, full_tokens
+from engine.sched.prompt_order import PromptOrder, full_tokens
 from engine.sched.scheduler import Scheduler
-from engine.sched.step_log import StepLog
 from host.life_signs import LifeSigns
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.config import KVTransferConfig

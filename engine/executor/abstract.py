@@ -18,11 +18,11 @@ from typing import Protocol
 import zmq
 
 from engine.config import EngineConfig
+from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.group_step import Step, StepResult
 from engine.errors import EngineDeadError
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.outputs import ExpertStats, GrammarStats
-from engine.sched.adapters import DropAdapter, LoadAdapter
-from engine.sched.group_output import Step, StepResult
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
 

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.executor.worker_messages import AdapterLoaded
 from engine.models.adapter_files import AdapterError
-from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from engine.contracts.group_step import GroupOutput, StepResult
 from engine.outputs import ModelRunnerOutput
-from engine.sched.group_output import GroupOutput, StepResult
 
 
 class GroupResults:

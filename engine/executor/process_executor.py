@@ -27,6 +27,9 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
+from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.group_step import GroupStep, Step, StepResult
+from engine.contracts.scheduler_output import EncodingOutput
 from engine.crash_facts import ExceptionFacts
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
@@ -56,9 +59,6 @@ from engine.executor.worker_messages import (
 from engine.life_places import worker_place
 from engine.models.identity import IdentityJob
 from engine.outputs import ExpertStats, GrammarStats
-from engine.sched.adapters import DropAdapter, LoadAdapter
-from engine.sched.group_output import GroupStep, Step, StepResult
-from engine.sched.output import EncodingOutput
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
 from host.local_socket import Context, bind_socket

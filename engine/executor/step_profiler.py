@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from engine.contracts.group_step import GroupStep, Step
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.worker_messages import (
     BeginProfile,
     EndProfile,
@@ -31,8 +33,6 @@ from engine.executor.worker_messages import (
     ProfileReply,
 )
 from engine.profiles import RankTrace
-from engine.sched.group_output import GroupStep, Step
-from engine.sched.output import SchedulerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 

@@ -30,6 +30,7 @@ import msgspec
 import zmq
 
 from edge.logs.setup import setup_logging
+from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.crash_facts import chain_of
 from engine.errors import CannotStartError
 from engine.executor.adapter_loader import AdapterLoader
@@ -53,7 +54,6 @@ from engine.executor.worker_messages import (
     WorkerReady,
     WorkerReply,
 )
-from engine.sched.adapters import DropAdapter, LoadAdapter
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from host.child_process import read_config

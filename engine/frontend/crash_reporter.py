@@ -32,9 +32,9 @@ import msgspec
 
 from edge.standstill import is_done_within
 from engine.config import EngineConfig
+from engine.contracts.step_log import StepLog, StepRecord
 from engine.crash_facts import EngineFacts, RequestFacts, StepFacts, to_json
 from engine.outputs import SchedulerStats
-from engine.sched.step_log import StepLog, StepRecord
 from host.process_facts import ProcessFacts, descendants_of, facts_of, memory_facts
 from host.stack_dump import dump_stacks, install_stack_dumps
 

@@ -14,7 +14,7 @@ import time
 
 import msgspec
 
-from engine.sched.step_log import StepLog, StepRecord
+from engine.contracts.step_log import StepLog, StepRecord
 from host.pause_log import Pause, PauseKind, PauseLog
 
 LOOP_INTERVAL_S = 0.01

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from engine.batch.places import NO_TOKEN, Int32Array, Places
+from engine.contracts.scheduler_output import NewRequestData
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.row_grammar import RowGrammar
 from engine.outputs import GrammarStats
 from engine.sample.allowed_tokens import bit_mask
-from engine.sched.output import NewRequestData
 from tandem_kernels import ops
 
 _NO_MASK = -1

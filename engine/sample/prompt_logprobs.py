@@ -22,9 +22,9 @@ import torch
 
 from engine.batch.input_batch import BatchOrder
 from engine.batch.row_states import RowStates
+from engine.contracts.scheduler_output import NewRequestData
 from engine.outputs import PromptLogprobs, RowPromptLogprobs
 from engine.sample.states import NO_LOGPROBS
-from engine.sched.output import NewRequestData
 from tandem_kernels import ops
 
 _FEWEST_ROWS, _MOST_ROWS = 16, 256

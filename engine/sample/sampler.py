@@ -32,6 +32,7 @@ import torch
 from engine.batch.buffer_utils import CarriedTensor
 from engine.batch.input_batch import InputBatch
 from engine.batch.places import Int32Array, Places
+from engine.contracts.scheduler_output import NewRequestData
 from engine.layers.vocab_part import VocabPart
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
@@ -41,7 +42,6 @@ from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
 from engine.sample.penalties import PenaltyStates
 from engine.sample.siblings import SiblingStates, SiblingTensors
 from engine.sample.states import NO_LOGPROBS, SamplingStates
-from engine.sched.output import NewRequestData
 from tandem_kernels import ops
 
 

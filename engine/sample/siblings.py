@@ -19,9 +19,9 @@ import torch
 
 from engine.batch.buffer_utils import to_device
 from engine.batch.places import Int32Array, Places
+from engine.contracts.scheduler_output import NewRequestData
 from engine.outputs import RowSiblings, SiblingTokens
 from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
-from engine.sched.output import NewRequestData
 
 DRAWS_AT_ONCE = 16
 """Rows of logits that are copied at a time."""

@@ -27,29 +27,15 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 
-import msgspec
-
+from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.scheduler_output import LoRASlot
 from engine.lora import LoRAConfig
 from engine.outputs import LoRAStats
 from engine.request import Request, RequestStatus
-from engine.sched.output import LoRASlot
 from engine.sched.request_queue import RequestQueue
 
 _MAX_PASSED = 32
 """Requests with adapters that may overtake one that waits for room."""
-
-
-class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, frozen=True):
-    """Asks for an adapter in host memory. Each rank answers."""
-
-    digest: str
-    path: str
-
-
-class DropAdapter(msgspec.Struct, tag="drop_adapter", array_like=True, frozen=True):
-    """Frees an adapter's host memory."""
-
-    digest: str
 
 
 class _State(Enum):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 
 from engine.config import SchedulerConfig
+from engine.contracts.scheduler_output import BeamSeat
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.group_manager import BlockTables
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -29,7 +30,6 @@ from engine.sched.beams import Beams
 from engine.sched.counters import SchedulerCounters
 from engine.sched.exports import is_exported
 from engine.sched.forks import Forks
-from engine.sched.output import BeamSeat
 from engine.sched.prompt_order import StepRoom
 from engine.sched.pull import Pull
 from engine.sched.remote_kv import RemoteKV

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import BeamSeat
 from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.outputs import TokenLogprobs
@@ -43,7 +44,6 @@ from engine.sampling_params import SamplingParams
 from engine.sched.beam_search import BeamSearch, Hypothesis
 from engine.sched.beam_seats import seats_of
 from engine.sched.forks import Forks
-from engine.sched.output import BeamSeat
 from engine.sched.request_limits import RequestLimits
 from engine.sched.row import Row
 from engine.sched.running import RunningRows

@@ -16,6 +16,8 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 
+from engine.contracts.step_shapes import lengths_up_to
+
 _MIN_STEPS = 3
 """A cost counts once so many steps have shown it; until then it is tried."""
 _NUM_KEPT = 15
@@ -91,11 +93,6 @@ class DraftLength:
         if length > 1:
             self._since_drafts = 0
         return length
-
-
-def lengths_up_to(most: int) -> tuple[int, ...]:
-    """Returns the tokens that a row may compute in a step where steps differ, rising."""
-    return (*(length for length in (1, 2, 4, 8, 16) if length < most), most)
 
 
 def _size(num_rows: int) -> int:

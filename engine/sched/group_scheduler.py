@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
+from engine.contracts.group_step import GroupOutput, GroupStep
+from engine.contracts.scheduler_output import EncodingOutput
 from engine.crash_facts import EngineFacts
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
 from engine.outputs import SchedulerStats, TokenLogprobs
@@ -25,10 +27,8 @@ from engine.sched.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.admission import Admission
 from engine.sched.exports import is_exported
 from engine.sched.group_choice import choose_group
-from engine.sched.group_output import GroupOutput, GroupStep
 from engine.sched.group_remote import GroupRemote
 from engine.sched.merged_stats import merged_stats
-from engine.sched.output import EncodingOutput
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.scheduler import Scheduler
 from engine.sched.step_sizes import StepSizes

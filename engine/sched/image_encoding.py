@@ -20,9 +20,9 @@ computes, so what it reads itself stays until the next.
 from __future__ import annotations
 
 from engine.images.image_input import EncoderWork, ImagePixels, ImageSpan
+from engine.images.image_limits import ImageLimits
 from engine.outputs import ImageStats
 from engine.request import Request
-from engine.sched.image_limits import ImageLimits
 
 
 class ImageEncoding:

@@ -6,15 +6,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.contracts.scheduler_output import SchedulerOutput
+from engine.contracts.step_log import NoStepLog, StepLog
 from engine.outputs import ModelRunnerOutput
 from engine.request import Request
 from engine.sched.adaptive_drafts import AdaptiveDrafts
 from engine.sched.counters import PrefillRate, SchedulerCounters
 from engine.sched.even_chunks import EvenChunks
-from engine.sched.output import SchedulerOutput
 from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
-from engine.sched.step_log import NoStepLog, StepLog
 from engine.sched.step_slack import StepSlack
 from engine.sched.work_meter import WorkMeter
 from engine.step_work import StepWork

@@ -24,10 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from engine.contracts.step_shapes import FULL_TOKENS
 from engine.sched.even_chunks import EvenChunks
 
-FULL_TOKENS = 2048
-"""A step is full with so many tokens where nobody measured it."""
 _GAIN = 1.05
 """A step is full when no fuller one computes a token in so much less time."""
 _WHOLE = 2
@@ -42,10 +41,6 @@ the part is computed then waits for no more than twice the time that it takes by
 prompts than half of the finest part take hardly less time than that."""
 _SHORTEST_S = 10.0
 """Seconds for which the shortest prompt counts."""
-_FEWEST = FULL_TOKENS
-"""Steps of fewer tokens are full nowhere. Short steps of a GPU that has rested look better than
-they are under load: on H100s that found 1024, prompts of 2000 tokens took two parts of 27 ms where
-they take 45 ms whole."""
 _MEMORY_S = 60.0
 """Prompts that met so recently may meet again."""
 
@@ -175,12 +170,6 @@ class PromptOrder:
         finest = round(max(full / _FINEST, min(full, _HOLD * self._shortest)))
         whole = _WHOLE * full
         return StepRoom(tokens, longest_part, self.chunks, full=full, whole=whole, finest=finest)
-
-
-def counts_to_measure(budget: int) -> list[int]:
-    """Returns the tokens of the steps that tell what fills one: doubled up to the budget."""
-    counts = [_FEWEST << i for i in range(20) if _FEWEST << i < budget]
-    return [*counts, budget]
 
 
 def full_tokens(steps: Sequence[tuple[int, float]]) -> int:

@@ -29,6 +29,12 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import (
+    BeamSeat,
+    NewRequestData,
+    PulledDrafts,
+    SchedulerOutput,
+)
 from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, RequestStatus
@@ -40,7 +46,6 @@ from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
 from engine.sched.image_encoding import ImageEncoding
 from engine.sched.in_flight import DraftingStep, InFlightStep
-from engine.sched.output import BeamSeat, NewRequestData, PulledDrafts, SchedulerOutput
 from engine.sched.prompt_order import StepRoom
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits

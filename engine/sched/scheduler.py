@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import SchedulerOutput
+from engine.contracts.step_log import NoStepLog, StepLog
 from engine.crash_facts import EngineFacts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreOutputs
@@ -36,7 +38,6 @@ from engine.sched.even_chunks import EvenChunks
 from engine.sched.forks import Forks
 from engine.sched.group_choice import GroupOffer
 from engine.sched.in_flight import StepShape, StepsInFlight
-from engine.sched.output import SchedulerOutput
 from engine.sched.prompt_order import PromptOrder
 from engine.sched.prompt_steps import PromptSteps
 from engine.sched.remote_kv import RemoteKV
@@ -45,7 +46,6 @@ from engine.sched.row import Row
 from engine.sched.running import RunningRows
 from engine.sched.scheduler_view import SchedulerView
 from engine.sched.step_fence import StepFence
-from engine.sched.step_log import NoStepLog, StepLog
 from engine.sched.step_slack import StepSlack
 from engine.sched.work_meter import WorkMeter
 from kv_transfer.base import KVConnectorScheduler

@@ -12,10 +12,15 @@ import time
 
 import msgspec
 
+from engine.contracts.scheduler_output import (
+    AdaptiveOutput,
+    EncodingOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from engine.images.image_input import EncoderWork
 from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
 from engine.sched.in_flight import InFlightStep, PromptChunk
-from engine.sched.output import AdaptiveOutput, EncodingOutput, NewRequestData, SchedulerOutput
 from engine.sched.row import Row
 from kv_transfer.base import ChunkLike
 from kv_transfer.metadata import KVConnectorMetadata

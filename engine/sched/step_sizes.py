@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.sched.output import SchedulerOutput
+from engine.contracts.scheduler_output import SchedulerOutput
 
 
 class StepSize(NamedTuple):

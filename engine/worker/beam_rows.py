@@ -29,10 +29,10 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import to_device, to_device_together
 from engine.batch.places import Int32Array
 from engine.batch.row_states import RowError, RowStates
+from engine.contracts.scheduler_output import NewRequestData
 from engine.sample.beam_choice import choose_beams
 from engine.sample.logprobs import LogprobsTensors
 from engine.sample.sampler import SamplerOutput
-from engine.sched.output import NewRequestData
 from tandem_kernels import ops
 
 

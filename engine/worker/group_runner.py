@@ -21,11 +21,11 @@ import torch
 
 from engine.batch.input_batch import BatchOrder
 from engine.config import EngineConfig
+from engine.contracts.group_step import GroupStep
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM
 from engine.parallel import ParallelPlace
 from engine.sample.sampler import SamplerOutput
-from engine.sched.group_output import GroupStep
 from engine.token_exchange import GatherScatter
 from engine.worker.async_output import AsyncOutput
 from engine.worker.cudagraph_utils import GraphKey

@@ -19,12 +19,12 @@ from engine.batch.buffer_utils import HostBackedTensor, to_device
 from engine.batch.input_batch import BatchOrder, InputBatch
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import EncodingOutput, NewRequestData, SchedulerOutput
 from engine.images.image_input import ImagePixels, ImageSpan, position_delta
+from engine.images.image_limits import ImageLimits
 from engine.images.positions import prompt_positions
 from engine.models.base import ImageInputs
 from engine.models.vision.tower import VisionTower
-from engine.sched.image_limits import ImageLimits
-from engine.sched.output import EncodingOutput, NewRequestData, SchedulerOutput
 
 
 class MissingEmbeddings(RuntimeError):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from engine.config import EngineConfig
-from engine.sched.output import SchedulerOutput
+from engine.contracts.scheduler_output import SchedulerOutput
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.factory import create_worker_connector
 from kv_transfer.layout import KVLayout

@@ -1,6 +1,6 @@
 """Runs steps: rows, batch, model, sampling.
 
-One step, in this order (see also `engine.sched.output`):
+One step, in this order (see also `engine.contracts.scheduler_output`):
 
     1. rows that ended leave, new requests enter, blocks are appended, the decode set changes, and
        blocks that requests no longer share are copied
@@ -36,6 +36,7 @@ from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order
 from engine.batch.places import NO_TOKEN
 from engine.batch.row_states import RowError, RowStates
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.layers.vocab_part import VocabPart
 from engine.models.base import CausalLM, ForwardInputs, Taps
 from engine.models.drafts.base import DraftNetwork
@@ -43,7 +44,6 @@ from engine.models.registry import spec_of
 from engine.models.vision.tower import VisionTower
 from engine.sample.prompt_logprobs import PromptLogprobsStates, PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
-from engine.sched.output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.worker.adapters import Adapters, NoAdapters
 from engine.worker.async_output import AsyncOutput, ResultCopier
 from engine.worker.attention_of_model import attention_of, group_inputs, prepare_attention

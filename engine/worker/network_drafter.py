@@ -22,11 +22,11 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import NewRequestData
 from engine.layers.attention.backend import AttentionBackend
 from engine.models.base import ForwardInputs, GroupInputs
 from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.factory import config_of_draft
-from engine.sched.output import NewRequestData
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from engine.worker.draft_features import DraftFeatures, ends_of
 from engine.worker.draft_passes import DraftPasses, Draw

@@ -20,8 +20,8 @@ from bench.serving.node_metrics import histogram_quantile
 from bench.serving.openai_stream import Outcome
 from bench.serving.process_tree import cpu_seconds
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, ideal_s, simulated
+from engine.contracts.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseTold
-from engine.sched.step_log import StepRecord
 from tests.bench.test_serving_bench import answer_as_asked
 from tests.router.fakes import FakeDecodeNode
 

@@ -15,6 +15,9 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
+from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.group_step import GroupStep, Step, StepResult
+from engine.contracts.scheduler_output import EncodingOutput
 from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.adapter_loader import AdapterLoader
@@ -28,9 +31,6 @@ from engine.executor.worker_messages import (
     ProfileReply,
 )
 from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.sched.adapters import DropAdapter, LoadAdapter
-from engine.sched.group_output import GroupStep, Step, StepResult
-from engine.sched.output import EncodingOutput
 from engine.worker.worker import Worker
 from tests.engine.models.conftest import free_ports
 

@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.sched.output import SchedulerOutput
 from engine.speed.offline_engine import OfflineEngine, StepResult, offline_engine
 
 _BATCHES = (1, 16, 64, 256)

@@ -22,11 +22,11 @@ import zmq
 
 from edge.security.config import SecurityConfig
 from engine.config import EngineConfig, ParallelConfig
+from engine.contracts.group_step import GroupStep
 from engine.core.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.executor import ray_host
 from engine.executor.ray_executor import RayExecutor
-from engine.sched.group_output import GroupStep
 from kv_transfer.config import KVRole, KVTransferConfig
 from tests.engine.core.tiny_engine import make_request, tiny_config
 from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until

@@ -19,10 +19,10 @@ from engine.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.contracts.group_step import GroupStep
 from engine.core.core import EngineCore
 from engine.messages import AbortRequests, PrefixAnswer
 from engine.models.checkpoint import load_model_config
-from engine.sched.group_output import GroupStep
 from engine.sched.group_scheduler import GroupScheduler
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from engine.config import DeviceConfig, DrafterName, ParallelConfig, SpeculativeConfig
+from engine.contracts.group_step import GroupStep
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.sched.draft_length import DraftLength
-from engine.sched.group_output import GroupStep
 from engine.token_exchange import GatherScatter
 from engine.worker.cudagraph_utils import GraphKey
 from engine.worker.group_runner import GroupRunner

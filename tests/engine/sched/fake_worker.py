@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from engine.outputs import (
     ModelRunnerOutput,
     PromptLogprobs,
@@ -26,7 +27,6 @@ from engine.outputs import (
 )
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.sched.output import NewRequestData, SchedulerOutput
 from kv_transfer.layout import BlockIds, KVGroup
 from tests.engine.sched.factories import VOCAB_SIZE
 
@@ -169,8 +169,8 @@ class WorkerRow:
 
 
 class FakeWorker:
-    """Applies step messages exactly in the order that `engine.sched.output` prescribes. Rows that
-    decode compute `query_len` tokens a step: the last one, and what `drafter` thinks comes next."""
+    """Applies step messages exactly in the order of `engine.contracts.scheduler_output`. Rows that
+    decode compute `query_len` tokens a step: the last one, and what `drafter` drafts."""
 
     def __init__(
         self, memory: PagedMemory, query_len: int = 1, drafter: Drafter | None = None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.messages import (
     EngineCoreOutputs,
@@ -22,7 +23,6 @@ from engine.messages import (
 )
 from engine.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.request import Request
-from engine.sched.output import SchedulerOutput
 from engine.sched.prompt_order import PromptOrder
 from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
 from engine.sched.row import RowPhase

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
+from engine.contracts.scheduler_output import EncodingOutput, SchedulerOutput
 from engine.images.image_config import ImageConfig
 from engine.images.image_input import ImagePixels, ImageSpan, image_digest
+from engine.images.image_limits import ImageLimits
 from engine.images.vision_spec import PixelSpec, VisionSpec
 from engine.kv_cache.block_hash import extend_block_hashes
 from engine.messages import EngineCoreRequest
@@ -19,8 +21,6 @@ from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
 from engine.sched.image_encoding import ImageEncoding
-from engine.sched.image_limits import ImageLimits
-from engine.sched.output import EncodingOutput, SchedulerOutput
 from tests.engine.sched.factories import make_config, remote_prefill
 from tests.engine.sched.step_machine import StepMachine
 

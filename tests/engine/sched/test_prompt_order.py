@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contracts.step_shapes import counts_to_measure
 from engine.sched.even_chunks import EvenChunks
-from engine.sched.prompt_order import Line, PromptOrder, StepRoom, counts_to_measure, full_tokens
+from engine.sched.prompt_order import Line, PromptOrder, StepRoom, full_tokens
 from engine.step_work import AttentionCost, ModelCost
 
 BUDGET, FULL = 8192, 1024

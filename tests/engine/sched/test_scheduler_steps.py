@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.request import RequestStatus
-from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.sched.factories import EOS, make_config, make_request

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.sched.output import SchedulerOutput
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.step_slack import StepSlack
 from tests.engine.sched.factories import make_config, make_request
 from tests.engine.sched.step_machine import StepMachine

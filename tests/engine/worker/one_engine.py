@@ -8,13 +8,13 @@ from collections import Counter, deque
 import pytest
 
 from engine.config import EngineConfig
+from engine.contracts.adapter_commands import LoadAdapter
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.messages import EngineCoreOutputs, EngineCoreRequest
 from engine.outputs import ModelRunnerOutput, TokenLogprobs
 from engine.request import Request
 from engine.request_spec import RequestSpec
 from engine.sampling_params import SamplingParams
-from engine.sched.adapters import LoadAdapter
-from engine.sched.output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler

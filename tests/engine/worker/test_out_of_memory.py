@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.sched.output import SchedulerOutput
+from engine.contracts.scheduler_output import SchedulerOutput
 from engine.worker import worker as worker_module
 from engine.worker.kv_cache import KVCacheMemoryError, check_one_sequence_fits
 from engine.worker.memory_budget import MemoryBudget
