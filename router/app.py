@@ -207,7 +207,6 @@ def _make_responses(
         settings,
         api,
         api.room,
-        lambda model: services.models.table.route(model),
         lambda: {tenant.name: tenant for tenant in services.keys.tenants | {ANYONE}},
         StoreMetrics(services.metrics, services.metrics.registry),
     )

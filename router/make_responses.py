@@ -15,7 +15,6 @@ from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.models.request_room import RequestRoom
 from router.observe.store_metrics import StoreMetrics
-from router.request.model_route import ModelRoute
 from router.request.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ def make_responses(
     settings: RouterSettings,
     api: ASGIApp,
     room: RequestRoom,
-    route: Callable[[str], ModelRoute],
     tenants: Callable[[], Mapping[str, Tenant]],
     metrics: StoreMetrics,
 ) -> KeptRoutes:
@@ -78,7 +76,6 @@ def make_responses(
         kept=kept,
         runs=runs,
         room=room,
-        route=route,
         refused=metrics.refused,
         body_limits=settings.body_limits(),
         keepalive_s=settings.sse_keepalive_s,

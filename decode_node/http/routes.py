@@ -30,7 +30,8 @@ from decode_node.protocol.models import ModelList
 from decode_node.protocol.parse_body import BodyT, parse_body
 from decode_node.protocol.responses import InputTokensRequest, ResponsesRequest
 from decode_node.serving.model_cards import ModelCards
-from decode_node.serving.openai_serving import OpenAIServing, RequestContext
+from decode_node.serving.openai_serving import OpenAIServing
+from decode_node.serving.request_context import RequestContext
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http import long_work
@@ -154,7 +155,10 @@ def _add_answers(router: APIRouter, api: Api) -> None:
     async def input_tokens(request: Request) -> Response:
         """Tells how many tokens the prompt of such a request has."""
         body, context = await api.read(request, InputTokensRequest)
-        count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
+        if context.kept is not None and context.kept.is_check:
+            count = await api.serving.check_response(body, context)
+        else:
+            count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
     @router.post("/v1/messages")

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.responses import Response
@@ -49,12 +48,11 @@ from decode_node.serving.chat_reading import ChatReading
 from decode_node.serving.image_prompts import ImagePrompts
 from decode_node.serving.model_cards import ServedModel
 from decode_node.serving.prompts import Prompts
+from decode_node.serving.request_context import RequestContext
 from edge.http import headers as names
 from edge.http import long_work
 from edge.http.errors import BadRequest
-from edge.http.kept_response import KeptResponse
 from edge.http.load_report import load_headers
-from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
@@ -64,36 +62,7 @@ from engine.frontend.visible_text import PieceReader
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.request_spec import RequestSpec
 
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """Holds what comes with a request besides its body. `prefill_nodes` is None when none were
-    named, `resume` is set when another node has begun the answer. With `is_long` the body is long,
-    and what is done to all of it happens beside the event loop."""
-
-    request_id: str
-    received_at: float
-    is_long: bool = False
-    prefill_nodes: list[str] | None = None
-    wants_timeline: bool = False
-    wants_journal: bool = False
-    wants_keepalives: bool = True
-    resume: Resume | None = None
-    cache_salt: str = ""
-    """The tenant's salt, which the request's own can narrow and never leave."""
-    model: str = ""
-    """The router calls the model so; the answer bears the client's own name for it then."""
-    trace: TraceContext | None = None
-    load_format: str = ""
-    """The format in which the answer tells the node's load; "": none."""
-    prefix_hash: int = 0
-    """The name that routers give to the prompt's beginning."""
-    adapter_digest: str = ""
-    """Says what a router means by an adapter's name; "": whatever has it."""
-    prefix_holder: str = ""
-    """Names who may hold the prompt's KV, for a prefill node to fetch it."""
-    kept: KeptResponse | None = None
-    """Says what a router tells of a response that it keeps."""
+MakeFormat = Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat]
 
 
 class OpenAIServing:
@@ -157,11 +126,21 @@ class OpenAIServing:
     async def responses(self, body: ResponsesRequest, context: RequestContext) -> Response:
         """Answers a request of the Responses API. Raises `HttpError`."""
         with body.named_fields():
-            told_back = body.told_back(self._defaults)
-            make = partial(
-                ResponsesFormat, told_back=told_back, tools=body.read_tools, kept=context.kept
-            )
-            return await self._chat(body.to_chat(), context, make)
+            return await self._chat(body.to_chat(), context, self._response_form(body, context))
+
+    async def check_response(self, body: ResponsesRequest, context: RequestContext) -> int:
+        """Returns the number of tokens of the prompt of a request that would be answered. Raises
+        `HttpError` for one that would not."""
+        with body.named_fields():
+            make = self._response_form(body, context)
+            choices, _ = await self._asked(body.to_chat(), context, make)
+            return choices[0].request.spec.num_own_prompt_tokens
+
+    def _response_form(self, body: ResponsesRequest, context: RequestContext) -> MakeFormat:
+        told_back = body.told_back(self._defaults)
+        return partial(
+            ResponsesFormat, told_back=told_back, tools=body.read_tools, kept=context.kept
+        )
 
     async def messages(self, body: MessagesRequest, context: RequestContext) -> Response:
         """Answers a request of Anthropic's Messages API. Raises `HttpError`."""
@@ -173,12 +152,16 @@ class OpenAIServing:
             return await self._chat(chat, context, MessagesFormat)
 
     async def _chat(
-        self,
-        body: ChatCompletionRequest,
-        context: RequestContext,
-        make: Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat],
+        self, body: ChatCompletionRequest, context: RequestContext, make: MakeFormat
     ) -> Response:
         """Answers what amounts to a chat; `make` forms the answer."""
+        choices, form = await self._asked(body, context, make)
+        return self._answer(body, choices, form, context)
+
+    async def _asked(
+        self, body: ChatCompletionRequest, context: RequestContext, make: MakeFormat
+    ) -> tuple[list[Choice], ResponseFormat]:
+        """Returns what the engine is asked for a chat, and the form of the answer."""
         self._served.check(context.model or body.model, context.adapter_digest)
         body.check_supported()
         self._limits.check(body, 1)
@@ -193,7 +176,7 @@ class OpenAIServing:
         grammar = await self._chat_grammar.of_chat(body, tool_use, state)
         prompts = [prompt.token_ids]
         choices = await self._choices(body, prompts, [""], [grammar], context, reader, prompt)
-        return self._answer(body, choices, form, context)
+        return choices, form
 
     def _format(
         self, body: CompletionRequest | ChatCompletionRequest, context: RequestContext

@@ -18,6 +18,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
         id: The response's name; empty: the node's own.
         created_at: Unix seconds; 0: the node's.
         num_events: Events of its stream that the router has told. `response.created` is among them.
+        is_check: The node says whether it would answer, and answers nothing.
     """
 
     id: str = ""
@@ -27,6 +28,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     previous_response_id: str | None = None
     conversation: str = ""
     num_events: int = 0
+    is_check: bool = False
 
     def header(self) -> str:
         return msgspec.json.encode(self).decode()

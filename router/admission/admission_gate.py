@@ -121,9 +121,9 @@ class AdmissionGate:
             self.refusals[Refusal.RATE_LIMITED] += 1
             raise
 
-    def give_back(self, request: RequestInfo) -> None:
-        """Gives its tenant the tokens of a request that nobody answers."""
-        self._tenants.give_back(request)
+    def give_back(self, request: RequestInfo, num_requests: int = 0) -> None:
+        """Gives its tenant the tokens of a request that nobody answers, and so many requests."""
+        self._tenants.give_back(request, num_requests)
 
     def free(self) -> None:
         """Takes back the slot of a request that has its first byte, or has ended without one."""

@@ -2,7 +2,8 @@
 
 1. taken      a request takes 1, and its prompt and longest answers, from its tenant's buckets
 2. refused    one of them is empty: 429, with the time until it no longer is
-3. given back its tokens, if nobody answers it: it is refused here or by a node, before it has any
+3. given back its tokens, if nobody answers it: it is refused here or by a node, before it has any;
+              all of it, if it was only checked and comes again
 
 Each router replica grants its share and a fifth more, because requests never spread evenly: a
 tenant can exceed its limits by at most that fifth.
@@ -51,12 +52,14 @@ class TenantLimits:
         if buckets.tokens is not None:
             buckets.tokens.take(token_cost(request))
 
-    def give_back(self, request: RequestInfo) -> None:
-        """Gives back the tokens that `request` took, of which none were computed. Buckets of limits
-        that hold no more are gone."""
+    def give_back(self, request: RequestInfo, num_requests: int = 0) -> None:
+        """Gives back the tokens that `request` took, of which none were computed, and so many
+        requests. Buckets of limits that hold no more are gone."""
         buckets = self._buckets.get(request.tenant)
         if buckets is not None and buckets.tokens is not None:
             buckets.tokens.take(-token_cost(request))
+        if buckets is not None and buckets.requests is not None:
+            buckets.requests.take(-num_requests)
 
     def _of(self, tenant: Tenant) -> _Buckets:
         """Returns the tenant's buckets. A tenant whose limits were changed is another tenant and

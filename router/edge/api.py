@@ -15,6 +15,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -35,6 +36,7 @@ from edge.http.load_report import load_headers
 from edge.http.unknown_path import path_without_slash
 from edge.logs.request_log import note_facts
 from edge.tracing.tracer import Tracer
+from router.admission.admission_gate import AdmissionGate
 from router.admission.cluster_load import cluster_load
 from router.admission.model_gates import ModelGates
 from router.admission.ticket import Ticket
@@ -127,10 +129,18 @@ class ProxyEndpoint:
         with self.room.admitted(info.model):
             async with ClientGuard(receive):
                 if not info.generates:
-                    gate.check_rates(info)
-                    return await self.forwarder.ask(request, client)
+                    return await self._ask(request, client, gate)
                 async with Ticket(gate, info) as ticket:
                     return await self.forwarder.forward(request, ticket, client)
+
+    async def _ask(self, request: ClientRequest, client: Client, gate: AdmissionGate) -> int:
+        """Has a request answered that generates nothing."""
+        gate.check_rates(request.info)
+        status = await self.forwarder.ask(request, client)
+        # One that was checked for later comes again.
+        if request.kept and status < HTTPStatus.BAD_REQUEST:
+            gate.give_back(request.info, num_requests=1)
+        return status
 
     def _load_headers(self, form: str, model: str) -> dict[str, str]:
         num_in_line = len(self.gates.of(model).line)

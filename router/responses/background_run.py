@@ -109,7 +109,7 @@ class BackgroundRun:
         while True:
             answer = DetachedAnswer(self._take)
             told = self.turn.told(num_events=2).header()
-            await ask(self.api, answer, body, self.headers, self.tenant, told)
+            await ask(self.api, answer.send, body, self.headers, self.tenant, told)
             if answer.last:
                 with contextlib.suppress(*UNREADABLE, KeyError):
                     return split_output(bytes(fields_of(data_of(answer.last))["response"]))

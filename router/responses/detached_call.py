@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Scope, Send
 
 from edge.http.errors import ErrorBody
 from edge.tracing.context import TraceContext, current_trace
@@ -71,13 +71,15 @@ class DetachedAnswer:
 
 async def ask(
     api: ASGIApp,
-    answer: DetachedAnswer,
+    send: Send,
     body: bytes,
     headers: Mapping[str, str],
     tenant: Tenant,
     kept: str,
+    *,
+    path: str = PATH,
 ) -> None:
-    """Has a body answered; `kept` is what a node is told of the response."""
+    """Has a body answered to `send`; `kept` is what a node is told of the response."""
     name = uuid.uuid4().hex
     trace = TraceContext.from_headers(headers, name)
     current_trace.set(trace)
@@ -86,7 +88,7 @@ async def ask(
     scope: Scope = {
         "type": "http",
         "method": "POST",
-        "path": PATH,
+        "path": path,
         "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in known.items()],
         "state": state,
     }
@@ -98,4 +100,4 @@ async def ask(
         await asyncio.Event().wait()
         raise AssertionError
 
-    await api(scope, receive, answer.send)
+    await api(scope, receive, send)

@@ -4,13 +4,14 @@ HttpError
   NotKept              404     no such response, conversation or item of this tenant
   PreviousNotFound     400     previous_response_id names none, or one that lost its beginning
   ConversationLocked   409     another response adds to the conversation now
+  RefusedByNode          4xx     a node would not answer it
 """
 
 from __future__ import annotations
 
 from http import HTTPStatus
 
-from edge.http.errors import BadRequest, HttpError, NotFound
+from edge.http.errors import BadRequest, ErrorDetail, HttpError, NotFound
 
 
 class NotKept(NotFound):
@@ -28,3 +29,12 @@ class ConversationLocked(HttpError):
     default_code = "conversation_locked"
     default_param = "conversation"
     default_retry_after_s = 1
+
+
+class RefusedByNode(HttpError):
+    """Says what the node said."""
+
+    def __init__(self, status: HTTPStatus, said: ErrorDetail) -> None:
+        super().__init__(said.message, param=said.param, code=said.code)
+        self.status = status
+        self.type = said.type

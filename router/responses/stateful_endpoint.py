@@ -26,9 +26,9 @@ from edge.http.errors import HttpError, send_error
 from edge.http.guarded_protocol import WRITE_DIRECTLY
 from edge.http.heartbeats import STREAM_HEADERS, send_start
 from router.models.request_room import RequestRoom
-from router.request.model_route import ModelRoute
 from router.request.tenants import Tenant
 from router.responses.background_runs import BackgroundRuns
+from router.responses.body_check import check_body
 from router.responses.event_feed import run_events
 from router.responses.kept_answer import KeptAnswer
 from router.responses.kept_responses import KeptResponses
@@ -50,7 +50,6 @@ class StatefulEndpoint:
     kept: KeptResponses
     runs: BackgroundRuns
     room: RequestRoom
-    route: Callable[[str], ModelRoute]
     refused: Callable[[str, str, int], None]
     body_limits: BodyLimits
     keepalive_s: float
@@ -107,11 +106,11 @@ class StatefulEndpoint:
     async def _in_background(self, turn: Turn, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self.runs.check_room()
-            turn.node_body(self.kept.limits.max_body_bytes)
-            self.route(turn.model)
+            body = turn.node_body(self.kept.limits.max_body_bytes)
             headers = request_headers(scope)
             headers = {name: headers[name] for name in _KEPT_HEADERS if name in headers}
             tenant: Tenant = scope["state"]["tenant"]
+            await check_body(self.api, body, headers, tenant)
             run = await self.runs.start(turn, tenant, headers)
         except BaseException:
             await self.kept.drop(turn)

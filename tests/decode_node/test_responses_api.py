@@ -12,12 +12,15 @@ from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
 from decode_node.protocol.parse_body import parse_body
 from decode_node.protocol.responses import ResponsesRequest
+from edge.http import headers as names
 from edge.http.errors import BadRequest
+from edge.http.kept_response import KeptResponse
 from tests.decode_node.chat_clients import groups, thinking_tokenizer
 from tests.decode_node.http_node import HttpNode, http_node, live
 from tests.decode_node.test_journal import ask, data_of
 
 RESPONSES = "/v1/responses"
+INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 THINKING = "<think>\nthe dog → größer\n</think>\n\nthe fox"
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 
@@ -238,6 +241,23 @@ async def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], 
             response = await node.client.post(RESPONSES, json={**body, "stream": stream})
             assert response.status_code == 400, response.text
             assert response.json()["error"]["param"] == param, response.text
+        assert not node.engine.requests
+
+
+async def test_a_check_refuses_what_would_not_be_answered_and_answers_nothing() -> None:
+    headers = {names.RESPONSE: KeptResponse(is_check=True).header()}
+    schema = {"type": "object", "properties": {"a": {"type": "no such type"}}}
+    bad_schema = {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    bodies = [body for body, _ in REFUSED] + [{"input": "a", **bad_schema}]
+    async with one_node() as node:
+        for body in bodies:
+            refused = await node.client.post(RESPONSES, json=body)
+            checked = await node.client.post(INPUT_TOKENS, json=body, headers=headers)
+            assert (checked.status_code, checked.json()) == (400, refused.json())
+        good = {"input": "a b", "max_output_tokens": 3, "stream": True}
+        checked = await node.client.post(INPUT_TOKENS, json=good, headers=headers)
+        counted = await node.client.post(INPUT_TOKENS, json=good)
+        assert checked.status_code == 200 and checked.json() == counted.json()
         assert not node.engine.requests
 
 

@@ -20,11 +20,14 @@ Json = dict[str, Any]
 @dataclass
 class ResponseNode:
     """Handler for a `FakeDecodeNode`. Its answer to n items is "seen n", a word at a time. It waits
-    for `may_go` behind its first word. `refusals` are statuses that it answers first."""
+    for `may_go` behind its first word. `refusals` are statuses that it answers first,
+    `check_refusals` those with which it first answers whether it would."""
 
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     bodies: list[Json] = field(default_factory=list)
     refusals: list[int] = field(default_factory=list)
+    checked: list[Json] = field(default_factory=list)
+    check_refusals: list[int] = field(default_factory=list)
     extra: list[Json] = field(default_factory=list)
     num_cut: int = 0
 
@@ -33,17 +36,23 @@ class ResponseNode:
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        kept = KeptResponse.of_header(request.headers.get(names.RESPONSE, "")) or KeptResponse()
+        if kept.is_check:
+            return self._checked(body)
         self.bodies.append(body)
         if self.refusals:
-            status = self.refusals.pop(0)
-            error = {"message": "no", "type": "t", "param": None, "code": None}
-            return web.json_response({"error": error}, status=status)
-        kept = KeptResponse.of_header(request.headers.get(names.RESPONSE, "")) or KeptResponse()
+            return _refusal(self.refusals.pop(0), "no")
         try:
             return await self._answer(request, body, kept)
         except (asyncio.CancelledError, ConnectionError):
             self.num_cut += 1
             raise
+
+    def _checked(self, body: Json) -> web.Response:
+        self.checked.append(body)
+        if self.check_refusals:
+            return _refusal(self.check_refusals.pop(0), "not that")
+        return web.json_response({"object": "response.input_tokens", "input_tokens": 1})
 
     async def _answer(
         self, request: web.Request, body: Json, kept: KeptResponse
@@ -89,3 +98,8 @@ class ResponseNode:
             "instructions": body.get("instructions"),
             **kept.told_back(),
         }
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    error = {"message": message, "type": "t", "param": "text.format", "code": "c"}
+    return web.json_response({"error": error}, status=status)

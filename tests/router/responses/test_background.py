@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from router.config import RouterSettings
 from tests.router.cluster import TIMEOUT_S, Cluster, eventually, run_router
 from tests.router.fakes import FakeDecodeNode
-from tests.router.responses.api import Api, Json, events_of, kept_of, said
+from tests.router.responses.api import Api, Json, events_of, kept_of, rows, said
 from tests.router.responses.node import ResponseNode
 
 
@@ -141,6 +142,45 @@ async def test_no_room_is_waited_for_and_other_refusals_are_told(
     failed = await until(api, made["id"], "failed")
     assert failed["error"] == {"code": "invalid_prompt", "message": "no"}
     await api.create("hi", background=True, model="none", status=404)
+
+
+async def test_what_no_node_would_answer_is_refused_before_it_is_kept(
+    api: Api, node: ResponseNode, store: Path
+) -> None:
+    talk = await api("POST", "conversations", {})
+    node.check_refusals = [400, 422]
+    for status in (400, 422):
+        body = await api.create(
+            "hi", status, background=True, stream=status == 422, conversation=talk["id"]
+        )
+        error = {"message": "not that", "type": "t", "param": "text.format", "code": "c"}
+        assert body["error"] == error
+    assert rows(store) == 1 and not node.bodies
+    made = await api.create("hi", background=True, conversation=talk["id"])
+    await until(api, made["id"], "completed")
+    assert [one["input"] for one in node.checked] == [node.bodies[0]["input"]] * 3
+
+
+async def test_a_node_that_cannot_say_now_refuses_nothing(api: Api, node: ResponseNode) -> None:
+    node.check_refusals = [429, 503, 503, 503, 503]
+    for _ in range(2):
+        made = await api.create("hi", background=True)
+        await until(api, made["id"], "completed")
+
+
+async def test_a_check_costs_a_tenant_nothing(
+    cluster: Cluster, decode: FakeDecodeNode, node: ResponseNode, store: Path, tmp_path: Path
+) -> None:
+    digest = hashlib.sha256(b"sk-one").hexdigest()
+    keys = tmp_path / "keys"
+    keys.write_text(
+        f'[[tenants]]\nname = "one"\nkeys = ["sha256:{digest}"]\nrequests_per_s = 0.1\n'
+    )
+    url = f"sqlite:///{store}"
+    router = await cluster.router(decode, response_store=url, api_key_file=str(keys))
+    api = Api(router, "sk-one")
+    made = await api.create("hi", background=True)
+    await until(api, made["id"], "completed")
 
 
 async def test_a_background_response_adds_to_its_conversation(api: Api, node: ResponseNode) -> None:
