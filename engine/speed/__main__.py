@@ -17,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import get_args
@@ -28,6 +29,8 @@ from engine.config import (
     Dtype,
     EngineConfig,
     KVCacheDtype,
+    LoadFormat,
+    ModelConfig,
     ParallelConfig,
     QuantizationName,
     SchedulerConfig,
@@ -115,13 +118,7 @@ def profile_of(
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:
     device = detect_device() if arguments.device == "auto" else arguments.device
-    model = load_model_config(
-        resolve_model(arguments.model),
-        dtype=arguments.dtype,
-        quantization=arguments.quantization,
-        max_model_len=arguments.max_model_len,
-        load_format=arguments.load_format,
-    )
+    model = _model(arguments)
     return EngineConfig(
         engine_id=f"bench-{random.getrandbits(32):08x}",
         epoch=1,
@@ -140,6 +137,19 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
         ),
         device=DeviceConfig(device=device),
     )
+
+
+def _model(arguments: argparse.Namespace) -> ModelConfig:
+    folder = resolve_model(arguments.model, load_format=arguments.load_format)
+    load = partial(
+        load_model_config,
+        folder,
+        dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        load_format=arguments.load_format,
+    )
+    longest = load(hashes_later=True).max_model_len
+    return load(max_model_len=min(arguments.max_model_len, longest))
 
 
 def _gpus() -> list[str]:
@@ -186,10 +196,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     node.add_argument("--dtype", choices=["auto", *get_args(Dtype)], default="auto")
     node.add_argument("--quantization", choices=get_args(QuantizationName))
     node.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
-    node.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
+    node.add_argument("--load-format", choices=get_args(LoadFormat), default="safetensors")
     node.add_argument("--device", choices=["auto", *get_args(Device)], default="auto")
     node.add_argument("--block-size", type=int, default=128)
-    node.add_argument("--max-model-len", type=int, default=9216)
+    node.add_argument(
+        "--max-model-len", type=int, default=9216, help="at most; a model's own is taken if shorter"
+    )
     node.add_argument("--max-num-seqs", type=int, default=256)
     node.add_argument("--max-num-batched-tokens", type=int, default=8192)
     node.add_argument("--gpu-memory-utilization", type=float, default=0.9)

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from engine.executor.uniproc_executor import UniprocExecutor
+from engine.models.checkpoint import load_model_config
 from engine.speed import __main__ as command
 from engine.speed.config_map import ClusterError, write_config_map
 from engine.speed.measurements import MeasurementPlan
-from engine.speed.offline_engine import offline_engine
 from engine.speed.profile import load_profile
 
 DEMO = Path(__file__).parents[3] / "cli" / "demo_checkpoint"
@@ -39,9 +38,6 @@ FLAGS = [
 def test_a_profile_of_the_demo_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        command, "offline_engine", lambda config: offline_engine(config, UniprocExecutor(config))
-    )
     plan = MeasurementPlan(
         lengths=(8, 16), many=(16,), batches=(1, 2, 8), contexts=(8, 16), num_steps=4
     )
@@ -55,6 +51,13 @@ def test_a_profile_of_the_demo_checkpoint(
     assert all(p.p99_seconds >= 0.5 * p.seconds > 0 for p in profile.decode)
     assert (profile.name, profile.gpus, profile.max_sequences) == ("demo-cpu", 1, 4)
     assert "torch" in profile.versions and profile.kv_tokens > 256
+
+
+def test_a_model_with_fewer_positions_is_measured_with_those_it_has() -> None:
+    arguments = command._parse(["--model", str(DEMO), "--device", "cpu"])
+    own = load_model_config(DEMO).max_model_len
+    assert own < arguments.max_model_len
+    assert command._config(arguments).model.max_model_len == own
 
 
 def test_what_cannot_be_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
