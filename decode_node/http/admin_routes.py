@@ -25,7 +25,7 @@ def create_admin_router(
         @router.get("/metrics")
         async def scrape(request: Request) -> Response:
             """Tells counters and histograms to Prometheus."""
-            return scrape_response(metrics, request)
+            return await scrape_response(metrics, request)
 
     @router.post("/reset_prefix_cache")
     async def reset(request: Request) -> Response:

@@ -110,7 +110,7 @@ def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
         return _verdict(status.fault() or ("stopping" if status.work.draining else ""))
 
     async def scrape(request: Request) -> Response:
-        return scrape_response(metrics, request)
+        return await scrape_response(metrics, request)
 
     async def steps(request: Request) -> Response:
         try:

@@ -60,8 +60,7 @@ def admin_routes(
 
     @routes.get("/metrics")
     async def scrape(request: Request) -> Response:
-        metrics.begin_known()
-        return scrape_response(metrics.registry, request)
+        return await scrape_response(metrics.registry, request)
 
     return routes
 

@@ -21,12 +21,10 @@ from prometheus_client.registry import Collector
 from router.nodes.address import NodeRole
 from router.nodes.node import NodeState
 from router.nodes.registry import NodeRegistry, ReportOutcome
+from router.observe.first_byte_times import FIRST_BYTE_BUCKETS, FirstByteTimes
 from router.observe.tally import Tally
 
 # fmt: off
-_FIRST_BYTE_BUCKETS = (
-    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
-)
 _DURATION_BUCKETS = (
     .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )
@@ -109,10 +107,9 @@ class RouterMetrics:
             "status",
             versions,
         )
-        self._versions = versions
-        self.registry.register(self.by_model)
-        self.registry.register(self.by_node)
-        self.registry.register(self.by_tenant)
+        self.first_byte = FirstByteTimes(versions)
+        for collector in (self.by_model, self.by_node, self.by_tenant, self.first_byte):
+            self.registry.register(collector)
         ProcessCollector(registry=self.registry)
         self._make_request_metrics()
         self._make_event_metrics()
@@ -126,13 +123,6 @@ class RouterMetrics:
         )
         self.open_requests = Gauge(
             "tandem_router_open_requests", "Requests being served", registry=self.registry
-        )
-        self.first_byte = Histogram(
-            "tandem_router_time_to_first_byte_seconds",
-            "From the whole request to the first byte of the node's answer",
-            ["model", "version"],
-            buckets=_FIRST_BYTE_BUCKETS,
-            registry=self.registry,
         )
         self.duration = Histogram(
             "tandem_router_request_duration_seconds",
@@ -170,7 +160,7 @@ class RouterMetrics:
             "tandem_router_migration_seconds",
             "Silence of answers that moved to another node, by what took the time",
             ["phase"],
-            buckets=_FIRST_BYTE_BUCKETS,
+            buckets=FIRST_BYTE_BUCKETS,
             registry=self.registry,
         )
         self.broken_streams = Counter(
@@ -221,25 +211,6 @@ class RouterMetrics:
             - _sum(self.placements, choice="home")
             - _sum(self.placements, choice="spill"),
         }
-
-    def begin_known(self) -> None:
-        """Begins the series of models that are known by now, and ends those of models that are
-        gone; to be called before a scrape."""
-        known = set(self._versions())
-        for version in known:
-            self.first_byte.labels(*version)
-        # While no node has said what it serves, requests are counted under what clients say.
-        for gone in _label_values(self.first_byte) - known if known else ():
-            self.first_byte.remove(*gone)
-
-
-def _label_values(histogram: Histogram) -> set[tuple[str, ...]]:
-    """Returns the labels of all children, in their order."""
-    return {
-        tuple(value for name, value in sample.labels.items() if name != "le")
-        for metric in histogram.collect()
-        for sample in metric.samples
-    }
 
 
 def _sum(counter: Counter, **labels: str) -> float:

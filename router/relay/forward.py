@@ -58,7 +58,8 @@ class Forwarder:
         if exchange.status >= HTTPStatus.BAD_REQUEST:
             ticket.refused()
         info = request.info
-        self.metrics.first_byte.labels(info.model_name, info.model).observe(
+        self.metrics.first_byte.observe(
+            (info.model_name, info.model),
             request.trace.answered_at - request.trace.admitted_at,
             request.trace.context.exemplar(),
         )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as plain_families
+from prometheus_client.registry import Collector
+from starlette.requests import Request
 
+from edge.http.exposition import scrape_response
 from tests.decode_node.http_node import http_node
 from tests.router.cluster import run_cluster
 from tests.router.token_server import TokenHandler
@@ -84,3 +90,47 @@ async def test_a_router_tells_of_sampled_traces() -> None:
         ("tandem_router_request_duration_seconds", TRACE),
     }
     assert not re.search(r"^# EOF|# \{", text, re.MULTILINE)
+
+
+class _InParts(Collector):
+    """Yields one family in as many parts as asked for, and what stands around it."""
+
+    def __init__(self, num_parts: int) -> None:
+        self.num_parts = num_parts
+        self.num_collected = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("first", "stands before", 1)
+        for part in range(self.num_parts):
+            family = CounterMetricFamily("calls", "by caller", labels=["caller"])
+            family.add_metric([f"caller-{part}"], part)
+            self.num_collected += 1
+            yield family
+        yield GaugeMetricFamily("last", "stands behind", 2)
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+async def test_a_family_in_parts_is_one_family(accept: str) -> None:
+    registry = CollectorRegistry()
+    registry.register(_InParts(3))
+    scope = {"type": "http", "headers": [(b"accept", accept.encode())]}
+    text = bytes((await scrape_response(registry, Request(scope))).body).decode()
+    parse = text_string_to_metric_families if accept else plain_families
+    families = {family.name: family for family in parse(text)}
+    assert list(families) == ["first", "calls", "last"]
+    assert [sample.value for sample in families["calls"].samples] == [0, 1, 2]
+    assert text.count("# TYPE calls") == 1
+
+
+async def test_others_run_while_a_long_scrape_is_made() -> None:
+    registry = CollectorRegistry()
+    registry.register(parts := _InParts(5000))
+    making = asyncio.create_task(
+        scrape_response(registry, Request({"type": "http", "headers": []}))
+    )
+    seen = set()
+    while not making.done():
+        await asyncio.sleep(0)
+        seen.add(parts.num_collected)
+    assert len(seen) > 5
+    assert (await making).body.count(b"caller=") == 5000

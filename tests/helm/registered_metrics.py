@@ -30,7 +30,6 @@ from router.config import RouterSettings
 @cache
 def router_series() -> frozenset[str]:
     metrics = make_services(RouterSettings(), OuterWorld()).metrics
-    metrics.begin_known()
     return frozenset(_series(generate_latest(metrics.registry).decode()))
 
 

@@ -430,11 +430,10 @@ def test_first_bytes_of_a_model_go_with_it() -> None:
     metrics = RouterMetrics(NodeRegistry(), versions=lambda: versions)
 
     def counted() -> set[str]:
-        metrics.begin_known()
         pattern = r'time_to_first_byte_seconds_count{model="(\w+)"'
         return set(re.findall(pattern, generate_latest(metrics.registry).decode()))
 
-    metrics.first_byte.labels("old", "old").observe(1)
+    metrics.first_byte.observe(("old", "old"), 1, None)
     assert counted() == {"old", "new"}
     versions.remove(("old", "old"))
     assert counted() == {"new"}

@@ -7,6 +7,7 @@ Nothing here is from a prompt or an answer. Sessions have names that stand for t
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections import Counter
@@ -239,7 +240,10 @@ class StatusSources:
     def _tenants(self, total: Slot) -> Sequence[Facts]:
         seconds = self.recent.figures.age_s(total)
         facts = []
-        for name in sorted(self.tenants(), key=lambda name: (-total.by_tenant[name], name)):
+        busiest = heapq.nsmallest(
+            _TENANTS_SHOWN, self.tenants(), key=lambda name: (-total.by_tenant[name], name)
+        )
+        for name in busiest:
             counts = self.metrics.by_tenant.of((name,))
             facts.append(
                 {
@@ -251,7 +255,7 @@ class StatusSources:
                     "by_status": dict(sorted(counts.items())),
                 }
             )
-        return facts[:_TENANTS_SHOWN]
+        return facts
 
     def _node(self, node: Node, num_sessions: int) -> Facts:
         report, rates = node.report, self.rates.of(node)
