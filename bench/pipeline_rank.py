@@ -17,13 +17,13 @@ import msgspec
 from torch.distributed import TCPStore
 
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.messages import EngineCoreRequest
 from engine.models.step_costs import cost_of
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cli.cluster import UpSettings
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.node.settings import detect_device
 from host.memory import available_memory
 from kv_transfer.memory.cuda_driver import cuda_driver

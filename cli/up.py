@@ -24,7 +24,7 @@ from cli.memory_check import check_memory
 from cli.node_args import NodeArgs, UsageError, read_args
 from cli.supervisor import ServiceFailed, Supervisor
 from edge.command_line import parse_settings
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.models.checkpoint import check_architecture
 from kv_transfer.memory.device import DeviceError
 

@@ -8,10 +8,10 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, SecretStr
 
 from edge.http.settings import HttpEdgeSettings
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
+from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
 from engine.models.sampling_defaults import read_override
 from engine.node.settings import EngineSettings
-from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS
 
 
 def _checked_override(text: str) -> str:

@@ -75,10 +75,11 @@ class ModelConfig:
         architecture: A name of `engine.models.registry.MODELS`.
         wrapper: A name of `engine.models.wrappers.WRAPPERS`, whose text part this is; "": none.
         spec: What only the architecture itself reads, as `engine.models.registry.spec_of` gives
-            it; but for `hidden_size`, to which `engine.parallel` times sums over ranks.
+            it; but for `hidden_size`, to which `engine.parallel.place` times sums over ranks.
         max_model_len: Prompt plus output tokens at most.
         eos_token_ids: From generation_config.json, else config.json, and from the tokenizer.
-        model_hash: Equal exactly for nodes that compute the same KV; see `engine.model_identity`.
+        model_hash: Equal exactly for nodes that compute the same KV; see
+            `engine.contracts.model_identity`.
         kv_layers: One entry a group of layers; empty: all layers keep keys and values of
             `num_kv_heads` heads, and see all tokens.
         quantization: How weights are quantised; None: they are plain.
@@ -142,7 +143,7 @@ class ParallelConfig:
         pipeline_parallel_size: Stages, each of which has a range of the layers.
         all_reduce: Who sums over the tensor-parallel ranks of a host, on GPUs. `auto`: small
             messages go over memory that ranks share, as far as a measurement at the start finds
-            that quicker; `nccl`; or limits as `engine.peer_reducer.ReduceLimits` reads them.
+            that quicker; `nccl`; or limits as `parallel.peer_reducer.ReduceLimits` reads them.
         distributed_executor_backend: `mp`: all ranks on this host. `ray`: on the hosts of a Ray
             cluster.
         ray_address: host:port of the cluster's head; None: RAY_ADDRESS, else this host's cluster.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import InvalidRequest
+from engine.contracts.errors import InvalidRequest
 from engine.images.image_input import ImagePixels, image_digest
 from engine.images.vision_spec import VisionSpec
 from tandem_pb import prefill_pb2

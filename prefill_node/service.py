@@ -29,7 +29,12 @@ from edge.security.config import Role
 from edge.tracing.context import REQUEST_ID, TraceContext, current_trace, plain_request_id
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequest
+from engine.contracts.errors import EngineDeadError, InvalidRequest
+from engine.contracts.messages import EngineReady, KVTransferResult
+from engine.contracts.outputs import SchedulerStats
+from engine.contracts.prefix_holder import checked_holder
+from engine.contracts.request_spec import UnknownSpecVersion, decode_spec
+from engine.contracts.sampling_params import check_sampling
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.frontend.input_processor import GenerationRequest, InputProcessor
 from engine.frontend.output_processor import OutputStream, RequestOutput
@@ -38,13 +43,8 @@ from engine.frontend.wire import (
     prompt_logprobs_to_message,
     siblings_to_messages,
 )
-from engine.messages import EngineReady, KVTransferResult
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus
-from engine.outputs import SchedulerStats
-from engine.prefix_holder import checked_holder
-from engine.request_spec import UnknownSpecVersion, decode_spec
-from engine.sampling_params import check_sampling
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.transfer_id import group_of_transfer, is_transfer_id

@@ -17,9 +17,9 @@ from typing import Any
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from decode_node.answer.journal import JournalWriter
+from engine.contracts.request_spec import SPEC_VERSION, RequestSpec, encode_spec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.output_processor import RequestOutput
-from engine.request_spec import SPEC_VERSION, RequestSpec, encode_spec
-from engine.sampling_params import SamplingParams
 from kv_transfer.layout import PROTOCOL_VERSION, KVLayout, attention_group
 from kv_transfer.metadata import KVPeer
 from kv_transfer.wire.handshake import peer_to_proto

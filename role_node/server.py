@@ -31,7 +31,7 @@ from edge.security.config import SecurityError
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.tokenizer import Tokenizer

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("decode_node", "prefill_node", "engine", "kv_transfer", "cli")
 EDGE = "decode_node/protocol/"
-ENVELOPE = "engine/sampling_params.py"
+ENVELOPE = "engine/contracts/sampling_params.py"
 SAMPLER = "engine/sample"
 """One place of use, whatever its files."""
 WARM_UP = "engine/worker/dummy_steps.py"
@@ -32,7 +32,7 @@ SPEED = "engine/speed/offline_engine.py"
 SEVERAL_USES = {
     "temperature": {
         "decode_node/observe/request_spans.py",  # a trace tells it
-        "engine/request_spec.py",  # of a beam
+        "engine/contracts/request_spec.py",  # of a beam
         "engine/sample",
     },
     "top_p": {"decode_node/observe/request_spans.py", "engine/sample"},
@@ -41,36 +41,36 @@ SEVERAL_USES = {
         "decode_node/serving/openai_serving.py",  # for the request's record
         "engine/frontend/input_processor.py",  # what is left of the context
         "engine/frontend/output_processor.py",  # the first token may be the last
-        "engine/request_spec.py",  # one token
+        "engine/contracts/request_spec.py",  # one token
         "engine/sched/request_limits.py",
         "prefill_node/service.py",
     },
     "min_tokens": {
         "engine/frontend/output_processor.py",  # stop strings
         "engine/sample",
-        "engine/request_spec.py",  # one token
+        "engine/contracts/request_spec.py",  # one token
         "engine/sched/beams.py",
         "engine/sched/request_limits.py",  # stop tokens
     },
-    "stop": {"engine/frontend/output_processor.py", "engine/request_spec.py"},
+    "stop": {"engine/frontend/output_processor.py", "engine/contracts/request_spec.py"},
     "stop_token_ids": {
         "engine/frontend/output_processor.py",  # the first token may be the last
         "engine/sample",  # before min_tokens
-        "engine/request_spec.py",  # a beam goes on behind them
+        "engine/contracts/request_spec.py",  # a beam goes on behind them
         "engine/sched/beams.py",
         "engine/sched/request_limits.py",
         "engine/sched/row.py",
     },
     "ignore_eos": {
         "engine/frontend/output_processor.py",
-        "engine/request_spec.py",  # a beam goes on behind an end
+        "engine/contracts/request_spec.py",  # a beam goes on behind an end
         "engine/sched/beams.py",
         "engine/sched/request_limits.py",
         "engine/sched/row.py",
     },
     "seed": {
         "decode_node/serving/openai_serving.py",
-        "engine/request_spec.py",  # of each answer
+        "engine/contracts/request_spec.py",  # of each answer
         "engine/sample",
     },
     "grammar": {
@@ -80,14 +80,14 @@ SEVERAL_USES = {
     },
     "logprobs": {
         "decode_node/disagg/prefill_events.py",  # a peer gives as many
-        "engine/request_spec.py",  # candidates of a beam
+        "engine/contracts/request_spec.py",  # candidates of a beam
         "engine/sample",
         "engine/sched/beams.py",
     },
     "beam": {
         "decode_node/disagg/remote_prefill.py",  # candidates instead of a first token
         "engine/frontend/input_processor.py",  # a prefill node is asked for candidates
-        "engine/request_spec.py",
+        "engine/contracts/request_spec.py",
         "engine/sched/beams.py",
     },
     "prompt_logprobs": {
@@ -95,7 +95,7 @@ SEVERAL_USES = {
         "decode_node/disagg/prefill_events.py",  # a peer gives as many
         "decode_node/disagg/proxy.py",  # nothing of the prompt comes from a cache
         "decode_node/serving/openai_serving.py",  # a client that has them is resumed without
-        "engine/request.py",
+        "engine/contracts/request.py",
         "engine/sample",
     },
 }

@@ -44,12 +44,12 @@ from engine.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import DraftStats
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
-from engine.outputs import DraftStats
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 
 DEMO = Path("cli/demo_checkpoint")
 METHODS: tuple[DrafterName, ...] = ("eagle3", "medusa", "ngram")

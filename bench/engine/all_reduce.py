@@ -26,11 +26,11 @@ from torch import Tensor
 from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.record import write_result
 from cli.cluster import free_ports
-from engine.distributed import ParallelGroup
-from engine.mapped_memory import MAX_BYTES
-from engine.peer_exchanger import ExchangeLimits, PeerExchanger
-from engine.peer_reducer import PeerReducer
-from engine.peer_timing import microseconds_in_graph
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.mapped_memory import MAX_BYTES
+from engine.parallel.peer_exchanger import ExchangeLimits, PeerExchanger
+from engine.parallel.peer_reducer import PeerReducer
+from engine.parallel.peer_timing import microseconds_in_graph
 from tandem_kernels.collectives.peer_memory import ReduceTuning
 from tandem_kernels.collectives.peer_reduce import reduce_tuning
 

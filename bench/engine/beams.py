@@ -32,14 +32,14 @@ from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.scheduler import Workers, make_config
 from bench.record import write_result
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput, RowSiblings, SiblingTokens, TokenLogprobs
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import EngineCoreRequest
-from engine.outputs import ModelRunnerOutput, RowSiblings, SiblingTokens, TokenLogprobs
-from engine.request import Request
-from engine.request_spec import RequestSpec
 from engine.sample.beam_choice import choose_beams
-from engine.sampling_params import BeamParams, SamplingParams
 from engine.sched.beam_search import BeamSearch, Hypothesis
 from engine.sched.scheduler import Scheduler
 from engine.speed.offline_engine import offline_engine

@@ -35,9 +35,9 @@ from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.models.tokenizer import save_tokenizer
 from bench.record import write_result
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreRequest
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.row_grammar import RowGrammar
-from engine.messages import EngineCoreRequest
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from tandem_kernels import ops
 

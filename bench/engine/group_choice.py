@@ -27,11 +27,11 @@ from bench.record import write_result
 from bench.workload import PRESETS, Session, sessions
 from engine.config import EngineConfig
 from engine.contracts.group_step import GroupOutput, GroupStep
-from engine.messages import EngineCoreRequest
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.sched.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler

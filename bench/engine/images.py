@@ -31,15 +31,15 @@ import torch
 
 from bench.record import write_result
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.images.image_config import ImageConfig
 from engine.images.image_input import ImagePixels, ImageSpan
-from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_tower
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
-from engine.request_spec import RequestSpec
+from engine.parallel.place import ParallelPlace
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 
 _TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}

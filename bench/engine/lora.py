@@ -40,12 +40,12 @@ from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, config_json, shape
 from bench.name_lists import names_among
 from bench.record import write_result
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import AdapterRef
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.fast_paths import FastPath
 from engine.lora import LoRAConfig, LoRAModule
-from engine.messages import EngineCoreRequest
 from engine.models.adapter_files import read_adapter
-from engine.request_spec import AdapterRef
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 
 FORMS: dict[str, tuple[FastPath, ...]] = {

@@ -42,8 +42,8 @@ from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 from cli.cluster import free_ports
-from engine.distributed import ParallelGroup, connect_gloo, host_of, meet
 from engine.models.base import ForwardInputs
+from engine.parallel.distributed import ParallelGroup, connect_gloo, host_of, meet
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

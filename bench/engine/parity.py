@@ -59,7 +59,7 @@ from bench.engine.drafts.requests import (
     resumed,
 )
 from bench.record import RESULTS, write_result
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
 
 _UNKNOWN = ("none", "planted")
 """Drafters that no setting names."""

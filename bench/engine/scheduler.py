@@ -28,15 +28,15 @@ import xxhash
 
 from bench.record import RESULTS, write_result
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.kv_cache.block_hash import extend_block_hashes, hash_block_tokens, pack_tokens
-from engine.messages import EngineCoreRequest
 from engine.models.specs.llama import LlamaSpec
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request
-from engine.request_spec import RequestSpec
 from engine.rope import Rotary
-from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 

@@ -23,17 +23,17 @@ import numpy as np
 
 from bench.engine.models.shapes import shape_config
 from bench.engine.scheduler import Workers
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.messages import EngineCoreRequest
+from engine.contracts.step_work import ModelCost, StepWork
 from engine.models.step_costs import cost_of
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.row import Row
 from engine.sched.scheduler import Scheduler
 from engine.sched.work_meter import WorkMeter
-from engine.step_work import ModelCost, StepWork
 from kv_transfer.no_connector import NoConnectorScheduler
 
 _GEMM_FLOPS, _ATTENTION_FLOPS = 676e12, 443e12

@@ -24,8 +24,8 @@ from torch import Tensor
 from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.record import write_result
 from cli.cluster import free_ports
-from engine.distributed import ParallelGroup
 from engine.layers.vocab_part import VocabCut, VocabPart
+from engine.parallel.distributed import ParallelGroup
 from tandem_kernels import ops
 
 _UNIT = 64

@@ -35,8 +35,8 @@ from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.timing.device_time import graph_us
 from bench.record import write_result
 from engine.config import EngineConfig, SpeculativeConfig
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.request_spec import RequestSpec
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from engine.worker.drafter import Drafter
 from tandem_kernels import ops

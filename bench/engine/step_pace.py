@@ -26,14 +26,14 @@ from bench.record import write_result
 from engine.config import EngineConfig, SchedulerConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.contracts.group_step import Step, StepResult
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.core.core import EngineCore
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
-from engine.messages import EngineCoreRequest
-from engine.outputs import GrammarStats, ModelRunnerOutput
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.speed.profile import load_profile
 from planner.simulation.step_times import MeasuredTimes, Part
 

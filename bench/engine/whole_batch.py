@@ -27,9 +27,9 @@ import msgspec
 
 from bench.engine.scheduler import Workers, add_requests, make_config
 from bench.record import write_result
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.outputs import ModelRunnerOutput
-from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 

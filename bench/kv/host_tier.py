@@ -31,8 +31,8 @@ import zmq
 from bench.engine.models.shapes import SHAPES, shape_config
 from bench.record import write_result
 from engine.config import EngineConfig
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.request_spec import RequestSpec
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.host_tier import HostTier

@@ -39,8 +39,8 @@ from bench.serving.pd_cluster import model_folder
 from bench.serving.report import Figures
 from cli.cluster import free_ports
 from cli.supervisor import Listener, Service, ServiceSpec, Supervisor
-from engine.request_spec import RequestSpec, encode_spec
-from engine.sampling_params import SamplingParams
+from engine.contracts.request_spec import RequestSpec, encode_spec
+from engine.contracts.sampling_params import SamplingParams
 from tandem_pb import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 WAYS = {"cuda_ipc": "cuda_ipc,stream", "stream": "stream", "nixl": "nixl,stream"}

@@ -33,16 +33,16 @@ from engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.tokenizer import Tokenizer
 from engine.kv_scales import KVScaleTable
-from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.settings import detect_device
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "cli" / "demo_checkpoint"
 UNSEEN_SEED = 987_654

@@ -18,9 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from engine.core.core_config import CoreProcConfig
-from engine.life_places import CORE_PLACE, worker_place
-from engine.messages import (
+from engine.contracts.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -31,7 +29,9 @@ from engine.messages import (
     ShutdownEngine,
     ToEngineCore,
 )
-from engine.outputs import SchedulerStats
+from engine.contracts.outputs import SchedulerStats
+from engine.core.core_config import CoreProcConfig
+from engine.life_places import CORE_PLACE, worker_place
 from host.child_process import read_config
 from host.life_signs import LifeSigns
 from host.local_socket import connect_socket

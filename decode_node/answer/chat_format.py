@@ -31,8 +31,8 @@ from decode_node.protocol.chat_answer import (
     ToolCallOut,
 )
 from decode_node.protocol.usage import CompletionTokensDetails, Usage
+from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.output_processor import RequestOutput
-from engine.outputs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from decode_node.answer.logprobs import (
 from decode_node.observe.timeline import Timeline
 from decode_node.protocol.completions import Completion, CompletionChoice, CompletionLogprobs
 from decode_node.protocol.usage import Usage
+from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.output_processor import RequestOutput
-from engine.outputs import TokenLogprobs
 
 
 class CompletionFormat(ResponseFormat):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from decode_node.parsers.deltas import ContentText, Delta
-from engine.outputs import TokenLogprobs
+from engine.contracts.outputs import TokenLogprobs
 
 
 class ContentLogprobs:

@@ -20,11 +20,11 @@ from decode_node.errors import CannotFollow, GenerationFailed, Unavailable
 from decode_node.observe.timeline import RequestMetrics, RequestRecord, Timeline
 from decode_node.protocol.usage import PromptTokensDetails, Usage
 from edge.http.answer_times import AnswerTimes
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.outputs import PromptLogprobs, TokenLogprobs
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.frontend.pieces import Piece
-from engine.outputs import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(slots=True)

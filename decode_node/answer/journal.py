@@ -45,8 +45,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from edge.http.errors import BadRequest
+from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.output_processor import RequestOutput
-from engine.outputs import TokenLogprobs
 
 MAX_RESUME_BYTES = 8 << 20
 

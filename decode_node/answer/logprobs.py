@@ -11,7 +11,7 @@ import msgspec
 from decode_node.protocol.chat_answer import ChatLogprobs, TokenLogprob, TopLogprob
 from decode_node.protocol.completions import CompletionLogprobs
 from decode_node.protocol.usage import PromptLogprob, PromptLogprobList
-from engine.outputs import TokenLogprobs
+from engine.contracts.outputs import TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 _LOWEST = -9999.0

@@ -25,7 +25,7 @@ from decode_node.parsers.deltas import (
     ReasoningText,
 )
 from decode_node.protocol.responses_tools import ResponseTools
-from engine.outputs import TokenLogprobs
+from engine.contracts.outputs import TokenLogprobs
 
 Json = dict[str, Any]
 Event = tuple[str, Json]

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
+from engine.contracts.request_spec import RequestSpec
 from engine.kv_cache.block_hash import root_hash
-from engine.request_spec import RequestSpec
 
 
 class CachedPrefixes:

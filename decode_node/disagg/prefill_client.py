@@ -28,8 +28,8 @@ from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
+from engine.contracts.request_spec import encode_spec
 from engine.frontend.input_processor import GenerationRequest
-from engine.request_spec import encode_spec
 from kv_transfer.errors import HandshakeMismatch, PeerLost
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.wire.handshake import check_endpoints, peer_from_proto, peer_to_proto

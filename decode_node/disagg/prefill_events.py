@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_node.disagg.kv_paths import KV_AVOIDED, KV_SLOW, OF_A_PATH
+from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
+from engine.contracts.request_spec import RequestSpec
 from engine.frontend.wire import (
     logprobs_from_message,
     prompt_logprobs_from_message,
     siblings_from_messages,
 )
-from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
-from engine.request_spec import RequestSpec
 from tandem_pb import prefill_pb2
 
 WRONG_ANSWER = "wrong_answer"

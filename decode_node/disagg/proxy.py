@@ -40,11 +40,11 @@ from decode_node.disagg.remote_prefill import (
 )
 from decode_node.errors import Overloaded, Unavailable
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
+from engine.contracts.outputs import SchedulerStats
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.frontend.request_stream import Give
 from engine.node.open_requests import OpenRequests
-from engine.outputs import SchedulerStats
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVTransferParams
 from kv_transfer.sizing import pull_bytes

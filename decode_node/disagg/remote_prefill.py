@@ -48,10 +48,10 @@ from decode_node.disagg.prefill_events import (
 from decode_node.disagg.prefill_join import JoinInput, JoinState, following
 from decode_node.disagg.prompt_kv import KVIsLate, PromptKV
 from decode_node.observe.timeline import PrefillRecord
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import KVTransferResult
+from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from engine.frontend.input_processor import GenerationRequest
-from engine.messages import KVTransferResult
-from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from kv_transfer.metadata import KVPeer, KVTransferParams
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from decode_node.errors import PermissionDenied, Unavailable
 from decode_node.http.callers import Caller
 from edge.http.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
 from edge.http.errors import BadRequest, NotFound
-from engine.errors import EngineDeadError, InvalidRequest
+from engine.contracts.errors import EngineDeadError, InvalidRequest
 from engine.frontend.adapter_calls import AdapterCalls
 
 

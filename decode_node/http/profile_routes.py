@@ -11,9 +11,9 @@ from starlette.responses import Response
 from decode_node.errors import PermissionDenied, Unavailable
 from decode_node.http.callers import Caller
 from edge.http.errors import BadRequest, HttpError, RequestTooLarge
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused
 from engine.node.profile_servicer import ProfiledEngine
-from engine.profiles import Profile, ProfileOptions, ProfileRefused
 
 _MAX_BODY_BYTES = 4096
 

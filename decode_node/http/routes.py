@@ -39,10 +39,10 @@ from edge.http.client_connection import read_json_body, request_headers
 from edge.http.heartbeats import Heartbeats
 from edge.http.kept_response import KeptResponse
 from edge.http.unknown_path import path_without_slash
+from engine.contracts.prefix_holder import checked_holder
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.node.open_requests import OpenRequests
 from engine.node.profile_servicer import ProfiledEngine
-from engine.prefix_holder import checked_holder
 
 logger = logging.getLogger(__name__)
 

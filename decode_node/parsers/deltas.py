@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.outputs import TokenLogprobs
+from engine.contracts.outputs import TokenLogprobs
 
 
 class ReasoningText(msgspec.Struct, frozen=True):

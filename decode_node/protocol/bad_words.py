@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.errors import check
-from engine.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
+from engine.contracts.errors import check
+from engine.contracts.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS
 
 EncodeAll = Callable[[Sequence[str]], list[list[int]]]
 """Tokenises many texts, without special tokens."""

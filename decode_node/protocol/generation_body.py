@@ -12,10 +12,10 @@ from decode_node.protocol.body import Ignored, Int, Int32, Name, StrictBody
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.structured_output import StructuredFields
 from edge.http.errors import BadRequest
-from engine.errors import CONTEXT_EXCEEDED, prompt_too_long
+from engine.contracts.errors import CONTEXT_EXCEEDED, prompt_too_long
+from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.frontend.text_options import TextOptions
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from engine.sampling_params import BeamParams, SamplingParams
 
 N = TypeVar("N", int, float)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from decode_node.protocol.generation_body import GenerationBody
 from edge.http.errors import BadRequest
-from engine.sampling_params import DEFAULT_MAX_LOGPROBS
+from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)

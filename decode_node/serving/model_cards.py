@@ -12,8 +12,8 @@ from decode_node.errors import Unavailable
 from decode_node.protocol.models import Model, ModelPermission
 from edge.http.errors import NotFound
 from engine.config import ModelConfig
+from engine.contracts.request_spec import AdapterRef
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from engine.request_spec import AdapterRef
 
 
 class ModelCards:

@@ -54,13 +54,13 @@ from edge.http import long_work
 from edge.http.errors import BadRequest
 from edge.http.load_report import load_headers
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest
+from engine.contracts.errors import InvalidRequest
+from engine.contracts.request_spec import RequestSpec
 from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.tokenizer import Tokenizer
 from engine.frontend.visible_text import PieceReader
 from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from engine.request_spec import RequestSpec
 
 MakeFormat = Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat]
 

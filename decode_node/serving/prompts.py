@@ -16,7 +16,7 @@ from decode_node.serving.recent_turns import RecentTurns
 from edge.http import long_work
 from edge.http.errors import BadRequest
 from engine.config import ModelConfig
-from engine.errors import CONTEXT_EXCEEDED, InvalidRequest
+from engine.contracts.errors import CONTEXT_EXCEEDED, InvalidRequest
 from engine.frontend.input_processor import check_token_ids
 from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 

@@ -31,16 +31,16 @@ from engine.config import (
     QuantizationName,
     SchedulerConfig,
 )
+from engine.contracts.errors import CannotStartError
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.core.core import EngineCore
-from engine.errors import CannotStartError
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
-from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config, resolve_model
 from engine.models.kv_scale_files import FILE_FORMAT, KVCacheDtypeError, ScaleFile, choose_kv_scales
 from engine.node.settings import detect_device
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 
 LARGEST = 224.0
 """The largest number that was seen becomes this; the format ends at 448."""

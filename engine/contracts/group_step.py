@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import EncodingOutput, SchedulerOutput
-from engine.outputs import ModelRunnerOutput
 
 
 class GroupStep(msgspec.Struct, array_like=True):

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.contracts.sampling_params import SamplingParams
 from engine.images.image_input import EncoderWork, ImageSpan
-from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVConnectorMetadata
 
 BYTES_OF_TOKEN = 4

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from engine.contracts.messages import AdapterAnswer, EngineCoreOutput, EngineCoreOutputs
 from engine.executor.abstract import Executor
-from engine.messages import AdapterAnswer, EngineCoreOutput, EngineCoreOutputs
 from engine.sched.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
 

@@ -18,17 +18,10 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.config import EngineConfig
+from engine.contracts.crash_facts import EngineFacts
+from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import GroupOutput, GroupStep, Step, StepResult
-from engine.contracts.scheduler_output import SchedulerOutput
-from engine.contracts.step_log import StepLog
-from engine.core.adapter_session import AdapterSession
-from engine.core.scheduling import create_scheduling
-from engine.core.step_pace import StepPace
-from engine.crash_facts import EngineFacts
-from engine.errors import EngineDeadError
-from engine.executor.abstract import Executor, KVCaches, ReportProgress
-from engine.images.image_limits import NO_ENCODER
-from engine.messages import (
+from engine.contracts.messages import (
     AbortRequests,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -39,10 +32,17 @@ from engine.messages import (
     SupplyCandidates,
     SupplyFirstToken,
 )
-from engine.model_identity import identified
+from engine.contracts.model_identity import identified
+from engine.contracts.outputs import ModelRunnerOutput, SchedulerStats
+from engine.contracts.request import Request
+from engine.contracts.scheduler_output import SchedulerOutput
+from engine.contracts.step_log import StepLog
+from engine.core.adapter_session import AdapterSession
+from engine.core.scheduling import create_scheduling
+from engine.core.step_pace import StepPace
+from engine.executor.abstract import Executor, KVCaches, ReportProgress
+from engine.images.image_limits import NO_ENCODER
 from engine.models.step_costs import cost_of
-from engine.outputs import ModelRunnerOutput, SchedulerStats
-from engine.request import Request
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.group_scheduler import GroupScheduler
 from engine.sched.work_meter import WorkMeter

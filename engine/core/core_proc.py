@@ -22,17 +22,9 @@ import msgspec
 import zmq
 
 from edge.logs.setup import setup_logging
-from engine.contracts.step_log import StepLog
-from engine.core.core import EngineCore
-from engine.core.core_config import CoreProcConfig
-from engine.core.profile_session import ProfileSession
-from engine.core.role_session import RoleSession
-from engine.crash_facts import EngineFacts, chain_of
-from engine.errors import EngineDeadError
-from engine.executor.abstract import Executor, PollSource
-from engine.executor.factory import create_executor
-from engine.life_places import CORE_PLACE
-from engine.messages import (
+from engine.contracts.crash_facts import EngineFacts, chain_of
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import (
     AddAdapter,
     DescribeEngine,
     EngineCoreOutputs,
@@ -54,7 +46,15 @@ from engine.messages import (
     SwitchRole,
     ToEngineCore,
 )
-from engine.outputs import SchedulerStats
+from engine.contracts.outputs import SchedulerStats
+from engine.contracts.step_log import StepLog
+from engine.core.core import EngineCore
+from engine.core.core_config import CoreProcConfig
+from engine.core.profile_session import ProfileSession
+from engine.core.role_session import RoleSession
+from engine.executor.abstract import Executor, PollSource
+from engine.executor.factory import create_executor
+from engine.life_places import CORE_PLACE
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.local_socket import connect_socket

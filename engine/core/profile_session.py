@@ -19,6 +19,14 @@ from collections.abc import Callable
 from enum import Enum
 
 from engine.config import EngineConfig
+from engine.contracts.messages import ProfileAnswer
+from engine.contracts.profiles import (
+    Profile,
+    ProfileOptions,
+    ProfileRefused,
+    RankTrace,
+    RefusalCode,
+)
 from engine.executor.abstract import Executor
 from engine.executor.worker_messages import (
     BeginProfile,
@@ -27,8 +35,6 @@ from engine.executor.worker_messages import (
     ProfileEnded,
     ProfileReply,
 )
-from engine.messages import ProfileAnswer
-from engine.profiles import Profile, ProfileOptions, ProfileRefused, RankTrace, RefusalCode
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.messages import RoleSwitched, SwitchRole
+from engine.contracts.messages import RoleSwitched, SwitchRole
 
 logger = logging.getLogger(__name__)
 

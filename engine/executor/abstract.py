@@ -19,10 +19,10 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import Step, StepResult
-from engine.errors import EngineDeadError
+from engine.contracts.outputs import ExpertStats, GrammarStats
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
-from engine.outputs import ExpertStats, GrammarStats
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
 from host.life_signs import LifeSigns

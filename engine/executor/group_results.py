@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.contracts.group_step import GroupOutput, StepResult
-from engine.outputs import ModelRunnerOutput
+from engine.contracts.outputs import ModelRunnerOutput
 
 
 class GroupResults:

@@ -28,10 +28,11 @@ import zmq
 
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.crash_facts import ExceptionFacts
+from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import GroupStep, Step, StepResult
+from engine.contracts.outputs import ExpertStats, GrammarStats
 from engine.contracts.scheduler_output import EncodingOutput
-from engine.crash_facts import ExceptionFacts
-from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults
 from engine.executor.worker_messages import (
@@ -58,7 +59,6 @@ from engine.executor.worker_messages import (
 )
 from engine.life_places import worker_place
 from engine.models.identity import IdentityJob
-from engine.outputs import ExpertStats, GrammarStats
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
 from host.local_socket import Context, bind_socket

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from edge.installed_version import UNKNOWN_VERSION
 from engine.config import Device, ParallelConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
 from engine.executor.ray_host import HostFacts, RankActor, RayHost
 from host.secure_socket import HostLink, LinkKey

@@ -21,7 +21,7 @@ import ray
 
 from edge.logs.setup import log_style
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
 from engine.executor.message_queue import MessageQueueWriter
 from engine.executor.process_executor import ProcessExecutor

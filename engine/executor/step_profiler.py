@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.contracts.group_step import GroupStep, Step
+from engine.contracts.profiles import RankTrace
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.worker_messages import (
     BeginProfile,
@@ -32,7 +33,6 @@ from engine.executor.worker_messages import (
     ProfileEnded,
     ProfileReply,
 )
-from engine.profiles import RankTrace
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 

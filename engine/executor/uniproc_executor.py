@@ -10,12 +10,12 @@ from collections import deque
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.contracts.group_step import Step
+from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.models.identity import IdentityJob
-from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from kv_transfer.base import KVCacheHandle

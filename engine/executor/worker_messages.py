@@ -7,13 +7,13 @@ import msgspec
 from edge.logs.setup import LogStyle
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.crash_facts import ExceptionFacts
 from engine.contracts.group_step import GroupStep
+from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
+from engine.contracts.profiles import RankTrace
 from engine.contracts.scheduler_output import EncodingOutput
-from engine.crash_facts import ExceptionFacts
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
-from engine.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
-from engine.profiles import RankTrace
 from host.life_signs import LifeSignHandle
 from host.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle

@@ -31,8 +31,8 @@ import zmq
 
 from edge.logs.setup import setup_logging
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
-from engine.crash_facts import chain_of
-from engine.errors import CannotStartError
+from engine.contracts.crash_facts import chain_of
+from engine.contracts.errors import CannotStartError
 from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.open_queue import open_queue
 from engine.executor.result_thread import ResultThread

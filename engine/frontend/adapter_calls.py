@@ -17,13 +17,13 @@ from pathlib import Path
 
 from edge.adapter_call import AdapterCall
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest
+from engine.contracts.errors import InvalidRequest
+from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
+from engine.contracts.request_spec import AdapterRef
 from engine.frontend.adapter_records import AdapterRecords
 from engine.frontend.engine_calls import EngineCalls
 from engine.lora import check_adapter_name
-from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
 from engine.models.adapter_files import AdapterError, read_adapter
-from engine.request_spec import AdapterRef
 
 
 class OutdatedCall(Exception):

@@ -23,26 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
-from engine.frontend.adapter_calls import AdapterCalls
-from engine.frontend.core_client import EngineCoreClient
-from engine.frontend.crash_reporter import FrontendFacts
-from engine.frontend.detokenizer import Decoder
-from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.output_delivery import OutputDelivery
-from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.frontend.prefix_calls import PrefixCalls
-from engine.frontend.profile_calls import ProfileCalls
-from engine.frontend.request_stream import (
-    Give,
-    KVResults,
-    OutputQueue,
-    RequestState,
-    RequestStream,
-    ended_result,
-)
-from engine.frontend.role_calls import RoleCalls
-from engine.messages import (
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import (
     AbortRequests,
     AdapterAnswer,
     EngineCoreOutput,
@@ -62,8 +44,26 @@ from engine.messages import (
     SupplyCandidates,
     SupplyFirstToken,
 )
-from engine.model_identity import identified
-from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
+from engine.contracts.model_identity import identified
+from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
+from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.core_client import EngineCoreClient
+from engine.frontend.crash_reporter import FrontendFacts
+from engine.frontend.detokenizer import Decoder
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.output_delivery import OutputDelivery
+from engine.frontend.output_processor import OutputProcessor, RequestOutput
+from engine.frontend.prefix_calls import PrefixCalls
+from engine.frontend.profile_calls import ProfileCalls
+from engine.frontend.request_stream import (
+    Give,
+    KVResults,
+    OutputQueue,
+    RequestState,
+    RequestStream,
+    ended_result,
+)
+from engine.frontend.role_calls import RoleCalls
 from host.life_signs import Silence
 from kv_transfer.metadata import KVTransferParams
 

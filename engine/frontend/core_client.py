@@ -18,12 +18,8 @@ import zmq
 
 from edge.logs.setup import log_style
 from engine.config import EngineConfig
-from engine.core.core_config import CORE_MODULE, CoreProcConfig
-from engine.crash_facts import EngineFacts
-from engine.frontend.crash_reporter import CrashReporter
-from engine.frontend.step_history import StepHistory
-from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
-from engine.messages import (
+from engine.contracts.crash_facts import EngineFacts
+from engine.contracts.messages import (
     DescribeEngine,
     EngineDead,
     EngineDescription,
@@ -32,6 +28,10 @@ from engine.messages import (
     ShutdownEngine,
     ToEngineCore,
 )
+from engine.core.core_config import CORE_MODULE, CoreProcConfig
+from engine.frontend.crash_reporter import CrashReporter
+from engine.frontend.step_history import StepHistory
+from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
 from host.child_process import ChildProcess, ipc_address
 from host.life_signs import LifeSigns, LifeWatch
 from host.local_socket import bind_socket

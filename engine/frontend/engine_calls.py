@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Generic, TypeAlias, TypeVar
 
-from engine.errors import EngineDeadError
-from engine.messages import (
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import (
     AdapterAnswer,
     AddAdapter,
     ProfileAnswer,

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field, replace
 
 from edge.tracing.context import TraceContext
 from engine.config import EngineConfig
-from engine.errors import (
+from engine.contracts.errors import (
     CONTEXT_EXCEEDED,
     InvalidRequest,
     answer_too_long,
     check,
     prompt_too_long,
 )
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import check_sampling
 from engine.frontend.text_options import TextOptions
 from engine.frontend.visible_text import PieceReader
 from engine.images.image_input import ImagePixels
 from engine.images.vision_spec import VisionSpec
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import check_sampling
 from kv_transfer.metadata import KVTransferParams
 
 _SEED_BITS = 64
@@ -52,7 +52,7 @@ class GenerationRequest:
     """The CLOCK_MONOTONIC seconds at which the request arrived."""
     choice_ids: tuple[str, ...] = ()
     prefix_holder: str = ""
-    """Names who may hold a prefix of the prompt (`engine.prefix_holder`); empty: nobody."""
+    """Names who may hold a prefix of the prompt (`contracts.prefix_holder`); empty: nobody."""
     pixels: tuple[ImagePixels, ...] = ()
     """Holds what a vision tower is given of the prompt's images, one for each digest."""
     has_encoder: bool = False

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from engine.messages import EngineCoreOutput
+from engine.contracts.messages import EngineCoreOutput
 
 _SLICE_S = 0.001
 

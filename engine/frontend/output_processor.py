@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from engine.frontend.answer_text import PieceText, PlainText
 from engine.frontend.byte_detokenizer import create_detokenizer
 from engine.frontend.detokenizer import WINDOW, Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.pieces import Piece
 from engine.frontend.stop_strings import StopStringMatcher, VisibleStops
-from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 
 
 @dataclass(slots=True)

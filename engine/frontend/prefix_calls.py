@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
-from engine.errors import EngineDeadError
-from engine.messages import (
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import (
     OfferPrefix,
     PrefixAnswer,
     PrefixAsk,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from engine.contracts.messages import ProfileAnswer, StartProfile, StopProfile
+from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused
 from engine.frontend.engine_calls import EngineCalls
-from engine.messages import ProfileAnswer, StartProfile, StopProfile
-from engine.profiles import Profile, ProfileOptions, ProfileRefused
 
 
 class ProfileCalls(EngineCalls[ProfileAnswer]):

@@ -14,9 +14,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
-from engine.crash_facts import RequestFacts, hash_id
+from engine.contracts.crash_facts import RequestFacts, hash_id
+from engine.contracts.messages import EngineCoreOutput, KVTransferResult
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
-from engine.messages import EngineCoreOutput, KVTransferResult
 from kv_transfer.metadata import KVTransferParams
 
 OutputQueue: TypeAlias = asyncio.Queue[RequestOutput | Exception]

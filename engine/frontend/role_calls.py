@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.errors import RoleSwitchRefused
+from engine.contracts.errors import RoleSwitchRefused
+from engine.contracts.messages import EngineReady, RoleSwitched, SwitchRole
 from engine.frontend.engine_calls import EngineCalls
-from engine.messages import EngineReady, RoleSwitched, SwitchRole
 
 
 class RoleCalls(EngineCalls[RoleSwitched]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
+from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from tandem_pb import prefill_pb2
 
 

@@ -4,7 +4,7 @@ requests it can never serve."""
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.request import Request
+from engine.contracts.request import Request
 
 
 class ImageLimits:

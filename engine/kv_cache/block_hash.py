@@ -16,9 +16,9 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
 from engine.images.image_input import ImageSpan
-from engine.request import Request
-from engine.request_spec import RequestSpec
 
 BlockHash = bytes
 """A hash of 32 bytes, equal in every process and on every host."""

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from engine.contracts.request import Request
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash, extend_block_hashes
 from engine.kv_cache.block_pool import BlockPool
-from engine.request import Request
 from kv_transfer.layout import KVGroup
 
 BlockTables: TypeAlias = list[list[KVCacheBlock]]

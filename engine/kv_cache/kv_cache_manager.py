@@ -25,6 +25,8 @@ from copy import deepcopy
 from typing import TypeAlias
 
 from engine.config import EngineConfig
+from engine.contracts.outputs import ResidencyStats
+from engine.contracts.request import Request
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.block_pool import BlockPool
@@ -37,8 +39,6 @@ from engine.kv_cache.group_manager import (
     state_stride,
 )
 from engine.kv_cache.sampled_pool import SampledBlockPool
-from engine.outputs import ResidencyStats
-from engine.request import Request
 from kv_transfer.layout import BlockIds, KVGroup
 
 _SPARE = 4

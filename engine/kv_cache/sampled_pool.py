@@ -17,9 +17,9 @@ import random
 import time
 from collections.abc import Iterable
 
+from engine.contracts.outputs import ResidencyStats
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_pool import BlockPool
-from engine.outputs import ResidencyStats
 
 
 class _Watch:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.expert_placement import Placement, copies_of, initial_placement
 from engine.layers.shard import part_of
-from engine.parallel import ExpertRanks
+from engine.parallel.place import ExpertRanks
 
 TURNS = 24
 """Tokens after which copies of an expert have each had their turns: up to 4 copies, and 6 or 8,

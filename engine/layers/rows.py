@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
+from engine.parallel.distributed import ParallelGroup
 from tandem_kernels import ops
 
 

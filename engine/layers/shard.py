@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from engine.quantization import Quantization, Scheme
 
 FLOATS = frozenset({"F32", "F16", "BF16"})

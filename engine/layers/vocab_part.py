@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
+from engine.parallel.distributed import ParallelGroup
 from tandem_kernels import ops
 
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import msgspec
 
 from engine.config import Dtype, LoadFormat, ModelConfig, ParallelConfig, QuantizationName
+from engine.contracts.model_identity import PENDING
 from engine.expert_placement import initial_placement
-from engine.model_identity import PENDING
 from engine.models.config_file import ConfigFile
 from engine.models.end_tokens import find_end_tokens
 from engine.models.errors import CheckpointError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 
 
 class CheckpointError(CannotStartError):

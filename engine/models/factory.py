@@ -19,7 +19,7 @@ from engine.models.errors import CheckpointError
 from engine.models.quantization.fused_layers import mixed_schemes
 from engine.models.registry import MODELS, spec_of
 from engine.models.vision.tower import VisionTower
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from engine.quantization import IntegerScheme, MixedSchemes, Quantization
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from engine.config import EngineConfig, ModelConfig
-from engine.model_identity import PENDING
+from engine.contracts.model_identity import PENDING
 from engine.models.registry import MODELS, spec_of
 from engine.models.weight_files import WeightFiles
 

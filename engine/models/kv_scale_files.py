@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import KVCacheDtype, ModelConfig
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.kv_scales import HeadScales, KVScaleTable
 from engine.models.errors import CheckpointError
 from engine.models.identity import model_hash_of

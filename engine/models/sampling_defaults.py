@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from engine.config import ModelConfig
-from engine.errors import CannotStartError, InvalidRequest
+from engine.contracts.errors import CannotStartError, InvalidRequest
+from engine.contracts.sampling_params import SamplingParams, check_sampling
 from engine.models.json_file import read_json
-from engine.sampling_params import SamplingParams, check_sampling
 
 _FILE = "generation_config.json"
 _NONE = ("none", "vllm")

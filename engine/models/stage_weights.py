@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.models.specs.dense import DenseSpec
-from engine.parallel import ParallelPlace
-from engine.stage_link import StageLink
+from engine.parallel.place import ParallelPlace
+from engine.parallel.stage_link import StageLink
 
 
 def has_embedding(link: StageLink, *, is_tied: bool) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from engine.contracts.outputs import LoRAStats
+from engine.contracts.request_spec import AdapterRef
 from engine.lora import LoRAConfig
-from engine.outputs import LoRAStats
-from engine.request_spec import AdapterRef
 
 
 def adapter_metrics(

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from edge.adapter_call import AdapterCall
-from engine.errors import EngineDeadError, InvalidRequest
+from engine.contracts.errors import EngineDeadError, InvalidRequest
 from engine.frontend.adapter_calls import AdapterCalls, OutdatedCall
 from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
 from tandem_pb import node_pb2

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.outputs import ExpertStats
+from engine.contracts.outputs import ExpertStats
 
 
 def expert_metrics(

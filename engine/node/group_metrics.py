@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.outputs import GroupStats
+from engine.contracts.outputs import GroupStats
 
 _GAUGES = {
     "num_running": ("running_requests", "Requests in rows."),

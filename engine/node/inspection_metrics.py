@@ -13,14 +13,14 @@ from prometheus_client.core import (
     Metric,
 )
 
-from engine.node.device_peaks import DevicePeaks
-from engine.outputs import (
+from engine.contracts.outputs import (
     RESIDENCY_BUCKETS,
     Durations,
     ResidencyStats,
     TokensPerStep,
     WorkStats,
 )
+from engine.node.device_peaks import DevicePeaks
 
 
 def residency_metrics(

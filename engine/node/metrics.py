@@ -17,15 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from engine.config import EngineConfig
-from engine.frontend.adapter_calls import AdapterCalls
-from engine.messages import EngineReady
-from engine.node.adapter_metrics import adapter_metrics
-from engine.node.device_peaks import DevicePeaks, peaks_of
-from engine.node.expert_metrics import expert_metrics
-from engine.node.group_metrics import group_metrics
-from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
-from engine.node.tier_metrics import tier_metrics
-from engine.outputs import (
+from engine.contracts.messages import EngineReady
+from engine.contracts.outputs import (
     DURATION_BUCKETS,
     STEP_TOKEN_BUCKETS,
     DraftStats,
@@ -35,6 +28,13 @@ from engine.outputs import (
     SchedulerStats,
     TokensPerStep,
 )
+from engine.frontend.adapter_calls import AdapterCalls
+from engine.node.adapter_metrics import adapter_metrics
+from engine.node.device_peaks import DevicePeaks, peaks_of
+from engine.node.expert_metrics import expert_metrics
+from engine.node.group_metrics import group_metrics
+from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
+from engine.node.tier_metrics import tier_metrics
 
 LABELS = ("model_name", "engine")
 

@@ -19,10 +19,10 @@ from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
+from engine.contracts.messages import PrefixAsk
+from engine.contracts.prefix_holder import PrefixHolder
 from engine.frontend.prefix_calls import PeerAnswer
-from engine.messages import PrefixAsk
 from engine.node.prefix_servicer import MAX_NAMES
-from engine.prefix_holder import PrefixHolder
 from kv_transfer.errors import HandshakeMismatch, PeerLost
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.transfer_id import is_transfer_id

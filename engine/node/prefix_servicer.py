@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from edge.security.config import Role
-from engine.errors import EngineDeadError
-from engine.messages import EngineReady, PrefixOffered
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import EngineReady, PrefixOffered
 from engine.node.status import NodeStatus
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto

@@ -19,11 +19,11 @@ from edge.security.config import SecurityError
 from edge.supervisor import tell_supervisor
 from edge.tracing.errors import TracingError
 from engine.config import EngineConfig
-from engine.errors import CannotStartError, EngineDeadError
+from engine.contracts.errors import CannotStartError, EngineDeadError
+from engine.contracts.messages import LoadProgress
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.messages import LoadProgress
 from engine.node.grpc_server import PortInUse
 from engine.node.settings import SettingsError
 

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
-from engine.errors import EngineDeadError
-from engine.profiles import Profile, ProfileOptions, ProfileRefused, RefusalCode
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused, RefusalCode
 from tandem_pb import node_pb2, node_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, node_pb2.Profile]"

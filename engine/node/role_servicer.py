@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import grpc
 
-from engine.errors import RoleSwitchRefused
+from engine.contracts.errors import RoleSwitchRefused
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.node.adapter_servicer import AdapterServicer
 from engine.node.profile_servicer import ProfiledEngine

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.errors import RoleSwitchRefused
+from engine.contracts.errors import RoleSwitchRefused
 from tandem_pb import node_pb2
 
 NAMES: dict[node_pb2.NodeRole, str] = {

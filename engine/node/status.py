@@ -24,7 +24,7 @@ from typing import Protocol
 import grpc
 
 from edge.installed_version import installed_version
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.adapter_servicer import adapter_call

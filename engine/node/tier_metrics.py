@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.config import EngineConfig
-from engine.outputs import SchedulerStats
+from engine.contracts.outputs import SchedulerStats
 from kv_transfer.tier import Tier
 
 _COUNTERS = {

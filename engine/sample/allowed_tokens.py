@@ -17,7 +17,7 @@ import torch
 
 from engine.batch.buffer_utils import to_device, upload, with_rows
 from engine.batch.input_batch import Int32Array
-from engine.sampling_params import SamplingParams
+from engine.contracts.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 _NO_ENTRY = -1

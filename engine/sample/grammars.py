@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from engine.batch.places import NO_TOKEN, Int32Array, Places
+from engine.contracts.outputs import GrammarStats
 from engine.contracts.scheduler_output import NewRequestData
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.row_grammar import RowGrammar
-from engine.outputs import GrammarStats
 from engine.sample.allowed_tokens import bit_mask
 from tandem_kernels import ops
 

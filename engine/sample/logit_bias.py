@@ -21,7 +21,7 @@ import torch
 
 from engine.batch.buffer_utils import to_device_together
 from engine.batch.places import Int32Array, Places
-from engine.sampling_params import SamplingParams
+from engine.contracts.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 _ALWAYS = 2**31 - 1

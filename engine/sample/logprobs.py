@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from engine.batch.buffer_utils import to_device
 from engine.batch.input_batch import Int32Array
-from engine.outputs import TokenLogprobs
+from engine.contracts.outputs import TokenLogprobs
 from engine.sample.states import NO_LOGPROBS
 from tandem_kernels import ops
 

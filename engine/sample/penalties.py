@@ -18,8 +18,8 @@ import torch
 
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor, to_device, with_rows
 from engine.batch.places import NO_TOKEN, Int32Array, Places
+from engine.contracts.sampling_params import SamplingParams
 from engine.sample.allowed_tokens import bit_mask
-from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 _NO_ENTRY = -1

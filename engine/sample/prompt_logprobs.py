@@ -22,8 +22,8 @@ import torch
 
 from engine.batch.input_batch import BatchOrder
 from engine.batch.row_states import RowStates
+from engine.contracts.outputs import PromptLogprobs, RowPromptLogprobs
 from engine.contracts.scheduler_output import NewRequestData
-from engine.outputs import PromptLogprobs, RowPromptLogprobs
 from engine.sample.states import NO_LOGPROBS
 from tandem_kernels import ops
 

@@ -19,8 +19,8 @@ import torch
 
 from engine.batch.buffer_utils import to_device
 from engine.batch.places import Int32Array, Places
+from engine.contracts.outputs import RowSiblings, SiblingTokens
 from engine.contracts.scheduler_output import NewRequestData
-from engine.outputs import RowSiblings, SiblingTokens
 from engine.sample.logprobs import LogprobsRequest, LogprobsTensors
 
 DRAWS_AT_ONCE = 16

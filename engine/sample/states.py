@@ -15,7 +15,7 @@ import torch
 
 from engine.batch.buffer_utils import CarriedTensor, HostBackedTensor
 from engine.batch.input_batch import Int32Array
-from engine.sampling_params import SamplingParams
+from engine.contracts.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 NO_LOGPROBS = -1

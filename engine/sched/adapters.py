@@ -28,10 +28,10 @@ from enum import Enum
 from itertools import count
 
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.outputs import LoRAStats
+from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import LoRASlot
 from engine.lora import LoRAConfig
-from engine.outputs import LoRAStats
-from engine.request import Request, RequestStatus
 from engine.sched.request_queue import RequestQueue
 
 _MAX_PASSED = 32

@@ -20,11 +20,11 @@ from __future__ import annotations
 import time
 
 from engine.config import SchedulerConfig
+from engine.contracts.request import Request
 from engine.contracts.scheduler_output import BeamSeat
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.group_manager import BlockTables
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Request
 from engine.sched.adapters import AdapterTable
 from engine.sched.beams import Beams
 from engine.sched.counters import SchedulerCounters

@@ -19,8 +19,8 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
-from engine.outputs import TokenLogprobs
-from engine.sampling_params import BeamParams
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.sampling_params import BeamParams
 
 
 class _Candidate(NamedTuple):

@@ -34,13 +34,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.request import Request, RequestStatus
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import BeamSeat
 from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.outputs import TokenLogprobs
-from engine.request import Request, RequestStatus
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.beam_search import BeamSearch, Hypothesis
 from engine.sched.beam_seats import seats_of
 from engine.sched.forks import Forks

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreOutput
+from engine.contracts.outputs import SiblingTokens, TokenLogprobs
+from engine.contracts.request import Request, RequestStatus
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.messages import EngineCoreOutput
-from engine.outputs import SiblingTokens, TokenLogprobs
-from engine.request import Request, RequestStatus
 from engine.sched.beams import Beams
 from engine.sched.forks import Forks
 from engine.sched.pulls import Pulls

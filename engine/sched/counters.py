@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.outputs import DraftStats, TokensPerStep
+from engine.contracts.outputs import DraftStats, TokensPerStep
 
 _MEMORY_TOKENS = 32_768
 """A step's weight falls to 1/e while so many prompt tokens are computed."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.request import Request
+from engine.contracts.request import Request
 from kv_transfer.base import ChunkLike, KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorMetadata, LoadTicket
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from math import ceil, sqrt
 
-from engine.step_work import ModelCost
+from engine.contracts.step_work import ModelCost
 
 _UNIT = 64
 """Chunks that were made shorter have a multiple of so many tokens: kernels work on tiles."""

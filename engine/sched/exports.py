@@ -10,9 +10,9 @@
 
 from __future__ import annotations
 
+from engine.contracts.messages import KVTransferResult
+from engine.contracts.request import Request
 from engine.kv_cache.block import KVCacheBlock
-from engine.messages import KVTransferResult
-from engine.request import Request
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler

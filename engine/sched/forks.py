@@ -34,10 +34,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.config import SchedulingPolicy
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.request import Request, RequestStatus
 from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.outputs import TokenLogprobs
-from engine.request import Request, RequestStatus
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from engine.contracts.messages import PrefixAsk
 from engine.kv_cache.block_hash import BlockHash
-from engine.messages import PrefixAsk
 from engine.sched.remote_kv import RemoteKV
 from kv_transfer.metadata import KVTransferParams
 

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
+from engine.contracts.crash_facts import EngineFacts
 from engine.contracts.group_step import GroupOutput, GroupStep
+from engine.contracts.messages import EngineCoreOutput, EngineCoreOutputs
+from engine.contracts.outputs import SchedulerStats, TokenLogprobs
+from engine.contracts.request import Request
 from engine.contracts.scheduler_output import EncodingOutput
-from engine.crash_facts import EngineFacts
-from engine.messages import EngineCoreOutput, EngineCoreOutputs
-from engine.outputs import SchedulerStats, TokenLogprobs
-from engine.request import Request
 from engine.sched.adapters import share_host_memory
 from engine.sched.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.admission import Admission

@@ -19,10 +19,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine.config import SchedulingPolicy
+from engine.contracts.request import Request, RequestStatus
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Request, RequestStatus
 from engine.sched.counters import PrefillRate
 from engine.sched.early_loads import EarlyLoads
 from engine.sched.request_queue import RequestQueue

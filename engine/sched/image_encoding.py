@@ -19,10 +19,10 @@ computes, so what it reads itself stays until the next.
 
 from __future__ import annotations
 
+from engine.contracts.outputs import ImageStats
+from engine.contracts.request import Request
 from engine.images.image_input import EncoderWork, ImagePixels, ImageSpan
 from engine.images.image_limits import ImageLimits
-from engine.outputs import ImageStats
-from engine.request import Request
 
 
 class ImageEncoding:

@@ -6,10 +6,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.contracts.step_log import NoStepLog, StepLog
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request
+from engine.contracts.step_work import StepWork
 from engine.sched.adaptive_drafts import AdaptiveDrafts
 from engine.sched.counters import PrefillRate, SchedulerCounters
 from engine.sched.even_chunks import EvenChunks
@@ -17,7 +18,6 @@ from engine.sched.row import Row
 from engine.sched.step_fence import StepFence
 from engine.sched.step_slack import StepSlack
 from engine.sched.work_meter import WorkMeter
-from engine.step_work import StepWork
 from kv_transfer.layout import BlockIds
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from engine.outputs import GroupStats, LoRAStats, SchedulerStats
+from engine.contracts.outputs import GroupStats, LoRAStats, SchedulerStats
 
 
 def merged_stats(of_groups: list[SchedulerStats]) -> SchedulerStats:

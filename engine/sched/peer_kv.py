@@ -18,9 +18,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from engine.contracts.messages import PrefixAsk
+from engine.contracts.request import Request, RequestStatus
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.messages import PrefixAsk
-from engine.request import Request, RequestStatus
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.pull_rates import PullRates
 from engine.sched.request_queue import RequestQueue

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from engine.config import SchedulingPolicy
-from engine.request import Request
+from engine.contracts.request import Request
 from engine.sched.prompt_order import Line
 from engine.sched.request_queue import RequestQueue, SortKey
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from engine.config import SchedulingPolicy
+from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Request
 from engine.sched.admission import Admission
 from engine.sched.counters import PrefillRate
 from engine.sched.prompt_order import Line, PromptOrder, StepRoom

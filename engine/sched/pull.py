@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine.request import Request
+from engine.contracts.request import Request
 from kv_transfer.metadata import KVTransferParams
 
 

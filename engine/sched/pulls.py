@@ -11,9 +11,9 @@ import logging
 import time
 
 from engine.config import SchedulingPolicy
+from engine.contracts.messages import KVTransferResult
+from engine.contracts.request import PulledKV, Request, RequestStatus
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.messages import KVTransferResult
-from engine.request import PulledKV, Request, RequestStatus
 from engine.sched.held_blocks import HeldBlocks
 from engine.sched.pull import (
     BEING_CALLED_OFF,

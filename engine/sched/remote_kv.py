@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.contracts.messages import KVTransferResult
+from engine.contracts.request import Request
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.messages import KVTransferResult
-from engine.request import Request
 from engine.sched.block_tiers import BlockTiers
 from engine.sched.counters import PrefillRate
 from engine.sched.early_loads import EarlyLoads

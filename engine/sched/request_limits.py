@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.errors import prompt_too_long
+from engine.contracts.errors import prompt_too_long
+from engine.contracts.request import Request, RequestStatus
 from engine.images.image_limits import ImageLimits
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.request import Request, RequestStatus
 
 
 class RequestLimits:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 
 from engine.config import SchedulingPolicy
-from engine.request import Request
+from engine.contracts.request import Request
 
 SortKey = tuple[int, float, int]
 _Entry = tuple[SortKey, int, Request]

@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import IntEnum
 
+from engine.contracts.request import Request
 from engine.kv_cache.group_manager import RequestBlocks
-from engine.request import Request
 from engine.sched.request_queue import SortKey
 
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from engine.config import EngineConfig
+from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import (
     BeamSeat,
     NewRequestData,
@@ -37,7 +38,6 @@ from engine.contracts.scheduler_output import (
 )
 from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Request, RequestStatus
 from engine.sched.adapters import AdapterTable
 from engine.sched.adaptive_drafts import AdaptiveDrafts, DraftPlan
 from engine.sched.counters import SchedulerCounters

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 
-from engine.crash_facts import EngineFacts, RequestFacts, hash_id
+from engine.contracts.crash_facts import EngineFacts, RequestFacts, hash_id
+from engine.contracts.outputs import SchedulerStats
+from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.outputs import SchedulerStats
-from engine.request import Request
 from engine.sched.adapters import AdapterTable
 from engine.sched.counters import SchedulerCounters
 from engine.sched.forks import Forks

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 
-from engine.outputs import KindRates, WorkStats
+from engine.contracts.outputs import KindRates, WorkStats
+from engine.contracts.step_work import ModelCost, StepWork
 from engine.sched.row import Row
-from engine.step_work import ModelCost, StepWork
 
 _DECAY = 0.95
 """Weight that a step leaves to those before it of its kind."""

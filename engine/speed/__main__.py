@@ -35,7 +35,7 @@ from engine.config import (
     QuantizationName,
     SchedulerConfig,
 )
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.models.checkpoint import load_model_config, resolve_model
 from engine.models.kv_scale_files import choose_kv_scales
 from engine.node.settings import detect_device

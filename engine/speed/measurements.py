@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
 from engine.speed.offline_engine import OfflineEngine
 from engine.speed.profile import DecodePoint, PrefillPoint
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import zmq
 
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.core.core import EngineCore
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch.places import NO_TOKEN, Int32Array
-from engine.outputs import ModelRunnerOutput, RowFailure, StepDrafts
+from engine.contracts.outputs import ModelRunnerOutput, RowFailure, StepDrafts
 from engine.sample.logprobs import LogprobsTensors
 from engine.sample.prompt_logprobs import PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput

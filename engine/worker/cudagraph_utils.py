@@ -25,8 +25,8 @@ import torch
 
 from engine.batch.input_batch import BatchOrder
 from engine.config import SHORT_PROMPT_TOKENS, EngineConfig
+from engine.contracts.errors import CannotStartError
 from engine.contracts.step_shapes import lengths_up_to
-from engine.errors import CannotStartError
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from engine.batch.row_states import RowStates
 from engine.config import EngineConfig, ModelConfig
+from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.step_shapes import lengths_up_to
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.sample.siblings import DRAWS_AT_ONCE
-from engine.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, SamplingParams
 from kv_transfer.layout import KVGroup
 
 _SHORT_PROMPTS = (2, 16, 32, 64)

@@ -21,7 +21,7 @@ from msgspec import structs
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.distributed import ParallelGroup
+from engine.contracts.outputs import ExpertStats
 from engine.eplb_config import EplbConfig
 from engine.expert_placement import (
     Placement,
@@ -32,8 +32,8 @@ from engine.expert_placement import (
 )
 from engine.layers.expert_share import turns_of_copies
 from engine.layers.sparse_mlp import SparseMLP
-from engine.outputs import ExpertStats
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from engine.worker.expert_mover import ExpertMover
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
 from engine.expert_placement import ExpertMove, Placement, moves_between, rounds_of
 from engine.layers.expert_methods.base import ExpertLayer
 from engine.layers.methods.registry import UnsupportedScheme
+from engine.parallel.distributed import ParallelGroup
 
 SEND_BYTES = 256 << 20
 """Experts are packed in so much memory, or in what one of them takes."""

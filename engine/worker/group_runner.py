@@ -24,9 +24,9 @@ from engine.config import EngineConfig
 from engine.contracts.group_step import GroupStep
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
+from engine.parallel.token_exchange import GatherScatter
 from engine.sample.sampler import SamplerOutput
-from engine.token_exchange import GatherScatter
 from engine.worker.async_output import AsyncOutput
 from engine.worker.cudagraph_utils import GraphKey
 from engine.worker.kv_connector import KVConnector

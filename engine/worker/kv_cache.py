@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.worker.kv_cache import size_setting
 from engine.worker.memory import MemoryProfiler, format_bytes
 

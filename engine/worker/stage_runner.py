@@ -21,11 +21,11 @@ import torch
 
 from engine.batch.input_batch import BatchOrder
 from engine.batch.places import NO_TOKEN, Int32Array
+from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
-from engine.outputs import ModelRunnerOutput
+from engine.parallel.stage_link import StageLink
 from engine.sample.prompt_logprobs import PromptLogprobsTensors
 from engine.sample.sampler import SamplerOutput
-from engine.stage_link import StageLink
 from engine.worker.async_output import AsyncOutput
 from engine.worker.kv_connector import OnLayer
 from engine.worker.model_runner import ModelRunner

@@ -25,14 +25,14 @@ from contextlib import ExitStack, closing
 import torch
 
 from engine.config import EngineConfig
+from engine.contracts.errors import CannotStartError
 from engine.contracts.group_step import GroupStep, Step
-from engine.errors import CannotStartError
-from engine.model_identity import identified
+from engine.contracts.model_identity import identified
+from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
-from engine.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
-from engine.parallel import ParallelPlace, take_place
+from engine.parallel.place import ParallelPlace, take_place
 from engine.worker.adapters import create_adapters
 from engine.worker.async_output import AsyncOutput
 from engine.worker.dummy_steps import step_without_rows

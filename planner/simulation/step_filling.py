@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.contracts.step_shapes import counts_to_measure
+from engine.contracts.step_work import AttentionCost, ModelCost
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.prompt_order import Line, PromptOrder, StepRoom, full_tokens
-from engine.step_work import AttentionCost, ModelCost
 from planner.simulation.jobs import Job
 from planner.simulation.step_times import MeasuredTimes
 

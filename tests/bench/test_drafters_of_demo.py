@@ -18,9 +18,9 @@ from bench.engine.acceptance import Chats, config_of
 from bench.engine.drafts.engines import Engine
 from bench.engine.drafts.requests import Answers
 from bench.engine.parity import run
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from tandem_kernels.batch.batch_tables import RowTables
 
 RECIPE = DrafterRecipe(steps=6, batch_size=2, warmup_steps=1)

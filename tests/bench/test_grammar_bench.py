@@ -8,10 +8,10 @@ from pathlib import Path
 from bench.engine.grammar import grammar_of, measure_masks, under_grammar
 from bench.engine.models.shapes import shape_config
 from bench.engine.models.tokenizer import save_tokenizer, synthetic_tokenizer
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.grammar.tokenizer import load_grammar_tokenizer
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 
 VOCAB = 9000
 

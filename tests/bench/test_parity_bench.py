@@ -9,7 +9,7 @@ import pytest
 
 from bench.engine.drafts.requests import Answers, requests_of, resumed
 from bench.engine.parity import Drafting, Limits, measure_method, run_round
-from engine.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
 
 SMALL = Limits(10**6, num_rounds=4, per_round=10, max_tokens=30)
 WAYS = {"one node", "killed", "P/D", "P/D, killed"}

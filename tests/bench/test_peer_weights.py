@@ -8,7 +8,7 @@ from bench.engine.models.peer_weights import peer_weights
 from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
 from engine.models.dummy_weights import fill_dummy
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 
 
 def drawn() -> torch.Tensor:

@@ -13,9 +13,9 @@ from bench.engine.drafts.engines import Engine, decoding_config, write_models
 from bench.engine.drafts.requests import Answers
 from bench.engine.parity import run
 from bench.engine.speculative import PlantedDrafter, Watch, drafts_of, lookup_tables
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 

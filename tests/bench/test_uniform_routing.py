@@ -9,7 +9,7 @@ from bench.engine.models.uniform_routing import uniform_routing
 from engine.layers.norm import RMSNorm
 from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import Shard
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 
 TOKENS, EXPERTS, TOP_K = 512, 32, 4
 

@@ -10,9 +10,9 @@ import pytest
 from cli.node_profile import main
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
+from engine.contracts.profiles import ProfileOptions, RankTrace
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
-from engine.profiles import ProfileOptions, RankTrace
 from tandem_pb import node_pb2
 from tests.decode_node.http_node import http_node, live
 from tests.engine.frontend.test_node_status import StillEngine

@@ -19,13 +19,13 @@ from decode_node.disagg.prefill_events import (
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.observe.timeline import RequestRecord
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import EngineReady, KVTransferResult
+from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.frontend.detokenizer import Decoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import Give, OutputQueue, RequestState, RequestStream
-from engine.messages import EngineReady, KVTransferResult
-from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
 from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config

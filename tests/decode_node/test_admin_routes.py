@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from edge.security.cluster_token import TOKEN_HEADER
-from engine.request_spec import RequestSpec
+from engine.contracts.request_spec import RequestSpec
 from tests.decode_node.http_node import http_node
 
 PATH = "/reset_prefix_cache"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
-from engine.request_spec import RequestSpec
+from engine.contracts.request_spec import RequestSpec
 
 BLOCK = 4
 SPEC = RequestSpec()

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from decode_node.observe.timeline import PrefillRecord, RequestRecord
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from tests.decode_node.decode_fakes import (
     NUM_BLOCKS,
     FakeRequest,

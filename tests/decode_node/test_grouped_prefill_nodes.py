@@ -11,9 +11,9 @@ import pytest
 
 from decode_node.disagg.prefill_client import _message
 from decode_node.disagg.prefill_events import PrefillError, PrefillEvents, PromptPlaced
-from engine.errors import EngineDeadError
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.transfer_id import group_of_transfer
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto

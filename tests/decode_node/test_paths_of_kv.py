@@ -8,7 +8,7 @@ import pytest
 
 from decode_node.disagg.prefill_headers import prefill_headers
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
-from engine.outputs import SchedulerStats
+from engine.contracts.outputs import SchedulerStats
 from kv_transfer.errors import KV_DAMAGED, KV_STALLED
 from tests.decode_node.decode_fakes import FakeCall, until
 from tests.decode_node.test_proxy import A, B, Bench, check_complete, tokens_of

@@ -17,9 +17,9 @@ from decode_node.disagg.prefill_client import PrefillClient
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError
 from edge.security.credentials import Credentials
 from edge.tracing.context import TraceContext
+from engine.contracts.request_spec import RequestSpec, decode_spec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
-from engine.request_spec import RequestSpec, decode_spec
-from engine.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer, KVTransferParams
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node.disagg.prefill_events import FirstToken, KVTaken, PrefillError, PrefillEvents
-from engine.outputs import PromptLogprobs
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.outputs import PromptLogprobs
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from tandem_pb import prefill_pb2
 
 VOCAB = 1024

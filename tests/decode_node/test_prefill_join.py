@@ -12,11 +12,11 @@ from decode_node.disagg.prefill_join import JoinInput, JoinState, following
 from decode_node.disagg.prompt_kv import LocalSpeed, PromptKV
 from decode_node.disagg.remote_prefill import RemotePrefill, RemotePrefillLimits
 from decode_node.observe.timeline import PrefillRecord
+from engine.contracts.messages import KVTransferResult
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
-from engine.messages import KVTransferResult
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from tests.decode_node.decode_fakes import FakeEngine, FakePrefillNodes
 
 TOKEN = FirstToken(7, None, 3, 0.01, 0.02)

@@ -23,12 +23,12 @@ from decode_node.disagg.proxy import DisaggProxy
 from decode_node.disagg.remote_prefill import RemotePrefillLimits
 from decode_node.errors import Overloaded, Unavailable
 from decode_node.observe.timeline import RequestRecord
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.outputs import SchedulerStats
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
-from engine.outputs import SchedulerStats
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVPeer
 from tests.decode_node.decode_fakes import (
     FakeEngine,

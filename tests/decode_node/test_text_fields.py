@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from decode_node.answer.logprobs import TokenNames, chat_logprobs
+from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
-from engine.outputs import TokenLogprobs
 from tests.decode_node.decode_fakes import token_at
 from tests.decode_node.http_node import CONTEXT, TEMPLATE, HttpNode, chunks_of, http_node
 from tests.engine.frontend.small_tokenizers import byte_fallback_backend

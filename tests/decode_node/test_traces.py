@@ -18,9 +18,9 @@ from edge.tracing.context import TraceContext
 from edge.tracing.file import TraceFile
 from edge.tracing.span import Span
 from edge.tracing.tracer import Tracer
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import TransferStats
 from tests.decode_node.http_node import http_node
 from tests.engine.core.tiny_engine import tiny_config

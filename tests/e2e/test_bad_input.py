@@ -21,11 +21,11 @@ import openai
 import pytest
 import pytest_asyncio
 
-from engine.model_identity import identified
+from engine.contracts.model_identity import identified
+from engine.contracts.request_spec import RequestSpec, encode_spec
+from engine.contracts.sampling_params import SamplingParams
 from engine.models.identity import model_hash_of
 from engine.node.settings import EngineSettings
-from engine.request_spec import RequestSpec, encode_spec
-from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVPeer
 from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import kv_transfer_pb2 as pb

@@ -16,9 +16,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
+from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import GroupStep, Step, StepResult
+from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
 from engine.contracts.scheduler_output import EncodingOutput
-from engine.errors import EngineDeadError
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.adapter_loader import AdapterLoader
 from engine.executor.group_results import GroupResults
@@ -30,7 +31,6 @@ from engine.executor.worker_messages import (
     ExecuteStep,
     ProfileReply,
 )
-from engine.outputs import GrammarStats, ModelRunnerOutput
 from engine.worker.worker import Worker
 from tests.engine.models.conftest import free_ports
 

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.config import ModelConfig
 from engine.models.specs.llama import LlamaSpec
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from engine.rope import Rotary
 
 _TINY: dict[str, Any] = {

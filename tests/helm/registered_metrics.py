@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from decode_node.metrics import DecodeMetrics
 from edge.security.metrics import CredentialsCollector
 from engine.config import DeviceConfig, ParallelConfig
+from engine.contracts.outputs import ExpertStats, ResidencyStats, SchedulerStats, WorkStats
 from engine.inspection_config import InspectionConfig
 from engine.lora import LoRAConfig
 from engine.node.metrics import EngineCollector
-from engine.outputs import ExpertStats, ResidencyStats, SchedulerStats, WorkStats
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
 from kv_transfer.host_tier import HostTier

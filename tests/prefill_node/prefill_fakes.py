@@ -13,14 +13,14 @@ import grpc
 from edge.security.credentials import Credentials
 from edge.tracing.tracer import Tracer
 from engine.config import ParallelConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import EngineReady, KVTransferResult
+from engine.contracts.outputs import SchedulerStats, SiblingTokens, TokenLogprobs
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import OutputQueue, RequestState, RequestStream
-from engine.messages import EngineReady, KVTransferResult
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
-from engine.outputs import SchedulerStats, SiblingTokens, TokenLogprobs
 from host.life_signs import Silence
 from kv_transfer.metadata import KVPeer, TransferStats
 from prefill_node.metrics import PrefillMetrics

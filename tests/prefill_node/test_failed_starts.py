@@ -6,7 +6,7 @@ import pytest
 
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
-from engine.errors import CannotStartError, EngineDeadError
+from engine.contracts.errors import CannotStartError, EngineDeadError
 from engine.frontend.tokenizer import TokenizerError
 from engine.node.grpc_server import PortInUse
 from engine.node.process import run_node

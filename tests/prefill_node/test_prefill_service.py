@@ -15,9 +15,9 @@ from prometheus_client import generate_latest
 from edge.tracing.file import TraceFile
 from edge.tracing.tracer import Tracer
 from engine.config import ParallelConfig
-from engine.outputs import SchedulerStats
-from engine.request_spec import SPEC_VERSION, RequestSpec, encode_spec
-from engine.sampling_params import SamplingParams
+from engine.contracts.outputs import SchedulerStats
+from engine.contracts.request_spec import SPEC_VERSION, RequestSpec, encode_spec
+from engine.contracts.sampling_params import SamplingParams
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVPeer
 from kv_transfer.transfer_id import group_of_transfer

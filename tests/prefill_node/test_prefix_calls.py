@@ -14,14 +14,20 @@ from msgspec.structs import replace
 
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import (
+    EngineReady,
+    OfferPrefix,
+    PrefixAnswer,
+    PrefixAsk,
+    PrefixOffered,
+)
+from engine.contracts.prefix_holder import PrefixHolder, checked_holder
 from engine.frontend.prefix_calls import PrefixCalls
-from engine.messages import EngineReady, OfferPrefix, PrefixAnswer, PrefixAsk, PrefixOffered
 from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS, PrefixServicer
 from engine.node.services_server import ServicesServer
 from engine.node.status import NodeWork
-from engine.prefix_holder import PrefixHolder, checked_holder
 from kv_transfer.layout import KVLayout, attention_group
 from kv_transfer.metadata import KVPeer
 from tandem_pb import prefixes_pb2, prefixes_pb2_grpc

@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
 from decode_node.answer.journal import read_resume
-from engine.request_spec import SPEC_VERSION, UnknownSpecVersion, decode_spec, encode_spec
+from engine.contracts.request_spec import SPEC_VERSION, UnknownSpecVersion, decode_spec, encode_spec
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.layout import PROTOCOL_VERSION
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto

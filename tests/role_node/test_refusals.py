@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.errors import EngineDeadError, RoleSwitchRefused
+from engine.contracts.errors import EngineDeadError, RoleSwitchRefused
 from engine.node.grpc_server import PortInUse
 from engine.node.role_switch import RoleSwitch
 from engine.node.settings import SettingsError

@@ -16,13 +16,13 @@ import torch
 
 from bench.engine.drafts.engines import Engine, Pair, with_transfers
 from engine.config import EngineConfig, SpeculativeConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.executor.abstract import KVCaches, ReportProgress
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import EngineCoreRequest
 from engine.models.base import CausalLM
 from engine.models.fill_jobs import fill_weight
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 
 _ADDED = (".o_proj.weight", ".down_proj.weight")
 

@@ -27,15 +27,15 @@ from engine.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from engine.core.core import EngineCore
-from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import (
+from engine.contracts.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     SupplyFirstToken,
 )
+from engine.core.core import EngineCore
+from engine.executor.uniproc_executor import UniprocExecutor
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.worker.drafter import Drafter

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.outputs import TokenLogprobs
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 
 VOCAB, MAX_LEN, EOS = 300, 160, 0
 PER_ROUND, MAX_TOKENS = 48, 110

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bench.engine.models.shapes import shape_config
-from engine.distributed import ParallelGroup
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.block import AttentionBlock
 from engine.layers.attention.layer import AttentionInputs
@@ -24,7 +23,8 @@ from engine.models.factory import create_model
 from engine.models.llama import LlamaForCausalLM
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bench.engine.ranks.model import ShardedModel, Span
-from engine.distributed import ParallelGroup
 from engine.layers.linear import RowParallelLinear
 from engine.layers.residual import ResidualStream
+from engine.parallel.distributed import ParallelGroup
 from tandem_kernels import ops
 
 Kind = Literal["serial", "no sums", "apart", "scattered", "halves", "tiles"]

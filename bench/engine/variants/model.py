@@ -25,7 +25,7 @@ from engine.models.factory import create_model
 from engine.models.llama import LlamaForCausalLM
 from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from engine.worker.kv_cache import layer_views
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import E4M3

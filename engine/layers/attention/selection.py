@@ -8,7 +8,7 @@ import logging
 import torch
 
 from engine.config import AttentionBackendName, EngineConfig
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.cudnn_prefill import CudnnPrefill

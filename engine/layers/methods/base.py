@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.distributed import ParallelGroup
 from engine.layers.rows import RowForm, Rows, UnnormedRows, UnscaledProduct
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.parallel.distributed import ParallelGroup
 from engine.quantization import Scheme
 from tandem_kernels import ops
 

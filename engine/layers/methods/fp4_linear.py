@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import (
     LinearLayer,
@@ -26,6 +25,7 @@ from engine.layers.methods.fp4_tiling import fill_tiles, tile_words
 from engine.layers.methods.weight_format import filled_weight
 from engine.layers.methods.written_out import written_out
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.parallel.distributed import ParallelGroup
 from engine.quantization import Mxfp4Scheme, Nvfp4Scheme
 from tandem_kernels import ops
 from tandem_kernels.gemm.fp4_tiles import SIDE, tiles_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.layers.methods.fp4_format import Fp4Matrix
 from engine.quantization import Mxfp4Scheme, Nvfp4Scheme
 from tandem_kernels.gemm.fp4_tiles import (

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import (
     LinearLayer,
@@ -27,6 +26,7 @@ from engine.layers.methods.integer_format import IntegerFormat, IntegerMatrix
 from engine.layers.methods.weight_format import filled_weight
 from engine.layers.methods.written_out import written_out
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.parallel.distributed import ParallelGroup
 from engine.quantization import Int4Scheme
 from tandem_kernels import ops
 from tandem_kernels.gemm.int4_packing import (

@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import (
     LinearLayer,
@@ -30,6 +29,7 @@ from engine.layers.methods.weight_format import filled_weight
 from engine.layers.methods.written_out import written_out
 from engine.layers.rows import RowForm, Rows
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.parallel.distributed import ParallelGroup
 from engine.quantization import Int8Scheme
 from tandem_kernels import ops
 from tandem_kernels.gemm.int8_shapes import GROUP_MULTIPLE, MULTIPLE

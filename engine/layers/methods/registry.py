@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import CannotStartError
+from engine.contracts.errors import CannotStartError
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import LinearMethod, LinearShare
 from engine.layers.methods.fp4_format import fp4_format

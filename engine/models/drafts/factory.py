@@ -23,7 +23,7 @@ from engine.models.factory import create_model
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.llama import LlamaSpec
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 
 
 def config_of_draft(config: EngineConfig) -> EngineConfig:

@@ -15,10 +15,10 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import Carrier
 from engine.batch.input_batch import BatchOrder, InputBatch, InputBuffers, order_batch
 from engine.batch.row_states import RowError, RowStates
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData
 from engine.layers.attention.backend import AttentionBackend, PrefillChunk
 from engine.layers.attention.paged import PagedBackend
-from engine.sampling_params import SamplingParams
 from tandem_kernels.batch.batch_tables import RowTables
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import Carrier
 from engine.batch.decode_set import DecodeSet
 from engine.batch.row_states import RowError, RowStates
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData
-from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import EngineConfig, SpeculativeConfig
+from engine.contracts.messages import KVTransferResult
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.request_stream import RequestStream
-from engine.messages import KVTransferResult
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import NUM_BLOCKS, make_request, tiny_config

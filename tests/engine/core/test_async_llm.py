@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import LoadProgress
+from engine.contracts.profiles import ProfileOptions, ProfileRefused
+from engine.contracts.request_spec import RequestSpec
 from engine.frontend.async_llm import AsyncLLM
 from engine.inspection_config import InspectionConfig
-from engine.messages import LoadProgress
-from engine.profiles import ProfileOptions, ProfileRefused
-from engine.request_spec import RequestSpec
 from tests.engine.core.tiny_engine import (
     NUM_BLOCKS,
     Oracle,

@@ -20,14 +20,14 @@ import pytest
 import uvloop
 from msgspec import to_builtins
 
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import LoadProgress
+from engine.contracts.request_spec import RequestSpec
 from engine.frontend import crash_reporter
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.inspection_config import InspectionConfig
-from engine.messages import LoadProgress
 from engine.node.status import NodeStatus
-from engine.request_spec import RequestSpec
 from host.stack_dump import dump_stacks
 from tandem_pb import node_pb2
 from tests.engine.core.pd_pair import tokens_of

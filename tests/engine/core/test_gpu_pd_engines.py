@@ -10,13 +10,13 @@ import pytest
 import pytest_asyncio
 
 from engine.config import DeviceConfig, EngineConfig
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.kv_scales import KVScaleTable
 from engine.models.quantization.fp8 import ONLINE
 from engine.quantization import Quantization
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.pd_pair import other_role

@@ -24,11 +24,11 @@ from llguidance import LLMatcher
 from prometheus_client import CollectorRegistry
 
 from engine.config import SpeculativeConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.outputs import TokenLogprobs
 from engine.frontend.async_llm import AsyncLLM
 from engine.models.draft_checkpoint import read_draft
 from engine.node.metrics import EngineCollector
-from engine.outputs import TokenLogprobs
 from tests.engine.core.pd_pair import Pair, start_engine, start_engines, tokens_by_choice, tokens_of
 from tests.engine.core.tiny_engine import TINY, VOCAB, Oracle, until, until_empty
 from tests.engine.core.tiny_tokenizer import save_tokenizer, text_of

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from engine.contracts.messages import ProfileAnswer
+from engine.contracts.profiles import ProfileOptions, RankTrace
 from engine.core import profile_session
 from engine.core.profile_session import ProfileSession
 from engine.executor.worker_messages import BeginProfile, EndProfile, ProfileBegun, ProfileEnded
 from engine.inspection_config import InspectionConfig
-from engine.messages import ProfileAnswer
-from engine.profiles import ProfileOptions, RankTrace
 from tests.engine.core.tiny_engine import tiny_config
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from tests.engine.core.tiny_engine import tiny_config
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

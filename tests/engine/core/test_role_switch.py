@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from engine.config import EngineConfig
+from engine.contracts.errors import RoleSwitchRefused
+from engine.contracts.messages import SwitchRole
 from engine.core.role_session import RoleSession
-from engine.errors import RoleSwitchRefused
-from engine.messages import SwitchRole
 from tests.engine.core.pd_pair import Pair, other_role, start_engine, start_engines, tokens_of
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty
 from tests.processes import stopped

@@ -16,14 +16,14 @@ import pytest_asyncio
 
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS, PrefixServicer
 from engine.node.status import NodeStatus
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from kv_transfer.metadata import KVTransferParams
 from tandem_pb import node_pb2, prefixes_pb2_grpc
 from tests.engine.core.pd_pair import start_engine, start_engines, tokens_of

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from bench.engine.step_pace import PROFILE, Case, Machine, VirtualDevice, run
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.core.core import EngineCore
 from engine.core.step_pace import StepForecast, StepPace
 from engine.executor.abstract import KVCaches, ReportProgress
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import EngineCoreRequest
-from engine.outputs import ModelRunnerOutput
 from engine.sched.in_flight import StepShape
 from engine.speed.profile import load_profile
 from planner.simulation.step_times import MeasuredTimes, Part

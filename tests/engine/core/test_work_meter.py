@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
+from engine.contracts.step_work import num_pairs
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.inspection_config import InspectionConfig
-from engine.messages import EngineCoreRequest
 from engine.models.step_costs import cost_of
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
-from engine.step_work import num_pairs
 from tests.engine.core.tiny_engine import tiny_config
 
 LENGTHS = (70, 9)

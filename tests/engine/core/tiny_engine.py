@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import SchedulerStats
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.input_processor import GenerationRequest
-from engine.messages import EngineCoreRequest
-from engine.outputs import SchedulerStats
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from tests.engine.tiny_model import tiny_model
 
 VOCAB = 211

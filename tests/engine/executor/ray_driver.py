@@ -22,9 +22,9 @@ import zmq
 
 from edge.security.config import SecurityConfig
 from engine.config import EngineConfig, ParallelConfig
+from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import GroupStep
 from engine.core.core import EngineCore
-from engine.errors import EngineDeadError
 from engine.executor import ray_host
 from engine.executor.ray_executor import RayExecutor
 from kv_transfer.config import KVRole, KVTransferConfig

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import zmq
 
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.errors import EngineDeadError
 from engine.executor import process_executor
 from engine.executor.abstract import KVCaches
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.executor.worker_messages import WorkerFailed
-from engine.outputs import ModelRunnerOutput
 from host.local_socket import connect_socket
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.processes import is_gone

@@ -13,7 +13,7 @@ import pytest
 
 from edge.installed_version import UNKNOWN_VERSION
 from engine.config import ParallelConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
 from engine.executor import ray_cluster
 from engine.executor.ray_cluster import RayCluster
 from engine.executor.ray_host import HostFacts

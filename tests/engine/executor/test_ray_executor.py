@@ -21,13 +21,13 @@ import zmq
 
 from edge.security.config import SecurityConfig
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import LoadProgress
+from engine.contracts.profiles import ProfileOptions
 from engine.executor.factory import create_executor
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream
 from engine.inspection_config import InspectionConfig
-from engine.messages import LoadProgress
-from engine.profiles import ProfileOptions
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import Oracle, make_request, tiny_config, until, until_empty

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.messages import (
+from engine.contracts.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,

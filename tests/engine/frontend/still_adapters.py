@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
+from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
 from engine.frontend.adapter_calls import AdapterCalls
-from engine.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
 
 
 class StillAdapters(AdapterCalls):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.errors import EngineDeadError
-from engine.profiles import Profile, ProfileOptions, ProfileRefused, RankTrace
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused, RankTrace
 
 
 class StillProfiles:

@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.errors import EngineDeadError
-from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.input_processor import GenerationRequest
-from engine.frontend.request_stream import RequestStream
-from engine.messages import (
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     SupplyFirstToken,
 )
-from engine.outputs import SiblingTokens, TokenLogprobs
+from engine.contracts.outputs import SiblingTokens, TokenLogprobs
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.input_processor import GenerationRequest
+from engine.frontend.request_stream import RequestStream
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import make_request
 from tests.engine.frontend.fake_core import FakeCore

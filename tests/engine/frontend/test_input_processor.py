@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig
-from engine.errors import InvalidRequest
+from engine.contracts.errors import InvalidRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams
 from engine.frontend.input_processor import InputProcessor, choose_seed
-from engine.request_spec import RequestSpec
-from engine.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams
 from tests.engine.core.tiny_engine import MAX_LEN, VOCAB, tiny_config
 
 PROCESSOR = InputProcessor(tiny_config())

@@ -17,14 +17,14 @@ from edge.adapter_call import AdapterCall
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from engine.config import EngineConfig, KVLayers
-from engine.errors import EngineDeadError
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import EngineReady
+from engine.contracts.outputs import DraftStats, SchedulerStats
+from engine.contracts.profiles import ProfileOptions
 from engine.frontend.step_history import StepHistory
-from engine.messages import EngineReady
 from engine.node.grpc_server import NodeGrpcServer, PortInUse
 from engine.node.open_requests import OpenRequests
 from engine.node.status import NodeStatus, fingerprint
-from engine.outputs import DraftStats, SchedulerStats
-from engine.profiles import ProfileOptions
 from host.life_signs import Silence
 from kv_transfer.layout import Plane
 from tandem_pb import node_pb2, node_pb2_grpc

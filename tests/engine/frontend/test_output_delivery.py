@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contracts.messages import EngineCoreOutput
+from engine.contracts.outputs import PromptLogprobs, TokenLogprobs
 from engine.frontend import output_delivery
 from engine.frontend.output_delivery import OutputDelivery
-from engine.messages import EngineCoreOutput
-from engine.outputs import PromptLogprobs, TokenLogprobs
 
 
 class Taken:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.contracts.outputs import PromptLogprobs, TokenLogprobs
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.pieces import Piece
 from engine.frontend.text_options import TextOptions
 from engine.frontend.visible_text import PieceReader, Stretch
-from engine.outputs import PromptLogprobs, TokenLogprobs
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from tests.engine.frontend.small_tokenizers import byte_level
 
 EOS = 1

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import InvalidRequest
-from engine.images.image_input import ImageSpan
-from engine.messages import EngineCoreRequest
-from engine.request_spec import (
+from engine.contracts.errors import InvalidRequest
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import (
     MAX_SPEC_BYTES,
     SPEC_VERSION,
     AdapterRef,
@@ -22,7 +21,8 @@ from engine.request_spec import (
     decode_spec,
     encode_spec,
 )
-from engine.sampling_params import BeamParams, SamplingParams
+from engine.contracts.sampling_params import BeamParams, SamplingParams
+from engine.images.image_input import ImageSpan
 from tandem_pb import prefill_pb2
 
 TOKENS = st.integers(0, (1 << 31) - 1)

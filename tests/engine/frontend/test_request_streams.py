@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.errors import EngineDeadError
-from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.request_stream import RequestStream
-from engine.messages import (
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -24,7 +22,9 @@ from engine.messages import (
     RetryRemotePrefill,
     SupplyFirstToken,
 )
-from engine.outputs import SchedulerStats, TokenLogprobs
+from engine.contracts.outputs import SchedulerStats, TokenLogprobs
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.request_stream import RequestStream
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.core.tiny_engine import make_request
 from tests.engine.frontend.fake_core import FakeCore

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.contracts.outputs import SchedulerStats
 from engine.node.tier_metrics import tier_metrics
-from engine.outputs import SchedulerStats
 from kv_transfer.config import KVTransferConfig
 from tests.engine.core.tiny_engine import tiny_config
 

@@ -8,6 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from engine.frontend.wire import (
     logprobs_from_message,
     logprobs_to_message,
@@ -16,7 +17,6 @@ from engine.frontend.wire import (
     siblings_from_messages,
     siblings_to_messages,
 )
-from engine.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from tandem_pb import prefill_pb2
 
 TOKENS = st.integers(0, (1 << 31) - 1)

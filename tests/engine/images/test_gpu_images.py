@@ -14,7 +14,7 @@ from engine.images.image_config import ImageConfig
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_tower
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from tests.engine.images.test_vision_parity import prompts, request_of
 from tests.engine.images.vision_checkpoints import picture, save_checkpoint
 from tests.engine.worker.one_engine import OneEngine

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.core.core import EngineCore
 from engine.images.image_config import ImageConfig
-from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
-from engine.request_spec import RequestSpec
-from engine.sampling_params import BeamParams, SamplingParams
 from tests.engine.images.vision_checkpoints import (
     Prompt,
     picture,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.block_hash import extend_block_hashes, pack_tokens, root_hash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.messages import EngineCoreRequest
-from engine.request import Request
-from engine.request_spec import RequestSpec
 from kv_transfer.layout import attention_group
 
 BLOCK_SIZE = 4

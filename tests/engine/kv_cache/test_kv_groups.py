@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.contracts.request import Request
 from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
 from engine.kv_cache.group_manager import NULL_BLOCK
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Request
 from kv_transfer.layout import KVGroup, attention_group
 from tests.engine.kv_cache.test_kv_cache_manager import make_request
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from engine.contracts.outputs import RESIDENCY_BUCKETS, BlockTimes
 from engine.kv_cache import sampled_pool
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.sampled_pool import SampledBlockPool
-from engine.outputs import RESIDENCY_BUCKETS, BlockTimes
 from kv_transfer.layout import attention_group
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from engine.config import CacheConfig, Device, DeviceConfig, EngineConfig
-from engine.distributed import ParallelGroup
 from engine.kv_scales import KVScaleTable
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from kv_transfer.config import KVRole, KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.kv_fp8.quantised_reference import QuantisedReference, scale_table

@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import CacheConfig, EngineConfig, KVLayers, ModelConfig
-from engine.distributed import ParallelGroup
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.group_manager import GroupManager, RequestBlocks
 from engine.kv_scales import KVScaleTable
 from engine.layers.kv_scales import layer_scales
 from engine.layers.shard import Shard
-from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
@@ -30,11 +32,9 @@ from engine.models.kv_scale_files import (
 )
 from engine.models.loader import load_weights
 from engine.node.status import fingerprint
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from engine.quantization import Quantization
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.worker.kv_cache import blocks_that_fit, describe_capacity
 from kv_transfer.errors import HandshakeMismatch
 from kv_transfer.group_sizes import in_fp8

@@ -35,7 +35,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import CausalLM, ForwardInputs
 from engine.models.registry import MODELS, Entry
 from engine.models.specs.base import ModelSpec
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from engine.rope import Rotary
 from kv_transfer.layout import DTYPE_BYTES, Plane
 

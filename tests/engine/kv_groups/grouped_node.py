@@ -11,19 +11,19 @@ from typing import Protocol
 import zmq
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from engine.core.core import EngineCore
-from engine.executor.abstract import Executor
-from engine.executor.multiproc_executor import MultiprocExecutor
-from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import (
+from engine.contracts.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     KVTransferResult,
     PrefixAsk,
     SupplyFirstToken,
 )
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
+from engine.core.core import EngineCore
+from engine.executor.abstract import Executor
+from engine.executor.multiproc_executor import MultiprocExecutor
+from engine.executor.uniproc_executor import UniprocExecutor
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 

@@ -10,12 +10,12 @@ import msgspec
 from safetensors.torch import load_file
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import AdapterRef, RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.lora import LoRAConfig, LoRAModule
-from engine.messages import EngineCoreRequest
 from engine.models.adapter_files import read_adapter
 from engine.models.checkpoint import load_model_config
-from engine.request_spec import AdapterRef, RequestSpec
-from engine.sampling_params import SamplingParams
 from tests.engine.lora.adapter_checkpoints import (
     ALL,
     FUSED,

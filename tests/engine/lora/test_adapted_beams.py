@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.config import CacheConfig, SpeculativeConfig
-from engine.sampling_params import BeamParams
+from engine.contracts.sampling_params import BeamParams
 from tests.engine.lora.adapted_engine import Adapted, request
 from tests.engine.models.test_beam_search import PROMPTS, asked, check, expected
 from tests.engine.worker.one_engine import OneEngine, check_empty

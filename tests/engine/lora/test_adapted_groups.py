@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.config import ParallelConfig
+from engine.contracts.messages import AdapterAnswer
 from engine.core.core import EngineCore
-from engine.messages import AdapterAnswer
 from engine.sched.group_scheduler import GroupScheduler
 from tests.engine.lora.adapted_engine import Adapted, request
 from tests.engine.thread_executor import ThreadExecutor

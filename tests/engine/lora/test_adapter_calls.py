@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from edge.adapter_call import AdapterCall
-from engine.errors import InvalidRequest
+from engine.contracts.errors import InvalidRequest
 from engine.frontend.adapter_calls import OutdatedCall
 from engine.frontend.adapter_records import AdapterRecords
 from engine.models.adapter_files import read_adapter

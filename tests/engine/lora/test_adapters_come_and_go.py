@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.contracts.messages import AdapterAnswer, EngineCoreRequest
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import AdapterAnswer, EngineCoreRequest
 from tests.engine.lora.adapted_engine import Adapted, request
 
 UNKNOWN = "not loaded here"

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from cli.cluster import free_ports
-from engine.distributed import ParallelGroup
+from engine.parallel.distributed import ParallelGroup
 from tests.engine.models.engine_rank import MODES_OF_SIZE, greedy_all
 from tests.engine.models.int8_checkpoints import MakePair, write_pair
 from tests.engine.models.rank_process import compute_all

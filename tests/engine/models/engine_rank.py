@@ -23,12 +23,12 @@ from engine.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import SchedulerStats
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.models.checkpoint import load_model_config
-from engine.outputs import SchedulerStats
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler

@@ -11,8 +11,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
-from tests.engine.models.fake_group import FakeGroup
+from engine.parallel.place import ParallelPlace
+from tests.engine.parallel.fake_group import FakeGroup
 
 RANKS = ((0, 1), (0, 2), (1, 2))
 

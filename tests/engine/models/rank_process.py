@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import CacheConfig, Dtype, EngineConfig, ParallelConfig
-from engine.distributed import ParallelGroup
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel
 from tests.engine.models.parity_cases import prompts
 

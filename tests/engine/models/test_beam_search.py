@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.models.checkpoint import load_model_config
-from engine.request_spec import RequestSpec
-from engine.sampling_params import BeamParams, SamplingParams
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint
 from tests.engine.worker.one_engine import OneEngine

@@ -23,7 +23,6 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
-from engine.distributed import ParallelGroup
 from engine.layers.rotary import cos_sin_cache
 from engine.models import hub
 from engine.models.checkpoint import (
@@ -36,6 +35,7 @@ from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.models.registry import spec_of
 from engine.models.specs.dense import DenseSpec
+from engine.parallel.distributed import ParallelGroup
 from engine.rope import LongRope, RopeScaling
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import make_paged_model

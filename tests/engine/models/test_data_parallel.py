@@ -20,8 +20,8 @@ from engine.config import (
     SpeculativeConfig,
 )
 from engine.contracts.group_step import GroupStep
+from engine.contracts.messages import AbortRequests, PrefixAnswer
 from engine.core.core import EngineCore
-from engine.messages import AbortRequests, PrefixAnswer
 from engine.models.checkpoint import load_model_config
 from engine.sched.group_scheduler import GroupScheduler
 from kv_transfer.config import KVTransferConfig

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from engine.config import CacheConfig, DeviceConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.contracts.errors import EngineDeadError
 from engine.core.core import EngineCore
 from engine.eplb_config import EplbConfig
-from engine.errors import EngineDeadError
 from engine.expert_placement import copies_of
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.checkpoint import load_model_config

@@ -18,14 +18,14 @@ from engine.models.checkpoint import check_parallel, load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.parallel import ExpertRanks, ParallelPlace
+from engine.parallel.place import ExpertRanks, ParallelPlace
 from tests.engine.models.engine_rank import EngineRank
-from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.test_quantised_experts import MakePair, experts_of, meaning
 from tests.engine.models.test_quantised_experts import gpt_oss as gpt_oss  # a fixture
 from tests.engine.models.test_quantised_experts import kept as kept  # a fixture
 from tests.engine.models.test_quantised_experts import make_pair as make_pair  # a fixture
+from tests.engine.parallel.fake_group import FakeGroup
 
 NUM_TOKENS = 16
 

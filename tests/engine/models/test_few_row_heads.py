@@ -17,7 +17,7 @@ from engine.layers.methods.lora import AdapterTokens, WithAdapters
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.kv_scales import E4M3, KVScales

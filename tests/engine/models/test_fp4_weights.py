@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine.distributed import ParallelGroup
 from engine.layers.expert_methods import choice
 from engine.layers.expert_methods.fp4 import Fp4Experts
 from engine.layers.gemm_policy import GemmPolicy
@@ -22,6 +21,7 @@ from engine.layers.methods.fp4_tiling import ScaleError
 from engine.layers.sparse_mlp import Experts
 from engine.models.quantization.reader import read_quantization
 from engine.models.specs.base import UnsupportedField
+from engine.parallel.distributed import ParallelGroup
 from engine.quantization import Fp8Scheme, Mxfp4Scheme, Nvfp4Scheme, Quantization
 from tandem_kernels import ops
 from tandem_kernels.gemm.fp4_tiles import untile_fp4

@@ -34,11 +34,10 @@ from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.dummy_weights import fill_dummy
 from engine.models.factory import _tell_of_plain_layers, create_model
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from engine.quantization import Fp8Scheme, Quantization, SchemeRule
 from kv_transfer.layout import HeadRange
 from tandem_kernels.reference.fp8 import dequantise_rows, dequantise_weight, quantise_fp8
-from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.paged_model import PagedModel
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import (
@@ -49,6 +48,7 @@ from tests.engine.models.quantised_checkpoints import (
     write_fp8_channels,
     write_fp8_tensors,
 )
+from tests.engine.parallel.fake_group import FakeGroup
 
 POLICY = GemmPolicy(fp8=True)
 LINEAR = MergedColumnParallelLinear | RowParallelLinear

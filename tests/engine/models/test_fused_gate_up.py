@@ -10,7 +10,7 @@ import torch
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import GateUpParallelLinear
 from engine.layers.shard import Shard
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 from tandem_kernels.gemm import fused_gate_up_shapes
 

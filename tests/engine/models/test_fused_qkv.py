@@ -15,7 +15,7 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 

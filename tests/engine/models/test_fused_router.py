@@ -19,12 +19,12 @@ from engine.layers.shard import Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.expert_block import sparse_mlp
 from engine.models.specs.experts import SHARED_EXPERTS, ExpertSpec
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
+from engine.parallel.token_exchange import Replicated
 from engine.quantization import Mxfp4Scheme, Quantization, SchemeRule
-from engine.token_exchange import Replicated
 from tandem_kernels import ops
 from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS
-from tests.engine.models.fake_group import FakeGroup
+from tests.engine.parallel.fake_group import FakeGroup
 
 HIDDEN, ROWS = 64, 4
 SPEC = ExpertSpec(

@@ -20,7 +20,7 @@ from engine.layers.shard import Shard
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.models.llama import LlamaForCausalLM
 from engine.models.registry import spec_of
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tests.engine.tiny_model import tiny_model

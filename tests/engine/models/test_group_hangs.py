@@ -14,10 +14,10 @@ import pytest
 import zmq
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.contracts.errors import EngineDeadError
+from engine.contracts.messages import AbortRequests
 from engine.core.core import EngineCore
-from engine.errors import EngineDeadError
 from engine.executor.multiproc_executor import MultiprocExecutor
-from engine.messages import AbortRequests
 from engine.models.checkpoint import load_model_config
 from engine.sched.group_scheduler import GroupScheduler
 from tests.engine.kv_groups.grouped_node import TIMEOUT_S, GroupedNode, run_until

@@ -14,7 +14,7 @@ import torch
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.factory import create_model
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from engine.worker.dummy_steps import largest_steps
 from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig

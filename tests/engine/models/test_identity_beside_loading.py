@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import CacheConfig, DraftModel, EngineConfig, SpeculativeConfig
+from engine.contracts.model_identity import PENDING, identified
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.frontend.async_llm import AsyncLLM
-from engine.model_identity import PENDING, identified
 from engine.models.checkpoint import load_model_config
 from engine.models.errors import CheckpointError
 from engine.models.identity import IdentityJob

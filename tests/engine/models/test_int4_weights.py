@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from engine.layers.methods.int4_linear import InputOrderError, Int4Linear
@@ -26,12 +25,12 @@ from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.models.quantization.reader import read_quantization
-from engine.parallel import ExpertRanks, ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ExpertRanks, ParallelPlace
 from engine.quantization import Int4Scheme
 from kv_transfer.config import KVTransferConfig
 from tandem_kernels import ops
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
-from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.int4_checkpoints import LAYOUTS, awq, ct_int4, gptq, write_awq
 from tests.engine.models.loaded_parameters import parameters
 from tests.engine.models.parity_cases import prompts
@@ -41,6 +40,7 @@ from tests.engine.models.reference_models import reference, reference_logits
 from tests.engine.models.test_logit_parity import relative_error
 from tests.engine.models.test_pd_parity import Transformers
 from tests.engine.models.test_quantised_weights import refusal
+from tests.engine.parallel.fake_group import FakeGroup
 
 Pair = tuple[Path, Path]
 MakePair = Callable[..., Pair]

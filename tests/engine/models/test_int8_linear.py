@@ -23,13 +23,13 @@ from engine.models.base import CausalLM
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.parallel import ExpertRanks, ParallelPlace
+from engine.parallel.place import ExpertRanks, ParallelPlace
 from tandem_kernels.reference.int8 import int8_dequantise, quantise_int8
-from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.int8_checkpoints import LAYOUTS, MakePair
 from tests.engine.models.paged_model import PagedModel
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import quantise_checkpoint
+from tests.engine.parallel.fake_group import FakeGroup
 
 LINEAR = MergedColumnParallelLinear | RowParallelLinear
 POLICY = GemmPolicy(int8=True, int8_rows=8)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.distributed import ParallelGroup
 from engine.models.base import ForwardInputs
+from engine.parallel.distributed import ParallelGroup
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import CHUNK, make_paged_model
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint

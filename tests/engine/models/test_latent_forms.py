@@ -15,7 +15,6 @@ from torch import Tensor
 
 from engine.batch.input_batch import BatchOrder
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.distributed import ParallelGroup
 from engine.layers.attention import flash_attention, selection
 from engine.layers.attention.flash_attention import FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend, LatentMetadata
@@ -23,6 +22,7 @@ from engine.layers.attention.latent_forms import LatentForms
 from engine.layers.attention.layer import AttentionInputs
 from engine.models.checkpoint import load_model_config
 from engine.models.specs.latent import LatentSpec
+from engine.parallel.distributed import ParallelGroup
 from engine.worker import cudagraph_utils, model_runner
 from tandem_kernels.reference.ragged import ragged_attention
 from tests.engine.models.engine_rank import MODES, EngineRank, greedy

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear
 from engine.layers.rotary import cos_sin_cache, inverse_frequencies, llama3_scaled
 from engine.layers.shard import CheckpointWeight, Shard
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from engine.rope import RopeScaling, Rotary
 from kv_transfer.layout import heads_of_rank
 

@@ -21,11 +21,11 @@ from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import SkippedTensors, load_weights
 from engine.models.weight_reader import PIECE_BYTES, Piece, WeightReader
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from engine.worker.load_log import LoadLog
 from tests.engine.models.conftest import ROOT
-from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.test_wrappers import PUBLISHED, wrap
+from tests.engine.parallel.fake_group import FakeGroup
 from tests.engine.tiny_model import place_alone
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from engine.layers.rows import PairOutputs
 from engine.layers.shard import Shard
 from engine.models.expert_block import sparse_mlp
 from engine.models.specs.experts import ExpertSpec
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 
 ROWS, HIDDEN, TOP_K, CPU = 5, 32, 3, torch.device("cpu")

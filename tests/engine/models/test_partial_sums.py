@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
 from engine.layers.linear import RowParallelLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
@@ -17,7 +16,8 @@ from engine.layers.shard import Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.expert_block import sparse_mlp
 from engine.models.specs.experts import ExpertSpec
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 
 ROWS, HIDDEN, CPU = 3, 32, torch.device("cpu")

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.distributed import ParallelGroup
 from engine.layers.expert_methods import choice
 from engine.layers.expert_methods.base import ExpertLayer, ExpertMethod
 from engine.layers.expert_methods.fp4 import Fp4Experts
@@ -30,14 +29,14 @@ from engine.layers.sparse_mlp import Experts
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from engine.quantization import Fp8Scheme, Mxfp4Scheme, Quantization, SchemeRule
 from kv_transfer.config import KVTransferConfig
 from tandem_kernels.gemm.fp4_tiles import untile_fp4
 from tandem_kernels.reference import quantised_experts
 from tandem_kernels.reference.fp8 import dequantise_weight
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over
-from tests.engine.models.fake_group import FakeGroup
 from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES, publish
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import (
@@ -53,6 +52,7 @@ from tests.engine.models.quantised_checkpoints import (
 from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import reference, save_checkpoint
 from tests.engine.models.test_pd_parity import Transformers
+from tests.engine.parallel.fake_group import FakeGroup
 
 LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "blocks": (write_fp8_blocks((128, 128)), FP8_BLOCKS),

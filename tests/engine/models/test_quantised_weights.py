@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
-from engine.distributed import ParallelGroup
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.quantization.reader import read_quantization
+from engine.parallel.distributed import ParallelGroup
 from engine.quantization import Fp8Scheme
 from tests.engine.models.loaded_parameters import check_same, parameters
 from tests.engine.models.parity_cases import prompts

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.distributed import ParallelGroup
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import RowParallelLinear
 from engine.layers.methods.lora import AdapterTokens, WithAdapters
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import Shard
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from tandem_kernels.lora.lora_gemm_shapes import num_counters
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import CHUNK, make_paged_model

@@ -16,7 +16,7 @@ from engine.layers.shard import Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.expert_block import sparse_mlp
 from engine.models.specs.experts import SHARED_EXPERTS, ExpertSpec
-from engine.parallel import ParallelPlace
+from engine.parallel.place import ParallelPlace
 
 
 def block(policy: GemmPolicy, hidden: int, dtype: torch.dtype, device: str) -> SparseMLP:

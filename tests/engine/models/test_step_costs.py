@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig
+from engine.contracts.step_work import ModelCost, StepWork
 from engine.models.checkpoint import load_model_config
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
 from engine.models.step_costs import cost_of
-from engine.parallel import ParallelPlace
-from engine.step_work import ModelCost, StepWork
+from engine.parallel.place import ParallelPlace
 from tests.engine.models.paged_model import BLOCK_SIZE, PagedModel, PagedSequence
 
 PROMPT, BEHIND = 48, 16

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import ModelConfig
-from engine.distributed import ParallelGroup
 from engine.models.checkpoint import CheckpointError, load_model_config
 from engine.models.registry import MODELS, spec_of
 from engine.models.specs.dense import DenseSpec
 from engine.models.wrappers import WRAPPERS, text_config, with_own_names
+from engine.parallel.distributed import ParallelGroup
 from engine.quantization import matches
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.rank_process import make_paged_model

@@ -10,14 +10,14 @@ from engine.batch.block_table import BlockTables
 from engine.batch.buffer_utils import Carrier
 from engine.batch.input_batch import InputBuffers, order_batch
 from engine.batch.row_states import RowStates
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData
 from engine.grammar.compiler import GrammarCompiler
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.vocab_part import VocabPart
-from engine.outputs import TokenLogprobs
 from engine.sample.grammars import GrammarStates
 from engine.sample.sampler import Sampler, SamplerOutput
-from engine.sampling_params import SamplingParams
 from tandem_kernels import ops
 from tests.engine.tiny_model import tiny_model
 

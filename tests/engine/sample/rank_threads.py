@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
 from engine.layers.vocab_part import VocabCut, VocabPart
+from engine.parallel.distributed import ParallelGroup
 
 T = TypeVar("T")
 _TIMEOUT_S = 60

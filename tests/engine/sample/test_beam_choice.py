@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.outputs import TokenLogprobs
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.sampling_params import BeamParams
 from engine.sample.beam_choice import choose_beams
-from engine.sampling_params import BeamParams
 from engine.sched.beam_search import BeamSearch
 from engine.sched.beam_seats import seats_of
 

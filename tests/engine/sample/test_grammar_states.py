@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch.places import Places
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.tokenizer import load_grammar_tokenizer, parser_limits
 from engine.sample.grammars import GrammarStates
-from engine.sampling_params import SamplingParams
 from tests.engine.worker.grammar_requests import (
     DEAD_END,
     EOS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.sampling_params import SamplingParams
+from engine.contracts.sampling_params import SamplingParams
 
 
 def test_chosen_and_top_tokens_of_those_who_asked(bench, make_logits) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch.buffer_utils import Carrier
+from engine.contracts.sampling_params import SamplingParams
 from engine.sample.penalties import PenaltyStates
-from engine.sampling_params import SamplingParams
 from tests.engine.batch.place_tables import places_of
 
 CPU = torch.device("cpu")

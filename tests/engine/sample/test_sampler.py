@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.sampling_params import SamplingParams
+from engine.contracts.sampling_params import SamplingParams
 
 STEPS = 60
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.contracts.sampling_params import SamplingParams
 from engine.sample.allowed_tokens import AllowedTokenStates
 from engine.sample.bad_words import BadWordStates
-from engine.sampling_params import SamplingParams
 from tests.engine.sample.conftest import SamplerBench
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.sampling_params import SamplingParams
 from engine.layers.vocab_part import VocabPart
-from engine.outputs import TokenLogprobs
-from engine.sampling_params import SamplingParams
 from tests.engine.sample.conftest import ROWS, SamplerBench
 from tests.engine.sample.rank_threads import Ranks, ThreadGroup, part_of
 

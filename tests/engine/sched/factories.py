@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from engine.config import CacheConfig, EngineConfig, KVLayers, SchedulerConfig
-from engine.messages import EngineCoreRequest
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.sched.even_chunks import COST_BY_TOKENS, EvenChunks
 from engine.sched.prompt_order import PromptOrder
 from kv_transfer.config import KVTransferConfig

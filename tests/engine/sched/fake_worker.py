@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
-from engine.outputs import (
+from engine.contracts.outputs import (
     ModelRunnerOutput,
     PromptLogprobs,
     RowPromptLogprobs,
     RowSiblings,
     SiblingTokens,
 )
-from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.contracts.request import Request
+from engine.contracts.sampling_params import SamplingParams
+from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from kv_transfer.layout import BlockIds, KVGroup
 from tests.engine.sched.factories import VOCAB_SIZE
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.contracts.group_step import GroupOutput, GroupStep
-from engine.messages import EngineCoreOutputs
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request
+from engine.contracts.messages import EngineCoreOutputs
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.request import Request
 from engine.sched.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler

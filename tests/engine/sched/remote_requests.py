@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.request import Request, RequestStatus
+from engine.contracts.request import Request, RequestStatus
 from tests.engine.sched.factories import make_request, remote_prefill
 from tests.engine.sched.step_machine import Client, StepMachine
 

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
-from engine.contracts.scheduler_output import SchedulerOutput
-from engine.kv_cache.capacity import tokens_that_fit
-from engine.messages import (
+from engine.contracts.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     KVTransferResult,
     PrefixAsk,
 )
-from engine.outputs import ModelRunnerOutput, PromptLogprobs
-from engine.request import Request
+from engine.contracts.outputs import ModelRunnerOutput, PromptLogprobs
+from engine.contracts.request import Request
+from engine.contracts.scheduler_output import SchedulerOutput
+from engine.kv_cache.capacity import tokens_that_fit
 from engine.sched.prompt_order import PromptOrder
 from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
 from engine.sched.row import RowPhase

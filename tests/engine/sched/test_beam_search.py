@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.outputs import TokenLogprobs
-from engine.sampling_params import BeamParams
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.sampling_params import BeamParams
 from engine.sched.beam_search import BeamSearch
 
 Found = tuple[float, list[int]]

@@ -11,9 +11,9 @@ import pytest
 
 from bench.engine.beams import Guesses, asked
 from bench.engine.scheduler import make_config
+from engine.contracts.messages import EngineCoreOutput
+from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.messages import EngineCoreOutput
-from engine.request import Request
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 

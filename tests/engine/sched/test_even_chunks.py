@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from engine.contracts.step_work import AttentionCost, ModelCost
 from engine.sched.even_chunks import EvenChunks
-from engine.step_work import AttentionCost, ModelCost
 
 BUDGET = 8192
 FLOPS, PAIR = 1.4e10, 4 * 32 * 4096.0

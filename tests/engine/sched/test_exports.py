@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import Request
+from engine.contracts.request import Request
 from tests.engine.sched.factories import (
     make_config,
     make_request,

@@ -11,8 +11,8 @@ from collections import Counter
 
 import pytest
 
+from engine.contracts.request import RequestStatus
 from engine.kv_cache.block import KVCacheBlock
-from engine.request import RequestStatus
 from engine.sched.scheduler import Scheduler
 from tests.engine.sched.factories import make_config, make_request, remote_prefill
 from tests.engine.sched.step_machine import StepMachine

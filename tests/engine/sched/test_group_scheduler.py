@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.contracts.group_step import GroupStep
+from engine.contracts.request import Request
 from engine.kv_cache.block_hash import pack_tokens
-from engine.request import Request
 from engine.sched.group_choice import TOKENS_PER_REQUEST, GroupOffer, choose_group
 from tests.engine.sched.factories import BLOCK_SIZE, VOCAB_SIZE, make_config, make_request
 from tests.engine.sched.group_machine import GroupMachine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.request import RequestStatus
+from engine.contracts.request import RequestStatus
 from engine.sched import host_kv
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from kv_transfer.host_tier import HostTier

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ImageStats
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import EncodingOutput, SchedulerOutput
 from engine.images.image_config import ImageConfig
 from engine.images.image_input import ImagePixels, ImageSpan, image_digest
 from engine.images.image_limits import ImageLimits
 from engine.images.vision_spec import PixelSpec, VisionSpec
 from engine.kv_cache.block_hash import extend_block_hashes
-from engine.messages import EngineCoreRequest
-from engine.outputs import ImageStats
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.image_encoding import ImageEncoding
 from tests.engine.sched.factories import make_config, remote_prefill
 from tests.engine.sched.step_machine import StepMachine

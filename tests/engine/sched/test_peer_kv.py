@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.request import RequestStatus
+from engine.contracts.request import RequestStatus
 from engine.sched import peer_kv, prefix_offers
 from engine.sched.counters import PrefillRate
 from engine.sched.prefix_offers import OfferedAnswers

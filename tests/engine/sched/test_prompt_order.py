@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contracts.step_shapes import counts_to_measure
+from engine.contracts.step_work import AttentionCost, ModelCost
 from engine.sched.even_chunks import EvenChunks
 from engine.sched.prompt_order import Line, PromptOrder, StepRoom, full_tokens
-from engine.step_work import AttentionCost, ModelCost
 
 BUDGET, FULL = 8192, 1024
 TOKEN_S = 1e-4

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from engine.contracts.messages import EngineCoreOutputs
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.messages import EngineCoreOutputs
-from engine.outputs import ModelRunnerOutput
-from engine.request import Request, RequestStatus
 from engine.sched.prefix_offers import _Offer
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SchedulingPolicy
-from engine.request import Request
+from engine.contracts.request import Request
 from engine.sched.request_queue import RequestQueue
 from tests.engine.sched.factories import make_request
 

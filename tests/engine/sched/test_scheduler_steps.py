@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from engine.contracts.request import RequestStatus
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.request import RequestStatus
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.sched.factories import EOS, make_config, make_request
@@ -274,7 +274,7 @@ def test_results_out_of_order_are_refused() -> None:
 
 
 def test_logprobs_travel_with_their_token() -> None:
-    from engine.outputs import TokenLogprobs
+    from engine.contracts.outputs import TokenLogprobs
 
     machine = StepMachine(make_config(), num_blocks=32)
     machine.add(make_request("a", prompt(4), logprobs=0, max_tokens=1))

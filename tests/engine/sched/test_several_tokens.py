@@ -7,8 +7,8 @@ from collections import Counter
 import msgspec
 import pytest
 
+from engine.contracts.outputs import ModelRunnerOutput, TokenLogprobs
 from engine.executor.worker_messages import StepDone
-from engine.outputs import ModelRunnerOutput, TokenLogprobs
 from tests.engine.sched.factories import BLOCK_SIZE, EOS, make_config, make_request
 from tests.engine.sched.fake_worker import Drafter
 from tests.engine.sched.step_machine import Client, StepMachine

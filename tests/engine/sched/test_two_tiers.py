@@ -14,7 +14,7 @@ import pytest
 
 import decode_node.disagg.credits as credits_module
 from decode_node.disagg.credits import KVCredits
-from engine.request import Request
+from engine.contracts.request import Request
 from tests.engine.sched.factories import (
     BLOCK_SIZE,
     make_config,

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.core.core import EngineCore
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.models.checkpoint import load_model_config
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from kv_transfer.config import KVRole, KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint

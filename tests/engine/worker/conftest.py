@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from engine.contracts.outputs import ModelRunnerOutput, TokenLogprobs
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from engine.models.factory import create_model
 from engine.models.loader import load_weights
-from engine.outputs import ModelRunnerOutput, TokenLogprobs
-from engine.sampling_params import SamplingParams
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner

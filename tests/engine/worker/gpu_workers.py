@@ -20,14 +20,14 @@ from engine.config import (
     EngineConfig,
     SchedulerConfig,
 )
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import TokenLogprobs
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.fast_paths import FastPath
-from engine.messages import EngineCoreRequest
 from engine.models.factory import create_model
-from engine.outputs import TokenLogprobs
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.models.factory import create_model
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from tests.engine.frontend.small_tokenizers import byte_level_backend, save
 from tests.engine.tiny_model import place_alone, tiny_model
 

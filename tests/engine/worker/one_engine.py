@@ -9,12 +9,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import LoadAdapter
+from engine.contracts.messages import EngineCoreOutputs, EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput, TokenLogprobs
+from engine.contracts.request import Request
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.messages import EngineCoreOutputs, EngineCoreRequest
-from engine.outputs import ModelRunnerOutput, TokenLogprobs
-from engine.request import Request
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from engine.config import SchedulerConfig
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from tests.engine.worker.conftest import tiny_config
 from tests.engine.worker.one_engine import EOS, KINDS, OneEngine, check_empty
 

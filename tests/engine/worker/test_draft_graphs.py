@@ -13,9 +13,9 @@ import pytest
 
 from engine.batch.input_batch import InputBuffers
 from engine.config import DeviceConfig
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.sched.draft_length import DraftLength
 from engine.worker import model_runner
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, capture_sizes

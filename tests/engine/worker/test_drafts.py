@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.worker.drafter import Drafter
 from tests.engine.worker.drafters import KnowingDrafter, RandomDrafter
 from tests.engine.worker.one_engine import OneEngine, check_empty, run_traffic, workload

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import BeamParams, SamplingParams
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import BeamParams, SamplingParams
 from tests.engine.worker.gpu_workers import SchedulerAndWorker, small_config, started
 from tests.engine.worker.test_gpu_no_waiting import never_waiting
 

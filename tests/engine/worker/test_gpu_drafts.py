@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config import DrafterName, EngineConfig
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
 from engine.models.draft_checkpoint import read_draft
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from engine.worker.draft_passes import DraftPasses

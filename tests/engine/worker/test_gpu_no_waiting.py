@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from engine.batch.buffer_utils import upload
+from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.outputs import ModelRunnerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig

@@ -12,11 +12,11 @@ import torch
 import zmq
 
 from engine.config import EngineConfig, ParallelConfig
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.fast_paths import FastPath
-from engine.outputs import ModelRunnerOutput
-from engine.sampling_params import SamplingParams
 from engine.worker.cudagraph_utils import default_capture_sizes
 from tests.engine.worker.gpu_workers import (
     ALL_FAST_PATHS,

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, ParallelConfig
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.grammar.compiler import CompiledGrammar, GrammarCompiler
-from engine.messages import EngineCoreRequest
-from engine.outputs import ModelRunnerOutput
 from engine.worker.async_output import AsyncOutput
 from engine.worker.drafter import Drafter
 from engine.worker.worker import Worker

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.batch.row_states import RowError
+from engine.contracts.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sample import prompt_logprobs
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.worker.kv_connector import KVConnector
 from kv_transfer.metadata import KVConnectorMetadata
 from tests.engine.worker.saved_layers import SavedLayers

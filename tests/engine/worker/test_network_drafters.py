@@ -24,13 +24,13 @@ from engine.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, PulledDrafts, SchedulerOutput
-from engine.messages import EngineCoreRequest
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.models.errors import CheckpointError
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.worker.model_runner import ModelRunner
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.models.reference_models import FAMILIES, reference, save_checkpoint

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.batch.input_batch import InputBuffers
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.fast_paths import FastPath
-from engine.messages import EngineCoreRequest
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.worker import model_runner
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, prompt_keys, recorded_prompts
 from engine.worker.kv_connector import KVConnector

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, ParallelConfig
+from engine.contracts.sampling_params import SamplingParams
 from engine.layers.attention.paged import PagedBackend
 from engine.lora import LoRAConfig
 from engine.models.base import CausalLM
-from engine.sampling_params import SamplingParams
 from engine.worker import sampled_rows
 from engine.worker.sampled_rows import keeps_sampled_rows
 from tests.engine.worker.gpu_workers import conversation, small_config, started

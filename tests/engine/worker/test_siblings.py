@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.sampling_params import SamplingParams
+from engine.contracts.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 SEEDED = SamplingParams(seed=5, temperature=1.5, logprobs=2)

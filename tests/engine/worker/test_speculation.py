@@ -16,10 +16,10 @@ from llguidance import LLMatcher
 
 from engine.batch.places import Places
 from engine.config import DeviceConfig, EngineConfig, SchedulerConfig
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.contracts.sampling_params import SamplingParams
 from engine.node.speculative_settings import parse_speculative_config
-from engine.request_spec import RequestSpec
-from engine.sampling_params import SamplingParams
 from engine.sched.draft_length import DraftLength
 from engine.worker.worker import Worker
 from tandem_kernels.batch.batch_tables import RowTables

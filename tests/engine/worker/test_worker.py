@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.contracts.outputs import ModelRunnerOutput
+from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.outputs import ModelRunnerOutput
-from engine.sampling_params import SamplingParams
 from engine.worker.kv_cache import KVCacheMemoryError
 from engine.worker.worker import MissedStepError, Worker
 from host.memory_file import MemoryFile

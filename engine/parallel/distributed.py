@@ -23,11 +23,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from engine import peer_exchanger, peer_reducer
-from engine.mapped_memory import MappedMemory
-from engine.peer_exchanger import PeerExchanger
-from engine.peer_reducer import PeerReducer, ReduceLimits
-from engine.socket_pair import SocketPair
+from engine.parallel import peer_exchanger, peer_reducer
+from engine.parallel.mapped_memory import MappedMemory
+from engine.parallel.peer_exchanger import PeerExchanger
+from engine.parallel.peer_reducer import PeerReducer, ReduceLimits
+from engine.parallel.socket_pair import SocketPair
 
 _TIMEOUT_S = 120.0
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from engine.messages import EngineCoreRequest
+from engine.contracts.messages import EngineCoreRequest
 
 if TYPE_CHECKING:
     from engine.config import SchedulingPolicy
-    from engine.request_spec import RequestSpec
-    from engine.sampling_params import SamplingParams
+    from engine.contracts.request_spec import RequestSpec
+    from engine.contracts.sampling_params import SamplingParams
     from kv_transfer.metadata import KVTransferParams
 
 

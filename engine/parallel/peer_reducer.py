@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.mapped_memory import MAX_BYTES, MappedMemory
-from engine.peer_timing import (
+from engine.parallel.mapped_memory import MAX_BYTES, MappedMemory
+from engine.parallel.peer_timing import (
     AllReduce,
     count_over_ranks,
     mean_over_ranks,

@@ -27,9 +27,9 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequest, check
+from engine.contracts.errors import InvalidRequest, check
+from engine.contracts.sampling_params import SamplingParams
 from engine.images.image_input import DIGEST_BYTES, ImageSpan
-from engine.sampling_params import SamplingParams
 
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 1 << 20

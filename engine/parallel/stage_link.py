@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from engine.distributed import ParallelGroup, connect_gloo, connect_nccl
+from engine.parallel.distributed import ParallelGroup, connect_gloo, connect_nccl
 
 _NEVER = timedelta(days=3650)
 """The time that an idle stage waits for the next step."""

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cli.cluster import free_ports
-from engine import mapped_memory, peer_reducer
-from engine.distributed import ParallelGroup
-from engine.mapped_memory import MAX_BYTES, MappedMemory, RankMemory, check_reach
-from engine.peer_reducer import PeerReducer, ReduceLimits, ReduceTimes, limits_of, room_for
+from engine.parallel import mapped_memory, peer_reducer
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.mapped_memory import MAX_BYTES, MappedMemory, RankMemory, check_reach
+from engine.parallel.peer_reducer import PeerReducer, ReduceLimits, ReduceTimes, limits_of, room_for
 from kv_transfer.errors import KVTransferError
-from tests.engine.models.collective_scenes import play
+from tests.engine.parallel.collective_scenes import play
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,7 +38,7 @@ def test_ranks_add_in_order() -> None:
 
 def check_on_gpus(num_ranks: int) -> None:
     rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
-    command = [sys.executable, "-m", "tests.engine.models.reduce_process"]
+    command = [sys.executable, "-m", "tests.engine.parallel.reduce_process"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(num_ranks), rendezvous],

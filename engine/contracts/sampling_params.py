@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import check
+from engine.contracts.errors import check
 
 MAX_LOGPROBS = 128
 """Engines can give so many; a decode node's setting allows fewer."""

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engine.mapped_memory import MAX_BYTES, MappedMemory
-from engine.peer_timing import count_over_ranks, mean_over_ranks, microseconds_in_graph
+from engine.parallel.mapped_memory import MAX_BYTES, MappedMemory
+from engine.parallel.peer_timing import count_over_ranks, mean_over_ranks, microseconds_in_graph
 
 if TYPE_CHECKING:
     from tandem_kernels.collectives.peer_memory import ReduceTuning
@@ -37,7 +37,7 @@ _PAGE_BYTES = 4 << 10
 
 
 class Library(Protocol):
-    """Does the same; `engine.distributed.Collectives` has it."""
+    """Does the same; `engine.parallel.distributed.Collectives` has it."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over ranks."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
-from engine.crash_facts import EngineFacts
+from engine.contracts.crash_facts import EngineFacts
+from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
+from engine.contracts.profiles import Profile, ProfileOptions, RefusalCode
+from engine.contracts.request_spec import RequestSpec
 from engine.images.image_input import ImagePixels
-from engine.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
-from engine.profiles import Profile, ProfileOptions, RefusalCode
-from engine.request_spec import RequestSpec
 from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.metadata import KVPeer, KVTransferParams, TransferStats
 
@@ -39,7 +39,7 @@ class EngineCoreRequest(msgspec.Struct, tag="add", kw_only=True, omit_defaults=T
     group: int = -1
     pixels: tuple[ImagePixels, ...] = ()
     prefix_peer: str = ""
-    """Names who may hold a prefix of the prompt (`engine.prefix_holder`)."""
+    """Names who may hold a prefix of the prompt (`engine.contracts.prefix_holder`)."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

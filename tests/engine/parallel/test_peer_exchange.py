@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import mapped_memory, peer_exchanger
-from engine.distributed import ParallelGroup
-from engine.mapped_memory import MAX_BYTES, MappedMemory
-from engine.peer_exchanger import (
+from engine.parallel import mapped_memory, peer_exchanger
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.mapped_memory import MAX_BYTES, MappedMemory
+from engine.parallel.peer_exchanger import (
     ExchangeLimits,
     ExchangeTimes,
     PeerExchanger,
@@ -23,9 +23,9 @@ from engine.peer_exchanger import (
     room_for,
     row_counts,
 )
-from engine.token_exchange import GatherScatter
+from engine.parallel.token_exchange import GatherScatter
 from kv_transfer.errors import KVTransferError
-from tests.engine.models.collective_scenes import CPU, play
+from tests.engine.parallel.collective_scenes import CPU, play
 
 pytest.importorskip("triton")
 USE = "exchange of tokens"
@@ -100,7 +100,7 @@ def test_one_rank_without_memory_leaves_all_without(
     the log says what it was."""
     drivers = iter([Driver(2, broken=call)] + [Driver(2)] * 20)
     on_one_host(lambda: next(drivers))
-    with caplog.at_level(logging.INFO, "engine.mapped_memory"):
+    with caplog.at_level(logging.INFO, "engine.parallel.mapped_memory"):
         assert play(connected, size) == [None] * size
     assert [record.getMessage() for record in caplog.records] == [
         f"{USE}: NCCL alone, as ranks do not share memory: {call}: invalid argument"

@@ -9,10 +9,10 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from engine.config import EngineConfig, ParallelConfig
-from engine.distributed import ParallelGroup, host_of, meet
-from engine.peer_reducer import ReduceLimits
-from engine.stage_link import StageLink
-from engine.token_exchange import GatherScatter, Replicated, TokenExchange
+from engine.parallel.distributed import ParallelGroup, host_of, meet
+from engine.parallel.peer_reducer import ReduceLimits
+from engine.parallel.stage_link import StageLink
+from engine.parallel.token_exchange import GatherScatter, Replicated, TokenExchange
 from kv_transfer.stages import layers_of_stage
 
 _CONNECT_TIMEOUT = timedelta(seconds=120)

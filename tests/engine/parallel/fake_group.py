@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.distributed import ParallelGroup
+from engine.parallel.distributed import ParallelGroup
 
 
 class FakeGroup(ParallelGroup):

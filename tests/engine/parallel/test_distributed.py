@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.distributed import ParallelGroup
-from tests.engine.models.collective_scenes import (
+from engine.parallel.distributed import ParallelGroup
+from tests.engine.models.conftest import free_ports
+from tests.engine.parallel.collective_scenes import (
     collectives,
     dead_peer,
     draws_of_parts,
@@ -15,7 +16,6 @@ from tests.engine.models.collective_scenes import (
     play,
     sum_of_rows,
 )
-from tests.engine.models.conftest import free_ports
 
 
 @pytest.mark.parametrize("size", [2, 3])

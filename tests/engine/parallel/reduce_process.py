@@ -1,6 +1,6 @@
 """One of several ranks that add up, and exchange rows, over each other's GPU memory:
 
-    python -m tests.engine.models.reduce_process RANK SIZE RENDEZVOUS
+    python -m tests.engine.parallel.reduce_process RANK SIZE RENDEZVOUS
 
 Ranks may share one GPU. Prints "equal" when every call, eager and replayed, gave the sum in the
 order of ranks, bit for bit, and every gather the rows of all.
@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.distributed import meet
-from engine.mapped_memory import MappedMemory
-from engine.peer_exchanger import PeerExchanger, room_for
-from engine.peer_reducer import PeerReducer
+from engine.parallel.distributed import meet
+from engine.parallel.mapped_memory import MappedMemory
+from engine.parallel.peer_exchanger import PeerExchanger, room_for
+from engine.parallel.peer_reducer import PeerReducer
 from tandem_kernels.reference.elementwise import fused_add_rms_norm
 
 ROWS = ((1, 4096), (5, 2880), (256, 4096))

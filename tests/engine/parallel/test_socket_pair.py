@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from engine.socket_pair import _AT_ONCE, RankLostError, SocketPair
+from engine.parallel.socket_pair import _AT_ONCE, RankLostError, SocketPair
 
 TIMEOUT = timedelta(seconds=60)
 

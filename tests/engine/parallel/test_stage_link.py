@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from engine.distributed import ParallelGroup, meet
-from engine.stage_link import StageLink, StageLostError
+from engine.parallel.distributed import ParallelGroup, meet
+from engine.parallel.stage_link import StageLink, StageLostError
 from tests.engine.models.conftest import free_ports
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.distributed import ParallelGroup
+from engine.parallel.distributed import ParallelGroup
 
 
 class TokenExchange(Protocol):

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.distributed import ParallelGroup
 from engine.layers.embedding import LMHead
 from engine.layers.shard import Shard
-from engine.parallel import ParallelPlace
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 from tests.engine.models.conftest import free_ports
 
