@@ -24,7 +24,7 @@ from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.models.step_costs import cost_of
-from engine.sched.even_chunks import EvenChunks
+from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
 from kv_transfer.no_connector import NoConnectorScheduler

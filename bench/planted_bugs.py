@@ -82,10 +82,10 @@ BUGS = (
     ),
     Bug(
         "kept-too-long", "blocks of a part are not given back when others need them",
-        "engine/sched/pull.py",
+        "engine/sched/arrivals/pull.py",
         "IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.PARTIAL, _S.READY)",
         "IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.READY)",
-        ("tests/engine/sched/test_pulls_that_fail.py",), hangs=True,
+        ("tests/engine/sched/arrivals/test_pulls_that_fail.py",), hangs=True,
     ),
     Bug(
         "no-fencing", "a message of an earlier attempt counts for the one that lives",
@@ -205,7 +205,7 @@ BUGS = (
         "shared-tail", "choices of a prompt write into its last partial block, all of them",
         "engine/kv_cache/kv_cache_manager.py", "            if stop < len(old)",
         "            if stop < 0",
-        ("tests/engine/sched/test_forks.py",),
+        ("tests/engine/sched/choices/test_forks.py",),
     ),
     Bug(
         "shared-once", "blocks that choices share are free when the first of them ends",
@@ -215,14 +215,14 @@ BUGS = (
     ),
     Bug(
         "orphaned-prompt", "a prompt is computed on when nobody is left who wants an answer",
-        "engine/sched/forks.py", "        return fork.prompt\n", "        return None\n",
-        ("tests/engine/sched/test_forks.py",),
+        "engine/sched/choices/forks.py", "        return fork.prompt\n", "        return None\n",
+        ("tests/engine/sched/choices/test_forks.py",),
     ),
     Bug(
         "stuck-choices", "choices wait for blocks that only they hold",
         "engine/sched/admission.py",
         "elif self._running.table.num_live > 0 or forks.waits_for_steps:", "elif True:",
-        ("tests/engine/sched/test_forks.py", "-k", "full_cache"),
+        ("tests/engine/sched/choices/test_forks.py", "-k", "full_cache"),
     ),
     Bug(
         "one-seed", "all choices of a prompt begin with the same token",

@@ -189,8 +189,8 @@ class SchedulerConfig:
         itl_objective_ms: Prompts beside running answers make steps no longer than that; 0: they
             fill the budget.
         policy: Order of waiting requests and of victims of preemption.
-        prompt_order: Order of prompts under one priority; see `engine.sched.prompt_order`. Without
-            chunked prefill it is that of arrival.
+        prompt_order: Order of prompts under one priority; see `engine.sched.prompts.prompt_order`.
+            Without chunked prefill it is that of arrival.
         full_step_tokens: A step of prompts is full with so many tokens; 0: as measured.
         async_scheduling: Decide the next step while workers compute one. Without, the scheduler
             waits for each result.

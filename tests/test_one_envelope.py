@@ -49,7 +49,7 @@ SEVERAL_USES = {
         "engine/frontend/output_processor.py",  # stop strings
         "engine/sample",
         "engine/contracts/request_spec.py",  # one token
-        "engine/sched/beams.py",
+        "engine/sched/choices/beams.py",
         "engine/sched/request_limits.py",  # stop tokens
     },
     "stop": {"engine/frontend/output_processor.py", "engine/contracts/request_spec.py"},
@@ -57,16 +57,16 @@ SEVERAL_USES = {
         "engine/frontend/output_processor.py",  # the first token may be the last
         "engine/sample",  # before min_tokens
         "engine/contracts/request_spec.py",  # a beam goes on behind them
-        "engine/sched/beams.py",
+        "engine/sched/choices/beams.py",
         "engine/sched/request_limits.py",
-        "engine/sched/row.py",
+        "engine/sched/rows/row.py",
     },
     "ignore_eos": {
         "engine/frontend/output_processor.py",
         "engine/contracts/request_spec.py",  # a beam goes on behind an end
-        "engine/sched/beams.py",
+        "engine/sched/choices/beams.py",
         "engine/sched/request_limits.py",
-        "engine/sched/row.py",
+        "engine/sched/rows/row.py",
     },
     "seed": {
         "decode_node/serving/openai_serving.py",
@@ -82,13 +82,13 @@ SEVERAL_USES = {
         "decode_node/disagg/prefill_events.py",  # a peer gives as many
         "engine/contracts/request_spec.py",  # candidates of a beam
         "engine/sample",
-        "engine/sched/beams.py",
+        "engine/sched/choices/beams.py",
     },
     "beam": {
         "decode_node/disagg/remote_prefill.py",  # candidates instead of a first token
         "engine/frontend/input_processor.py",  # a prefill node is asked for candidates
         "engine/contracts/request_spec.py",
-        "engine/sched/beams.py",
+        "engine/sched/choices/beams.py",
     },
     "prompt_logprobs": {
         "decode_node/answer/answer.py",  # an answer that echoes waits for them

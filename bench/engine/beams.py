@@ -40,7 +40,7 @@ from engine.contracts.sampling_params import BeamParams, SamplingParams
 from engine.contracts.scheduler_output import NewRequestData, SchedulerOutput
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.sample.beam_choice import choose_beams
-from engine.sched.beam_search import BeamSearch, Hypothesis
+from engine.sched.choices.beam_search import BeamSearch, Hypothesis
 from engine.sched.scheduler import Scheduler
 from engine.speed.offline_engine import offline_engine
 from kv_transfer.no_connector import NoConnectorScheduler

@@ -4,7 +4,7 @@ each group, in virtual time and without a model.
 
     by transfer        the group that a random id means
     least load         fewest tokens to compute, then fewest requests, then most free blocks
-    load and prefix    `engine.sched.group_choice`
+    load and prefix    `engine.sched.groups.group_choice`
 
 Groups step together: a step takes as long as its fullest group. Prompts and pauses have the shape
 of published traces (`bench.workload`), a quarter as long. `prompts` is a prefill node, `whole` an
@@ -32,7 +32,7 @@ from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.request import Request
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.groups.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 

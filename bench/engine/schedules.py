@@ -31,9 +31,9 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.contracts.step_work import ModelCost, StepWork
 from engine.models.step_costs import cost_of
-from engine.sched.row import Row
+from engine.sched.rows.row import Row
+from engine.sched.rows.work_meter import WorkMeter
 from engine.sched.scheduler import Scheduler
-from engine.sched.work_meter import WorkMeter
 from kv_transfer.no_connector import NoConnectorScheduler
 
 _GEMM_FLOPS, _ATTENTION_FLOPS = 676e12, 443e12

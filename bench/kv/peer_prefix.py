@@ -47,7 +47,7 @@ WAYS = {"cuda_ipc": "cuda_ipc,stream", "stream": "stream", "nixl": "nixl,stream"
 _PATIENCE_S = 60.0
 _WARM_UP = 2
 _DECISION = "prefix of "
-"""How lines begin with which a node explains itself (engine/sched/pull_rates.py)."""
+"""How lines begin with which a node explains itself (engine/sched/arrivals/pull_rates.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ urgency         the least slack until the objective first; what misses it anyway
 two queues      short and long prompts in turn, each in order of arrival (LAPS, 2601.11589)
 layers          tandem's order, and parts as short as a layer at no cost (FlowPrefill, 2602.16603)
 staggered       prompts wait until a node is between two steps (staggered batches, 2512.16134)
-tandem          `engine.sched.prompt_order`
+tandem          `engine.sched.prompts.prompt_order`
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.sched.even_chunks import EvenChunks
-from engine.sched.prompt_order import PromptOrder, StepRoom
+from engine.sched.prompts.even_chunks import EvenChunks
+from engine.sched.prompts.prompt_order import PromptOrder, StepRoom
 from planner.simulation.cluster import ClusterShape, MakePolicy, SimCluster
 from planner.simulation.jobs import Job
 from planner.simulation.nodes import SimPrefillNode

@@ -60,7 +60,8 @@ class Request:
     `num_computed_tokens`: leading tokens whose KV existed when the request last entered a row
     (from there the row counts), or will come from a peer.
     `num_tokens`: prompt and confirmed output.
-    `choice_ids`: answers to this prompt that are requests of their own (`engine.sched.forks`).
+    `choice_ids`: answers to this prompt that are requests of their own
+    (`engine.sched.choices.forks`).
     `first_tokens`: theirs, once they are known.
     `num_resumed_tokens`: the end of the prompt that is output of another node. To the KV cache it
     is prompt; to sampling, penalties and limits it is output.
@@ -106,12 +107,12 @@ class Request:
         self.group = message.group
         self.first_tokens: list[int] = []
         self.is_beam = False
-        """It belongs to a beam search (`engine.sched.beams`)."""
+        """It belongs to a beam search (`engine.sched.choices.beams`)."""
         self.arrival_time = message.arrival_time
         self.arrival_order = 0
         """Counts requests as they reach the scheduler."""
         self.due_at = 0.0
-        """When it is due (`engine.sched.prompt_order`), from when that is known."""
+        """When it is due (`engine.sched.prompts.prompt_order`), from when that is known."""
         self.prompt_work: float | None = None
         """Counts what is left to compute when it waits, in tokens at the beginning of a prompt;
         None: that is not known yet, or not any more."""

@@ -13,7 +13,7 @@ from collections import defaultdict
 
 from engine.contracts.messages import AdapterAnswer, EngineCoreOutput, EngineCoreOutputs
 from engine.executor.abstract import Executor
-from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.groups.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
 
 

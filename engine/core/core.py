@@ -43,9 +43,9 @@ from engine.core.step_pace import StepPace
 from engine.executor.abstract import Executor, KVCaches, ReportProgress
 from engine.images.image_limits import NO_ENCODER
 from engine.models.step_costs import cost_of
-from engine.sched.even_chunks import EvenChunks
-from engine.sched.group_scheduler import GroupScheduler
-from engine.sched.work_meter import WorkMeter
+from engine.sched.groups.group_scheduler import GroupScheduler
+from engine.sched.prompts.even_chunks import EvenChunks
+from engine.sched.rows.work_meter import WorkMeter
 from host.life_signs import LifeSigns
 
 RequestMessage = (

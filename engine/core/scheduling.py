@@ -11,9 +11,9 @@ from engine.contracts.step_shapes import FULL_TOKENS
 from engine.executor.abstract import KVCaches
 from engine.life_places import first_transfer_place
 from engine.models.step_costs import cost_of
-from engine.sched.even_chunks import COST_BY_TOKENS, EvenChunks, whole_tiles
-from engine.sched.group_scheduler import GroupScheduler
-from engine.sched.prompt_order import PromptOrder, full_tokens
+from engine.sched.groups.group_scheduler import GroupScheduler
+from engine.sched.prompts.even_chunks import COST_BY_TOKENS, EvenChunks, whole_tiles
+from engine.sched.prompts.prompt_order import PromptOrder, full_tokens
 from engine.sched.scheduler import Scheduler
 from host.life_signs import LifeSigns
 from kv_transfer.base import KVConnectorScheduler

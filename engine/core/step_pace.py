@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.sched.in_flight import StepShape
+from engine.sched.rows.in_flight import StepShape
 
 _NUM_STEPS = 32
 """Durations that are remembered of steps with prompts, and of others."""

@@ -1,7 +1,7 @@
 """Chooses, on the device, the next beams of searches whose beams keep their rows.
 
-The rule is that of `engine.sched.beam_search`, which hears of the same candidates a step later and
-must come to the same beams: sums of log probabilities in float64, of equal ones that behind the
+The rule is that of `engine.sched.choices.beam_search`, which gets the same candidates a step later
+and must come to the same beams: sums of log probabilities in float64, of equal ones that behind the
 better beam first, then that of the lower token. What ended an answer does not go on, whatever the
 answer is worth, so that which beams live depends on candidates alone.
 
@@ -73,8 +73,8 @@ def choose_beams(
 
 
 def _seats(parents: Tensor) -> Tensor:
-    """Does for G searches what `engine.sched.beam_seats.seats_of` does for one; both are [G, W], by
-    rank."""
+    """Does for G searches what `engine.sched.choices.beam_seats.seats_of` does for one; both are
+    [G, W], by rank."""
     same = parents.unsqueeze(2) == parents.unsqueeze(1)
     is_later = same.tril(-1).any(dim=2)
     is_continued = torch.zeros_like(is_later).scatter_(1, parents, True)

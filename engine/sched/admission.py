@@ -25,18 +25,18 @@ from engine.contracts.scheduler_output import BeamSeat
 from engine.kv_cache.block import KVCacheBlock
 from engine.kv_cache.group_manager import BlockTables
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.adapters import AdapterTable
-from engine.sched.beams import Beams
+from engine.sched.arrivals.pull import Pull
+from engine.sched.arrivals.remote_kv import RemoteKV
+from engine.sched.choices.beams import Beams
+from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
-from engine.sched.exports import is_exported
-from engine.sched.forks import Forks
-from engine.sched.prompt_order import StepRoom
-from engine.sched.pull import Pull
-from engine.sched.remote_kv import RemoteKV
+from engine.sched.departures.exports import is_exported
+from engine.sched.prompts.prompt_order import StepRoom
 from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue, SortKey
-from engine.sched.row import Row
-from engine.sched.running import RunningRows
+from engine.sched.rows.adapters import AdapterTable
+from engine.sched.rows.row import Row
+from engine.sched.rows.running import RunningRows
 
 _HEADROOM_STEPS = 16
 """A request is admitted only when those that decode could go on for so many steps. Its blocks are

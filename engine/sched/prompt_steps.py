@@ -15,13 +15,13 @@ from engine.config import SchedulingPolicy
 from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.admission import Admission
+from engine.sched.arrivals.pulls import Pulls
 from engine.sched.counters import PrefillRate
-from engine.sched.prompt_order import Line, PromptOrder, StepRoom
-from engine.sched.prompt_queue import PromptQueue
-from engine.sched.pulls import Pulls
+from engine.sched.prompts.prompt_order import Line, PromptOrder, StepRoom
+from engine.sched.prompts.prompt_queue import PromptQueue
 from engine.sched.request_queue import RequestQueue, SortKey
-from engine.sched.row import Row
-from engine.sched.running import RunningRows
+from engine.sched.rows.row import Row
+from engine.sched.rows.running import RunningRows
 
 
 class PromptSteps:

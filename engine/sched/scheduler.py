@@ -30,24 +30,24 @@ from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.contracts.step_log import NoStepLog, StepLog
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.adapters import AdapterTable
 from engine.sched.admission import Admission
-from engine.sched.choices import Choices
+from engine.sched.arrivals.remote_kv import RemoteKV
+from engine.sched.choices.choices import Choices
+from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
-from engine.sched.even_chunks import EvenChunks
-from engine.sched.forks import Forks
-from engine.sched.group_choice import GroupOffer
-from engine.sched.in_flight import StepShape, StepsInFlight
-from engine.sched.prompt_order import PromptOrder
+from engine.sched.groups.group_choice import GroupOffer
 from engine.sched.prompt_steps import PromptSteps
-from engine.sched.remote_kv import RemoteKV
+from engine.sched.prompts.even_chunks import EvenChunks
+from engine.sched.prompts.prompt_order import PromptOrder
 from engine.sched.request_limits import RequestLimits
-from engine.sched.row import Row
-from engine.sched.running import RunningRows
+from engine.sched.rows.adapters import AdapterTable
+from engine.sched.rows.in_flight import StepShape, StepsInFlight
+from engine.sched.rows.row import Row
+from engine.sched.rows.running import RunningRows
+from engine.sched.rows.step_slack import StepSlack
+from engine.sched.rows.work_meter import WorkMeter
 from engine.sched.scheduler_view import SchedulerView
 from engine.sched.step_fence import StepFence
-from engine.sched.step_slack import StepSlack
-from engine.sched.work_meter import WorkMeter
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
 

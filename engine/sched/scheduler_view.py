@@ -12,15 +12,15 @@ from engine.contracts.crash_facts import EngineFacts, RequestFacts, hash_id
 from engine.contracts.outputs import SchedulerStats
 from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.adapters import AdapterTable
+from engine.sched.arrivals.remote_kv import RemoteKV
+from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
-from engine.sched.forks import Forks
-from engine.sched.group_choice import GroupOffer
-from engine.sched.in_flight import StepsInFlight
-from engine.sched.remote_kv import RemoteKV
+from engine.sched.groups.group_choice import GroupOffer
 from engine.sched.request_queue import RequestQueue
-from engine.sched.row import Row
-from engine.sched.running import RunningRows
+from engine.sched.rows.adapters import AdapterTable
+from engine.sched.rows.in_flight import StepsInFlight
+from engine.sched.rows.row import Row
+from engine.sched.rows.running import RunningRows
 from engine.sched.step_fence import StepFence
 
 _MAX_WAITING = 256

@@ -12,8 +12,8 @@
                          [ b0 ][ b1 ][ b2 ] afterwards
 
 The scheduler hears of the candidates, chooses alike, and moves its references to blocks in the same
-way (`engine.sched.beams`): blocks that a row has lost are given to nobody before the steps that may
-read them are over.
+way (`engine.sched.choices.beams`): blocks that a row has lost are given to nobody before the steps
+that may read them are over.
 """
 
 from __future__ import annotations

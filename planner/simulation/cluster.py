@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from engine.sched.step_slack import StepSlack
+from engine.sched.rows.step_slack import StepSlack
 from planner.simulation.engine import SimEngine
 from planner.simulation.jobs import Job, SimRouter
 from planner.simulation.measured import Measured

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.sched.step_slack import StepSlack
+from engine.sched.rows.step_slack import StepSlack
 from planner.simulation.jobs import Job
 from planner.simulation.step_filling import InOrderOfArrival, StepFilling
 from planner.simulation.step_times import Part, StepTimes

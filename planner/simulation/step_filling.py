@@ -8,8 +8,8 @@ from typing import Protocol
 
 from engine.contracts.step_shapes import counts_to_measure
 from engine.contracts.step_work import AttentionCost, ModelCost
-from engine.sched.even_chunks import EvenChunks
-from engine.sched.prompt_order import Line, PromptOrder, StepRoom, full_tokens
+from engine.sched.prompts.even_chunks import EvenChunks
+from engine.sched.prompts.prompt_order import Line, PromptOrder, StepRoom, full_tokens
 from planner.simulation.jobs import Job
 from planner.simulation.step_times import MeasuredTimes
 

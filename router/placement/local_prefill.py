@@ -4,7 +4,7 @@ short       a prompt so short that its KV would take longer to move than to comp
             longer one, while the prefill nodes are so busy that it would be done sooner
 deflected   any prompt, while the prefill nodes are so busy that the decode node has computed it
             sooner in parts that leave running answers their objective: the room that its steps
-            have is what it reports (`engine/sched/step_slack.py`), none where it has no objective
+            have is what it reports (`engine/sched/rows/step_slack.py`), none without an objective
 
 Never on a decode node whose KV cache is filling up.
 """

@@ -16,7 +16,7 @@ from engine.core.core import EngineCore
 from engine.core.step_pace import StepForecast, StepPace
 from engine.executor.abstract import KVCaches, ReportProgress
 from engine.executor.uniproc_executor import UniprocExecutor
-from engine.sched.in_flight import StepShape
+from engine.sched.rows.in_flight import StepShape
 from engine.speed.profile import load_profile
 from planner.simulation.step_times import MeasuredTimes, Part
 from tests.engine.core.tiny_engine import make_request, tiny_config

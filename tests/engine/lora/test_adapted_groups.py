@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine.config import ParallelConfig
 from engine.contracts.messages import AdapterAnswer
 from engine.core.core import EngineCore
-from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.groups.group_scheduler import GroupScheduler
 from tests.engine.lora.adapted_engine import Adapted, request
 from tests.engine.thread_executor import ThreadExecutor
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import ParallelConfig
-from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.groups.group_scheduler import GroupScheduler
 from tests.engine.kv_groups.grouped_node import run_until
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint
 from tests.engine.models.test_beam_search import BEAMS, PROMPTS, asked, expected

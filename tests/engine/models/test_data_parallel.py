@@ -23,7 +23,7 @@ from engine.contracts.group_step import GroupStep
 from engine.contracts.messages import AbortRequests, PrefixAnswer
 from engine.core.core import EngineCore
 from engine.models.checkpoint import load_model_config
-from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.groups.group_scheduler import GroupScheduler
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.kv_groups.grouped_node import GroupedNode, hand_over, run_until

@@ -17,7 +17,7 @@ from engine.contracts.group_step import GroupStep
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
 from engine.parallel.token_exchange import GatherScatter
-from engine.sched.draft_length import DraftLength
+from engine.sched.rows.draft_length import DraftLength
 from engine.worker.cudagraph_utils import GraphKey
 from engine.worker.group_runner import GroupRunner
 from engine.worker.model_runner import ModelRunner

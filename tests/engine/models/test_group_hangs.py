@@ -19,7 +19,7 @@ from engine.contracts.messages import AbortRequests
 from engine.core.core import EngineCore
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.models.checkpoint import load_model_config
-from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.groups.group_scheduler import GroupScheduler
 from tests.engine.kv_groups.grouped_node import TIMEOUT_S, GroupedNode, run_until
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.test_data_parallel import DP2, node_of

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.contracts.outputs import TokenLogprobs
 from engine.contracts.sampling_params import BeamParams
 from engine.sample.beam_choice import choose_beams
-from engine.sched.beam_search import BeamSearch
-from engine.sched.beam_seats import seats_of
+from engine.sched.choices.beam_search import BeamSearch
+from engine.sched.choices.beam_seats import seats_of
 
 _VOCABULARY = 24
 

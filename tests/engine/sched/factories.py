@@ -9,8 +9,8 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request import Request
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.sched.even_chunks import COST_BY_TOKENS, EvenChunks
-from engine.sched.prompt_order import PromptOrder
+from engine.sched.prompts.even_chunks import COST_BY_TOKENS, EvenChunks
+from engine.sched.prompts.prompt_order import PromptOrder
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout, Plane, attention_group
 from kv_transfer.metadata import KVPeer, KVTransferParams

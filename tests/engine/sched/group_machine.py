@@ -10,7 +10,7 @@ from engine.contracts.group_step import GroupOutput, GroupStep
 from engine.contracts.messages import EngineCoreOutputs
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.request import Request
-from engine.sched.group_scheduler import GroupScheduler
+from engine.sched.groups.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
 from tests.engine.sched.fake_worker import FakeWorker, PagedMemory, expected_output

@@ -23,9 +23,9 @@ from engine.contracts.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.sched.prompt_order import PromptOrder
-from engine.sched.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
-from engine.sched.row import RowPhase
+from engine.sched.arrivals.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
+from engine.sched.prompts.prompt_order import PromptOrder
+from engine.sched.rows.row import RowPhase
 from engine.sched.scheduler import Scheduler
 from kv_transfer.metadata import LoadTicket
 from tests.engine.sched.factories import remote_prefill

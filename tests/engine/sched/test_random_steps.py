@@ -16,7 +16,7 @@ from engine.contracts.messages import EngineCoreOutputs
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.request import Request, RequestStatus
 from engine.contracts.scheduler_output import SchedulerOutput
-from engine.sched.prefix_offers import _Offer
+from engine.sched.departures.prefix_offers import _Offer
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tests.engine.sched.factories import (

@@ -19,7 +19,7 @@ from engine.node.settings import SettingsError
 from engine.node.stage_checks import check_stages
 from kv_transfer.layout import Plane
 from prefill_node.config import PrefillNodeSettings
-from tests.engine.sched.test_images import VISION
+from tests.engine.sched.rows.test_images import VISION
 from tests.engine.stages.test_stages import NUM_LAYERS, stage_config
 from tests.engine.tiny_model import tiny_model
 

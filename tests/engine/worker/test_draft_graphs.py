@@ -16,7 +16,7 @@ from engine.config import DeviceConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
-from engine.sched.draft_length import DraftLength
+from engine.sched.rows.draft_length import DraftLength
 from engine.worker import model_runner
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey, capture_sizes
 from tests.engine.models.reference_models import FAMILIES, save_checkpoint

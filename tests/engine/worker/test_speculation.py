@@ -20,7 +20,7 @@ from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.node.speculative_settings import parse_speculative_config
-from engine.sched.draft_length import DraftLength
+from engine.sched.rows.draft_length import DraftLength
 from engine.worker.worker import Worker
 from tandem_kernels.batch.batch_tables import RowTables
 from tests.engine.worker import grammar_requests

@@ -1,0 +1,105 @@
+"""KV that goes out (prefill node): one export for each request that another node will pull.
+
+1. `add`: the request arrived; a pull that comes before its first step finds the export
+2. its chunks are announced with each step (`RemoteKV.build_meta`), and with the first one
+   what a cached prefix has filled already
+3. `request_ended`: usually before the peer has everything; the blocks are held
+4. finished_sending: all KV is copied out of the blocks
+5. `released`: the peer has it all. Or `failed`, or aborted, at any time.
+"""
+
+from __future__ import annotations
+
+from engine.contracts.messages import KVTransferResult
+from engine.contracts.request import Request
+from engine.kv_cache.block import KVCacheBlock
+from engine.sched.departures.held_blocks import HeldBlocks
+from engine.sched.step_fence import StepFence
+from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.metadata import KVTransferParams, TransferStats
+
+
+def is_exported(request: Request) -> bool:
+    """Returns whether a peer will pull the request's KV."""
+    params = request.kv_transfer_params
+    return params is not None and params.do_remote_decode
+
+
+class Exports:
+    """Keeps exports by transfer id, until the peer has released it. A new attempt replaces an older
+    one, whose blocks are held as long as its own: nobody hears when readers of the older stop."""
+
+    def __init__(self, connector: KVConnectorScheduler, fence: StepFence, held: HeldBlocks) -> None:
+        self._connector = connector
+        self._fence = fence
+        self._held = held
+        self._exports: dict[str, Request] = {}
+
+    @property
+    def count(self) -> int:
+        """Returns the number of exports that peers have not released."""
+        return len(self._exports)
+
+    def add(self, request: Request) -> None:
+        """Comes before the request is queued."""
+        self._exports[_params(request).transfer_id] = request
+        self._connector.update_state_after_alloc(request, (), 0)
+
+    def request_ended(
+        self, request: Request, blocks: list[KVCacheBlock], *, is_abort: bool
+    ) -> None:
+        """Takes the request's blocks: free now, or when nobody reads them."""
+        transfer_id = _params(request).transfer_id
+        newest = self._exports.get(transfer_id)
+        if newest is not None and newest is not request:
+            # Who reads for an older attempt was told to stop before it heard of the newest one.
+            keeps = True
+        elif is_abort:
+            keeps = newest is request and self._abort(transfer_id)
+        else:
+            keeps = self._connector.request_finished(request)
+        if keeps:
+            self._held.hold(transfer_id, blocks)
+        else:
+            self._fence.release(blocks)
+
+    def abort_of(self, request_id: str) -> None:
+        """Aborts the export of a request that ended before; its KV is not wanted any more."""
+        for transfer_id, request in list(self._exports.items()):
+            if request.request_id == request_id and not self._abort(transfer_id):
+                self._held.release(transfer_id)
+
+    def _abort(self, transfer_id: str) -> bool:
+        """Aborts and returns whether somebody may still read the blocks."""
+        return self._connector.abort(self._exports.pop(transfer_id))
+
+    def failed(
+        self, transfer_id: str, reason: str, retryable: bool, *, is_called_off: bool = False
+    ) -> KVTransferResult | None:
+        """Returns None when nobody waits to hear it."""
+        request = self._exports.pop(transfer_id, None)
+        if request is None:
+            return None
+        attempt = _params(request).attempt
+        return KVTransferResult(
+            request.request_id,
+            attempt,
+            False,
+            reason=reason,
+            retryable=retryable,
+            is_called_off=is_called_off,
+        )
+
+    def released(self, transfer_id: str, stats: TransferStats) -> KVTransferResult | None:
+        request = self._exports.pop(transfer_id, None)
+        if request is None:
+            return None
+        return KVTransferResult(request.request_id, _params(request).attempt, True, stats)
+
+    def leftovers(self) -> list[str]:
+        return [f"export {name}" for name in self._exports]
+
+
+def _params(request: Request) -> KVTransferParams:
+    assert request.kv_transfer_params is not None
+    return request.kv_transfer_params

@@ -1,0 +1,47 @@
+"""Prefixes that data-parallel groups get from peers, and give to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.contracts.messages import PrefixAsk
+from engine.kv_cache.block_hash import BlockHash
+from engine.sched.arrivals.remote_kv import RemoteKV
+from kv_transfer.metadata import KVTransferParams
+
+
+class GroupPeers:
+    """Has of `PeerKV` what the engine core needs, over those of all `groups`. `group_of` returns
+    the one that has a request; None: nobody has."""
+
+    def __init__(
+        self, groups: Sequence[RemoteKV], group_of: Callable[[str], RemoteKV | None]
+    ) -> None:
+        self._groups = groups
+        self._group_of = group_of
+
+    def take_asks(self) -> list[PrefixAsk]:
+        return [ask for group in self._groups for ask in group.peers.take_asks()]
+
+    def answered(self, request_id: str, params: KVTransferParams | None, num_blocks: int) -> None:
+        """Tells the group that asked. Of a request that has ended, any lets the peer's blocks
+        go."""
+        group = self._group_of(request_id) or self._groups[0]
+        group.peers.answered(request_id, params, num_blocks)
+
+
+class GroupRemote:
+    """Has of `RemoteKV` what the engine core needs."""
+
+    def __init__(
+        self, groups: Sequence[RemoteKV], group_of: Callable[[str], RemoteKV | None]
+    ) -> None:
+        self._groups = groups
+        self.peers = GroupPeers(groups, group_of)
+
+    def offer(self, names: Sequence[BlockHash]) -> tuple[int, str, int]:
+        """Returns the group that has most of these blocks, and what it offers as `PrefixOffers`
+        does."""
+        counts = [group.offers.count(names) for group in self._groups]
+        best = counts.index(max(counts))
+        return best, *self._groups[best].offers.offer(names)

@@ -1,0 +1,142 @@
+"""The next step, while it is being put together.
+
+1. rows that end between two steps, and rows that stop decoding, are collected here until a
+   step goes out to tell the workers; an idle engine may keep them for long
+2. `enter`, `add_chunk`, `add_blocks`, `add_to_decode`: what the step computes
+3. `build` returns the message and the record of what its result confirms, and begins the next
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from engine.contracts.scheduler_output import (
+    AdaptiveOutput,
+    EncodingOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from engine.images.image_input import EncoderWork
+from engine.kv_cache.kv_cache_manager import BlockCopy, KVCacheManager
+from engine.sched.rows.in_flight import InFlightStep, PromptChunk
+from engine.sched.rows.row import Row
+from kv_transfer.base import ChunkLike
+from kv_transfer.metadata import KVConnectorMetadata
+
+
+class StepBuilder:
+    """Everything that is known of one step before it goes out."""
+
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache = kv_cache
+        self._num_groups = kv_cache.num_groups
+        self._begin()
+
+    def _begin(self) -> None:
+        self._finished_rows: list[int] = []
+        self._new_reqs: list[NewRequestData] = []
+        self._new_block_ids: list[tuple[int, list[int]]] = []
+        self._prefill_chunks: list[tuple[int, int]] = []
+        self._decode_add: list[int] = []
+        self._decode_remove: list[int] = []
+        self._block_copies: list[BlockCopy] = []
+        self.images: EncoderWork | None = None
+        """Tells what the step does with images."""
+        self._chunks: list[tuple[Row, int]] = []
+        self._num_prompt_tokens = 0
+        self.exported_chunks: list[ChunkLike] = []
+        """The chunks whose KV a peer waits for."""
+
+    @property
+    def has_chunks(self) -> bool:
+        """Returns whether the step computes anything beside the rows that decode."""
+        return bool(self._chunks)
+
+    def enter(self, new: NewRequestData) -> None:
+        """Records that a request has entered a row."""
+        self._new_reqs.append(new)
+
+    def finish_row(self, index: int) -> None:
+        """Withdraws everything else that was said of the row: workers apply the end first, and
+        the row may have a new owner by then."""
+        self._finished_rows.append(index)
+        if index in self._decode_remove:
+            self._decode_remove.remove(index)
+        if index in self._decode_add:
+            self._decode_add.remove(index)
+        if self._new_block_ids:
+            first, end = index * self._num_groups, (index + 1) * self._num_groups
+            self._new_block_ids = [
+                item for item in self._new_block_ids if not first <= item[0] < end
+            ]
+
+    def add_blocks(self, index: int, group: int, block_ids: list[int]) -> None:
+        """Records that the row has got more blocks in a KV group."""
+        self._new_block_ids.append((index * self._num_groups + group, block_ids))
+
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Records copies that are made before the step computes anything."""
+        self._block_copies += copies
+
+    def add_to_decode(self, index: int) -> None:
+        if index in self._decode_remove:
+            self._decode_remove.remove(index)
+        else:
+            self._decode_add.append(index)
+
+    def remove_from_decode(self, index: int) -> None:
+        self._decode_remove.append(index)
+
+    def add_chunk(self, row: Row, first_token: int, num_tokens: int) -> None:
+        """Records that the step computes so many of the row's known tokens. A first token that came
+        from a peer is no prompt token.
+        """
+        request, end = row.request, first_token + num_tokens
+        self._num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_token)
+        self._prefill_chunks.append((row.index, num_tokens))
+        self._chunks.append((row, end))
+        if row.is_exported:
+            ids = self._kv_cache.get_block_ids(row.request_id)
+            self.exported_chunks.append(PromptChunk(request, first_token, num_tokens, ids))
+
+    def build(
+        self,
+        step_id: int,
+        kv: KVConnectorMetadata | None,
+        num_decodes: int,
+        num_decode_tokens: int,
+        num_drafts: int | None = None,
+    ) -> tuple[SchedulerOutput, InFlightStep]:
+        """Returns the step as workers get it, and as the scheduler remembers it. So many rows
+        decode in it, and compute so many tokens at most. `num_drafts`: see `AdaptiveOutput`."""
+        output = SchedulerOutput(
+            step_id,
+            self._finished_rows,
+            self._new_reqs,
+            self._new_block_ids,
+            self._prefill_chunks,
+            self._decode_add,
+            self._decode_remove,
+            kv,
+            self._block_copies,
+        )
+        if num_drafts is not None or self.images is not None:
+            fields = msgspec.structs.asdict(output) | {"num_drafts": num_drafts}
+            if self.images is None:
+                output = AdaptiveOutput(**fields)
+            else:
+                output = EncodingOutput(**fields, images=self.images)
+        record = InFlightStep(
+            step_id,
+            time.monotonic(),
+            self._chunks,
+            self._num_prompt_tokens,
+            num_decodes,
+            num_decodes + len(self._chunks),
+            num_decode_tokens + sum(count for _, count in self._prefill_chunks),
+            len(self._new_reqs),
+        )
+        self._begin()
+        return output, record
