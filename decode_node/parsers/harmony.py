@@ -5,8 +5,9 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>It rains.<|return|>                 content
 
-The recipient may stand before the channel as well. A message to somebody who is no function of the
-request is content, with its header. Two messages of one kind in a row are two paragraphs.
+The recipient may stand before the channel as well, and a header may lack its `<|start|>`. A message
+to somebody who is no function of the request is content, with its header. Two messages of one kind
+in a row are two paragraphs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from decode_node.protocol.tools import Tool
 
 _RECIPIENT = re.compile(r"\bto=([^\s<\ud800-\udfff]+)")
 _FUNCTIONS = "functions."
+_ROLE = "assistant"
 
 
 class HarmonyStage:
@@ -50,7 +52,8 @@ class HarmonyStage:
         headers = [self._start, self._channel]
         self._analysis = f"{self._channel}analysis"
         self._begins = frozenset((*headers, self._message))
-        self._header_begins = (*headers, self._message, " to=")
+        behind_role = (self._channel, self._message, " to=")
+        self._header_begins = (self._start, *behind_role, *(_ROLE + text for text in behind_role))
         self._any = MarkerSet([*headers, self._message, *ends])
         self._header_ends = MarkerSet([self._message, *ends])
         self._body_ends = MarkerSet([*headers, *ends])

@@ -31,6 +31,8 @@ _XML_TOOLS = "xml_tools"
 _CONTINUE_HERE = "\ufdd0continue\ufdd1"
 """Marks the end of a message that the answer continues. Unicode keeps these characters out of
 text."""
+_BLANK = " \n"
+"""Stands behind the mark, and shows which blanks the template trims."""
 
 
 class ChatTemplateError(ValueError):
@@ -87,8 +89,9 @@ class ChatTemplate:
         if tools and _XML_TOOLS in self.source:
             extra.setdefault(_XML_TOOLS, list(tools))
         shown = list(messages)
+        continued = _continued(shown[-1]) if continue_final_message else ""
         if continue_final_message:
-            shown[-1] = _marked(shown[-1])
+            shown[-1] = {**shown[-1], "content": continued + _CONTINUE_HERE + _BLANK}
         try:
             text = self._template.render(
                 **{**self._special_tokens, **extra},
@@ -108,24 +111,31 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
         except RecursionError:
             raise ChatTemplateError("these messages are nested too deeply") from None
-        return _cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text, continued) if continue_final_message else text
 
 
-def _marked(message: ChatMessage) -> ChatMessage:
+def _continued(message: ChatMessage) -> str:
     content = message.get("content")
     if not isinstance(content, str):
         raise ChatTemplateError("a message that is to be continued needs text as its content")
-    return {**message, "content": content + _CONTINUE_HERE}
+    return content
 
 
-def _cut_at_mark(text: str) -> str:
-    end = text.rfind(_CONTINUE_HERE)
-    if end < 0:
+def _cut_at_mark(text: str, content: str) -> str:
+    """Returns a prompt up to the mark, without those blanks at the content's end that the template
+    would trim."""
+    before, mark, behind = text.rpartition(_CONTINUE_HERE)
+    if not mark:
         raise ChatTemplateError(
             "the chat template does not write the last message's content as it is, so that "
             "the message cannot be continued"
         )
-    return text[:end].replace(_CONTINUE_HERE, "")
+    if behind.startswith(_BLANK) or not content.strip():
+        trimmed = ""
+    else:
+        trimmed = content[len(content.rstrip(None if behind[:1] != " " else "\n")) :]
+    before = before.removesuffix(trimmed)
+    return before.replace(_CONTINUE_HERE + _BLANK, "").replace(_CONTINUE_HERE, "")
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -125,17 +125,37 @@ TURNS = (
 )
 
 
-@pytest.mark.parametrize("content", ["once upon", "s", "", "</s>", "two\n words"])
+@pytest.mark.parametrize(
+    "content", ["once upon", "s", "", "</s>", "two\n words", "a blank ", "lines \n\n"]
+)
 def test_a_message_is_continued_as_transformers_does(content: str, tmp_path: Path) -> None:
     save(tmp_path, byte_level_backend(), TURNS)
     messages = [USER, {"role": "assistant", "content": content}]
     body = {"messages": messages, "continue_final_message": True}
     ours = rendered(ChatPrompt(Tokenizer.from_folder(tmp_path)), body)
-    assert ours == f"<user>hi</s><assistant>{content}"
+    assert ours == f"<user>hi</s><assistant>{content.rstrip()}"
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         messages, tokenize=False, continue_final_message=True
     )
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("shown", "content", "begun"),
+    [
+        ("m.content", "a \n", "a \n"),
+        ("m.content.strip('\n')", "a \n", "a "),
+        ("m.content.strip('\n')", "a ", "a "),
+        ("m.content | trim", "\n", ""),
+    ],
+)
+def test_a_continued_message_has_the_blanks_that_the_template_leaves(
+    shown: str, content: str, begun: str
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}\n\n{{ " + shown + " }}</s>{% endfor %}"
+    messages = [{"role": "assistant", "content": content}]
+    body = {"messages": messages, "continue_final_message": True}
+    assert prompt_of(template, body) == f"assistant\n\n{begun}"
 
 
 def test_a_template_that_drops_the_message_cannot_continue_it() -> None:

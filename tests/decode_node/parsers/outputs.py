@@ -642,6 +642,16 @@ def _harmony_outputs() -> Iterator[Output]:
     )
     yield Output(
         family,
+        "headers without their beginning",
+        f"{analysis}Hm.<|end|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
+        f"assistant{to}{PARIS}<|call|>assistant to=functions.now<|channel|>commentary<|message|>"
+        "{}<|call|>assistant<|channel|>final<|message|>assistant<|return|>",
+        [call(), call("now", "{}")],
+        content="One moment.assistant",
+        reasoning="Hm.",
+    )
+    yield Output(
+        family,
         "hostile text",
         f"{to}{HOSTILE_JSON}<|call|>",
         [call(arguments=HOSTILE_JSON)],
