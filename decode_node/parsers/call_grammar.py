@@ -29,6 +29,7 @@ from decode_node.grammar.grammar_text import (
 )
 from decode_node.grammar.schema_checks import check_numbers
 from decode_node.parsers.formats import (
+    AddressFormat,
     BracedFormat,
     CallFormat,
     HarmonyFormat,
@@ -109,7 +110,9 @@ class CallGrammar:
         is one. Raises `BadRequest` as `calls` does."""
         rules, begin = self._rules(tools), self._shape.begin
         if isinstance(self._form, HarmonyFormat):
-            return self._messages(self._form, rules, end_ids)
+            return self._harmony_messages(self._form, rules, end_ids)
+        if isinstance(self._form, XmlFormat) and self._form.messages:
+            return self._addressed_messages(self._form.messages, rules, end_ids, most)
         if not begin or isinstance(self._form, PythonicFormat):
             other = regex(r"([ \n\r\t]*[^ \n\r\t\[{](.|\n)*)?")
             return either(self._calls(rules, most, skipped=0), self._text.rule("text", other))
@@ -289,7 +292,7 @@ class CallGrammar:
         return Shape(form.begin, form.begin, '{"name": ', ", ", "]", item, bracket)
 
     def _xml_shape(self, form: XmlFormat) -> Shape:
-        section, end = form.section_begin, form.section_end
+        section, end, messages = form.section_begin, form.section_end, form.messages
         before = f"{form.lead}{section}{form.gap}" if section else form.lead
         after = f"{form.gap}{end}" if end else ""
         is_own = form.has_own_sections
@@ -298,15 +301,23 @@ class CallGrammar:
         def rest(tool: Tool) -> Expression:
             before_number, _, after_number = form.number.partition("{}")
             number = regex(f"[0-9]{{1,{_MAX_NUMBER}}}") if form.number else NOTHING
+            address = NOTHING
+            if messages:
+                head = messages.message + before + form.before_name
+                address = sequence(literal(tool.name), self._spell(head))
             return sequence(
+                address,
                 literal(tool.name),
                 self._spell(form.after_name + before_number),
                 number,
-                self._spell(after_number + form.header_end + form.gap),
+                self._spell(after_number + form.header_end + form.inner_gap),
                 parameters.of(tool),
                 self._spell(form.end + (after if is_own else "")),
             )
 
+        if messages:
+            between = messages.end + messages.start + messages.role
+            return Shape(messages.to, "", messages.to, between, "", rest)
         return Shape(
             section or form.before_name,
             "" if is_own else before,
@@ -327,7 +338,7 @@ class CallGrammar:
         prefix = f"{form.channel}commentary to=functions."
         return Shape(form.channel, "", prefix, "", "", rest)
 
-    def _messages(
+    def _harmony_messages(
         self, form: HarmonyFormat, call: Expression, end_ids: Collection[int]
     ) -> Expression:
         """Matches reasoning and remarks, and then an answer or a call."""
@@ -348,6 +359,24 @@ class CallGrammar:
             self._calls(call, 1, skipped=0),
         )
         return sequence(repeat(self._text.rule("message", message)), last)
+
+    def _addressed_messages(
+        self, form: AddressFormat, call: Expression, end_ids: Collection[int], most: int | None
+    ) -> Expression:
+        """Matches reasoning and remarks, and then an answer or calls."""
+        special = [form.start, form.message, form.end, form.last]
+        ids = {part for text in special for part in self._markers.pieces(text)}
+        text_ids = {part for part in ids if isinstance(part, int)} | set(end_ids)
+        words = self._text.rule("text", repeat(any_token_but(text_ids)))
+        header = sequence(
+            self._spell(form.to),
+            either(literal(form.oneself), literal(form.user)),
+            self._spell(form.message),
+        )
+        message = sequence(header, words, self._spell(form.end + form.start + form.role))
+        last = sequence(self._spell(form.before_content), words)
+        calls = self._calls(call, most, skipped=0)
+        return sequence(repeat(self._text.rule("message", message)), either(last, calls))
 
     def _pythonic_shape(self, form: PythonicFormat) -> Shape:
         def rest(tool: Tool) -> Expression:

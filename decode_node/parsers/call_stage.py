@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
 from decode_node.parsers.delta_sink import DeltaSink
+from decode_node.parsers.marked_text import has_token
 from decode_node.parsers.text_input import MarkerSet, Steps, TextInput
 from decode_node.protocol.tools import Tool
 
@@ -54,8 +55,8 @@ class CallStage(ABC):
 
     @property
     def begin_tokens(self) -> frozenset[str]:
-        """Returns the begin markers that are tokens."""
-        return frozenset(marker for marker in self._begins if len(marker) == 1)
+        """Returns the begin markers that are tokens, or have one in them."""
+        return frozenset(marker for marker in self._begins if has_token(marker))
 
     def push(self, text: str) -> None:
         self.source.feed(text)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decode_node.parsers.formats import (
     BracedFormat,
     CallFormat,
+    ElementFormat,
     HarmonyFormat,
     JsonListFormat,
     JsonObjectFormat,
@@ -20,7 +21,11 @@ from decode_node.parsers.formats import (
     PythonicFormat,
     XmlFormat,
 )
-from decode_node.parsers.reasoning_families import KIMI_K3_FRAMES, SOLAR_FRAMES
+from decode_node.parsers.reasoning_families import (
+    KIMI_K3_FRAMES,
+    MUSE_MESSAGES,
+    SOLAR_FRAMES,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,7 @@ def _dsml(section: str) -> XmlFormat:
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_M3_TAG = "]<]minimax[>["
 
 CALL_FAMILIES = (
     CallFamily(
@@ -129,6 +135,7 @@ CALL_FAMILIES = (
             text_mark=' type="string"',
             other_mark=' type="(number|boolean|null|object|array)"',
             gap="",
+            inner_gap="",
         ),
         frames=KIMI_K3_FRAMES,
     ),
@@ -210,6 +217,38 @@ CALL_FAMILIES = (
             after_key='">',
             after_value="</parameter>",
             end="</invoke>",
+        ),
+    ),
+    CallFamily(
+        names=("minimax_m3",),
+        signs=(_M3_TAG, "<invoke name="),
+        form=ElementFormat(
+            tag=_M3_TAG,
+            section_begin=f"{_M3_TAG}<tool_call>",
+            section_end=f"{_M3_TAG}</tool_call>",
+            before_name=f'{_M3_TAG}<invoke name="',
+            after_name='">',
+            before_key=f"{_M3_TAG}<",
+            after_key=">",
+            after_value=f"{_M3_TAG}</{{}}>",
+            end=f"{_M3_TAG}</invoke>",
+            inner_gap="",
+        ),
+    ),
+    CallFamily(
+        names=("muse_glimmer",),
+        signs=("<atem:function_calls>",),
+        form=XmlFormat(
+            section_begin="<atem:function_calls>",
+            section_end="</atem:function_calls>",
+            before_name='<atem:invoke name="',
+            after_name='">',
+            before_key='<atem:parameter name="',
+            after_key='">',
+            after_value="</atem:parameter>",
+            end="</atem:invoke>",
+            has_own_sections=True,
+            messages=MUSE_MESSAGES,
         ),
     ),
     CallFamily(

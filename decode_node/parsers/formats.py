@@ -82,6 +82,33 @@ class MistralFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddressFormat:
+    """Messages that say whom they are for (Muse): the model itself, the user, or a function.
+
+    Attributes:
+        start, role: Begin a message; those of an answer's first one end the prompt.
+        to: Stands before the recipient.
+        message: Ends the header.
+        end, last: End a message that others follow, and the last one.
+        oneself, user: Recipients of reasoning and of content.
+    """
+
+    start: str = "<|start|>"
+    role: str = "assistant"
+    to: str = " to="
+    message: str = "<|message|>"
+    end: str = "<|eom|>"
+    last: str = "<|eot|>"
+    oneself: str = "self"
+    user: str = "user"
+
+    @property
+    def before_content(self) -> str:
+        """Returns the header of content at the beginning of an answer."""
+        return self.to + self.user + self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class XmlFormat:
     """Each argument between tags of its own, as text; its type is in the tool's schema.
 
@@ -95,11 +122,13 @@ class XmlFormat:
         text_mark: Stands before the value of a parameter that is text; where formats have it, the
             schema need not tell.
         other_mark: Stands there for all others: a regular expression.
-        gap: Stands between tags.
+        gap: Stands between the tags around calls.
+        inner_gap: Stands between the tags of one call.
         is_json: A value whose type the schema does not tell is JSON, if it can be read so.
         has_lines: Tags and values have a line each; a line break at either end of a value is not
             part of it.
         has_own_sections: Each call has a section of its own.
+        messages: Each call is a message to its function.
     """
 
     lead: str = ""
@@ -117,9 +146,25 @@ class XmlFormat:
     text_mark: str = ""
     other_mark: str = ""
     gap: str = "\n"
+    inner_gap: str = "\n"
     is_json: bool = False
     has_lines: bool = False
     has_own_sections: bool = False
+    messages: AddressFormat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementFormat(XmlFormat):
+    """Each argument an element by its own name, and objects and lists are elements within elements
+    (MiniMax-M3). In `after_value` stands `{}` for the name.
+
+    Attributes:
+        tag: Stands before every tag; behind it come the tags of XML.
+        item: The name of a list's elements.
+    """
+
+    tag: str
+    item: str = "item"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +211,7 @@ CallFormat = (
     | NamedJsonFormat
     | MistralFormat
     | XmlFormat
+    | ElementFormat
     | HarmonyFormat
     | PythonicFormat
     | BracedFormat

@@ -20,6 +20,7 @@ from decode_node.parsers.call_stage import MAX_NAME
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.formats import HarmonyFormat
 from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.paragraphs import Paragraphs
 from decode_node.parsers.text_input import MarkerSet, Steps, TextInput
 from decode_node.protocol.tools import Tool
 
@@ -58,8 +59,7 @@ class HarmonyStage:
         self._header_ends = MarkerSet([self._message, *ends])
         self._body_ends = MarkerSet([*headers, *ends])
         self._source = TextInput()
-        self._last = ""
-        """The kind of the last message: `reasoning`, `content`, or "" for others."""
+        self._paragraphs = Paragraphs()
         self._steps = self._run()
 
     def push(self, text: str) -> None:
@@ -96,23 +96,23 @@ class HarmonyStage:
         elif recipient:
             self._sink.content(self._source.forget())
             self._sink.content((yield from self._body(self._sink.content)))
-            self._last = ""
+            self._paragraphs.last = ""
         elif self._analysis in header:
             self._source.forget()
             yield from self._reasoning()
         else:
             self._source.forget()
-            yield from self._body(self._paragraph("content", self._sink.content))
+            yield from self._body(self._paragraphs.next("content", self._sink.content))
 
     def _reasoning(self) -> Steps[None]:
         self.is_reasoning = True
-        end = yield from self._body(self._paragraph("reasoning", self._sink.reasoning))
+        end = yield from self._body(self._paragraphs.next("reasoning", self._sink.reasoning))
         if not end:
             self._sink.incomplete = "reasoning"
         self.is_reasoning = False
 
     def _call(self, name: str) -> Steps[None]:
-        self._last = ""
+        self._paragraphs.last = ""
         self._sink.call_start(name)
         is_empty, is_json = True, False
 
@@ -134,16 +134,3 @@ class HarmonyStage:
         marker = yield from self._source.until(self._body_ends, emit)
         self._source.put_back(marker if marker in self._begins else "")
         return marker
-
-    def _paragraph(self, kind: str, emit: Callable[[str], object]) -> Callable[[str], object]:
-        """Returns what takes a message's text, behind a line break if one of its kind was last."""
-        is_first = True
-
-        def give(text: str) -> None:
-            nonlocal is_first
-            if text and is_first:
-                text = f"\n{text}" if self._last == kind else text
-                is_first, self._last = False, kind
-            emit(text)
-
-        return give

@@ -63,6 +63,11 @@ class MarkerTokens:
         return _MARKER.sub(lambda match: self._token_of_char[match[0]], text)
 
 
+def has_token(marked: str) -> bool:
+    """Says whether marked text has a marker token in it."""
+    return _MARKER.search(marked) is not None
+
+
 def num_held_back(text: str, marker: str) -> int:
     """Returns the length of the longest end of `text` that may grow into `marker`."""
     start = text.find(marker[0], max(0, len(text) - len(marker) + 1))

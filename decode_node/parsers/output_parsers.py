@@ -16,15 +16,19 @@ from typing import Any, Protocol, TypeVar
 
 from decode_node.grammar.grammar_text import Expression, GrammarText, sequence
 from decode_node.grammar.reasoning import Marker, ReasoningFormat
+from decode_node.parsers.addressed import AddressedStage
 from decode_node.parsers.braced_calls import BracedStage
 from decode_node.parsers.call_grammar import CallGrammar
 from decode_node.parsers.call_stage import CallStage, FramedContent
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.deltas import CallArguments, CallStart, ContentText
+from decode_node.parsers.element_calls import ElementStage
 from decode_node.parsers.families import CALL_FAMILIES, CallFamily
 from decode_node.parsers.formats import (
+    AddressFormat,
     BracedFormat,
     CallFormat,
+    ElementFormat,
     HarmonyFormat,
     JsonListFormat,
     JsonObjectFormat,
@@ -105,16 +109,20 @@ class OutputParsers:
         self.reasoning_parser = reasoning.names[0] if reasoning else ""
         self.tool_call_parser = calls.names[0] if calls else ""
         self._harmony = _harmony(reasoning, calls)
+        self._messages = _messages(reasoning, calls)
         self._frames = dict.fromkeys(
             frame for family in (reasoning, calls) if family for frame in family.frames
         )
         self._before_content = reasoning.before_content if reasoning else ""
-        if calls and not self._before_content:
+        if self._messages is not None:
+            self._before_content = self._messages.before_content
+        elif calls and not self._before_content:
             self._before_content = CallGrammar.before_content(calls.form)
         self.reasoning_format = self._reasoning_format(added_token_ids)
         texts = [*self._frames, *(literals(reasoning) if reasoning else ())]
         texts += literals(calls.form) if calls else []
-        texts += literals(self._harmony) if self._harmony else []
+        for messages in (self._harmony, self._messages):
+            texts += literals(messages) if messages else []
         self._token_ids = added_token_ids
         self._markers = MarkerTokens(added_token_ids, texts)
         self.marker_token_ids = self._markers.token_ids
@@ -123,13 +131,16 @@ class OutputParsers:
     def read_every_answer(self) -> bool:
         """Says whether answers need a parser even where no tool may be called."""
         is_framed = bool(self._frames or self._before_content)
-        return self._reasoning is not None or self._harmony is not None or is_framed
+        has_messages = self._harmony is not None or self._messages is not None
+        return self._reasoning is not None or has_messages or is_framed
 
     def _reasoning_format(self, token_ids: Mapping[str, int]) -> ReasoningFormat | None:
         reasoning = self._reasoning
         if reasoning is None:
             return None
-        ends = {reasoning.ends_before, *(literals(self._harmony) if self._harmony else ())}
+        ends = {reasoning.ends_before}
+        for messages in (self._harmony, self._messages):
+            ends |= set(literals(messages)) if messages else set()
         if self._calls is not None:
             names = ("section_begin", "begin", "before_name")
             ends |= {getattr(self._calls.form, name, "") for name in names}
@@ -137,7 +148,7 @@ class OutputParsers:
             Marker(reasoning.begin, token_ids.get(reasoning.begin)),
             Marker(reasoning.end, token_ids.get(reasoning.end)),
             reasoning.after,
-            frozenset(id_ for text, id_ in token_ids.items() if text in ends - {reasoning.end}),
+            MarkerTokens(token_ids, ends).token_ids - {token_ids.get(reasoning.end, -1)},
         )
 
     @classmethod
@@ -242,6 +253,9 @@ class OutputParsers:
             stage = _call_stage(form, sink, tools, markers)
             if frames and isinstance(stage, CallStage):
                 stage.drop(frames)
+        if self._messages is not None:
+            stage = AddressedStage(self._messages, sink, stage, markers, is_open=is_reasoning_open)
+            return OutputParser(markers, sink, stage)
         if self._reasoning is not None:
             call_tokens, try_call = self._calls_in_reasoning(tools, stage)
             around = self._reasoning
@@ -285,6 +299,8 @@ def _call_stage(
             return NamedJsonStage(form, sink, tools, markers)
         case MistralFormat():
             return MistralStage(form, sink, tools, markers)
+        case ElementFormat():
+            return ElementStage(form, sink, tools, markers)
         case XmlFormat():
             return XmlStage(form, sink, tools, markers)
         case PythonicFormat():
@@ -302,6 +318,13 @@ def _harmony(reasoning: ReasoningFamily | None, calls: CallFamily | None) -> Har
     form = HarmonyFormat()
     is_harmony = reasoning is not None and reasoning.begin.startswith(form.channel)
     return form if is_harmony else None
+
+
+def _messages(reasoning: ReasoningFamily | None, calls: CallFamily | None) -> AddressFormat | None:
+    """Returns the format of messages that have recipients, where either parser is for them."""
+    if calls is not None and isinstance(calls.form, XmlFormat) and calls.form.messages:
+        return calls.form.messages
+    return reasoning.messages if reasoning is not None else None
 
 
 def _fits(family: ReasoningFamily, template: str, tokens: Mapping[str, int]) -> bool:

@@ -78,10 +78,11 @@ class TaggedParameters:
     def _value(self, tool: Tool, name: str, schema: Any) -> Expression:
         """Matches what is behind a parameter's name, and its end tag."""
         form, pieces = self._form, self._markers.pieces
+        end, rest = self._end_of(name)
         types = types_of(schema, tool.parameters)
         is_string = is_text(types, is_json=form.is_json) or not types or "string" in types
         line = "\n" if form.has_lines else ""
-        between = form.gap if form.before_value else ""
+        between = form.inner_gap if form.before_value else ""
         mark = NOTHING
         if form.text_mark:
             between = form.text_mark if is_string else ""
@@ -92,13 +93,19 @@ class TaggedParameters:
             _spelled(pieces(form.before_value + line)),
         )
         if not is_string:
-            value = sequence(
-                _json(self._text, tool, schema), _spelled(pieces(line + form.after_value))
-            )
+            value = sequence(_json(self._text, tool, schema), _spelled(pieces(line + end)))
         else:
             pattern = _pattern(tool, name, schema)
-            value = self._until(pieces((line if pattern else "") + form.after_value), pattern)
-        return sequence(head, value, _spelled(pieces(form.gap)))
+            value = self._until(pieces((line if pattern else "") + end), pattern)
+        return sequence(head, value, rest, _spelled(pieces(form.inner_gap)))
+
+    def _end_of(self, name: str) -> tuple[str, Expression]:
+        """Returns the end tag of a parameter, and what of it is not certain: its name, where any
+        parameter may come."""
+        begin, has_name, end = self._form.after_value.partition("{}")
+        if name or not has_name:
+            return begin + name * bool(has_name) + end, NOTHING
+        return begin, sequence(regex(_ANY_KEY), spell(self._markers, end))
 
     def _until(self, marker: list[Piece], pattern: str) -> Expression:
         return _text_until(self._text, marker, pattern)

@@ -1,11 +1,12 @@
 """Splits reasoning from what follows it.
 
         at the beginning ── white space, begin marker ──▶ open ── end marker ──▶ closed
-               └─────────────── anything else ────────────────────────────────────▶
+               └─────────────── end marker, anything else ────────────────────────▶
 
 An answer has one stretch of reasoning, at its beginning: open from the start where the prompt ends
-with the begin marker, which the model may then write once more. Markers later on are content.
-Without an end marker all of the answer is reasoning.
+with the begin marker, which the model may then write once more. A model that decides not to think
+may write the end marker alone (MiniMax-M3). Markers later on are content. Without an end marker all
+of the answer is reasoning.
 
 A call ends reasoning too, where its begin marker is a token: models forget the end marker, and what
 they then call would never run. A token alone ends nothing, because models think about their own
@@ -30,7 +31,7 @@ class ReasoningStage:
         begin, end: Markers, as marked text.
         ends_before: A marker that ends reasoning and belongs to the next stage already, whatever
             follows it.
-        call_tokens: Markers that are tokens and begin a call.
+        call_tokens: Markers that begin a call, and are tokens or have one in them.
         try_call: Makes a stage like the next one, and the sink that it gives to.
     """
 
@@ -87,7 +88,9 @@ class ReasoningStage:
         if stripped.startswith(self._begin):
             self.is_reasoning = True
             text = stripped[len(self._begin) :]
-        elif self._begin.startswith(stripped):
+        elif not self.is_reasoning and stripped.startswith(self._ends[0]):
+            text = stripped[len(self._ends[0]) :]
+        elif self._begin.startswith(stripped) or self._ends[0].startswith(stripped):
             self._kept = text
             return ""
         else:
@@ -102,7 +105,7 @@ class ReasoningStage:
         marks = (*self._ends, *self._call_tokens)
         found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
         if not found:
-            held = max(num_held_back(text, end) for end in self._ends)
+            held = max(num_held_back(text, mark) for mark in marks)
             self._sink.reasoning(text[: len(text) - held])
             self._kept = text[len(text) - held :]
             return ""

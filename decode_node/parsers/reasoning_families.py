@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decode_node.parsers.formats import AddressFormat
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFamily:
@@ -16,6 +18,7 @@ class ReasoningFamily:
         before_content: What stands before content, where calls have something else.
         frames: What stands around parts of an answer and is no part of any.
         signs: Texts that the chat template has, where it does not spell the markers.
+        messages: Reasoning is a message to the model itself.
     """
 
     names: tuple[str, ...]
@@ -26,8 +29,10 @@ class ReasoningFamily:
     before_content: str = ""
     frames: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
+    messages: AddressFormat | None = None
 
 
+MUSE_MESSAGES = AddressFormat()
 SOLAR_FRAMES = ("<|begin|>assistant", "<|content|>", "<|end|>")
 KIMI_K3_FRAMES = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
 REASONING_FAMILIES = (
@@ -66,6 +71,13 @@ REASONING_FAMILIES = (
         after="<|begin|>assistant",
         before_content="<|content|>",
         frames=SOLAR_FRAMES,
+    ),
+    ReasoningFamily(
+        names=("muse_glimmer",),
+        begin=" to=self<|message|>",
+        end="<|eom|>",
+        after="<|start|>assistant",
+        messages=MUSE_MESSAGES,
     ),
     ReasoningFamily(names=("minimax_m3",), begin="<mm:think>", end="</mm:think>"),
     ReasoningFamily(names=("hunyuan_v3",), begin="<think:opensource>", end="</think:opensource>"),

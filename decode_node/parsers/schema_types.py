@@ -18,7 +18,9 @@ from decode_node.protocol.tools import Tool
 
 _TYPE_OF = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_UNIONS = ("anyOf", "oneOf", "allOf")
 _MAX_REFERENCES = 8
+_MAX_OPTIONS = 64
 _MAX_LITERAL = 1 << 13
 """Characters of a Python literal. Longer ones are read only if they are one string: compiling
 others may take as long as hundreds of tokens."""
@@ -51,11 +53,36 @@ def types_of(schema: Any, root: Mapping[str, Any], budget: int = _MAX_REFERENCES
         return frozenset((_type_of(schema["const"]),))
     if isinstance(reference := schema.get("$ref"), str):
         return types_of(_referenced(reference, root), root, budget - 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(options := schema.get(key), list):
-            found = [types_of(option, root, budget - 1) for option in options[:64]]
+    for key in _UNIONS:
+        if isinstance(schema.get(key), list):
+            found = [types_of(option, root, budget - 1) for option in _options(schema, key)]
             return frozenset().union(*found)
     return frozenset()
+
+
+def part_of(schema: Any, key: str | None, root: Mapping[str, Any]) -> Any:
+    """Returns the schema of an object's property, or with None that of a list's elements; None if
+    the schema does not say."""
+    return _part_of(schema, key, root, _MAX_REFERENCES)
+
+
+def _part_of(schema: Any, key: str | None, root: Mapping[str, Any], budget: int) -> Any:
+    if not isinstance(schema, Mapping) or budget == 0:
+        return None
+    properties = schema.get("properties")
+    if key is not None and isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    options = [option for name in _UNIONS for option in _options(schema, name)]
+    if isinstance(reference := schema.get("$ref"), str):
+        options.append(_referenced(reference, root))
+    found = (_part_of(option, key, root, budget - 1) for option in options)
+    inner = schema.get("items" if key is None else "additionalProperties")
+    return next((one for one in found if one is not None), inner)
+
+
+def _options(schema: Mapping[str, Any], name: str) -> list[Any]:
+    options = schema.get(name)
+    return options[:_MAX_OPTIONS] if isinstance(options, list) else []
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:

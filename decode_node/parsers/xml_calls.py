@@ -66,7 +66,7 @@ class XmlStage(CallStage):
             if not (yield from source.takes(self._before_name)):
                 return self.reject()
         name, end = yield from source.read(self._name_ends, MAX_NAME)
-        tool = self.tools.get(name.strip())
+        tool = self._tool(name.strip())
         if end != self._after_name:
             source.put_back(end)
         if tool is None or not end or (self._after_name and end != self._after_name):
@@ -79,6 +79,14 @@ class XmlStage(CallStage):
         self.accept(tool.name)
         yield from self._arguments(tool)
         return None
+
+    def _tool(self, name: str) -> Tool | None:
+        """Returns the function of this name. Where calls are messages, prompts list recipients as
+        `f.*`, and models write `f.f`."""
+        first, _, rest = name.partition(".")
+        if name not in self.tools and self._form.messages and first == rest:
+            name = first
+        return self.tools.get(name)
 
     def _arguments(self, tool: Tool) -> Steps[None]:
         source, opening = self.source, "{"

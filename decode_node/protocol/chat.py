@@ -14,6 +14,12 @@ from decode_node.protocol.tools import ToolUse, read_tools
 from edge.http.errors import BadRequest
 
 
+def thinking_switch(*, is_on: bool) -> dict[str, Any]:
+    """Returns the variables by which chat templates let a model think or not."""
+    mode = "enabled" if is_on else "disabled"
+    return {"enable_thinking": is_on, "thinking": is_on, "thinking_mode": mode}
+
+
 class ChatCompletionRequest(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
@@ -87,7 +93,7 @@ class ChatCompletionRequest(GenerationBody):
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
         if self.reasoning_effort == "none":
-            variables |= {"enable_thinking": False, "thinking": False}
+            variables |= thinking_switch(is_on=False)
         return variables | (self.chat_template_kwargs or {})
 
     other_names: ClassVar[dict[str, str]] = {}

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from decode_node.protocol.body import Ignored, Int, Name, StrictBody
+from decode_node.protocol.chat import thinking_switch
 from decode_node.protocol.messages_input import chat_messages, left_out_blocks
 from decode_node.protocol.messages_tools import MessageTools
 from decode_node.protocol.other_chat import ChatOfAnother
@@ -19,8 +20,6 @@ _SAME_IN_CHATS = ("model", "temperature", "top_p", "top_k", "stream", "priority"
 _FORMAT = "output_format"
 _CLEAR_THINKING = "clear_thinking_"
 _CLEARING = ("clear_tool_uses_", "compact_")
-_THINKING_OFF = {"enable_thinking": False, "thinking": False}
-_THINKING_ON = {"enable_thinking": True, "thinking": True}
 
 
 class Thinking(StrictBody):
@@ -145,7 +144,7 @@ class CountTokensRequest(StrictBody):
         }
         if self.thinking is not None and self.thinking.type != "adaptive":
             is_on = self.thinking.type == "enabled"
-            fields["chat_template_kwargs"] = _THINKING_ON if is_on else _THINKING_OFF
+            fields["chat_template_kwargs"] = thinking_switch(is_on=is_on)
             fields["thinking_token_budget"] = self.thinking.budget_tokens
         if (choice := self.tool_choice) is not None:
             fields["tool_choice"] = _chat_choice(choice)

@@ -212,7 +212,7 @@ def test_choices_and_thinking_are_those_of_chats() -> None:
     use = chat(tool_choice={"type": "tool", "name": "get_time"}).tool_use()
     assert (use.mode, use.name) == ("named", "get_time")
     assert chat().template_variables == {}
-    on = {"enable_thinking": True, "thinking": True}
+    on = {"enable_thinking": True, "thinking": True, "thinking_mode": "enabled"}
     assert chat(thinking={"type": "enabled"}).template_variables == on
     edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
     assert chat(context_management={"edits": edits}).messages == chat().messages

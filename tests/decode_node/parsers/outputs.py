@@ -289,6 +289,8 @@ def _outputs() -> Iterator[Output]:
     yield from _framed_outputs()
     yield from _harmony_outputs()
     yield from _pythonic_outputs()
+    yield from _muse_outputs()
+    yield from _element_outputs()
 
 
 def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = False) -> str:
@@ -316,6 +318,13 @@ def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = Fals
             f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in parameters.items()
         )
         return f"<tool_call>{name}\n{inner}" + ("" if cut else "</tool_call>")
+    if family == "muse_glimmer":
+        inner = "".join(
+            f'<atem:parameter name="{k}">{v}</atem:parameter>\n' for k, v in parameters.items()
+        )
+        return f'<atem:function_calls>\n<atem:invoke name="{name}">\n{inner}' + (
+            "" if cut else "</atem:invoke>\n</atem:function_calls>"
+        )
     if family in ("seed_oss", "minimax_m2"):
         space, function, parameter, invoke = {
             "seed_oss": ("seed", "function={}", "parameter={}", "function"),
@@ -566,7 +575,9 @@ def _framed_outputs() -> Iterator[Output]:
 
 def _quoting_outputs() -> Iterator[Output]:
     """Yields values that quote calls, and tags that were left out."""
-    for family in ("qwen3_coder", "seed_oss", "minimax_m2", "deepseek_v32", "minicpm5"):
+    for family in (
+        *("qwen3_coder", "seed_oss", "minimax_m2", "deepseek_v32", "minicpm5", "muse_glimmer"),
+    ):
 
         def of(family: str = family, **parameters: str) -> str:
             return _xml(family, "get_weather", parameters)
@@ -675,6 +686,154 @@ def _harmony_outputs() -> Iterator[Output]:
         content="C",
         reasoning="A\nB",
     )
+
+
+def _muse_outputs() -> Iterator[Output]:
+    family, next_ = "muse_glimmer", "<|start|>assistant"
+
+    def of(name: str = "get_weather", to: str = "", **parameters: str) -> str:
+        return f" to={to or name}<|message|>{_xml(family, name, parameters)}"
+
+    thought = f" to=self<|message|>Hm.<|eom|>{next_}"
+    yield Output(
+        family,
+        "reasoning and an answer",
+        f"{thought} to=user<|message|>It rains.\n<|eot|>",
+        content="It rains.\n",
+        reasoning="Hm.",
+    )
+    yield Output(
+        family,
+        "reasoning, a word before, more reasoning, two calls",
+        f"{thought} to=user<|message|>One moment.<|eom|>{next_}{thought}"
+        f"{of(city=' a b', days='3')}<|eom|>{next_}{of('now')}<|eot|>",
+        [call(arguments='{"city": " a b", "days": 3}'), call("now", "{}")],
+        content="One moment.",
+        reasoning="Hm.Hm.",
+    )
+    yield Output(
+        family,
+        "two messages of a kind",
+        f"{thought}{thought} to=user<|message|>A<|eom|>{next_} to=user<|message|>B<|eot|>",
+        content="A\nB",
+        reasoning="Hm.\nHm.",
+    )
+    yield Output(
+        family,
+        "a name that is doubled, and a header without its beginning",
+        f"to=now.now<|message|>{_xml(family, 'now.now', {})}<|eom|>assistant{of('now')}<|eot|>",
+        [call("now", "{}"), call("now", "{}")],
+    )
+    yield Output(
+        family,
+        "somebody else",
+        f" to=rm<|message|>{_xml(family, 'rm', {'a': '1'})}<|eot|>",
+        content=_xml(family, "rm", {"a": "1"}),
+    )
+    yield Output(family, "no header", "It rains to=user.", content="It rains to=user.")
+    yield Output(family, "cut off in a header", x := " to=us", content=x)
+    yield Output(
+        family,
+        "cut off in reasoning",
+        " to=self<|message|>Hm",
+        reasoning="Hm",
+        incomplete="reasoning",
+    )
+    yield Output(
+        family,
+        "cut off in a text",
+        of(city="Paris")[: of(city="Paris").index("Paris") + 3],
+        [broken('{"city": "Par')],
+        incomplete="call",
+    )
+
+
+def _element_outputs() -> Iterator[Output]:
+    family, tag = "minimax_m3", "]<]minimax[>["
+
+    def element(key: str, *values: str) -> str:
+        return f"{tag}<{key}>{''.join(values)}{tag}</{key}>"
+
+    def of(*elements: str, name: str = "get_weather") -> str:
+        invoke = f'{tag}<invoke name="{name}">{"".join(elements)}{tag}</invoke>\n'
+        return f"{tag}<tool_call>\n{invoke}{tag}</tool_call>"
+
+    city, days = element("city", "Paris"), element("days", "3")
+    first, second = of(city, days), of(name="now")
+    both = first.replace(f"{tag}</tool_call>", "") + second.replace(f"{tag}<tool_call>\n", "")
+    yield Output(family, "one call", first, [call()])
+    yield Output(
+        family,
+        "reasoning, content, two calls",
+        f"<mm:think>Hm.</mm:think>Yes. {both}\n",
+        [call(), call("now", "{}")],
+        content="Yes.",
+        reasoning="Hm.",
+    )
+    yield Output(
+        family,
+        "types of the schema",
+        of(
+            *(element("city", "12 "), element("metric", "true"), element("limit", "1.5")),
+            element("places", element("item", "a"), element("item", "")),
+        ),
+        [
+            call(
+                arguments='{"city": "12 ", "metric": true, "limit": 1.5, "places": ["a", ""]}',
+            )
+        ],
+    )
+    yield Output(
+        family,
+        "elements of no schema, and what is empty",
+        of(
+            element("a", element("b", element("item", element("c", "1"))), element("d", "x y")),
+            element("e", ""),
+            name="write-file.v2",
+        )
+        + of(element("places", "")),
+        [
+            call("write-file.v2", '{"a": {"b": [{"c": "1"}], "d": "x y"}, "e": ""}'),
+            call(arguments='{"places": []}'),
+        ],
+    )
+    yield Output(
+        family,
+        "JSON in place of elements",
+        of(element("places", '["a", "b"]')),
+        [call(arguments='{"places": ["a", "b"]}')],
+    )
+    yield Output(family, "an argument without its end", of(f"{tag}<city>Paris", days), [call()])
+    yield Output(
+        family,
+        "a list without the end of its last element",
+        of(f"{tag}<places>{tag}<item>a{tag}</places>", days),
+        [call(arguments='{"places": ["a"], "days": 3}')],
+    )
+    yield Output(
+        family, "a call without ends", of(f"{tag}<city>A"), [call(arguments='{"city": "A"}')]
+    )
+    quoting = f"So: {of(city)} and {tag}</city> more, {tag} <, {tag}</x>"
+    yield Output(
+        family,
+        "a value that quotes a call and its own end",
+        of(element("city", quoting), days),
+        [call(arguments=json.dumps({"city": quoting, "days": 3}))],
+    )
+    yield Output(family, "unknown function", x := of(city, name="rm"), content=x)
+    for what, text, arguments in (
+        ("a text", f"{tag}<city>Par", '{"city": "Par'),
+        ("a list", f"{tag}<places>{element('item', 'a')}", '{"places": ["a"'),
+        ("a number", f"{tag}<days>1", '{"days": 1'),
+    ):
+        whole = of(text)
+        yield Output(
+            family,
+            f"cut off in {what}",
+            whole[: whole.index(f"{tag}</invoke>")],
+            [broken(arguments)],
+            incomplete="call",
+        )
 
 
 def _pythonic_outputs() -> Iterator[Output]:

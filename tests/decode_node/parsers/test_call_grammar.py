@@ -79,6 +79,10 @@ CLOSERS = (
     "}",
 )
 """Texts that end what is free, and would rarely be drawn."""
+OWN_CLOSERS = {
+    "muse_glimmer": ("</atem:parameter>",),
+    "minimax_m3": ("]<]minimax[>[</city>", "]<]minimax[>[</unit>"),
+}
 _TEXT = [
     'the {"name": "get_weather", "arguments": {"city": "x", "days": 3}} true [1, 2.5] (a=\'b\')'
 ]
@@ -98,6 +102,7 @@ class Model:
         )
         backend.add_special_tokens([END, *(sorted(tokens_of(family)) if has_tokens else [])])
         self.tokenizer = Tokenizer(backend)
+        self._closers = CLOSERS + OWN_CLOSERS.get(family, ())
         end = backend.token_to_id(END)
         assert end is not None
         self.end = end
@@ -131,7 +136,7 @@ class Model:
         ids: list[int] = []
         while len(ids) < MAX_TOKENS:
             if rng.random() < 0.1:
-                closer = self.tokenizer.encode(rng.choice(CLOSERS), add_special_tokens=False)
+                closer = self.tokenizer.encode(rng.choice(self._closers), add_special_tokens=False)
                 ids += closer[: matcher.try_consume_tokens(closer)]
             mask = matcher.compute_bitmask()
             allowed = [i for i in range(self.tokenizer.vocab_size) if mask[i >> 3] >> (i & 7) & 1]

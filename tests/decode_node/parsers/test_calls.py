@@ -29,6 +29,8 @@ REASONING = {
     "kimi_k3": "kimi_k3",
     "gemma4": "gemma4",
     "solar_open": "solar_open",
+    "muse_glimmer": "muse_glimmer",
+    "minimax_m3": "minimax_m3",
 }
 NUM_RANDOM_CUTS = 200
 
@@ -53,6 +55,7 @@ def tokens_of(family: str) -> dict[str, int]:
     texts += ["<|channel>", "<|tool_response>"] * (family == "gemma4")
     texts += ["<|role_sep|>", "<|message_sep|>"] * (family == "gigachat30")
     texts += ["<|begin|>", "<|content|>"] * (family == "solar_open")
+    texts += ["<|start|>", "<|message|>", "<|eot|>"] * (family == "muse_glimmer")
     plain = {
         "qwen3_coder": ("</parameter>", "</function>"),
         "seed_oss": ("</parameter>", "</function>"),
@@ -61,12 +64,13 @@ def tokens_of(family: str) -> dict[str, int]:
         "deepseek_v4": ("<",),
         "minicpm5": ("<function", "<param"),
         "functionary": ("<function=", ">"),
+        "muse_glimmer": ("<atem:", "</atem:"),
     }
     found = sorted(
         {
             text
             for text in texts
-            if text[:1] + text[-1:] in ("<>", "[]", "｜｜")
+            if text[:1] + text[-1:] in ("<>", "[]", "｜｜", "][")
             and text.count("<") < 2
             and not text.startswith(plain.get(family, "no marker"))
         }

@@ -46,6 +46,7 @@ def read(text: str, *, added: dict[str, int], is_open: bool, name: str = "deepse
         ("hm, </thin", True, "hm, </thin", "", "reasoning"),
         ("", True, "", "", "reasoning"),
         ("</think>yes", True, "", "yes", ""),
+        ("\n</think>yes</think>", False, "", "yes</think>", ""),
         ("yes <think>no</think>", False, "", "yes <think>no</think>", ""),
         ("hm</think>a</think><think>b", True, "hm", "a</think><think>b", ""),
         ("<tool_call>{}</tool_call></think>yes", True, "<tool_call>{}</tool_call>", "yes", ""),
@@ -192,6 +193,37 @@ def test_a_call_ends_reasoning_where_its_marker_is_a_token(
         assert [call.name for call in found.calls] == ["now"] * num_calls
     untold = parse(made.parser((), is_reasoning_open=True), [stream])
     assert not untold.calls, "nothing may be called"
+
+
+@pytest.mark.parametrize(
+    ("family", "reasoning", "token", "text"),
+    [
+        (
+            *("deepseek_v32", "deepseek_r1", "｜DSML｜"),
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+            "</｜DSML｜function_calls>",
+        ),
+        (
+            *("minimax_m3", "minimax_m3", "]<]minimax[>["),
+            ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="now">]<]minimax[>[</invoke>\n'
+            "]<]minimax[>[</tool_call>",
+        ),
+    ],
+)
+def test_a_call_ends_reasoning_where_its_marker_has_a_token_in_it(
+    family: str, reasoning: str, token: str, text: str
+) -> None:
+    tools = [Tool("now", {}, strict=False, raw={})]
+    made = OutputParsers.of_model(
+        Texts({token: 5}), reasoning_parser=reasoning, tool_call_parser=family
+    )
+    quoted = f"say {text[: len(token) + 3]} and {text.replace('now', 'rm')}, "
+    for thought in ("I look", f"{quoted}a < b"):
+        stream = pieces(thought + text, {token: 5})
+        for cut in [*two_part_cuts(stream), *(random_cuts(stream, i) for i in range(20))]:
+            found = parse(made.parser(tools, is_reasoning_open=True), cut)
+            assert (found.reasoning, found.content) == (thought, "")
+            assert [(call.name, call.arguments) for call in found.calls] == [("now", "{}")]
 
 
 def test_a_call_that_is_only_text_is_reasoning() -> None:
