@@ -39,6 +39,7 @@ from router.store.errors import StoreUnavailable
 from router.store.events import put_events
 from router.store.items import Item
 from router.store.responses import ResponseRow
+from router.store.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +146,13 @@ class BackgroundRun:
     async def _flush(self) -> None:
         body = with_fields(self.row.body, status="in_progress")
         new = self.events[self.num_stored :] if self.row.is_stream else []
-        async with self.kept.database.writing() as transaction:
-            if not await responses.begin(transaction, self.row, body):
+
+        def write(transaction: Transaction) -> None:
+            if not responses.begin(transaction, self.row, body):
                 raise GivenUp
-            await put_events(transaction, self.row, self.num_stored, new)
+            put_events(transaction, self.row, self.num_stored, new)
+
+        await self.kept.database.write(write)
         self.num_stored += len(new)
 
     async def _finish(self, status: str, body: bytes, output: list[Item]) -> None:
@@ -156,19 +160,17 @@ class BackgroundRun:
         self.is_ending = True
         last = event_of(f"response.{status}", len(self.events), whole(body, output))
         new = [*self.events[self.num_stored :], last] if self.row.is_stream else []
+
+        def write(transaction: Transaction) -> None:
+            if not responses.finish(transaction, self.row, status, body, output):
+                raise GivenUp
+            put_events(transaction, self.row, self.num_stored, new)
+            self.kept.add_turn(transaction, self.turn, status, output)
+
         while True:
             with contextlib.suppress(StoreUnavailable):
-                await self._write_end(status, body, output, new)
+                await self.kept.database.write(write)
                 break
             await asyncio.sleep(_PAUSE_S)
         self.kept.locks.discard(self.turn.id)
         self.events.append(last)
-
-    async def _write_end(
-        self, status: str, body: bytes, output: list[Item], new: list[bytes]
-    ) -> None:
-        async with self.kept.database.writing() as transaction:
-            if not await responses.finish(transaction, self.row, status, body, output):
-                raise GivenUp
-            await put_events(transaction, self.row, self.num_stored, new)
-            await self.kept.add_turn(transaction, self.turn, status, output)

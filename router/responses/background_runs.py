@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from starlette.types import ASGIApp
@@ -37,8 +38,9 @@ from router.responses.turn import Turn
 from router.store import conversations, responses
 from router.store.errors import StoreUnavailable
 from router.store.events import num_events, put_events
-from router.store.items import items_of
+from router.store.items import Item, items_of
 from router.store.responses import ResponseRow
+from router.store.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +115,13 @@ class BackgroundRuns:
         queued = whole(body, [])
         names = "response.created", "response.queued"
         events = [event_of(name, i, queued) for i, name in enumerate(names)]
-        async with self.kept.database.writing() as transaction:
-            await responses.add_response(transaction, row, turn.items)
+
+        def write(transaction: Transaction) -> None:
+            responses.add_response(transaction, row, turn.items)
             if row.is_stream:
-                await put_events(transaction, row, 0, events)
+                put_events(transaction, row, 0, events)
+
+        await self.kept.database.write(write)
         return self._begin(turn, row, tenant, headers, events)
 
     def stop(self, tenant: str, name: str) -> None:
@@ -153,8 +158,7 @@ class BackgroundRuns:
         await asyncio.gather(*left, return_exceptions=True)
         if left:
             with contextlib.suppress(StoreUnavailable):
-                async with self.kept.database.writing() as transaction:
-                    await responses.renew(transaction, self.owner, 0.0)
+                await self.kept.database.write(lambda one: responses.renew(one, self.owner, 0.0))
 
     def _begin(
         self,
@@ -192,8 +196,7 @@ class BackgroundRuns:
         if not self._runs:
             return
         known = {(*key, run.row.attempt) for key, run in self._runs.items()}
-        async with self.kept.database.reading() as transaction:
-            owned = await responses.owned_by(transaction, self.owner)
+        owned = await self.kept.database.read(lambda one: responses.owned_by(one, self.owner))
         for tenant, name, attempt in known - owned:
             run = self.find(tenant, name)
             # One that has just ended is in the store already.
@@ -203,25 +206,33 @@ class BackgroundRuns:
     async def _renew(self) -> None:
         if not self._runs and not self.kept.locks:
             return
-        async with self.kept.database.writing() as transaction:
-            await responses.renew(transaction, self.owner, self._lease_end())
-            await conversations.renew_locks(transaction, list(self.kept.locks), self._lease_end())
+        until, locks = self._lease_end(), list(self.kept.locks)
+
+        def write(transaction: Transaction) -> None:
+            responses.renew(transaction, self.owner, until)
+            conversations.renew_locks(transaction, locks, until)
+
+        await self.kept.database.write(write)
 
     async def _take_abandoned(self) -> None:
-        async with self.kept.database.reading() as transaction:
-            found = await responses.abandoned(transaction, self.kept.clock(), _NUM_TAKEN)
-        for row in found:
-            async with self.kept.database.writing() as transaction:
-                taken = await responses.claim(transaction, row, self.owner, self._lease_end())
+        database, now = self.kept.database, self.kept.clock()
+        for row in await database.read(lambda one: responses.abandoned(one, now, _NUM_TAKEN)):
+            taken = await database.write(partial(self._claim, row))
             if taken is not None:
                 logger.warning("background response %s: its router is gone", taken.id)
                 await self._go_on(taken)
 
+    def _claim(self, row: ResponseRow, transaction: Transaction) -> ResponseRow | None:
+        return responses.claim(transaction, row, self.owner, self._lease_end())
+
     async def _go_on(self, row: ResponseRow) -> None:
         """Answers a response of another router, or ends it."""
-        async with self.kept.database.reading() as transaction:
-            told = await num_events(transaction, row.tenant, row.id)
-            items = (await items_of(transaction, row.tenant, [row.id]))[row.id]
+
+        def look(transaction: Transaction) -> tuple[int, list[Item]]:
+            items = items_of(transaction, row.tenant, [row.id])[row.id]
+            return num_events(transaction, row.tenant, row.id), items
+
+        told, items = await self.kept.database.read(look)
         tenant = self.tenants().get(row.tenant)
         why = ""
         if told > _NUM_FIRST_EVENTS:
@@ -264,8 +275,11 @@ class BackgroundRuns:
     async def _end(self, row: ResponseRow, told: int, why: str) -> None:
         body = failed_body(row.body, "server_error", why)
         event = event_of("response.failed", told, whole(body, []))
-        async with self.kept.database.writing() as transaction:
-            if await responses.finish(transaction, row, "failed", body, []):
+
+        def write(transaction: Transaction) -> None:
+            if responses.finish(transaction, row, "failed", body, []):
                 if row.is_stream:
-                    await put_events(transaction, row, told, [event])
-                await conversations.unlock(transaction, row.tenant, row.conversation, row.id)
+                    put_events(transaction, row, told, [event])
+                conversations.unlock(transaction, row.tenant, row.conversation, row.id)
+
+        await self.kept.database.write(write)

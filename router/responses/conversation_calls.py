@@ -47,56 +47,71 @@ class ConversationCalls:
             expires_at=self.kept.expires_at(),
             metadata=_metadata(fields),
         )
-        async with self.kept.database.writing() as transaction:
-            await self.kept.check_room(transaction, tenant)
-            await conversations.add_conversation(transaction, made, items)
+
+        def add(transaction: Transaction) -> None:
+            self.kept.check_room(transaction, tenant)
+            conversations.add_conversation(transaction, made, items)
+
+        await self.kept.database.write(add)
         return _document(made)
 
     async def retrieve(self, tenant: str, name: str) -> bytes:
-        async with self.kept.database.reading() as transaction:
-            return _document(await self._row(transaction, tenant, name))
+        return _document(await self.kept.database.read(lambda one: self._row(one, tenant, name)))
 
     async def update(self, tenant: str, name: str, body: bytes) -> bytes:
         metadata = _metadata(_fields(body))
-        async with self.kept.database.writing() as transaction:
-            row = await self._row(transaction, tenant, name)
-            await conversations.set_metadata(transaction, row, metadata)
-            return _document(await self._row(transaction, tenant, name))
+
+        def change(transaction: Transaction) -> ConversationRow:
+            row = self._row(transaction, tenant, name)
+            conversations.set_metadata(transaction, row, metadata)
+            return self._row(transaction, tenant, name)
+
+        return _document(await self.kept.database.write(change))
 
     async def delete(self, tenant: str, name: str) -> bytes:
         """Removes a conversation and its items. Responses that belonged to it stay."""
-        async with self.kept.database.writing() as transaction:
-            row = await self._row(transaction, tenant, name)
-            await conversations.drop_conversation(transaction, tenant, row.id)
-        return encode({"id": row.id, "object": "conversation.deleted", "deleted": True})
+
+        def drop(transaction: Transaction) -> str:
+            row = self._row(transaction, tenant, name)
+            conversations.drop_conversation(transaction, tenant, row.id)
+            return row.id
+
+        dropped = await self.kept.database.write(drop)
+        return encode({"id": dropped, "object": "conversation.deleted", "deleted": True})
 
     async def add_items(self, tenant: str, name: str, body: bytes) -> bytes:
         items = self._items(_fields(body), is_needed=True)
-        async with self.kept.database.writing() as transaction:
-            await self.kept.check_room(transaction, tenant)
-            row = await self._row(transaction, tenant, name)
+
+        def add(transaction: Transaction) -> None:
+            self.kept.check_room(transaction, tenant)
+            row = self._row(transaction, tenant, name)
             self._check_size(row, items)
-            expires_at = self.kept.expires_at()
-            await conversations.append_items(transaction, row, items, expires_at)
+            conversations.append_items(transaction, row, items, self.kept.expires_at())
+
+        await self.kept.database.write(add)
         return page_document(items, False)
 
     async def list_items(self, tenant: str, name: str, page: Page) -> bytes:
-        async with self.kept.database.reading() as transaction:
-            row = await self._row(transaction, tenant, name)
-            items = await conversations.conversation_items(transaction, tenant, row.id)
-        return page_document(*page_of(items, page))
+
+        def look(transaction: Transaction) -> list[Item]:
+            row = self._row(transaction, tenant, name)
+            return conversations.conversation_items(transaction, tenant, row.id)
+
+        return page_document(*page_of(await self.kept.database.read(look), page))
 
     async def retrieve_item(self, tenant: str, name: str, item: str) -> bytes:
-        async with self.kept.database.reading() as transaction:
-            _, found = await self._item(transaction, tenant, name, item)
+        _, found = await self.kept.database.read(lambda one: self._item(one, tenant, name, item))
         return encode(listed(found))
 
     async def delete_item(self, tenant: str, name: str, item: str) -> bytes:
         """Removes an item; returns its conversation, as the API does."""
-        async with self.kept.database.writing() as transaction:
-            row, found = await self._item(transaction, tenant, name, item)
-            await conversations.drop_item(transaction, row, found)
-        return _document(row)
+
+        def drop(transaction: Transaction) -> ConversationRow:
+            row, found = self._item(transaction, tenant, name, item)
+            conversations.drop_item(transaction, row, found)
+            return row
+
+        return _document(await self.kept.database.write(drop))
 
     def _items(self, fields: Fields, *, is_needed: bool) -> list[Item]:
         given = fields.get("items")
@@ -122,22 +137,22 @@ class ConversationCalls:
                 f"the conversation would be larger than {limit} bytes", param="items"
             )
 
-    async def _row(self, transaction: Transaction, tenant: str, name: str) -> ConversationRow:
+    def _row(self, transaction: Transaction, tenant: str, name: str) -> ConversationRow:
         found = None
         if NAME.fullmatch(name):
             now = self.kept.clock()
-            found = await conversations.find_conversation(transaction, tenant, name, now)
+            found = conversations.find_conversation(transaction, tenant, name, now)
         if found is None:
             raise NotKept(
                 f"Conversation with id '{name[:_MAX_SHOWN]}' not found.", param="conversation_id"
             )
         return found
 
-    async def _item(
+    def _item(
         self, transaction: Transaction, tenant: str, name: str, item: str
     ) -> tuple[ConversationRow, Item]:
-        row = await self._row(transaction, tenant, name)
-        items = await conversations.conversation_items(transaction, tenant, row.id)
+        row = self._row(transaction, tenant, name)
+        items = conversations.conversation_items(transaction, tenant, row.id)
         found = next((one for one in items if one.id == item), None)
         if found is None:
             raise NotKept(f"Item with id '{item[:_MAX_SHOWN]}' not found.", param="item_id")

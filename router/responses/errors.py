@@ -4,7 +4,7 @@ HttpError
   NotKept              404     no such response, conversation or item of this tenant
   PreviousNotFound     400     previous_response_id names none, or one that lost its beginning
   ConversationLocked   409     another response adds to the conversation now
-  RefusedByNode          4xx     a node would not answer it
+  RefusedByNode        4xx     a node would not answer it
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from router.responses.background_run import BackgroundRun
 from router.responses.kept_responses import KeptResponses
 from router.store.errors import StoreUnavailable
 from router.store.events import events_from
-from router.store.responses import find_response
+from router.store.responses import ResponseRow, find_response
+from router.store.transaction import Transaction
 
 _LOOK_S = 0.25
 _IDLE_S = 1.0
@@ -42,12 +43,15 @@ async def stored_events(
     kept: KeptResponses, tenant: str, name: str, first: int, keepalive_s: float
 ) -> AsyncIterator[bytes]:
     """Gives the events of a response of another router, and waits for a database that is away."""
+
+    def look(transaction: Transaction) -> tuple[ResponseRow | None, list[bytes]]:
+        response = find_response(transaction, tenant, name, kept.clock())
+        return response, events_from(transaction, tenant, name, first)
+
     sent_at = time.monotonic()
     while True:
         try:
-            async with kept.database.reading() as transaction:
-                response = await find_response(transaction, tenant, name, kept.clock())
-                events = await events_from(transaction, tenant, name, first)
+            response, events = await kept.database.read(look)
         except StoreUnavailable:
             await asyncio.sleep(_IDLE_S)
             continue

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from router.responses.kept_responses import KeptResponses
 from router.store import conversations, responses
 from router.store.errors import StoreUnavailable
+from router.store.transaction import Transaction
 
 _LOOK_S = 60.0
 _BATCH = 100
@@ -34,14 +35,20 @@ class Expiry:
     async def sweep(self) -> int:
         """Removes a batch. Returns how many there were."""
         database, now = self.kept.database, self.kept.clock()
-        async with database.reading() as transaction:
-            old = await responses.expired(transaction, now, _BATCH)
-            left = await conversations.expired_conversations(transaction, now, _BATCH)
+
+        def look(transaction: Transaction) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+            old = responses.expired(transaction, now, _BATCH)
+            return old, conversations.expired_conversations(transaction, now, _BATCH)
+
+        old, left = await database.read(look)
         if not old and not left:
             return 0
-        async with database.writing() as transaction:
+
+        def drop(transaction: Transaction) -> None:
             for tenant, name in old:
-                await responses.drop_response(transaction, tenant, name)
+                responses.drop_response(transaction, tenant, name)
             for tenant, name in left:
-                await conversations.drop_conversation(transaction, tenant, name)
+                conversations.drop_conversation(transaction, tenant, name)
+
+        await database.write(drop)
         return len(old) + len(left)

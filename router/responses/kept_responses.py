@@ -59,22 +59,26 @@ class KeptResponses:
         if state.keeps:
             self.check_size(items)
         locks = state.keeps and bool(state.conversation)
-        async with self.database.writing() if locks else self.database.reading() as transaction:
+
+        def look(transaction: Transaction) -> Turn:
             if state.keeps:
-                await self.check_room(transaction, tenant)
-            turn = await self._with_history(transaction, turn, now)
-        if locks:
-            self.locks.add(turn.id)
-        return turn
+                self.check_room(transaction, tenant)
+            return self._with_history(transaction, turn, now)
+
+        if not locks:
+            return await self.database.read(look)
+        found = await self.database.write(look)
+        self.locks.add(found.id)
+        return found
 
     async def again(self, turn: Turn) -> Turn:
         """Returns a turn of another router with its history, and locks its conversation. Raises as
         `prepare` does."""
-        async with self.database.writing() as transaction:
-            turn = await self._with_history(transaction, turn, self.clock())
-        if turn.conversation:
-            self.locks.add(turn.id)
-        return turn
+        now = self.clock()
+        found = await self.database.write(lambda one: self._with_history(one, turn, now))
+        if found.conversation:
+            self.locks.add(found.id)
+        return found
 
     async def keep(self, turn: Turn, answer: bytes) -> None:
         """Keeps a response that a node has answered. Raises `StoreUnavailable`."""
@@ -89,28 +93,27 @@ class KeptResponses:
             conversation=turn.state.conversation,
         )
 
-        async def write() -> None:
-            async with self.database.writing() as transaction:
-                await responses.add_response(transaction, response, [*turn.items, *output])
-                await self.add_turn(transaction, turn, status, output)
+        def write(transaction: Transaction) -> None:
+            responses.add_response(transaction, response, [*turn.items, *output])
+            self.add_turn(transaction, turn, status, output)
 
         # A client that leaves now has been answered.
-        await asyncio.shield(asyncio.create_task(write()))
+        await asyncio.shield(asyncio.create_task(self.database.write(write)))
         self.locks.discard(turn.id)
 
-    async def add_turn(
+    def add_turn(
         self, transaction: Transaction, turn: Turn, status: str, output: Sequence[Item]
     ) -> None:
         """Notes what the response means for what came before it: the chain lives on, and the
         conversation has its items."""
         expires_at = self.expires_at()
-        await responses.keep_alive(transaction, turn.chain, self.clock(), expires_at)
+        responses.keep_alive(transaction, turn.chain, self.clock(), expires_at)
         if (conversation := turn.conversation) is None:
             return
         if status in _GOES_ON:
             items = [*turn.items, *output]
-            await conversations.append_items(transaction, conversation, items, expires_at)
-        await conversations.unlock(transaction, turn.tenant, conversation.id, turn.id)
+            conversations.append_items(transaction, conversation, items, expires_at)
+        conversations.unlock(transaction, turn.tenant, conversation.id, turn.id)
 
     async def drop(self, turn: Turn) -> None:
         """Frees the conversation of a turn that was not kept; without a database its lock ends by
@@ -120,8 +123,9 @@ class KeptResponses:
         self.locks.discard(turn.id)
         name = turn.state.conversation
         with contextlib.suppress(StoreUnavailable):
-            async with self.database.writing() as transaction:
-                await conversations.unlock(transaction, turn.tenant, name, turn.id)
+            await self.database.write(
+                lambda one: conversations.unlock(one, turn.tenant, name, turn.id)
+            )
 
     def expires_at(self) -> float:
         return self.clock() + self.limits.ttl_s
@@ -136,31 +140,29 @@ class KeptResponses:
                     param=f"input.{i}",
                 )
 
-    async def check_room(self, transaction: Transaction, tenant: str) -> None:
+    def check_room(self, transaction: Transaction, tenant: str) -> None:
         """Raises `StoreFull` for a tenant that keeps as much as it may."""
         limit = self.limits.max_bytes_per_tenant
-        if limit and await transaction.num_bytes_of(tenant) >= limit:
+        if limit and transaction.num_bytes_of(tenant) >= limit:
             raise StoreFull(
                 f"{limit} bytes of responses and conversations are kept, which is the most; delete "
                 'some, or send "store": false'
             )
 
-    async def _with_history(self, transaction: Transaction, turn: Turn, now: float) -> Turn:
+    def _with_history(self, transaction: Transaction, turn: Turn, now: float) -> Turn:
         state, tenant = turn.state, turn.tenant
         chain: list[ResponseRow] = []
         history: list[Item] = []
         conversation = None
         if state.previous:
-            chain = await self._chain(transaction, tenant, state.previous, now)
-            history = await responses.chain_items(transaction, tenant, chain)
+            chain = self._chain(transaction, tenant, state.previous, now)
+            history = responses.chain_items(transaction, tenant, chain)
         elif state.conversation:
-            conversation = await self._locked(transaction, turn, now)
-            history = await conversations.conversation_items(
-                transaction, tenant, state.conversation
-            )
+            conversation = self._locked(transaction, turn, now)
+            history = conversations.conversation_items(transaction, tenant, state.conversation)
         items = list(turn.items)
         names = references(items)
-        known = await items_by_id(transaction, tenant, names) if names else {}
+        known = items_by_id(transaction, tenant, names) if names else {}
         items = resolved(items, known, {item.id for item in history})
         return Turn(
             tenant=tenant,
@@ -173,12 +175,12 @@ class KeptResponses:
             items=tuple(items),
         )
 
-    async def _chain(
+    def _chain(
         self, transaction: Transaction, tenant: str, name: str, now: float
     ) -> list[ResponseRow]:
         shown = name[:_MAX_SHOWN]
         is_name = NAME.fullmatch(name)
-        chain = await responses.chain_of(transaction, tenant, name, now) if is_name else []
+        chain = responses.chain_of(transaction, tenant, name, now) if is_name else []
         if not chain or chain[-1].id != name:
             raise PreviousNotFound(f"Previous response with id '{shown}' not found.")
         if chain[0].previous:
@@ -199,19 +201,19 @@ class KeptResponses:
             )
         return chain
 
-    async def _locked(
+    def _locked(
         self, transaction: Transaction, turn: Turn, now: float
     ) -> conversations.ConversationRow:
         name = turn.state.conversation
         found = None
         if NAME.fullmatch(name):
-            found = await conversations.find_conversation(transaction, turn.tenant, name, now)
+            found = conversations.find_conversation(transaction, turn.tenant, name, now)
         if found is None:
             raise NotKept(
                 f"Conversation with id '{name[:_MAX_SHOWN]}' not found.", param="conversation"
             )
         until = now + self.limits.lease_s
-        if turn.state.keeps and not await conversations.lock(
+        if turn.state.keeps and not conversations.lock(
             transaction, turn.tenant, name, turn.id, now, until
         ):
             raise ConversationLocked(

@@ -30,54 +30,59 @@ class ResponseCalls:
 
     async def retrieve(self, tenant: str, name: str) -> bytes:
         """Returns the response as it is now."""
-        async with self.kept.database.reading() as transaction:
-            row = await self._row(transaction, tenant, name)
-            return await _whole(transaction, row)
+        return await self.kept.database.read(lambda one: _whole(one, self._row(one, tenant, name)))
 
     async def input_items(self, tenant: str, name: str, page: Page) -> bytes:
         """Returns a page of what the response was an answer to: all that came before it, and its
         own input."""
-        async with self.kept.database.reading() as transaction:
-            row = await self._row(transaction, tenant, name)
-            now = self.kept.clock()
-            chain = await responses.chain_of(transaction, tenant, row.id, now)
-            items = await responses.chain_items(transaction, tenant, chain[:-1])
-            own = (await items_of(transaction, tenant, [row.id]))[row.id]
-        items += [item for item in own if not item.is_output]
-        return page_document(*page_of(items, page))
+
+        def look(transaction: Transaction) -> list[Item]:
+            row = self._row(transaction, tenant, name)
+            chain = responses.chain_of(transaction, tenant, row.id, self.kept.clock())
+            items = responses.chain_items(transaction, tenant, chain[:-1])
+            own = items_of(transaction, tenant, [row.id])[row.id]
+            return [*items, *(item for item in own if not item.is_output)]
+
+        return page_document(*page_of(await self.kept.database.read(look), page))
 
     async def cancel(self, tenant: str, name: str) -> bytes:
         """Ends the work on a response of the background, and returns it. One that is finished
         stays as it is."""
-        async with self.kept.database.writing() as transaction:
-            row = await self._row(transaction, tenant, name)
+
+        def end(transaction: Transaction) -> tuple[ResponseRow, bytes]:
+            row = self._row(transaction, tenant, name)
             if not row.is_background:
                 raise BadRequest(
                     "Only responses that were created with background true can be cancelled.",
                     param="response_id",
                 )
             body = with_fields(row.body, status="cancelled")
-            if not row.is_finished and await responses.cancel(transaction, row, body):
-                await conversations.unlock(transaction, tenant, row.conversation, row.id)
-            row = await self._row(transaction, tenant, name)
-            answer = await _whole(transaction, row)
+            if not row.is_finished and responses.cancel(transaction, row, body):
+                conversations.unlock(transaction, tenant, row.conversation, row.id)
+            row = self._row(transaction, tenant, name)
+            return row, _whole(transaction, row)
+
+        row, answer = await self.kept.database.write(end)
         if row.is_finished:
             self.runs.stop(tenant, row.id)
         return answer
 
     async def delete(self, tenant: str, name: str) -> bytes:
         """Removes a response and all that is kept of it; work on it ends."""
-        async with self.kept.database.writing() as transaction:
-            row = await self._row(transaction, tenant, name)
-            await responses.drop_response(transaction, tenant, row.id)
-            await conversations.unlock(transaction, tenant, row.conversation, row.id)
-        self.runs.stop(tenant, row.id)
-        return encode({"id": row.id, "object": "response", "deleted": True})
+
+        def drop(transaction: Transaction) -> str:
+            row = self._row(transaction, tenant, name)
+            responses.drop_response(transaction, tenant, row.id)
+            conversations.unlock(transaction, tenant, row.conversation, row.id)
+            return row.id
+
+        dropped = await self.kept.database.write(drop)
+        self.runs.stop(tenant, dropped)
+        return encode({"id": dropped, "object": "response", "deleted": True})
 
     async def check_stream(self, tenant: str, name: str) -> None:
         """Raises `BadRequest` for a response whose events are not kept."""
-        async with self.kept.database.reading() as transaction:
-            row = await self._row(transaction, tenant, name)
+        row = await self.kept.database.read(lambda one: self._row(one, tenant, name))
         if not (row.is_background and row.is_stream):
             raise BadRequest(
                 "Only responses that were created with background true and stream true can be "
@@ -85,15 +90,15 @@ class ResponseCalls:
                 param="stream",
             )
 
-    async def _row(self, transaction: Transaction, tenant: str, name: str) -> ResponseRow:
+    def _row(self, transaction: Transaction, tenant: str, name: str) -> ResponseRow:
         row = None
         if NAME.fullmatch(name):
-            row = await responses.find_response(transaction, tenant, name, self.kept.clock())
+            row = responses.find_response(transaction, tenant, name, self.kept.clock())
         if row is None:
             raise NotKept(f"Response with id '{name[:_MAX_SHOWN]}' not found.", param="response_id")
         return row
 
 
-async def _whole(transaction: Transaction, row: ResponseRow) -> bytes:
-    items: list[Item] = (await items_of(transaction, row.tenant, [row.id]))[row.id]
+def _whole(transaction: Transaction, row: ResponseRow) -> bytes:
+    items: list[Item] = (items_of(transaction, row.tenant, [row.id]))[row.id]
     return whole(row.body, [item for item in items if item.is_output])

@@ -2,11 +2,13 @@
 
 1. named      by a URL; nothing is connected, and a database that is away stops no router
 2. ready      the first use makes the tables, or finds them, and looks at their version
-3. used       each `reading` or `writing` is one transaction, and ends within `timeout_s`
+3. used       each `read` or `write` is one transaction, and ends within `timeout_s`
 4. closed     connections are given back
 
-Whatever the database does wrong is `StoreUnavailable`, and the next use tries again. SQLite runs
-in threads of aiosqlite, PostgreSQL is asked by asyncpg: the event loop waits for neither.
+A transaction is a plain function of a `Transaction`, so that all of its statements can run in one
+go beside the event loop: SQLite's in a thread (`sqlite_threads`), PostgreSQL's over a connection
+that the loop reads (`postgres_pool`). Whatever the database does wrong is `StoreUnavailable`, and
+the next use tries again.
 """
 
 from __future__ import annotations
@@ -14,92 +16,98 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
-from sqlalchemy import event, insert, select, text
+from sqlalchemy import insert, select, text
 from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from router.errors import ConfigurationError
 from router.store.errors import StoreUnavailable
+from router.store.postgres_pool import PostgresPool
+from router.store.sqlite_threads import SqliteThreads
 from router.store.tables import METADATA, SCHEMA, SCHEMA_VERSION
 from router.store.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
-_READS = "tandem_reads"
 _ONE_AT_A_TIME = 7_226_483_301
 """A lock of PostgreSQL: two routers that start at once do not both make the tables."""
-_OWNER_ONLY = 0o600
-_POOL_SIZE = 10
-"""Connections to PostgreSQL that stay open; under load there are twice as many."""
 
 Observe = Callable[[str, float, bool], None]
-"""Is told of a transaction that has ended: its kind, seconds, and whether it failed."""
+"""Is called with a transaction that has ended: its kind, seconds, and whether it failed."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Connections(Protocol):
+    """Runs transactions on connections of its own."""
+
+    async def run(self, work: Callable[[Connection], ResultT], *, is_read: bool) -> ResultT:
+        """Runs `work` in a transaction, which is kept whole or not at all. One whose caller is
+        cancelled is not kept."""
+
+    async def forget_deleted(self) -> None:
+        """Overwrites what was deleted, as far as that is not the database's own work."""
+
+    async def close(self) -> None:
+        """Gives back all connections."""
 
 
 class Database:
-    """Opens transactions. `url` begins with sqlite:/// or postgresql://."""
+    """Runs transactions. `url` begins with sqlite:/// or postgresql://."""
 
     def __init__(self, url: str, timeout_s: float, observe: Observe) -> None:
         """Raises `ConfigurationError` for a URL that names neither."""
         self._url = _checked_url(url)
         self._timeout_s = timeout_s
         self._observe = observe
-        self.is_sqlite = self._url.get_backend_name() == "sqlite"
-        self._engine: AsyncEngine | None = None
+        self._connections: Connections | None = None
         self._is_ready = False
         self._making_ready = asyncio.Lock()
-        self._writer = asyncio.Lock()
-        """SQLite has one writer at a time: ours wait here, where the wait is fair."""
 
-    @contextlib.asynccontextmanager
-    async def reading(self) -> AsyncIterator[Transaction]:
-        """Is a transaction that changes nothing. Raises `StoreUnavailable`."""
-        async with self._transaction("read") as transaction:
-            yield transaction
-
-    @contextlib.asynccontextmanager
-    async def writing(self) -> AsyncIterator[Transaction]:
-        """Is a transaction: all of it is kept when it ends, or nothing. Raises
+    async def read(self, work: Callable[[Transaction], ResultT]) -> ResultT:
+        """Returns what `work` returns, which changes nothing. Raises what it raises, and
         `StoreUnavailable`."""
-        lock = self._writer if self.is_sqlite else contextlib.nullcontext()
-        async with self._transaction("write", lock) as transaction:
-            yield transaction
-            await transaction.write_charges()
+        return await self._run(lambda c: work(Transaction(c)), is_read=True)
+
+    async def write(self, work: Callable[[Transaction], ResultT]) -> ResultT:
+        """Does the same with work that changes something: all of it is kept, or nothing, as where
+        `work` raises."""
+
+        def charged(connection: Connection) -> ResultT:
+            transaction = Transaction(connection)
+            found = work(transaction)
+            transaction.write_charges()
+            return found
+
+        return await self._run(charged, is_read=False)
 
     async def forget_deleted(self) -> None:
-        """Has SQLite write its log back into the file, so that neither has what was deleted.
-        Raises `StoreUnavailable`."""
-        if self.is_sqlite:
-            engine = await self._ready_engine()
-            async with engine.connect() as connection:
-                await connection.run_sync(_truncate_log)
+        """Has the database's files no longer hold what was deleted. Raises `StoreUnavailable`."""
+        async with self._asking("write"):
+            await (await self._ready_connections()).forget_deleted()
 
     async def close(self) -> None:
         """Gives back all connections."""
-        if self._engine is not None:
-            await self._engine.dispose()
+        if self._connections is not None:
+            await self._connections.close()
+
+    async def _run(self, work: Callable[[Connection], ResultT], *, is_read: bool) -> ResultT:
+        async with self._asking("read" if is_read else "write"):
+            return await (await self._ready_connections()).run(work, is_read=is_read)
 
     @contextlib.asynccontextmanager
-    async def _transaction(
-        self, kind: str, lock: contextlib.AbstractAsyncContextManager[Any] | None = None
-    ) -> AsyncIterator[Transaction]:
+    async def _asking(self, kind: str) -> AsyncIterator[None]:
+        """Bounds the time of what it is around, and names what goes wrong."""
         began_at, has_failed = time.monotonic(), False
         try:
-            async with asyncio.timeout(self._timeout_s), lock or contextlib.nullcontext():
-                engine = await self._ready_engine()
-                async with engine.connect() as connection:
-                    if kind == "read":
-                        await connection.execution_options(**{_READS: True})
-                    async with connection.begin():
-                        yield Transaction(connection)
+            async with asyncio.timeout(self._timeout_s):
+                yield
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             has_failed = True
             logger.error("the response store failed: %s", _shown(error))
@@ -110,45 +118,33 @@ class Database:
         finally:
             self._observe(kind, time.monotonic() - began_at, has_failed)
 
-    async def _ready_engine(self) -> AsyncEngine:
-        if self._engine is not None and self._is_ready:
-            return self._engine
+    async def _ready_connections(self) -> Connections:
+        if self._connections is not None and self._is_ready:
+            return self._connections
         async with self._making_ready:
-            if self._engine is None:
-                self._engine = self._make_engine()
+            if self._connections is None:
+                self._connections = self._connect()
             if not self._is_ready:
-                async with self._engine.begin() as connection:
-                    await self._make_tables(connection)
+                await self._connections.run(_make_tables, is_read=False)
                 self._is_ready = True
-        return self._engine
+        return self._connections
 
-    async def _make_tables(self, connection: AsyncConnection) -> None:
-        if not self.is_sqlite:
-            await connection.execute(text(f"SELECT pg_advisory_xact_lock({_ONE_AT_A_TIME})"))
-        await connection.run_sync(METADATA.create_all)
-        version = (await connection.execute(select(SCHEMA.c.version))).scalar()
-        if version is None:
-            await connection.execute(insert(SCHEMA).values(version=SCHEMA_VERSION))
-        elif version != SCHEMA_VERSION:
-            raise OSError(f"it has tables of version {version}, not {SCHEMA_VERSION}")
+    def _connect(self) -> Connections:
+        if self._url.get_backend_name() == "sqlite":
+            return SqliteThreads(self._url, self._timeout_s)
+        return PostgresPool(self._url, self._timeout_s)
 
-    def _make_engine(self) -> AsyncEngine:
-        if not self.is_sqlite:
-            arguments = {"timeout": self._timeout_s, "command_timeout": self._timeout_s}
-            return create_async_engine(
-                self._url,
-                pool_pre_ping=True,
-                pool_size=_POOL_SIZE,
-                max_overflow=_POOL_SIZE,
-                connect_args=arguments,
-                hide_parameters=True,
-            )
-        _create_file(Path(str(self._url.database)))
-        arguments = {"timeout": self._timeout_s}
-        engine = create_async_engine(self._url, connect_args=arguments, hide_parameters=True)
-        event.listen(engine.sync_engine, "connect", _set_up_sqlite)
-        event.listen(engine.sync_engine, "begin", _begin_sqlite)
-        return engine
+
+def _make_tables(connection: Connection) -> None:
+    """Makes the tables where there are none. Raises `OSError` for those of another version."""
+    if connection.dialect.name != "sqlite":
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({_ONE_AT_A_TIME})"))
+    METADATA.create_all(connection)
+    version = connection.execute(select(SCHEMA.c.version)).scalar()
+    if version is None:
+        connection.execute(insert(SCHEMA).values(version=SCHEMA_VERSION))
+    elif version != SCHEMA_VERSION:
+        raise OSError(f"it has tables of version {version}, not {SCHEMA_VERSION}")
 
 
 def _checked_url(text_: str) -> URL:
@@ -162,7 +158,7 @@ def _checked_url(text_: str) -> URL:
             raise ConfigurationError(
                 f"--response-store: there is no folder for the file {url.database}"
             )
-        return url.set(drivername="sqlite+aiosqlite")
+        return url.set(drivername="sqlite")
     if url is None or backend not in ("postgresql", "postgres") or not url.database:
         raise ConfigurationError(
             "--response-store must be sqlite:///FILE (an absolute path has four slashes) or "
@@ -171,33 +167,6 @@ def _checked_url(text_: str) -> URL:
     # The field writes sslmode; asyncpg's name for it is ssl.
     query = {"ssl" if k == "sslmode" else k: v for k, v in url.query.items()}
     return url.set(drivername="postgresql+asyncpg", query=query)
-
-
-def _create_file(path: Path) -> None:
-    """Makes a file that only its owner reads, where there is none. Raises `OSError`."""
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, _OWNER_ONLY))
-
-
-def _set_up_sqlite(connection: Any, _record: object) -> None:
-    """Has transactions begin where we say, survive a loss of power, and leave no deleted text."""
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
-def _truncate_log(connection: Connection) -> None:
-    # Outside of a transaction, in which it would have to wait for itself.
-    cursor = connection.connection.cursor()
-    cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    cursor.close()
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and writes later would fail when another one writes between.
-    reads = connection.get_execution_options().get(_READS)
-    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 def _shown(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from router.store.transaction import Transaction
 _END = b"\n\n"
 
 
-async def put_events(
+def put_events(
     transaction: Transaction, response: ResponseRow, first: int, events: Sequence[bytes]
 ) -> None:
     """Adds a batch of events, of which the first has the number `first`."""
@@ -23,18 +23,16 @@ async def put_events(
         return
     data = zlib.compress(b"".join(events), 1)
     row = {"tenant": response.tenant, "response": response.id, "first": first}
-    await transaction.execute(insert(EVENTS).values(**row, count=len(events), data=data))
-    await add_bytes(transaction, response.tenant, response.id, len(data))
+    transaction.execute(insert(EVENTS).values(**row, count=len(events), data=data))
+    add_bytes(transaction, response.tenant, response.id, len(data))
 
 
-async def events_from(
-    transaction: Transaction, tenant: str, response: str, first: int
-) -> list[bytes]:
+def events_from(transaction: Transaction, tenant: str, response: str, first: int) -> list[bytes]:
     """Returns the events from the number `first` on."""
     of_response = EVENTS.c.tenant == tenant, EVENTS.c.response == response
     wanted = EVENTS.c.first + EVENTS.c.count > first
     found: list[bytes] = []
-    for row in await transaction.execute(
+    for row in transaction.execute(
         select(EVENTS).where(*of_response, wanted).order_by(EVENTS.c.first)
     ):
         events = [text + _END for text in zlib.decompress(row.data).split(_END) if text]
@@ -42,7 +40,7 @@ async def events_from(
     return found
 
 
-async def num_events(transaction: Transaction, tenant: str, response: str) -> int:
+def num_events(transaction: Transaction, tenant: str, response: str) -> int:
     """Returns how many events there are."""
     query = (
         select(EVENTS.c.first + EVENTS.c.count)
@@ -50,4 +48,4 @@ async def num_events(transaction: Transaction, tenant: str, response: str) -> in
         .order_by(EVENTS.c.first.desc())
         .limit(1)
     )
-    return int((await transaction.execute(query)).scalar() or 0)
+    return int((transaction.execute(query)).scalar() or 0)

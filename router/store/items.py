@@ -29,7 +29,7 @@ class Page:
     after: str = ""
 
 
-async def put_items(
+def put_items(
     transaction: Transaction,
     tenant: str,
     holder: str,
@@ -44,7 +44,7 @@ async def put_items(
     first = 1
     if not is_new:
         last = select(func.max(ITEMS.c.place)).where(*_of(tenant, [holder]))
-        first += (await transaction.execute(last)).scalar() or 0
+        first += (transaction.execute(last)).scalar() or 0
     rows = [
         {
             "tenant": tenant,
@@ -56,39 +56,35 @@ async def put_items(
         }
         for i, item in enumerate(items)
     ]
-    await transaction.execute(insert(ITEMS), rows)
+    transaction.execute(insert(ITEMS), rows)
     return sum(len(item.data) for item in items)
 
 
-async def items_of(
+def items_of(
     transaction: Transaction, tenant: str, holders: Sequence[str]
 ) -> dict[str, list[Item]]:
     """Returns all items of each holder."""
     query = select(ITEMS).where(*_of(tenant, holders)).order_by(ITEMS.c.holder, ITEMS.c.place)
     found: dict[str, list[Item]] = {holder: [] for holder in holders}
-    for row in await transaction.execute(query):
+    for row in transaction.execute(query):
         found[row.holder].append(Item(row.id, row.data, row.is_output))
     return found
 
 
-async def items_by_id(
-    transaction: Transaction, tenant: str, names: Iterable[str]
-) -> dict[str, Item]:
+def items_by_id(transaction: Transaction, tenant: str, names: Iterable[str]) -> dict[str, Item]:
     """Returns those of a tenant's items that have these ids."""
     query = select(ITEMS).where(ITEMS.c.tenant == tenant, ITEMS.c.id.in_(list(names)))
-    return {
-        row.id: Item(row.id, row.data, row.is_output) for row in await transaction.execute(query)
-    }
+    return {row.id: Item(row.id, row.data, row.is_output) for row in transaction.execute(query)}
 
 
-async def drop_items(
+def drop_items(
     transaction: Transaction, tenant: str, holders: Sequence[str], item: str | None = None
 ) -> int:
     """Removes the items of holders, or one of them. Returns how many there were."""
     where = _of(tenant, holders)
     if item is not None:
         where.append(ITEMS.c.id == item)
-    return (await transaction.execute(delete(ITEMS).where(*where))).rowcount
+    return (transaction.execute(delete(ITEMS).where(*where))).rowcount
 
 
 def page_of(items: Sequence[Item], page: Page) -> tuple[list[Item], bool]:

@@ -54,29 +54,25 @@ class ResponseRow:
 _COLUMNS = [RESPONSES.c[name] for name in ResponseRow.__slots__]
 
 
-async def add_response(
-    transaction: Transaction, response: ResponseRow, items: Sequence[Item]
-) -> None:
+def add_response(transaction: Transaction, response: ResponseRow, items: Sequence[Item]) -> None:
     """Adds a response and its items."""
     values = {name: getattr(response, name) for name in ResponseRow.__slots__}
     num_bytes = len(response.body) + len(response.request)
-    num_bytes += await put_items(transaction, response.tenant, response.id, items, is_new=True)
-    await transaction.execute(insert(RESPONSES).values(**values, num_bytes=num_bytes))
+    num_bytes += put_items(transaction, response.tenant, response.id, items, is_new=True)
+    transaction.execute(insert(RESPONSES).values(**values, num_bytes=num_bytes))
     transaction.charge(response.tenant, num_bytes)
 
 
-async def find_response(
+def find_response(
     transaction: Transaction, tenant: str, name: str, now: float
 ) -> ResponseRow | None:
     """Returns a response that has not expired."""
     query = select(*_COLUMNS).where(*_is(tenant, name), RESPONSES.c.expires_at > now)
-    row = (await transaction.execute(query)).first()
+    row = (transaction.execute(query)).first()
     return None if row is None else _response(row)
 
 
-async def chain_of(
-    transaction: Transaction, tenant: str, name: str, now: float
-) -> list[ResponseRow]:
+def chain_of(transaction: Transaction, tenant: str, name: str, now: float) -> list[ResponseRow]:
     """Returns a response and those that it goes on from, the first one first. Where one is missing
     the list begins behind it."""
     base = select(RESPONSES.c.id, RESPONSES.c.previous, literal(0).label("depth")).where(
@@ -93,19 +89,17 @@ async def chain_of(
         .where(RESPONSES.c.expires_at > now)
         .order_by(chain.c.depth.desc())
     )
-    return [_response(row) for row in await transaction.execute(query)]
+    return [_response(row) for row in transaction.execute(query)]
 
 
-async def chain_items(
-    transaction: Transaction, tenant: str, chain: Sequence[ResponseRow]
-) -> list[Item]:
+def chain_items(transaction: Transaction, tenant: str, chain: Sequence[ResponseRow]) -> list[Item]:
     """Returns the items of a chain: what was said, in order."""
     names = [response.id for response in chain]
-    found = await items_of(transaction, tenant, names)
+    found = items_of(transaction, tenant, names)
     return [item for name in names for item in found[name]]
 
 
-async def keep_alive(
+def keep_alive(
     transaction: Transaction, chain: Sequence[ResponseRow], now: float, expires_at: float
 ) -> None:
     """Has a chain live as long as the response that goes on from it."""
@@ -113,31 +107,31 @@ async def keep_alive(
     old = [response.id for response in chain if response.expires_at < soon]
     if old:
         where = [RESPONSES.c.tenant == chain[0].tenant, RESPONSES.c.id.in_(old)]
-        await transaction.execute(update(RESPONSES).where(*where).values(expires_at=expires_at))
+        transaction.execute(update(RESPONSES).where(*where).values(expires_at=expires_at))
 
 
-async def drop_response(transaction: Transaction, tenant: str, name: str) -> bool:
+def drop_response(transaction: Transaction, tenant: str, name: str) -> bool:
     """Removes a response, its items and its events. Returns whether it was there."""
     where = _is(tenant, name)
     query = select(RESPONSES.c.num_bytes).where(*where).with_for_update()
-    num_bytes = (await transaction.execute(query)).scalar()
+    num_bytes = (transaction.execute(query)).scalar()
     if num_bytes is None:
         return False
-    await drop_items(transaction, tenant, [name])
+    drop_items(transaction, tenant, [name])
     of_response = EVENTS.c.tenant == tenant, EVENTS.c.response == name
-    await transaction.execute(delete(EVENTS).where(*of_response))
-    await transaction.execute(delete(RESPONSES).where(*where))
+    transaction.execute(delete(EVENTS).where(*of_response))
+    transaction.execute(delete(RESPONSES).where(*where))
     transaction.charge(tenant, -num_bytes)
     return True
 
 
-async def begin(transaction: Transaction, response: ResponseRow, body: bytes) -> bool:
+def begin(transaction: Transaction, response: ResponseRow, body: bytes) -> bool:
     """Notes that the answer has begun. Returns whether its owner still is that."""
     values = {"status": "in_progress", "body": body}
-    return await _write(transaction, response, values, 0)
+    return _write(transaction, response, values, 0)
 
 
-async def finish(
+def finish(
     transaction: Transaction,
     response: ResponseRow,
     status: str,
@@ -147,14 +141,14 @@ async def finish(
     """Ends a response of the background. Returns whether its owner still is that."""
     values = {"status": status, "body": body, "request": b"", "owner": "", "lease_until": 0.0}
     num_bytes = len(body) - len(response.body) - len(response.request)
-    if not await _write(transaction, response, values, num_bytes):
+    if not _write(transaction, response, values, num_bytes):
         return False
-    num_bytes = await put_items(transaction, response.tenant, response.id, output)
-    await add_bytes(transaction, response.tenant, response.id, num_bytes)
+    num_bytes = put_items(transaction, response.tenant, response.id, output)
+    add_bytes(transaction, response.tenant, response.id, num_bytes)
     return True
 
 
-async def claim(
+def claim(
     transaction: Transaction, response: ResponseRow, owner: str, lease_until: float
 ) -> ResponseRow | None:
     """Makes `owner` the owner of a response whose lease has run out. Returns it as it is then;
@@ -162,64 +156,64 @@ async def claim(
     values = {"owner": owner, "lease_until": lease_until, "attempt": response.attempt + 1}
     unrenewed = RESPONSES.c.lease_until == response.lease_until
     where = [*_owned(response), unrenewed]
-    if not (await transaction.execute(update(RESPONSES).where(*where).values(**values))).rowcount:
+    if not (transaction.execute(update(RESPONSES).where(*where).values(**values))).rowcount:
         return None
-    return await find_response(transaction, response.tenant, response.id, 0.0)
+    return find_response(transaction, response.tenant, response.id, 0.0)
 
 
-async def cancel(transaction: Transaction, response: ResponseRow, body: bytes) -> bool:
+def cancel(transaction: Transaction, response: ResponseRow, body: bytes) -> bool:
     """Ends an unfinished response, whoever works on it. Returns whether it was unfinished."""
     values = {"status": "cancelled", "body": body, "request": b"", "owner": "", "lease_until": 0.0}
     num_bytes = len(body) - len(response.body) - len(response.request)
     where = [*_is(response.tenant, response.id), RESPONSES.c.status.in_(UNFINISHED)]
-    found = await transaction.execute(update(RESPONSES).where(*where).values(**values))
-    await add_bytes(transaction, response.tenant, response.id, num_bytes if found.rowcount else 0)
+    found = transaction.execute(update(RESPONSES).where(*where).values(**values))
+    add_bytes(transaction, response.tenant, response.id, num_bytes if found.rowcount else 0)
     return bool(found.rowcount)
 
 
-async def owned_by(transaction: Transaction, owner: str) -> set[tuple[str, str, int]]:
+def owned_by(transaction: Transaction, owner: str) -> set[tuple[str, str, int]]:
     """Returns tenant, id and attempt of the unfinished responses of one owner."""
     query = select(RESPONSES.c.tenant, RESPONSES.c.id, RESPONSES.c.attempt).where(
         RESPONSES.c.owner == owner, RESPONSES.c.status.in_(UNFINISHED)
     )
-    return {(row.tenant, row.id, row.attempt) for row in await transaction.execute(query)}
+    return {(row.tenant, row.id, row.attempt) for row in transaction.execute(query)}
 
 
-async def renew(transaction: Transaction, owner: str, until: float) -> None:
+def renew(transaction: Transaction, owner: str, until: float) -> None:
     """Renews the leases of one owner. An `until` that is over gives them up."""
     where = [RESPONSES.c.owner == owner, RESPONSES.c.status.in_(UNFINISHED)]
-    await transaction.execute(update(RESPONSES).where(*where).values(lease_until=until))
+    transaction.execute(update(RESPONSES).where(*where).values(lease_until=until))
 
 
-async def abandoned(transaction: Transaction, now: float, limit: int) -> list[ResponseRow]:
+def abandoned(transaction: Transaction, now: float, limit: int) -> list[ResponseRow]:
     """Returns unfinished responses whose owner's lease has run out."""
     where = [RESPONSES.c.status.in_(UNFINISHED), RESPONSES.c.lease_until < now]
     query = select(*_COLUMNS).where(*where).limit(limit)
-    return [_response(row) for row in await transaction.execute(query)]
+    return [_response(row) for row in transaction.execute(query)]
 
 
-async def expired(transaction: Transaction, now: float, limit: int) -> list[tuple[str, str]]:
+def expired(transaction: Transaction, now: float, limit: int) -> list[tuple[str, str]]:
     """Returns tenant and id of responses that have expired."""
     query = select(RESPONSES.c.tenant, RESPONSES.c.id).where(RESPONSES.c.expires_at <= now)
-    rows = await transaction.execute(query.order_by(RESPONSES.c.tenant).limit(limit))
+    rows = transaction.execute(query.order_by(RESPONSES.c.tenant).limit(limit))
     return [(row.tenant, row.id) for row in rows]
 
 
-async def _write(
+def _write(
     transaction: Transaction, response: ResponseRow, values: Mapping[str, object], num_bytes: int
 ) -> bool:
     where = _owned(response)
-    found = await transaction.execute(update(RESPONSES).where(*where).values(**values))
-    await add_bytes(transaction, response.tenant, response.id, num_bytes if found.rowcount else 0)
+    found = transaction.execute(update(RESPONSES).where(*where).values(**values))
+    add_bytes(transaction, response.tenant, response.id, num_bytes if found.rowcount else 0)
     return bool(found.rowcount)
 
 
-async def add_bytes(transaction: Transaction, tenant: str, name: str, num_bytes: int) -> None:
+def add_bytes(transaction: Transaction, tenant: str, name: str, num_bytes: int) -> None:
     """Counts more bytes of a response, or fewer."""
     if num_bytes:
         counted = RESPONSES.c.num_bytes + num_bytes
         where = _is(tenant, name)
-        await transaction.execute(update(RESPONSES).where(*where).values(num_bytes=counted))
+        transaction.execute(update(RESPONSES).where(*where).values(num_bytes=counted))
         transaction.charge(tenant, num_bytes)
 
 

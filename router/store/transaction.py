@@ -9,8 +9,7 @@ from typing import Any
 
 from sqlalchemy import Executable, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import CursorResult
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.engine import Connection, CursorResult
 
 from router.store.tables import TENANTS
 
@@ -18,25 +17,25 @@ from router.store.tables import TENANTS
 class Transaction:
     """Executes statements, and counts bytes."""
 
-    def __init__(self, connection: AsyncConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._charges: Counter[str] = Counter()
 
-    async def execute(
+    def execute(
         self, statement: Executable, rows: Sequence[dict[str, Any]] | None = None
     ) -> CursorResult[Any]:
-        return await self._connection.execute(statement, rows)
+        return self._connection.execute(statement, rows)
 
     def charge(self, tenant: str, num_bytes: int) -> None:
         """Adds to what a tenant keeps, or takes away."""
         self._charges[tenant] += num_bytes
 
-    async def num_bytes_of(self, tenant: str) -> int:
+    def num_bytes_of(self, tenant: str) -> int:
         """Returns what a tenant keeps."""
         query = select(TENANTS.c.num_bytes).where(TENANTS.c.name == tenant)
-        return int((await self.execute(query)).scalar() or 0)
+        return int((self.execute(query)).scalar() or 0)
 
-    async def write_charges(self) -> None:
+    def write_charges(self) -> None:
         """Writes what was counted. To be called once, at the end."""
         is_sqlite = self._connection.dialect.name == "sqlite"
         insert = sqlite.insert if is_sqlite else postgresql.insert
@@ -44,4 +43,4 @@ class Transaction:
             if num_bytes:
                 row = insert(TENANTS).values(name=tenant, num_bytes=max(0, num_bytes))
                 counted = {"num_bytes": TENANTS.c.num_bytes + num_bytes}
-                await self.execute(row.on_conflict_do_update(index_elements=["name"], set_=counted))
+                self.execute(row.on_conflict_do_update(index_elements=["name"], set_=counted))

@@ -13,7 +13,7 @@ import pytest
 from router.config import RouterSettings
 from tests.router.cluster import TIMEOUT_S, Cluster, eventually, run_router
 from tests.router.fakes import FakeDecodeNode
-from tests.router.responses.api import Api, Json, events_of, kept_of, rows, said
+from tests.router.responses.api import Api, Json, events_of, rows, said
 from tests.router.responses.node import ResponseNode
 
 
@@ -119,12 +119,12 @@ async def test_only_what_is_in_the_background_can_be_cancelled(api: Api) -> None
     await api("POST", f"responses/{made['id']}/cancel", status=400)
 
 
-async def test_a_stream_that_is_cancelled_ends(api: Api, node: ResponseNode) -> None:
+async def test_a_stream_that_is_cancelled_ends(api: Api, node: ResponseNode, store: Path) -> None:
     node.may_go.clear()
     body = {"model": "demo", "input": "hi", "background": True, "stream": True}
     asking = asyncio.create_task(api.events("responses", body))
     await eventually(lambda: len(node.bodies) == 1)
-    with sqlite3.connect(kept_file(api)) as database:
+    with sqlite3.connect(store) as database:
         ((name,),) = database.execute("SELECT id FROM tandem_responses").fetchall()
     await api("POST", f"responses/{name}/cancel")
     assert "completed" not in (await asking)[-1]["type"]
@@ -251,7 +251,3 @@ async def test_an_owner_that_was_silent_too_long_gives_its_work_up(
     failed = await until(api, made["id"], "failed")
     assert "routers worked on it" in failed["error"]["message"]
     node.may_go.set()
-
-
-def kept_file(api: Api) -> str:
-    return str(kept_of(api.router).database._url.database)
