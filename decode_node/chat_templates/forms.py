@@ -28,6 +28,8 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
             own before them, or cannot be shown.
         names_results: A tool's message needs the name of its function.
         tool_fields: Fields that a tool must have, of `description` and `parameters`.
+        tool_order: Tools are shown as clients write them; with the keys of all objects sorted, as
+            Kimi's tokenizer program prepares them; or sorted and declared in TypeScript too.
         reasoning: The name of an assistant's reasoning; "parts" for a part of type `thinking` in
             the content, "" where the template shows none.
         joins_reasoning: Reasoning and content beside calls are refused; they become one text.
@@ -50,6 +52,7 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
     content_beside_calls: Literal["kept", "apart", "lost"] = "kept"
     names_results: bool = False
     tool_fields: tuple[str, ...] = ()
+    tool_order: Literal["given", "sorted", "typescript"] = "given"
     reasoning: Literal["", "reasoning_content", "reasoning", "thinking", "parts"] = ""
     joins_reasoning: bool = False
     content_parts: bool = False

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from decode_node.chat_templates.forms import TemplateForms
+from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE, typescript
 from decode_node.protocol.chat_messages import ChatMessage, ImagePart
 from decode_node.protocol.valid_strings import with_valid_strings
 
@@ -55,7 +56,20 @@ def shown_tools(tools: Iterable[Mapping[str, Any]], forms: TemplateForms) -> lis
     """Returns tools with the fields that the template needs."""
     empty: Message = {"description": "", "parameters": {"type": "object", "properties": {}}}
     needed = {field: empty[field] for field in forms.tool_fields}
-    return [_with_fields(dict(tool), needed) for tool in tools]
+    found = [_with_fields(dict(tool), needed) for tool in tools]
+    return found if forms.tool_order == "given" else _sorted(found)
+
+
+def tool_variables(tools: Sequence[Message], forms: TemplateForms) -> Message:
+    """Returns the variables by which the template gets tools in another form."""
+    declared = typescript(tools) if forms.tool_order == "typescript" else None
+    return {} if declared is None else {TYPESCRIPT_VARIABLE: declared}
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_fields(tool: Message, needed: Mapping[str, Any]) -> Message:

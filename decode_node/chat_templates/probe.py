@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from decode_node.chat_templates.forms import TemplateForms
+from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE
 from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
 
 Message = dict[str, Any]
@@ -49,6 +50,7 @@ _REASONING: tuple[Literal["reasoning_content", "reasoning", "thinking"], ...] = 
 )
 _BEGUN_MARKER = re.compile(r"(<[^>\n]*|\[[^\]\n]*)\Z")
 _DUMPED_PART = re.compile(r"""['"]thinking['"]""")
+_KIMI_TOOLS = "tool_declare<|im_middle|>"
 _EMPTY = re.compile(r"\b(None|null)\b")
 
 
@@ -87,6 +89,7 @@ class _Prober:
             **self._reasoning(forms),
             **self._turns(forms),
             "tool_fields": self._tool_fields(),
+            "tool_order": self._tool_order(),
             "text_joint": self._text_joint(),
         }
         return Probe(msgspec.structs.replace(forms, **fields), self._written(forms))
@@ -261,6 +264,13 @@ class _Prober:
             if all(self._takes_tool(one) for one in chances):
                 return fields
         return ()
+
+    def _tool_order(self) -> str:
+        """Returns how tools are prepared before the template sees them. No render can show it: the
+        checkpoint's tokenizer program does it."""
+        if TYPESCRIPT_VARIABLE in self._template.source:
+            return "typescript"
+        return "sorted" if _KIMI_TOOLS in self._template.source else "given"
 
     def _takes_tool(self, function: Message) -> bool:
         return self._render([_USER], [{"type": "function", "function": function}]) is not None

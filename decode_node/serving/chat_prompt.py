@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from decode_node.chat_templates.control_tokens import ControlTokens
-from decode_node.chat_templates.history import history, shown_tools
+from decode_node.chat_templates.history import history, shown_tools, tool_variables
 from decode_node.chat_templates.probe import probe
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.tools import ToolUse
@@ -66,14 +66,15 @@ class ChatPrompt:
         messages = history(body.messages, forms)
         if self._control_tokens is not None:
             messages = self._control_tokens.sanitize(messages)
+        shown = shown_tools(tools, forms)
         with _as_bad_request("messages"):
             return template.render(
                 messages,
-                tools=shown_tools(tools, forms),
+                tools=shown,
                 documents=body.documents,
                 add_generation_prompt=wants_prompt,
                 continue_final_message=bool(body.continue_final_message),
-                variables=variables,
+                variables=tool_variables(shown, forms) | variables,
             )
 
     def _template(self, body: ChatCompletionRequest, *, has_tools: bool) -> ChatTemplate:

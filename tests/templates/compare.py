@@ -91,9 +91,18 @@ def compare_template(file: Path) -> Result:
     prompts = ChatPrompt(Tokenizer(byte_level_backend(), template))
     for name, body in conversations():
         ours = render(prompts, body)
-        theirs = (rendered(source, m, body.get("tools")) for m in ways(body["messages"], forms))
+        tools = prepared(body.get("tools"), forms)
+        theirs = (rendered(source, m, tools) for m in ways(body["messages"], forms))
         judge(result, name, body, forms, ours, theirs)
     return result
+
+
+def prepared(tools: list[Json] | None, forms: TemplateForms) -> list[Json] | None:
+    """Returns tools as the checkpoint's own program hands them to the template."""
+    if tools is None or forms.tool_order == "given":
+        return tools
+    found: list[Json] = json.loads(json.dumps(tools, sort_keys=True))
+    return found
 
 
 def render(prompts: ChatPrompt, body: Json) -> str | None:
