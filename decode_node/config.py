@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 
@@ -151,6 +151,11 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         default=False,
         description="Read control tokens that users and tools write in chats, such as <|im_end|>, "
         "as the text that they spell, so that nobody forges a turn.",
+    )
+    system_turns: Literal["first", "in-place"] = Field(
+        default="first",
+        description="Where turns of the system in /v1/messages stand that come before the first "
+        "answer: first, as one message in front of what the user says, or in-place.",
     )
     max_logprobs: int = Field(
         default=DEFAULT_MAX_LOGPROBS,

@@ -357,6 +357,7 @@ def create_node_app(
         trusts_templates=settings.trust_request_chat_template,
         forces_usage=settings.enable_force_include_usage,
         sanitizes=settings.sanitize_control_tokens,
+        moves_system_turns=settings.system_turns == "first",
         defaults=defaults,
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)

@@ -79,6 +79,11 @@ class ChatCompletionRequest(GenerationBody):
         """Says whether the oldest turns are left out of a chat that is too long."""
         return False
 
+    @property
+    def moves_system_turns(self) -> bool:
+        """Says whether the API has turns of the system where others have none."""
+        return False
+
     def tool_use(self) -> ToolUse:
         """Returns the tools and how to choose among them. Raises `BadRequest`."""
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)

@@ -56,6 +56,10 @@ class ChatOfMessages(ChatOfAnother):
         "reasoning_effort": "output_config.effort",
     }
 
+    @property
+    def moves_system_turns(self) -> bool:
+        return True
+
 
 class CountTokensRequest(StrictBody):
     """The body of POST /v1/messages/count_tokens."""

@@ -84,13 +84,18 @@ class OpenAIServing:
         trusts_templates: bool = False,
         forces_usage: bool = False,
         sanitizes: bool = False,
+        moves_system_turns: bool = True,
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         self._model = config.model
         self._served = served
         self._tokenizer = tokenizer
         self.prompts = Prompts(
-            config.model, tokenizer, trusts_templates=trusts_templates, sanitizes=sanitizes
+            config.model,
+            tokenizer,
+            trusts_templates=trusts_templates,
+            sanitizes=sanitizes,
+            moves_system_turns=moves_system_turns,
         )
         self._input_processor = InputProcessor(config)
         self._proxy = proxy

@@ -13,6 +13,7 @@ from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tools import ToolUse
 from decode_node.serving.chat_prompt import ChatPrompt
 from decode_node.serving.recent_turns import RecentTurns
+from decode_node.serving.system_turns import system_first
 from edge.http import long_work
 from edge.http.errors import BadRequest
 from engine.config import ModelConfig
@@ -24,7 +25,7 @@ from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 class Prompts:
     """Forms prompts for one model. `is_long`: the body is long, and what is done to all of it
     happens beside the event loop. `sanitizes`: control tokens that users and tools write in chats
-    are text."""
+    are text. `moves_system_turns`: the system speaks first, where the API has it speak later."""
 
     def __init__(
         self,
@@ -33,11 +34,13 @@ class Prompts:
         *,
         trusts_templates: bool = False,
         sanitizes: bool = False,
+        moves_system_turns: bool = True,
     ) -> None:
         self._max_tokens = model.max_model_len
         self._vocab_size = model.vocab_size
         self._tokenizer = tokenizer
         self._sanitizes = sanitizes
+        self._moves_system_turns = moves_system_turns
         self._chat_prompt = ChatPrompt(
             tokenizer, trusts_templates=trusts_templates, sanitizes=sanitizes
         )
@@ -69,6 +72,8 @@ class Prompts:
         self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool
     ) -> tuple[str, list[int]]:
         """Returns the text of a chat's prompt, and its tokens. Raises `BadRequest`."""
+        if self._moves_system_turns and body.moves_system_turns:
+            body = body.model_copy(update={"messages": system_first(body.messages)})
         try:
             return await self._of_chat(body, tool_use, is_long=is_long)
         except BadRequest as error:

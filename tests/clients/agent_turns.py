@@ -128,10 +128,14 @@ def codex(bench: Bench, work: Path) -> None:
 
 
 def claude_code(bench: Bench, work: Path) -> None:
-    """Claude Code: a command, whose result it sends in a second turn, and a second conversation.
-    Most of both prompts is the first's."""
+    """Claude Code in a git repository, of which it tells the state: a command, whose result it
+    sends in a second turn, and a second conversation. Most of both prompts is the first's."""
     program = bench.binary("@anthropic-ai/claude-code-linux-x64/claude")
     assert program is not None
+    (work / "CLAUDE.md").write_text("Be brief.\n")
+    for step in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "one"]):
+        author = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+        subprocess.run(["git", *author, *step], cwd=work, check=True)
     words = [program, "--permission-mode", "bypassPermissions", "-p"]
     variables = {
         "ANTHROPIC_BASE_URL": bench.url,

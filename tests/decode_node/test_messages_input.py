@@ -12,6 +12,7 @@ from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history
 from decode_node.protocol.messages import MessagesRequest
 from decode_node.protocol.parse_body import parse_body
+from decode_node.serving.system_turns import system_first
 from tests.decode_node.http_node import http_node
 from tests.decode_node.test_messages_api import ASK, MESSAGES, TOOLS, USER, one_node
 
@@ -39,6 +40,57 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
 
 def assistant(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
+
+
+def system(*texts: str) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": "text", "text": text} for text in texts]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER, system("late")], ["system late", "user hello"]),
+        (
+            [system("a"), USER, system("b", "c"), USER],
+            ["system a||\n\n||b||c", "user hello", "user hello"],
+        ),
+        (
+            [system("a"), USER, assistant(), system("late"), USER],
+            ["system a", "user hello", "assistant ", "system late", "user hello"],
+        ),
+        ([USER, assistant(), system("late")], ["user hello", "assistant ", "system late"]),
+    ],
+)
+def test_what_the_system_says_before_the_first_answer_stands_in_front(
+    messages: list[dict[str, Any]], expected: list[str]
+) -> None:
+    chat = request_of(messages=messages).to_chat()
+    told = history(system_first(chat.messages), TemplateForms(text_joint="||"))
+    assert [f"{message['role']} {message['content']}" for message in told] == expected
+
+
+def test_turns_of_the_system_with_images_stay() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    late = {"role": "system", "content": [{"type": "image", "source": source}]}
+    chat = request_of(messages=[USER, late]).to_chat()
+    assert system_first(chat.messages) == chat.messages
+
+
+async def test_where_turns_of_the_system_stand_is_a_setting() -> None:
+    body = {"max_tokens": 2, "system": "rules", "messages": [USER, system("late")]}
+    prompts = []
+    for settings in ({}, {"system_turns": "in-place"}):
+        async with one_node(**settings) as node:
+            assert (await node.client.post(MESSAGES, json=body)).status_code == 200
+            spec = list(node.engine.requests.values())[-1].request.spec
+            counted = await node.client.post(f"{MESSAGES}/count_tokens", json=body)
+            assert counted.json()["input_tokens"] == len(spec.prompt_token_ids)
+            prompts.append(node.tokenizer.decode(spec.prompt_token_ids, skip_special_tokens=False))
+    moved, kept = (
+        [prompt.index(word) for word in ("rules", "late", "hello")] for prompt in prompts
+    )
+    assert moved == sorted(moved)
+    assert kept[0] < kept[2] < kept[1]
 
 
 async def test_conversations_of_an_agent_share_their_prefix() -> None:

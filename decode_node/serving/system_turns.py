@@ -1,0 +1,43 @@
+"""Makes one message, in front, of what the system says before the first answer.
+
+Claude Code says its "Environment" behind the user's first words. Models are trained with one
+message of the system, in front; and what stands behind the user's words shares no prefix with other
+conversations. Later turns of the system stay where they are: so does the prefix before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from decode_node.protocol.chat_messages import ChatMessage, ContentPart, TextPart
+
+_SYSTEM = "system"
+_GAP = "\n\n"
+
+
+def system_first(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns the messages in that order. Those with images stay, whose places are counted."""
+    opening = list(takewhile(lambda message: message.role != "assistant", messages))
+    said = [one for one in opening if one.role == _SYSTEM]
+    if said == opening[:1] or not said or any(one.images() for one in said):
+        return list(messages)
+    whole = said[0]
+    for more in said[1:]:
+        whole = whole.model_copy(update={"content": _both(whole.content, more.content)})
+    others = [one for one in opening if one.role != _SYSTEM]
+    return [whole, *others, *messages[len(opening) :]]
+
+
+def _both(
+    first: str | list[ContentPart] | None, second: str | list[ContentPart] | None
+) -> str | list[ContentPart]:
+    if isinstance(first, list) or isinstance(second, list):
+        return [*_parts(first), TextPart(type="text", text=_GAP), *_parts(second)]
+    return f"{first or ''}{_GAP}{second or ''}"
+
+
+def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
+    if isinstance(content, list):
+        return content
+    return [TextPart(type="text", text=content or "")]
