@@ -98,16 +98,20 @@ class Credentials:
     def channel(
         self, address: str, server: Role, options: Sequence[tuple[str, Any]]
     ) -> grpc.aio.Channel:
-        """Returns a channel to a service of this role. Raises `PlaintextRefused`."""
+        """Returns a channel to a service of this role. Raises `PlaintextRefused`.
+
+        It goes there itself: the library would take `https_proxy` for plain addresses of nodes, too.
+        """
         self.check_dial(split_address(address)[0])
+        options = [*options, ("grpc.enable_http_proxy", 0)]
         if self._tls is None or self._is_plain(address):
-            return grpc.aio.insecure_channel(address, options=list(options))
+            return grpc.aio.insecure_channel(address, options=options)
         certificate, key, authorities = self._tls.pems()
         credentials = grpc.ssl_channel_credentials(authorities, key, certificate)
         name = self.server_name(self.role_at(address, server))
         if name is not None:
             options = [*options, ("grpc.ssl_target_name_override", name)]
-        return grpc.aio.secure_channel(address, credentials, options=list(options))
+        return grpc.aio.secure_channel(address, credentials, options=options)
 
     def client_context(self, address: str, *, h2: bool = False) -> ssl.SSLContext | None:
         """Returns the TLS context for one connection, or None without TLS."""

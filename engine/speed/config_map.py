@@ -44,8 +44,12 @@ def write_config_map(
         },
         method="PATCH",
     )
+    # The API is in the cluster, where a proxy for the hub (HTTPS_PROXY) is of no use.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
+    )
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=trust):
+        with opener.open(request, timeout=_TIMEOUT_S):
             pass
     except urllib.error.HTTPError as error:
         raise ClusterError(

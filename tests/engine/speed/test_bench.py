@@ -103,7 +103,10 @@ def api(tmp_path: Path) -> Iterator[type[_Api]]:
     server.server_close()
 
 
-def test_a_config_map_gets_one_key(api: type[_Api], tmp_path: Path) -> None:
+def test_a_config_map_gets_one_key(
+    api: type[_Api], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     write_config_map("speed", {"profile.json": "{}"}, tmp_path, api.url)
     [(_, path, headers, body)] = api.seen
     assert path == "/api/v1/namespaces/llm/configmaps/speed"
