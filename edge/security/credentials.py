@@ -100,7 +100,7 @@ class Credentials:
     ) -> grpc.aio.Channel:
         """Returns a channel to a service of this role. Raises `PlaintextRefused`.
 
-        It goes there itself: the library would take `https_proxy` for plain addresses of nodes, too.
+        It goes there itself: the library would take `https_proxy` for nodes, too.
         """
         self.check_dial(split_address(address)[0])
         options = [*options, ("grpc.enable_http_proxy", 0)]

@@ -17,18 +17,41 @@ ipFamilies: [{{ .Values.ipFamily }}]
 
 {{/* Towards names and the collector of traces, and what the user adds: every component has it. */}}
 {{- define "tandem.dnsEgress" -}}
-- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+# DNS. Policies see the pods' port, which on OpenShift is 5353.
+- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}, {port: 5353, protocol: UDP}, {port: 5353, protocol: TCP}]
 {{- include "tandem.tracesEgress" . }}
 {{- with .Values.networkPolicy.extraEgress }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* Towards the hub, unless the checkpoint is in the volume. */}}
+{{/* The port that a URL names, else that of its scheme. */}}
+{{- define "tandem.urlPort" -}}
+{{- $url := urlParse . -}}
+{{- $port := regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) -}}
+{{- default (ternary "443" "80" (has $url.scheme (list "https" "grpcs"))) $port -}}
+{{- end -}}
+
+{{/* Towards the hub, unless the checkpoint is in the volume: root, tiers (whose `env` may name a
+  mirror or a proxy) */}}
 {{- define "tandem.hubEgress" -}}
-{{- if not (or (include "tandem.modelIsLocal" .) (include "tandem.isPreloaded" .)) }}
-- ports: [{port: 443}]
+{{- if not (or (include "tandem.modelIsLocal" .root) (include "tandem.isPreloaded" .root)) }}
+- ports: {{ include "tandem.hubPorts" . }}
 {{- end }}
+{{- end -}}
+
+{{- define "tandem.hubPorts" -}}
+{{- $urls := list (default "https://huggingface.co" .root.Values.model.hub.endpoint) -}}
+{{- range .tiers -}}
+{{- range .env -}}
+{{- if and .value (has (upper .name) (list "HF_ENDPOINT" "HTTPS_PROXY" "HTTP_PROXY" "ALL_PROXY")) -}}
+{{- $urls = append $urls .value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $ports := list -}}
+{{- range $urls -}}{{- $ports = append $ports (printf "{port: %s}" (include "tandem.urlPort" .)) -}}{{- end -}}
+[{{ join ", " ($ports | uniq) }}]
 {{- end -}}
 
 {{/* Last port of the KV transfer processes of a prefill node: one for each rank and kvProcesses,

@@ -39,9 +39,7 @@ traceSampleRatio: {{ $traces.sampleRatio }}
 {{- define "tandem.tracesEgress" -}}
 {{- with .Values.monitoring.traces }}
 {{- if .endpoint }}
-{{- $url := urlParse .endpoint }}
-{{- $port := regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) }}
-- ports: [{port: {{ default (ternary "443" "80" (has $url.scheme (list "https" "grpcs"))) $port }}}]
+- ports: [{port: {{ include "tandem.urlPort" .endpoint }}}]
   {{- with .collector }}
   to: {{- toYaml . | nindent 4 }}
   {{- end }}
