@@ -26,6 +26,7 @@ from router.config import RouterSettings
 CHART = Path(__file__).parent.parent / "helm"
 SOURCE = CHART / "values.schema.yaml"
 SCHEMA = CHART / "values.schema.json"
+VALUES = CHART / "values.yaml"
 KUBERNETES = "v1.37.0-local-strict"
 
 ROUTER_SETS = {
@@ -166,7 +167,25 @@ def schema() -> dict[str, Any]:
     found["definitions"].update(sorted(types.found.items()))
     for service in SERVICES:
         found["definitions"][f"{service}Settings"] = settings_object(service)
+    defaults = yaml.safe_load(VALUES.read_text(encoding="utf-8"))
+    found["allOf"] = [presence(defaults, found, found)]
     return found
+
+
+def presence(defaults: dict[str, Any], root: dict[str, Any], at: dict[str, Any]) -> dict[str, Any]:
+    """Returns what requires the values that have defaults: Helm takes a default away where a key is
+    there without a value, as it is when all below it is a comment. Objects of Kubernetes may lose
+    what they like, and containers all their resources."""
+    name = at.get("$ref", "").removeprefix("#/definitions/")
+    own = at if not name or name.startswith("kubernetes.") else root["definitions"][name]
+    known = own.get("properties", {})
+    deeper = {
+        key: presence(value, root, known[key])
+        for key, value in defaults.items()
+        if isinstance(value, dict) and key in known and key != "resources"
+    }
+    required = [key for key, value in defaults.items() if value is not None and key != "resources"]
+    return {"required": sorted(required) if known else [], "properties": deeper}
 
 
 def main() -> None:

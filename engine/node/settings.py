@@ -37,6 +37,7 @@ from engine.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
+from engine.contracts.errors import CannotStartError
 from engine.fast_paths import FastPath
 from engine.models.checkpoint import (
     check_parallel,
@@ -285,7 +286,8 @@ class EngineSettings(
     )
     check: bool = Field(
         default=False,
-        description="Print the settings and exit, without serving. Exit code 2 if they are wrong.",
+        description="Print the settings and exit, without serving. Exit code 2 if they are wrong, "
+        "or do not fit --model, if that is a folder here.",
     )
 
     @classmethod
@@ -297,22 +299,28 @@ class EngineSettings(
         return parse_settings(cls, program, args)
 
     def print_checked(self, kv_role: KVRole) -> int:
-        """Does what `--check` asks and returns the exit code. Reads no checkpoint. Secrets are
-        masked."""
+        """Does what `--check` asks and returns the exit code. Of the checkpoint it reads what is
+        not weights, and only where --model is a folder of this machine. Secrets are masked."""
         try:
             self._kv_transfer_config(kv_role, is_check=True)
             parallel = self._parallel_config()
             check_ranks(parallel, kv_role)
             check_eplb(parallel, deterministic=self.deterministic)
+            self.check_tiers(self.enable_prefix_caching)
+            if Path(self.model).expanduser().is_dir():
+                self.to_engine_config(kv_role, is_check=True)
         except (SettingsError, SecurityError) as error:
             print(f"wrong settings: {error}", file=sys.stderr)
+            return 2
+        except CannotStartError as error:
+            print(f"cannot start: {error}", file=sys.stderr)
             return 2
         print(self.model_dump_json(indent=2))
         return 0
 
-    def to_engine_config(self, kv_role: KVRole | None) -> EngineConfig:
+    def to_engine_config(self, kv_role: KVRole | None, *, is_check: bool = False) -> EngineConfig:
         """Finds and reads the checkpoint. Raises `CheckpointError`, `KVCacheDtypeError`. May
-        download."""
+        download. `is_check`: the node may run elsewhere, so nothing of this host is looked up."""
         check_eplb(self._parallel_config(), deterministic=self.deterministic)
         folder = resolve_model(self.model, load_format=self.load_format, revision=self.revision)
         model = load_model_config(
@@ -325,9 +333,11 @@ class EngineSettings(
             hashes_later=True,
         )
         check_parallel(model, self._parallel_config())
-        return self._engine_config(model, kv_role)
+        transfer = self._kv_transfer_config(kv_role, is_check=is_check) if kv_role else None
+        return self._engine_config(model, transfer)
 
-    def _engine_config(self, model: ModelConfig, kv_role: KVRole | None) -> EngineConfig:
+    def _engine_config(self, model: ModelConfig, transfer: KVTransferConfig | None) -> EngineConfig:
+        kv_role = transfer.kv_role if transfer else None
         device = self._device_config()
         scheduler = {**self._named_as_in(SchedulerConfig), "policy": self.scheduling_policy}
         if self.async_scheduling is None:
@@ -343,11 +353,12 @@ class EngineSettings(
             parallel=self._parallel_config(),
             scheduler=SchedulerConfig(**scheduler),
             device=device,
-            kv_transfer=self._kv_transfer_config(kv_role) if kv_role else None,
+            kv_transfer=transfer,
             inspection=self.inspection_config(),
             images=self.image_config(model, kv_role),
         )
         config = self.with_drafts(config)
+        self.check_tiers(config.cache.enable_prefix_caching)
         self.check_host_tier(config)
         check_stages(config)
         return self.with_lora(config)
@@ -358,7 +369,7 @@ class EngineSettings(
         names = (field.name for field in fields(config) if field.name in ours)
         return {name: getattr(self, name) for name in names}
 
-    def _kv_transfer_config(self, kv_role: KVRole, *, is_check: bool = False) -> KVTransferConfig:
+    def _kv_transfer_config(self, kv_role: KVRole, *, is_check: bool) -> KVTransferConfig:
         return self.kv_transfer_config(
             kv_role, self.host, self._num_ranks, self.frozen_after_s, is_check=is_check
         )

@@ -13,6 +13,7 @@ from edge.security.settings import SecuritySettings
 from engine.config import EngineConfig
 from host.named_addresses import NETWORK_STATUS_FILE, NamedAddresses, NoSuchAddress, is_named
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
+from kv_transfer.layout import KVLayout
 from kv_transfer.sizing import (
     available_cores,
     choose_num_streams,
@@ -194,12 +195,10 @@ class TransferSettings(SecuritySettings):
             pull_transport=self.kv_pull_transport,
         )
 
-    def check_host_tier(self, config: EngineConfig) -> None:
-        """Checks that KV of this model can go to host memory and be found there again. Raises
+    def check_tiers(self, caches_prefixes: bool) -> None:
+        """Checks what is said of KV tiers and shared prefixes, whatever the model. Raises
         `SettingsError`."""
-        size, layout = self.kv_host_memory_bytes, config.kv_layout
-        if config.kv_transfer is not None and self.shares_prefixes:
-            _check_names_blocks("--kv-share-prefixes", config)
+        size = self.kv_host_memory_bytes
         if bool(self.kv_disk_bytes) != (self.kv_disk_path is not None):
             raise SettingsError(
                 "--kv-disk-path and --kv-disk-bytes belong together: the folder, and how much of it"
@@ -209,9 +208,25 @@ class TransferSettings(SecuritySettings):
                 "--kv-disk-path and --kv-host-memory-path need --kv-host-memory-bytes: all KV that "
                 "leaves the cache goes through host memory"
             )
+        for flag, is_on in (
+            ("--kv-share-prefixes", self.shares_prefixes),
+            ("--kv-host-memory-bytes", size > 0),
+        ):
+            if is_on and not caches_prefixes:
+                raise SettingsError(
+                    f"{flag} is for blocks that the prefix cache knows, which is off: turn it on "
+                    "with --enable-prefix-caching (decode nodes begin without it)"
+                )
+
+    def check_host_tier(self, config: EngineConfig) -> None:
+        """Checks that KV of this model can go to host memory and be found there again. Raises
+        `SettingsError`."""
+        size, layout = self.kv_host_memory_bytes, config.kv_layout
+        if config.kv_transfer is not None and self.shares_prefixes:
+            _check_sees_all("--kv-share-prefixes", layout)
         if not size or config.kv_transfer is None:
             return
-        _check_names_blocks("--kv-host-memory-bytes", config)
+        _check_sees_all("--kv-host-memory-bytes", layout)
         if size < layout.block_bytes:
             raise SettingsError(
                 f"--kv-host-memory-bytes {size} is less than one block of KV, which takes "
@@ -284,14 +299,9 @@ class TransferSettings(SecuritySettings):
         return self.kv_port
 
 
-def _check_names_blocks(flag: str, config: EngineConfig) -> None:
-    """Checks that blocks can be found by hash. Raises `SettingsError`."""
-    groups = config.kv_layout.groups
-    if not config.cache.enable_prefix_caching:
-        raise SettingsError(
-            f"{flag} is for blocks that the prefix cache knows, which is off: "
-            "turn it on with --enable-prefix-caching (decode nodes begin without it)"
-        )
+def _check_sees_all(flag: str, layout: KVLayout) -> None:
+    """Checks that a block's KV follows from the tokens before it. Raises `SettingsError`."""
+    groups = layout.groups
     if len(groups) > 1 or groups[0].window is not None:
         raise SettingsError(
             f"{flag} needs a model in which every token sees all before it; "

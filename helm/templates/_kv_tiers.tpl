@@ -96,6 +96,10 @@
 {{- if and $tiers.diskGiB (not $tiers.hostGiB) -}}
 {{- include "tandem.mistake" (dict "found" .found "text" (printf "%s.kvTiers.diskGiB needs %s.kvTiers.hostGiB: all KV that leaves the cache goes through host memory" .name .name)) -}}
 {{- end -}}
+{{- $caches := ternary .of.settings.enablePrefixCaching (ne .name "decode") (hasKey .of.settings "enablePrefixCaching") -}}
+{{- if and $tiers.hostGiB (not $caches) -}}
+{{- include "tandem.mistake" (dict "found" .found "text" (printf "%s.kvTiers.hostGiB is for blocks that the prefix cache knows: set %s.settings.enablePrefixCaching to true" .name .name)) -}}
+{{- end -}}
 {{- if and $tiers.diskGiB (eq $tiers.disk.type "hostPath") (not $tiers.disk.hostPath) -}}
 {{- include "tandem.mistake" (dict "found" .found "text" (printf "%s.kvTiers.disk.type is hostPath: say where in %s.kvTiers.disk.hostPath" .name .name)) -}}
 {{- end -}}

@@ -92,3 +92,62 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
+
+{{- define "tandem.routerMounts" -}}
+- name: tmp
+  mountPath: /tmp
+{{- include "tandem.securityMounts" . | nindent 0 }}
+{{- if .of.https.existingSecret }}
+- name: https
+  mountPath: /etc/tandem/https
+  readOnly: true
+{{- end }}
+{{- if include "tandem.apiKeySecret" .root }}
+- name: api-keys
+  mountPath: /etc/tandem/api-keys
+  readOnly: true
+{{- end }}
+{{- if include "tandem.modelRules" .root }}
+- name: model-rules
+  mountPath: /etc/tandem/model-rules
+  readOnly: true
+{{- end }}
+{{- if .of.responseStore.existingClaim }}
+- name: responses
+  mountPath: /var/lib/tandem/responses
+{{- end }}
+{{- with .of.extraVolumeMounts }}
+{{- toYaml . | nindent 0 }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.routerVolumes" -}}
+- name: tmp
+  emptyDir: {}
+{{- include "tandem.securityVolumes" . | nindent 0 }}
+{{- with .of.https.existingSecret }}
+- name: https
+  secret:
+    secretName: {{ . | quote }}
+{{- end }}
+{{- with include "tandem.apiKeySecret" .root }}
+# The whole folder, so that changes arrive.
+- name: api-keys
+  secret:
+    secretName: {{ . | quote }}
+{{- end }}
+{{- with include "tandem.modelRules" .root }}
+# Likewise.
+- name: model-rules
+  configMap:
+    name: {{ . | quote }}
+{{- end }}
+{{- with .of.responseStore.existingClaim }}
+- name: responses
+  persistentVolumeClaim:
+    claimName: {{ . | quote }}
+{{- end }}
+{{- with .of.extraVolumes }}
+{{- toYaml . | nindent 0 }}
+{{- end }}
+{{- end -}}

@@ -128,7 +128,9 @@
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" $name "of" $tier) -}}
 {{- include "tandem.mistakes.kvTiers" (dict "found" $found "name" $name "of" $tier) -}}
 {{- include "tandem.mistakes.adapters" (dict "root" .root "found" $found "name" $name "of" $tier) -}}
-{{- $flags := include "tandem.tierArgs" (dict "root" .root "component" $name "of" $tier "part" (ternary "leader" "" (gt (int $tier.parallelism.hosts) 1))) -}}
+{{- $scope := dict "root" .root "component" $name "of" $tier "part" (ternary "leader" "" (gt (int $tier.parallelism.hosts) 1)) -}}
+{{- include "tandem.mistakes.twice" (dict "found" $found "name" $name "env" (include "tandem.tierEnv" $scope) "mounts" (include "tandem.tierMounts" $scope) "volumes" (include "tandem.tierVolumes" $scope)) -}}
+{{- $flags := include "tandem.tierArgs" $scope -}}
 {{- include "tandem.mistakes.extras" (dict "root" .root "found" $found "name" $name "of" $tier "own" "engine" "flags" $flags) -}}
 {{- end -}}
 
@@ -275,7 +277,9 @@
 {{- end -}}
 {{- end -}}
 {{- include "tandem.mistakes.pod" (dict "found" $found "name" "router" "of" $router) -}}
-{{- $flags := include "tandem.routerArgs" (dict "root" .root "component" "router" "of" $router) -}}
+{{- $scope := dict "root" .root "component" "router" "of" $router "part" "" -}}
+{{- include "tandem.mistakes.twice" (dict "found" $found "name" "router" "env" (include "tandem.routerEnv" $scope) "mounts" (include "tandem.routerMounts" $scope) "volumes" (include "tandem.routerVolumes" $scope)) -}}
+{{- $flags := include "tandem.routerArgs" $scope -}}
 {{- include "tandem.mistakes.extras" (dict "root" .root "found" $found "name" "router" "of" $router "own" "router" "flags" $flags) -}}
 {{- end -}}
 

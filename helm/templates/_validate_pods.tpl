@@ -40,6 +40,22 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Helm 4 lets the API server refuse what is listed twice: name, found, env, mounts, volumes (as the
+  chart and the values make them together) */}}
+{{- define "tandem.mistakes.twice" -}}
+{{- range $list := list (list "env" "name" .env) (list "extraVolumeMounts" "mountPath" .mounts) (list "extraVolumes" "name" .volumes) -}}
+{{- $key := index $list 1 -}}
+{{- $taken := dict -}}
+{{- range fromYamlArray (index $list 2) -}}
+{{- $one := get . $key -}}
+{{- if hasKey $taken $one -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "%s.%s has %s, which the pod has already: remove it, or choose another %s" $.name (first $list) $one $key)) -}}
+{{- end -}}
+{{- $_ := set $taken $one true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* A flag without its value, and without the no of what is turned off. */}}
 {{- define "tandem.flagName" -}}
 {{- regexReplaceAll "^[- \"]*(no-)?([-a-z0-9]*).*$" . "${2}" -}}
@@ -98,15 +114,6 @@
 {{- end -}}
 {{- else if or $nccl.hca (not (kindIs "invalid" $nccl.gidIndex)) (not (kindIs "invalid" $nccl.trafficClass)) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.nccl.hca, gidIndex and trafficClass are of RDMA: set %s.nccl.preset to infiniband or roce" $name $name)) -}}
-{{- end -}}
-{{- $set := dict -}}
-{{- range splitList "\n" (include "tandem.ncclEnv" (dict "of" $tier)) -}}
-{{- if hasPrefix "- name: " . -}}{{- $_ := set $set (trimPrefix "- name: " .) true -}}{{- end -}}
-{{- end -}}
-{{- range $tier.env -}}
-{{- if hasKey $set .name -}}
-{{- include "tandem.mistake" (dict "found" $found "text" (printf "%s.env sets %s, and so does %s.nccl: remove one of them" $name .name $name)) -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -216,6 +223,14 @@
 {{- range get $.root.Values.monitoring.podMonitor $value -}}
 {{- if has (.targetLabel | default "") (list "release" "component" "namespace") -}}
 {{- include "tandem.mistake" (dict "found" $.found "text" (printf "monitoring.podMonitor.%s writes the label %s, by which alerts and scalers find a tier: choose another" $value .targetLabel)) -}}
+{{- end -}}
+{{- $rule := . -}}
+{{- if has .action (list "labeldrop" "labelkeep") -}}
+{{- range list "release" "component" "namespace" -}}
+{{- if eq (regexMatch (printf "^(%s)$" (default "" $rule.regex)) .) (eq $rule.action "labeldrop") -}}
+{{- include "tandem.mistake" (dict "found" $.found "text" (printf "monitoring.podMonitor.%s loses the label %s by a %s, and alerts and scalers find a tier by it: change its regex" $value . $rule.action)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
+from docs.generate_values_schema import CHART
 from tests.helm.helm_engine import HelmCli, HelmError, HelmSdk
 from tests.helm.scenarios import overlay
 
@@ -122,6 +125,14 @@ BETWEEN_VALUES = [
         "certificate names tandem-prefill and tandem-decode",
     ),
     ({"prefill": {"kvTiers": {"diskGiB": 9}}}, "diskGiB needs prefill.kvTiers.hostGiB"),
+    (
+        {"decode": {"kvTiers": {"hostGiB": 9}}},
+        "set decode.settings.enablePrefixCaching to true",
+    ),
+    (
+        {"prefill": {"kvTiers": {"hostGiB": 9}, "settings": {"enablePrefixCaching": False}}},
+        "set prefill.settings.enablePrefixCaching to true",
+    ),
     (
         {"prefill": {"kvTiers": {"hostGiB": 1, "diskGiB": 9, "disk": {"type": "hostPath"}}}},
         "say where in prefill.kvTiers.disk.hostPath",
@@ -348,7 +359,32 @@ BETWEEN_VALUES += [
     ({"decode": {"nccl": {"preset": "tcp", "hca": "mlx5"}}}, "to infiniband or roce"),
     (
         {"decode": {"nccl": {"preset": "tcp"}, "env": [{"name": "NCCL_NET", "value": "IB"}]}},
-        "decode.env sets NCCL_NET",
+        "decode.env has NCCL_NET, which the pod has already",
+    ),
+    ({"decode": {"env": [{"name": "HF_HOME", "value": "/x"}]}}, "decode.env has HF_HOME"),
+    (
+        {"prefill": {"extraVolumes": [{"name": "cache", "emptyDir": {}}]}},
+        "prefill.extraVolumes has cache",
+    ),
+    (
+        {"prefill": {"extraVolumeMounts": [{"name": "a", "mountPath": "/cache"}]}},
+        "prefill.extraVolumeMounts has /cache, which the pod has already",
+    ),
+    (
+        {"router": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
+        "router.extraVolumes has tmp",
+    ),
+    (
+        {"monitoring": {"podMonitor": {
+            "relabelings": [{"action": "labeldrop", "regex": "comp.*"}],
+        }}},
+        "loses the label component by a labeldrop",
+    ),
+    (
+        {"monitoring": {"podMonitor": {
+            "metricRelabelings": [{"action": "labelkeep", "regex": "component|release"}],
+        }}},
+        "loses the label namespace by a labelkeep",
     ),
     (
         {"decode": {"resourceClaims": [{"name": "gpus", "resourceClaimName": "c"}]}},
@@ -451,6 +487,12 @@ AGAINST_THE_SCHEMA = [
     ({"scheduling": {"kind": "slurm"}}, "kind"),
     ({"compileCache": {"type": "image"}}, "type"),
     ({"monitoring": {"podMonitor": {"relabelings": [{"target": "a"}]}}}, "target"),
+    ({"global": {"imageRegistry": "https://reg.corp/"}}, "imageRegistry"),
+    ({"image": {"engine": {"tag": "a b"}}}, "tag"),
+    ({"router": {"httpRoute": {"parentRefs": [{"nam": "g"}]}}}, "parentRefs"),
+    ({"router": {"ingress": {"host": "X_y"}}}, "host"),
+    ({"decode": {"sidecars": [{"name": "c"}]}}, "image"),
+    ({"decode": {"priorityClassName": "High Prio"}}, "priorityClassName"),
 ]
 
 PASSED_THROUGH = {
@@ -482,6 +524,30 @@ def test_values_that_nothing_honours_are_refused_by_name(engine: str) -> None:
         with pytest.raises(HelmError) as told:
             helm.render(overlay(MINIMAL, over))
         assert name in str(told.value), f"{over}: {told.value}"
+
+
+def _keys(values: dict[str, Any], depth: int) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        yield (key,)
+        if isinstance(value, dict) and depth > 1:
+            yield from ((key, *rest) for rest in _keys(value, depth - 1))
+
+
+def test_a_key_without_a_value_is_refused_by_name_or_as_good_as_not_there() -> None:
+    """As it is in YAML when all below it is a comment."""
+    helm = HelmSdk.shared()
+    num_refused = 0
+    for path in _keys(yaml.safe_load((CHART / "values.yaml").read_text()), depth=3):
+        over: Any = None
+        for key in reversed(path):
+            over = {key: over}
+        try:
+            helm.render(overlay(MINIMAL, over))
+        except HelmError as error:
+            assert "missing propert" in str(error), f"{path}: {error}"
+            assert path[-1] in str(error)
+            num_refused += 1
+    assert num_refused > 200
 
 
 def test_all_mistakes_are_told_at_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from engine.node.metrics import ITL_BUCKETS
-from router.observe.metrics import _FIRST_BYTE_BUCKETS
+from router.observe.first_byte_times import FIRST_BYTE_BUCKETS
 from tests.helm.helm_engine import HelmSdk, Rendered
 from tests.helm.registered_metrics import series_of
 from tests.helm.scenarios import rendered, values_of
@@ -118,12 +118,12 @@ def test_a_share_is_read_at_a_bound_that_the_histogram_has(
         "TandemTokenTimeBudgetFast": {itl},
         "TandemTokenTimeBudgetSlow": {itl},
     }
-    assert float(ttft) in _FIRST_BYTE_BUCKETS and float(itl) in ITL_BUCKETS
+    assert float(ttft) in FIRST_BYTE_BUCKETS and float(itl) in ITL_BUCKETS
 
 
 def test_the_chart_knows_every_bound() -> None:
     for buckets, alert in (
-        (_FIRST_BYTE_BUCKETS, "TandemFirstTokenBudgetFast"),
+        (FIRST_BYTE_BUCKETS, "TandemFirstTokenBudgetFast"),
         (ITL_BUCKETS, "TandemTokenTimeBudgetFast"),
     ):
         for bound in buckets[::7]:

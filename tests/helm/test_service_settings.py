@@ -140,6 +140,8 @@ def test_every_setting_that_is_offered_arrives(service: str) -> None:
     wanted = {value: other_than_default(settings, name) for value, name in offered(service).items()}
     if service == "node":
         wanted["speculativeConfig"] = None  # Refused: see test_mistakes.py.
+    if service in ("node", "prefill"):
+        wanted["kvSharePrefixes"] = "off"  # Or the cache, whose default is on, must stay on.
     wanted = without_moving_experts(wanted)
     values = overlay({**MINIMAL, "node": {"replicas": 1}}, {service: {"settings": wanted}})
     effective = check(service, containers(HelmSdk.shared().render(values))[service])

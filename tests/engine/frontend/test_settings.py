@@ -19,6 +19,7 @@ from engine.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from engine.contracts.errors import CannotStartError
 from engine.models.errors import CheckpointError
 from engine.node import settings as settings_module
 from engine.node.settings import EngineSettings, SettingsError, detect_device
@@ -212,6 +213,26 @@ def test_windows_hold_a_chunk_in_each_process_and_direction(
     unused = {**given, "kv_transports": "auto"}
     scarce = DecodeNodeSettings(kv_nixl_window_bytes=fewest - 1, **unused)
     assert scarce.print_checked("kv_consumer") == 0, "none is taken"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": "m", "kv_host_memory_bytes": 10**6}, "--enable-prefix-caching"),
+        ({"model": "m", "kv_disk_bytes": 10**6}, "belong together"),
+        ({"kv_host_memory_bytes": 1, "enable_prefix_caching": True}, "less than one block"),
+        ({"max_model_len": 10**6}, "choose max_model_len from 1 to"),
+        ({"tensor_parallel_size": 3}, "cannot start: "),
+    ],
+)
+def test_a_check_says_what_the_node_would_refuse(
+    given: dict[str, Any], words: str, demo_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = DecodeNodeSettings(**{"model": str(demo_checkpoint), "device": "cpu", **given})
+    assert settings.print_checked("kv_consumer") == 2
+    assert words in capsys.readouterr().err
+    with pytest.raises((SettingsError, CannotStartError)):
+        settings.to_engine_config("kv_consumer")
 
 
 def test_a_range_of_ports_for_kv_ends_with_the_last_port() -> None:

@@ -1,0 +1,56 @@
+"""Policies let pods reach names, hubs, mirrors and proxies, on the ports that these have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helm.helm_engine import HelmSdk
+from tests.helm.scenarios import overlay
+
+MINIMAL: dict[str, Any] = {"model": {"name": "org/model"}}
+PROXY = [{"name": "HTTPS_PROXY", "value": "http://proxy.corp:3128"}]
+PRELOADED = {
+    "preload": {"kind": "job"},
+    "storage": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteMany"]}},
+}
+
+
+def ports_of(values: dict[str, Any], component: str) -> list[set[tuple[int, str]]]:
+    """Returns the ports of each egress rule to everywhere."""
+    found = HelmSdk.shared().render(overlay(MINIMAL, values))
+    (policy,) = found.all("NetworkPolicy", component)
+    return [
+        {(port["port"], port.get("protocol", "TCP")) for port in rule["ports"]}
+        for rule in policy["spec"]["egress"]
+        if "to" not in rule
+    ]
+
+
+@pytest.mark.parametrize("component", ["router", "prefill", "decode"])
+def test_names_are_asked_for_on_both_ports(component: str) -> None:
+    """OpenShift's DNS pods listen on 5353, and policies are about pods."""
+    dns = {(port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")}
+    assert dns in ports_of({}, component)
+
+
+@pytest.mark.parametrize(
+    ("values", "ports"),
+    [
+        ({}, {443}),
+        ({"model": {"hub": {"endpoint": "http://hf.corp:8080"}}}, {8080}),
+        ({"model": {"hub": {"endpoint": "http://hf.corp"}}}, {80}),
+        ({"model": {"hub": {"endpoint": "https://hf.corp/path"}}}, {443}),
+        ({"tierDefaults": {"env": PROXY}}, {443, 3128}),
+        ({"decode": {"env": [{"name": "HF_ENDPOINT", "value": "http://m:99"}]}}, {443, 99}),
+    ],
+)
+def test_a_node_that_downloads_reaches_its_hub(values: dict[str, Any], ports: set[int]) -> None:
+    assert {(port, "TCP") for port in ports} in ports_of(values, "decode")
+
+
+def test_a_job_that_downloads_reaches_a_mirror() -> None:
+    hub = {"endpoint": "http://hf.corp:8080"}
+    assert {(8080, "TCP")} in ports_of({"model": {**PRELOADED, "hub": hub}}, "preload")
+    assert {(8080, "TCP")} not in ports_of({"model": {**PRELOADED, "hub": hub}}, "decode")
