@@ -537,7 +537,7 @@ def test_a_key_without_a_value_is_refused_by_name_or_as_good_as_not_there() -> N
     """As it is in YAML when all below it is a comment."""
     helm = HelmSdk.shared()
     num_refused = 0
-    for path in _keys(yaml.safe_load((CHART / "values.yaml").read_text()), depth=3):
+    for path in _keys(yaml.safe_load((CHART / "values.yaml").read_text()), depth=2):
         over: Any = None
         for key in reversed(path):
             over = {key: over}
@@ -547,7 +547,7 @@ def test_a_key_without_a_value_is_refused_by_name_or_as_good_as_not_there() -> N
             assert "missing propert" in str(error), f"{path}: {error}"
             assert path[-1] in str(error)
             num_refused += 1
-    assert num_refused > 200
+    assert num_refused > 60
 
 
 def test_all_mistakes_are_told_at_once() -> None:
