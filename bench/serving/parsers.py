@@ -14,13 +14,26 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from bench.record import write_result
 from decode_node.parsers.families import CALL_FAMILIES
-from decode_node.parsers.formats import literals
+from decode_node.parsers.formats import (
+    BracedFormat,
+    CallFormat,
+    ElementFormat,
+    HarmonyFormat,
+    JsonListFormat,
+    JsonObjectFormat,
+    MistralFormat,
+    NamedJsonFormat,
+    PythonicFormat,
+    XmlFormat,
+    literals,
+)
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.tools import Tool
@@ -29,9 +42,12 @@ from engine.frontend.pieces import Piece
 _ROUNDS = 7
 _TOKEN = 4
 """Characters of a token of text."""
+_TOKENS = re.compile(r"<\|?/?[\w:｜▁]+\|?>|\[[A-Z_]+\]|\]<\]minimax\[>\[|<\|\"\|>")
+"""Matches what is a token of its own in these models, or might be."""
 _PROSE = "The quick brown fox jumps over the lazy dog, and (again) 1 < 2.\n" * 60
 _ARGUMENTS = json.dumps({"path": "a.py", "lines": [f'print("{i}")' for i in range(240)]})
-_TOOLS = (Tool("write_file", {}, strict=False, raw={}),)
+_NAME = "write_file"
+_TOOLS = (Tool(_NAME, {"properties": {"text": {"type": "string"}}}, strict=False, raw={}),)
 
 
 @dataclass(slots=True)
@@ -48,24 +64,45 @@ class _Tokens:
         self.added_token_ids = added_token_ids
 
 
-def call_text(family: str) -> str:
-    """Returns one call with long arguments, as the family writes it."""
-    texts = {
-        "hermes": '<tool_call>\n{"name": "write_file", "arguments": ARGUMENTS}\n</tool_call>',
-        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.write_file:0"
-        "<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-        "mistral": "[TOOL_CALLS]write_file[ARGS]ARGUMENTS",
-        "openai": "<|channel|>commentary to=functions.write_file <|constrain|>json<|message|>"
-        "ARGUMENTS<|call|>",
-        "qwen3_coder": "<tool_call>\n<function=write_file>\n<parameter=text>\nARGUMENTS\n"
-        "</parameter>\n</function>\n</tool_call>",
-        "pythonic": "[write_file(lines=ARGUMENTS)]",
-        "gemma4": '<|tool_call>call:write_file{text:<|"|>ARGUMENTS<|"|>}<tool_call|>',
-        "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="write_file" index="1"<|sep|>'
-        '<|open|>argument key="text" type="string"<|sep|>ARGUMENTS<|close|>argument<|sep|>'
-        "<|close|>call<|sep|><|close|>tools<|sep|>",
-    }
-    return texts[family].replace("ARGUMENTS", _ARGUMENTS)
+def call_text(form: CallFormat) -> str:
+    """Returns one call with long arguments, as a format has it."""
+    match form:
+        case JsonObjectFormat():
+            return (
+                f'{form.begin}{{"name": "{_NAME}", "{form.arguments_key}": {_ARGUMENTS}}}{form.end}'
+            )
+        case JsonListFormat():
+            key = f'"{form.name_key}": "{_NAME}", "{form.arguments_key}"'
+            one = f"{{{key if form.name_key else json.dumps(_NAME)}: {_ARGUMENTS}}}"
+            return form.begin + form.opening + one + form.closing + form.end
+        case NamedJsonFormat():
+            number = ":0" if form.numbers_calls else ""
+            head = f"{form.section_begin}{form.begin}{form.before_name}{form.id_end}{_NAME}{number}"
+            return f"{head}{form.after_name}{_ARGUMENTS}{form.after_arguments}{form.end}"
+        case MistralFormat():
+            return f"{form.begin}{_NAME}{form.arguments}{_ARGUMENTS}"
+        case XmlFormat():
+            return _tagged(form)
+        case HarmonyFormat():
+            head = f"{form.channel}commentary to=functions.{_NAME} {form.constrain}json"
+            return f"{head}{form.message}{_ARGUMENTS}{form.call}"
+        case PythonicFormat():
+            call = f"{_NAME}(lines={_ARGUMENTS})"
+            return form.begin + form.opening + call + form.closing + form.end
+        case BracedFormat():
+            value = f"{form.quote}{_ARGUMENTS}{form.quote}"
+            return f"{form.begin}{form.before_name}{_NAME}{{text:{value}}}{form.end}"
+
+
+def _tagged(form: XmlFormat) -> str:
+    after_value = form.after_value.replace("{}", "text")
+    value = form.before_key + "text" + form.after_key + form.text_mark + form.before_value
+    address = f"{form.messages.to}{_NAME}{form.messages.message}" if form.messages else ""
+    return (
+        f"{address}{form.section_begin}{form.gap}{form.before_name}{_NAME}{form.after_name}"
+        f"{form.number.replace('{}', '1')}{form.header_end}"
+        f"{value}{_ARGUMENTS}{after_value}{form.end}{form.gap}{form.section_end}"
+    )
 
 
 def pieces(text: str, tokens: Mapping[str, int]) -> list[Piece]:
@@ -83,16 +120,35 @@ def pieces(text: str, tokens: Mapping[str, int]) -> list[Piece]:
     return found
 
 
+def elements() -> str:
+    """Returns one call with a long list, as MiniMax-M3 writes it."""
+    form = form_of("minimax_m3")
+    assert isinstance(form, ElementFormat)
+    lines = "".join(f"{form.tag}<item>{line}{form.tag}</item>" for line in _PROSE.splitlines())
+    value = f"{form.tag}<lines>{lines}{form.tag}</lines>{form.end}"
+    return (
+        f"{form.section_begin}\n{form.before_name}{_NAME}{form.after_name}{value}{form.section_end}"
+    )
+
+
+def form_of(family: str) -> CallFormat:
+    return next(known.form for known in CALL_FAMILIES if family in known.names)
+
+
 def measure(family: str, what: str, text: str, *, is_open: bool = False) -> Case:
-    form = next(known.form for known in CALL_FAMILIES if family in known.names)
-    markers = sorted(t for t in literals(form) if t[:2] in ("<|", "<t", "</", "[T", "[A"))
-    markers += [] if family in ("openai", "mistral") else ["<think>", "</think>"]
-    tokens = {token: 1000 + i for i, token in enumerate(markers)}
-    reasoning = {"openai": "openai_gptoss", "mistral": "mistral"}.get(family, "qwen3")
+    form = form_of(family)
+    texts = {part for text in literals(form) for part in _TOKENS.findall(text)}
+    own = {"openai": "openai_gptoss", "mistral": "mistral", "muse_glimmer": "muse_glimmer"}
+    reasoning = own.get(family, "qwen3")
+    texts |= set() if family in own else {"<think>", "</think>"}
+    tokens = {token: 1000 + i for i, token in enumerate(sorted(texts))}
     parsers = OutputParsers.of_model(
         _Tokens(tokens), reasoning_parser=reasoning, tool_call_parser=family
     )
     stream = [[piece] for piece in pieces(text, tokens)]
+    called = parsers.parser(_TOOLS, is_reasoning_open=is_open)
+    deltas = [delta for push in stream for delta in called.push(push)] + called.finish()
+    assert not what.startswith("call") or (called.num_calls == 1 and not called.incomplete), deltas
 
     def make() -> OutputParser:
         return parsers.parser(_TOOLS, is_reasoning_open=is_open)
@@ -121,20 +177,12 @@ def main() -> None:
         measure("hermes", "content", _PROSE),
         measure("hermes", "reasoning", _PROSE, is_open=True),
     ]
-    for family in (
-        "hermes",
-        "kimi_k2",
-        "mistral",
-        "openai",
-        "qwen3_coder",
-        "pythonic",
-        "gemma4",
-        "kimi_k3",
-    ):
-        cases.append(measure(family, "call", call_text(family)))
+    cases.append(measure("minimax_m3", "call, list", elements()))
+    for family in CALL_FAMILIES:
+        cases.append(measure(family.names[0], "call", call_text(family.form)))
     for case in cases:
         print(
-            f"{case.family:12} {case.what:10} {case.num_tokens:6} tokens  "
+            f"{case.family:20} {case.what:11} {case.num_tokens:6} tokens  "
             f"{case.us_per_token:6.2f} us/token  {case.us_per_parser:6.1f} us/parser"
         )
     write_result("parsers", [asdict(case) for case in cases])

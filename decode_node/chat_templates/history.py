@@ -26,6 +26,8 @@ _NUM_MISTRAL = 9
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _KIMI_ID = re.compile(r"functions\..+:\d+")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_HIDDEN = {"role", "content", "tool_calls", "refusal", *_REASONING}
+"""Fields of messages that are not passed on as they are."""
 
 
 def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Message]:
@@ -84,8 +86,7 @@ def _with_fields(tool: Message, needed: Mapping[str, Any]) -> Message:
 def _plain(message: ChatMessage, forms: TemplateForms) -> Message:
     """Returns a message with text, or parts if there are images, and its reasoning under one
     name."""
-    hidden = {"content", "tool_calls", "refusal", *_REASONING}
-    dump = message.model_dump(exclude_none=True, exclude=hidden)
+    dump = message.model_dump(exclude_none=True, exclude=_HIDDEN)
     found: Message = {"role": message.role, "content": _content(message, forms)}
     found |= {k: v for k, v in dump.items() if v != []}
     if message.tool_calls:
@@ -298,10 +299,20 @@ def _arguments(given: str | Message | None, forms: TemplateForms) -> str | Messa
         return json.dumps(given or {}, ensure_ascii=False)
     if not isinstance(given, str):
         return given or {}
-    try:
-        found = json.loads(with_valid_strings(given.strip()) or "{}")
-    except (ValueError, RecursionError):
-        found = None
+    found = _parsed(given.strip() or "{}")
     if isinstance(found, dict):
         return found
     return given if forms.takes_broken_arguments else {"arguments": given}
+
+
+def _parsed(text: str) -> Any:
+    """Returns what JSON says, whose strings may need repair; None for what is none."""
+    try:
+        if "\\u" not in text:  # half a character can only be in such an escape
+            return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(with_valid_strings(text))
+    except (ValueError, RecursionError):
+        return None

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from decode_node.parsers.call_stage import MAX_NAME, CallStage
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.formats import ElementFormat
-from decode_node.parsers.marked_text import MarkerTokens
+from decode_node.parsers.marked_text import MarkerTokens, has_token
 from decode_node.parsers.schema_types import is_text, part_of, types_of, value_json
 from decode_node.parsers.text_input import MarkerSet, Steps
 from decode_node.protocol.tools import Tool
@@ -120,7 +121,8 @@ class ElementStage(CallStage):
             self.sink.arguments('"' * is_complete)
             return is_complete
         parts: list[str] = []
-        mark = yield from self._text(tag, others, parts.append, may_nest=depth < _MAX_DEPTH)
+        inside = _Inside(schema, self._root) if depth < _MAX_DEPTH else None
+        mark = yield from self._text(tag, others, parts.append, inside)
         text = self._plain("".join(parts))
         if mark.startswith("/"):
             self.sink.arguments(_leaf(text, types))
@@ -143,11 +145,10 @@ class ElementStage(CallStage):
         tag: str,
         others: Collection[str],
         emit: Callable[[str], object],
-        *,
-        may_nest: bool = False,
+        inside: _Inside | None = None,
     ) -> Steps[str]:
         """Gives a text to `emit` and takes its end tag, which is returned; "" where none came.
-        `may_nest`: a text that is blank ends at an element, whose name is returned."""
+        Where elements may be `inside`, a text that is blank ends at one, whose name is returned."""
         source = self.source
         num_quoted, is_blank = 0, True
 
@@ -163,14 +164,14 @@ class ElementStage(CallStage):
                 num_quoted += 1
             elif num_quoted:
                 num_quoted -= found == _INVOKE_END
+            elif (inside and is_blank and inside.may_begin(found, others)) or (
+                found == f"/{tag}" and (yield from self._is_followed())
+            ):
+                source.forget()
+                return found
             elif found in others or (found in self._open and (yield from self._is_followed())):
                 source.feed_again(source.forget())
                 return f"/{tag}"
-            else:
-                begins = may_nest and is_blank and found and not found.startswith("/")
-                if begins or (found == f"/{tag}" and (yield from self._is_followed())):
-                    source.forget()
-                    return found
             give(source.forget())
         return ""
 
@@ -193,9 +194,12 @@ class ElementStage(CallStage):
         return (yield from self._tag())
 
     def _tag(self) -> Steps[str]:
-        """Takes the rest of a tag."""
+        """Takes the rest of a tag, which may be a token of its own."""
         source = self.source
-        if (yield from source.skip_white_space()) != "<":
+        char = yield from source.skip_white_space()
+        if char and has_token(char):
+            return self._plain(source.take(source.at + 1)).strip("<>")
+        if char != "<":
             return ""
         source.take(source.at + 1)
         name, end = yield from source.read(_NAME_ENDS, MAX_NAME)
@@ -208,6 +212,21 @@ class ElementStage(CallStage):
 
     def _give_string(self, text: str) -> None:
         self.sink.arguments(json.dumps(self._plain(text), ensure_ascii=False)[1:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """Says which elements may be in a value of this schema."""
+
+    schema: Any
+    root: Mapping[str, Any]
+
+    def may_begin(self, tag: str, others: Collection[str]) -> bool:
+        """Says whether a tag begins one. `others`: elements that may follow the value, where its
+        end was left out."""
+        if not tag or tag.startswith("/"):
+            return False
+        return tag not in others or part_of(self.schema, tag, self.root) is not None
 
 
 def _leaf(text: str, types: frozenset[str]) -> str:
