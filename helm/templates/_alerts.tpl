@@ -12,13 +12,18 @@
   for: 2m
   severity: critical
   summary: {{ `'routers see no ready {{ $labels.tier }} node'` }}
+- alert: TandemTierNotScraped
+  expr: {{ include "tandem.notScraped" . }}
+  for: 10m
+  severity: warning
+  summary: {{ `'routers see ready {{ $labels.tier }} nodes, of which none is scraped: no other alert sees that tier'` }}
 - alert: TandemErrors
-  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[10m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[10m])) > 0.05
+  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[10m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[10m])) > 0.05 and {{ include "tandem.failures" (dict "router" .router "window" "10m" "rule" .rule) }}
   for: 5m
   severity: warning
   summary: {{ `'{{ $value | humanizePercentage }} of requests fail'` }}
 - alert: TandemManyErrors
-  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[5m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[5m])) > 0.2
+  expr: sum(rate(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[5m])) / sum(rate(tandem_router_requests_total{ {{- .router -}} }[5m])) > 0.2 and {{ include "tandem.failures" (dict "router" .router "window" "5m" "rule" .rule) }}
   for: 2m
   severity: critical
   summary: {{ `'{{ $value | humanizePercentage }} of requests fail'` }}
@@ -131,4 +136,20 @@
   severity: info
   summary: decode is full while prefill is idle
 {{- end }}
+{{- end -}}
+
+{{/* Whether so many requests failed in a window that a share of them says something. router, rule,
+  window */}}
+{{- define "tandem.failures" -}}
+sum(increase(tandem_router_requests_total{ {{- .router -}} ,status=~"5.."}[{{ .window }}])) > {{ .rule.minFailures }}
+{{- end -}}
+
+{{/* Tiers that routers see, and Prometheus does not, over all models; nodes that change their role are
+  of both. router, all */}}
+{{- define "tandem.notScraped" -}}
+{{- $seen := list -}}
+{{- range $tier := list "prefill" "decode" -}}
+{{- $seen = append $seen (printf "label_replace(count(tandem_engine_up{%s,component=~\"(.+-)?(%s|node)\"}), \"tier\", %q, \"\", \"\")" $.all $tier $tier) -}}
+{{- end -}}
+max by (tier) (tandem_router_nodes{ {{- .router -}} ,state="ready"}) > 0 unless on (tier) ({{ join " or " $seen }})
 {{- end -}}

@@ -1,5 +1,5 @@
 {{/* Alerts on the error budget: a share of 1 - objective of all requests (or tokens) may be slower
-  than the objective's time. A burn rate of 1 spends the budget of 30 days in 30 days. Each alert asks
+  than the objective's time, and one of 1 - availability may fail. A burn rate of 1 spends the budget of 30 days in 30 days. Each alert asks
   a long window, to be sure, and a short one, to end soon after the trouble.
 
     14.4 for 1 h and 5 min, or 6 for 6 h and 30 min    2 or 5 % of the budget are gone: wake somebody
@@ -9,7 +9,9 @@
 {{- define "tandem.burnRateAlerts" -}}
 {{- $ttft := dict "metric" "tandem_router_time_to_first_byte_seconds" "labels" .router "le" (include "tandem.bucket" (dict "seconds" .rule.ttftSeconds "buckets" (include "tandem.ttftBuckets" .))) -}}
 {{- $itl := dict "metric" "vllm:inter_token_latency_seconds" "labels" .decode "le" (include "tandem.bucket" (dict "seconds" .rule.itlSeconds "buckets" (include "tandem.itlBuckets" .))) -}}
+{{- $served := dict "metric" "tandem_router_requests" "labels" .router -}}
 {{- $rule := .rule -}}
+{{- $lasting := dict "objective" .rule.availability "minFailures" .rule.minFailures -}}
 {{- $fast := list (list 14.4 "1h" "5m") (list 6.0 "6h" "30m") -}}
 {{- $slow := list (list 3.0 "1d" "2h") (list 1.0 "3d" "6h") -}}
 - alert: TandemFirstTokenBudgetFast
@@ -32,6 +34,16 @@
   for: 15m
   severity: warning
   summary: {{ printf "more than %s s between tokens spend the error budget" $itl.le | quote }}
+- alert: TandemAvailabilityBudgetFast
+  expr: {{ include "tandem.burns" (dict "of" $served "rule" $lasting "windows" $fast) }}
+  for: 2m
+  severity: critical
+  summary: failed requests spend the error budget fast
+- alert: TandemAvailabilityBudgetSlow
+  expr: {{ include "tandem.burns" (dict "of" $served "rule" $lasting "windows" $slow) }}
+  for: 15m
+  severity: warning
+  summary: failed requests spend the error budget
 {{- end -}}
 
 {{/* Whether the budget burns so fast, over both windows of a pair. of, rule, windows */}}
@@ -41,16 +53,30 @@
 {{- $pairs := list -}}
 {{- range .windows -}}
 {{- $limit := include "tandem.burnLimit" (dict "factor" (index . 0) "objective" $rule.objective) -}}
-{{- $long := include "tandem.slowShare" (dict "of" $of "window" (index . 1)) -}}
-{{- $short := include "tandem.slowShare" (dict "of" $of "window" (index . 2)) -}}
-{{- $pairs = append $pairs (printf "(%s > %s and %s > %s)" $long $limit $short $limit) -}}
+{{- $long := include "tandem.badShare" (dict "of" $of "window" (index . 1)) -}}
+{{- $short := include "tandem.badShare" (dict "of" $of "window" (index . 2)) -}}
+{{- $many := printf "%s > %v" (include "tandem.badCount" (dict "of" $of "window" (index . 1))) $rule.minFailures -}}
+{{- $pairs = append $pairs (printf "(%s > %s and %s > %s and %s)" $long $limit $short $limit $many) -}}
 {{- end -}}
 {{- join " or " $pairs -}}
 {{- end -}}
 
-{{/* The part of what came in a window that was slower than the bucket's bound. */}}
-{{- define "tandem.slowShare" -}}
+{{/* The part of what came in a window that failed, or was slower than the bucket's bound. */}}
+{{- define "tandem.badShare" -}}
+{{- if .of.le -}}
 1 - sum(rate({{ .of.metric }}_bucket{ {{- .of.labels }},le={{ .of.le | quote }}}[{{ .window }}])) / sum(rate({{ .of.metric }}_count{ {{- .of.labels -}} }[{{ .window }}]))
+{{- else -}}
+sum(rate({{ .of.metric }}_total{ {{- .of.labels }},status=~"5.."}[{{ .window }}])) / sum(rate({{ .of.metric }}_total{ {{- .of.labels -}} }[{{ .window }}]))
+{{- end -}}
+{{- end -}}
+
+{{/* How many those were: a share of one or two requests says nothing. */}}
+{{- define "tandem.badCount" -}}
+{{- if .of.le -}}
+sum(increase({{ .of.metric }}_count{ {{- .of.labels -}} }[{{ .window }}])) - sum(increase({{ .of.metric }}_bucket{ {{- .of.labels }},le={{ .of.le | quote }}}[{{ .window }}]))
+{{- else -}}
+sum(increase({{ .of.metric }}_total{ {{- .of.labels }},status=~"5.."}[{{ .window }}]))
+{{- end -}}
 {{- end -}}
 
 {{/* factor times the budget; a lax objective never needs more than nine of ten to be slow. */}}
@@ -68,7 +94,7 @@
 {{- default "+Inf" $found -}}
 {{- end -}}
 
-{{/* Bounds as the services write them: router/observe/metrics.py, engine/node/metrics.py. */}}
+{{/* Bounds as the services write them: router/observe/first_byte_times.py, engine/node/metrics.py. */}}
 {{- define "tandem.ttftBuckets" -}}
 0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0
 {{- end -}}

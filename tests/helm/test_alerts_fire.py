@@ -168,6 +168,44 @@ def test_a_first_burst_is_told_and_quiet_is_not(
     _promtool("test", "rules", str(path))
 
 
+def _rule_of(name: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    (rule,) = (dict(rule) for rule in found if rule["alert"] == name)
+    del rule["annotations"]
+    return rule
+
+
+def _judge(
+    rule: dict[str, Any], series: dict[str, str], told: list[dict[str, str]], folder: Path
+) -> None:
+    """Asks promtool whether after 20 minutes the alert fires with the labels `told` alone."""
+    case = {
+        "rule_files": [_rule_file(folder, [rule])],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": name, "values": values} for name, values in series.items()
+                ],
+                "alert_rule_test": [
+                    {
+                        "eval_time": "20m",
+                        "alertname": rule["alert"],
+                        "exp_alerts": [{"exp_labels": {**rule["labels"], **on}} for on in told],
+                    }
+                ],
+            }
+        ],
+    }
+    path = folder / "case.yaml"
+    path.write_text(yaml.safe_dump(case))
+    _promtool("test", "rules", str(path))
+
+
+def _given(component: str) -> str:
+    return f'namespace="default",release="tandem",component="{component}",pod="p"'
+
+
 @needs_promtool
 @pytest.mark.parametrize(("tier", "fires"), [("prefill", False), ("decode", True)])
 def test_a_tier_that_was_scaled_to_nothing_is_not_missed(
@@ -176,33 +214,51 @@ def test_a_tier_that_was_scaled_to_nothing_is_not_missed(
     """Prefill may go to zero (`minReplicas` 0) and stays there while nobody asks."""
     watched = {"monitoring": {"prometheusRule": {"enabled": True}}}
     found = HelmSdk.shared().render(overlay(values_of("slo"), watched)).one("PrometheusRule")
-    (rule,) = (
-        dict(rule)
-        for group in found["spec"]["groups"]
-        for rule in group["rules"]
-        if rule["alert"] == "TandemNoReadyNodes"
-    )
-    del rule["annotations"]
-    given = 'namespace="default",release="tandem",component="router",pod="p",state="ready"'
-    told = [{"exp_labels": {**rule["labels"], "tier": tier}}] if fires else []
-    case = {
-        "rule_files": [_rule_file(tmp_path, [rule])],
-        "evaluation_interval": "15s",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [
-                    {"series": f'tandem_router_nodes{{{given},tier="{tier}"}}', "values": "0x30"}
-                ],
-                "alert_rule_test": [
-                    {"eval_time": "20m", "alertname": rule["alert"], "exp_alerts": told}
-                ],
-            }
-        ],
+    every = [rule for group in found["spec"]["groups"] for rule in group["rules"]]
+    series = {f'tandem_router_nodes{{{_given("router")},state="ready",tier="{tier}"}}': "0x30"}
+    told = [{"tier": tier}] if fires else []
+    _judge(_rule_of("TandemNoReadyNodes", every), series, told, tmp_path)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("scraped", "blind"),
+    [
+        ((), ["prefill", "decode"]),
+        (("decode",), ["prefill"]),
+        (("decode", "prefill"), []),
+        (("second-decode", "second-prefill"), []),
+        (("node",), []),
+    ],
+)
+def test_a_tier_that_nobody_scrapes_is_told(
+    scraped: tuple[str, ...], blind: list[str], tmp_path: Path
+) -> None:
+    series = {
+        f'tandem_router_nodes{{{_given("router")},state="ready",tier="{tier}"}}': "2x30"
+        for tier in ("prefill", "decode")
     }
-    path = tmp_path / "case.yaml"
-    path.write_text(yaml.safe_dump(case))
-    _promtool("test", "rules", str(path))
+    series |= {f"tandem_engine_up{{{_given(component)}}}": "1x30" for component in scraped}
+    rule = _rule_of("TandemTierNotScraped", rules("production"))
+    _judge(rule, series, [{"tier": tier} for tier in blind], tmp_path)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "alert", ["TandemErrors", "TandemManyErrors", "TandemAvailabilityBudgetFast"]
+)
+@pytest.mark.parametrize(("num_failed", "fires"), [(1, False), (40, True)])
+def test_a_single_failure_wakes_nobody(
+    alert: str, num_failed: int, fires: bool, tmp_path: Path
+) -> None:
+    """At night, when nothing else is asked."""
+    quiet = 20 - (6 if alert == "TandemErrors" else 3)
+    values = {"200": "0x40", "503": f"0x{quiet} {num_failed}x40"}
+    series = {
+        f'tandem_router_requests_total{{{_given("router")},status="{status}"}}': value
+        for status, value in values.items()
+    }
+    _judge(_rule_of(alert, rules("production")), series, [{}] if fires else [], tmp_path)
 
 
 # The error budget --------------------------------------------------------------------------------

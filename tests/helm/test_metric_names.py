@@ -40,7 +40,9 @@ def unknown_series(query: str) -> list[str]:
             continue
         labels = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
         assert {"namespace", "release"} <= set(labels), f"{query} mixes releases"
-        asked = [labels["component"]] if "component" in labels else ["prefill", "decode"]
+        among = re.compile(labels.get("component", "prefill|decode"))
+        asked = [name for name in ("router", "prefill", "decode") if among.fullmatch(name)]
+        assert asked, f"{query} asks for no component"
         wrong += [selector.name for name in asked if selector.name not in series_of(name)]
     return wrong
 
