@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs plans of measurements on the GPUs of a host, and keeps all that they give.
 
-    python -m bench.queue --list beams tiers                    # what is in two plans
-    python -m bench.queue beams adapters --out /tmp/out         # run them on all GPUs
-    python -m bench.queue beams --out /tmp/out --gpus 0,1 --limit-s 590
+    python -m bench.queue --list goodput tiers                 # what is in two plans
+    python -m bench.queue goodput four_bits --out /tmp/out     # run them on all GPUs
+    python -m bench.queue goodput --out /tmp/out --gpus 0,1 --limit-s 590
     python -m bench.queue gpu_tests --out /tmp/out --gpus 0,0,0,0   # four at once on one GPU
 
 A plan is a file of jobs (`bench/jobs/plan.py` says what is in one); bench/plans/ has one for each

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -51,10 +52,10 @@ def command_line() -> str:
     arguments = list(sys.argv[1:])
     for index, word in enumerate(arguments):
         if word == "--api-key" and index + 1 < len(arguments):
-            arguments[index + 1] = "…"
+            arguments[index + 1] = "KEY"
         elif word.startswith("--api-key="):
-            arguments[index] = "--api-key=…"
-    return " ".join(["python", called, *arguments])
+            arguments[index] = "--api-key=KEY"
+    return shlex.join(["python", *called.split(), *arguments])
 
 
 def machine() -> dict[str, object]:

@@ -5,14 +5,13 @@
 The floor of a call is the larger of its unavoidable bytes over this device's copy bandwidth and
 its FLOPs over this device's matrix rate, both measured at the start of the run. Calls run back to
 back in a CUDA graph over buffers that together exceed the cache. Writes bench/results/kernels.json
-and kernels.png and prints the table.
+and prints the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from pathlib import Path
 
 import torch
 
@@ -59,25 +58,6 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float) -> dict[str, o
     return row
 
 
-def draw(rows: list[dict[str, object]], title: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(9, 0.22 * len(rows) + 1.5))
-    names = [f"{row['op']}  {row['shape']}" for row in rows]
-    axis.barh(names, [float(str(row["share_of_floor"])) for row in rows], color="#3b6ea5")
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.1)
-    axis.set_xlabel("floor / measured time (1 = at the machine's limit)")
-    axis.set_title(title, fontsize=9)
-    axis.tick_params(axis="y", labelsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="measure operations whose name contains this")
@@ -94,8 +74,7 @@ def main() -> None:
             rows.append(measure(case, bytes_per_us, flops_per_us))
             print(" | ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     path = write_result("kernels", {"ceilings": ceilings, "rows": rows})
-    name = torch.cuda.get_device_name()
-    draw(rows, f"{name}, torch {torch.__version__}", path.with_suffix(".png"))
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ what each pays for rows that are not its own.
     python -m bench.engine.lengths --peer-weights           # drawn as vLLM draws its own
 
 Lengths take turns, so that a GPU that gets warmer slows all of them alike. Results:
-bench/results/NAME.json, and without --plan NAME.png.
+bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -22,18 +22,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib
-
 from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.timing.length_costs import LengthCost, describe, length_costs
-from bench.record import RESULTS, write_result
+from bench.record import write_result
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.speed.measurements import duration_s
 from engine.speed.offline_engine import OfflineEngine, offline_engine
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 
 def measure(engine: OfflineEngine, lengths: list[int], turns: int) -> dict[int, list[float]]:
@@ -46,23 +41,6 @@ def measure(engine: OfflineEngine, lengths: list[int], turns: int) -> dict[int, 
             if turn > 0:
                 times[length].append(round(1e3 * seconds, 3))
     return {length: sorted(found) for length, found in times.items()}
-
-
-def plot(times: dict[int, list[float]], peer: dict[int, float], title: str, path: Path) -> None:
-    """Plots microseconds a token: a step or a tooth is a length that pays for others' rows."""
-    canvas, axis = plt.subplots(figsize=(9, 4))
-    lengths = list(times)
-    each = [1e3 * statistics.median(times[length]) / length for length in lengths]
-    axis.plot(lengths, each, marker=".", label="tandem")
-    if known := [length for length in lengths if length in peer]:
-        of_peer = [1e3 * peer[length] / length for length in known]
-        axis.plot(known, of_peer, marker="x", label="peer")
-    axis.set(xlabel="tokens of the prompt", ylabel="us a token", title=title)
-    axis.set_ylim(bottom=0)
-    axis.legend()
-    canvas.tight_layout()
-    canvas.savefig(path, dpi=120)
-    plt.close(canvas)
 
 
 def rows_of(
@@ -137,8 +115,6 @@ def main() -> None:
                 executor = UniprocExecutor(config)
             engine = stack.enter_context(offline_engine(config, executor))
             times = measure(engine, lengths, arguments.turns)
-        RESULTS.mkdir(exist_ok=True)
-        plot(times, peer, f"prompts alone, shape of {arguments.shape}", RESULTS / f"{name}.png")
     entries = rows_of(costs, times, peer)
     for entry in entries:
         if "median_ms" in entry:

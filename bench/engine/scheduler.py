@@ -20,13 +20,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-import matplotlib
 import msgspec
 import xxhash
 
-from bench.record import RESULTS, write_result
+from bench.record import write_result
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.outputs import ModelRunnerOutput
@@ -39,9 +37,6 @@ from engine.models.specs.llama import LlamaSpec
 from engine.rope import Rotary
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 _BATCHES = (32, 128, 256, 512)
 _PROMPT_LENGTHS = (64, 512)
@@ -264,28 +259,6 @@ def _best_us(run: Callable[[], None]) -> float:
     return round(min(times), 1)
 
 
-def plot(costs: list[StepCost], path: Path) -> None:
-    figure, (time_axis, size_axis) = plt.subplots(1, 2, figsize=(9, 3.6))
-    for depth in sorted({cost.depth for cost in costs}):
-        for block_size in sorted({cost.block_size for cost in costs}):
-            line = [c for c in costs if c.depth == depth and c.block_size == block_size]
-            batches = [c.batch for c in line]
-            label = f"depth {depth}, block {block_size}"
-            time_axis.plot(batches, [c.step_us for c in line], marker="o", label=label)
-            if depth == 1:
-                size_axis.plot(batches, [c.message_bytes for c in line], marker="o", label=label)
-    time_axis.axhline(300, color="grey", linestyle=":", label="limit at 256")
-    time_axis.set(xlabel="requests decoding", ylabel="µs per step", ylim=(0, None))
-    size_axis.axhline(1024, color="grey", linestyle=":", label="limit at 256")
-    size_axis.set(xlabel="requests decoding", ylabel="bytes per step message", ylim=(0, None))
-    for axis in (time_axis, size_axis):
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.suptitle("Scheduler at steady decode: schedule + update_from_output")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def print_table(costs: list[StepCost]) -> None:
     columns = ("batch", "block_size", "depth", "aligned", "schedule_us", "update_us", "step_us",
                "step_p99_us", "encode_us", "message_bytes", "message_bytes_max")  # fmt: skip
@@ -316,8 +289,7 @@ def main() -> None:
     path = write_result(
         "scheduler", {"steps": [asdict(c) for c in [*costs, aligned]], "hashing": hashing}
     )
-    plot(costs, RESULTS / "scheduler.png")
-    print(f"written to {path} and {RESULTS / 'scheduler.png'}")
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

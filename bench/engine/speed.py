@@ -17,7 +17,7 @@ mixtures of experts. Large: the cases measured beside vLLM for 70B on four GPUs.
     python -m bench.engine.speed --quantization fp8       # or fp8-block, int4, int8
     python -m bench.engine.speed --quantization fp8 --kv-cache-dtype fp8
 
-Weights and prompts are random. Results: bench/results/NAME.json and NAME.png.
+Weights and prompts are random. Results: bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
-import matplotlib
-
 from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.timing.references import REFERENCES, Reference
 from bench.name_lists import names_among
-from bench.record import RESULTS, write_result
+from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor
 from engine.speed.measurements import (
@@ -46,9 +44,6 @@ from engine.speed.measurements import (
     prompts_together,
 )
 from engine.speed.offline_engine import OfflineEngine, offline_engine
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 _CONTEXT, _STEPS = 1024, 128
 _REST_S = 0.5
@@ -154,34 +149,6 @@ def print_table(figures: list[Figure], references: dict[str, Reference]) -> None
                 "     -" if other is None else f"{figure.speed(other):6.2f}" for other in others
             )
         print(line)
-
-
-def plot(figures: list[Figure], references: dict[str, Reference], title: str, name: str) -> None:
-    """Plots speed against the peer: 1 is as fast."""
-    known = [
-        (figure, reference.peer, reference.goal)
-        for figure in figures
-        if (reference := references.get(figure.case)) is not None
-        and reference.peer is not None
-        and reference.goal is not None
-    ]
-    if not known:
-        return
-    canvas, axis = plt.subplots(figsize=(8, 0.45 * len(known) + 1.2))
-    places = range(len(known))
-    speeds = [figure.speed(peer) for figure, peer, _ in known]
-    goals = [figure.speed(peer) / figure.speed(goal) for figure, peer, goal in known]
-    axis.barh(places, speeds, color="#4c78a8")
-    axis.scatter(goals, places, marker="|", s=200, color="black", label="goal")
-    axis.axvline(1.0, color="grey", linestyle=":", label="vLLM 0.26.0")
-    for place, (figure, _, _), speed in zip(places, known, speeds, strict=True):
-        axis.text(speed, place, f" {figure.value:g} {figure.unit}", va="center", fontsize=8)
-    axis.set_yticks(places, [figure.case for figure, _, _ in known])
-    axis.invert_yaxis()
-    axis.set(xlabel="speed against vLLM 0.26.0", title=title, xlim=(0, max(1.4, 1.2 * max(speeds))))
-    axis.legend(fontsize=8)
-    canvas.tight_layout()
-    canvas.savefig(RESULTS / f"{name}.png", dpi=120)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -303,10 +270,6 @@ def main() -> None:
     results["cases"] = [asdict(figure) for figure in figures]
     references = REFERENCES.get(f"{arguments.shape}{suffix}", {})
     print_table(figures, references)
-    if any(figure.case in references for figure in figures):
-        RESULTS.mkdir(exist_ok=True)
-        gpus = "one H200" if arguments.tp == 1 else f"{arguments.tp} H200"
-        plot(figures, references, f"{gpus}, shape of {arguments.shape}, bf16", name)
     print(write_result(name, results))
 
 

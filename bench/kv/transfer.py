@@ -22,7 +22,7 @@ Standard error tells each stage as it begins and each transfer as it ends, so a 
 says where it stood; `--limit-s` ends one that hangs. bench.kv.nixl_stages looks at NIXL alone.
 
 What is not swept stays as its flag says. `hit-rate` is the percentage of the prompt that decode
-holds already: only the rest may cross the wire. Writes bench/results/NAME.json and a plot.
+holds already: only the rest may cross the wire. Writes bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -40,17 +40,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import matplotlib
-
 from bench.kv.pair import Caches, Case, HostCaches, KVPair, llama_8b, make_caches
 from bench.kv.raw_tcp import RawTcp
 from bench.kv.turns import Row, Turn, measure, summarise
-from bench.record import RESULTS, write_result
+from bench.record import write_result
 from edge.logs.setup import LogStyle, setup_logging
 from edge.security.config import SecurityConfig
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 _TLS = "-tls"
 _TRANSPORTS = ("h2", "grpcio", "h2-tls", "grpcio-tls")
@@ -205,36 +200,6 @@ def measure_point(case: Case, point: int, args: argparse.Namespace) -> list[Row]
     return [summarise(transport, point, mine, raw_turns) for transport, mine in turns.items()]
 
 
-def plot(rows: list[Row], sweep: Sweep, path: Path) -> None:
-    figure, (rate, cpu) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    points = sorted({row.point for row in rows})
-    for transport, marker in zip((_RAW_TCP, *_TRANSPORTS), "os^Dv", strict=True):
-        mine = [row for row in rows if row.transport == transport]
-        if not mine:
-            continue
-        label = transport if transport == _RAW_TCP else f"KV transfer, {transport}"
-        places = [points.index(row.point) for row in mine]
-        rate.errorbar(
-            places,
-            [row.gb_per_s for row in mine],
-            yerr=[
-                [row.gb_per_s - row.gb_per_s_worst for row in mine],
-                [row.gb_per_s_best - row.gb_per_s for row in mine],
-            ],
-            marker=marker,
-            capsize=3,
-            label=label,
-        )
-        totals = [row.cpu_send_s_per_gb + row.cpu_receive_s_per_gb for row in mine]
-        cpu.plot(places, totals, marker=marker, label=label)
-    for axes, name in ((rate, "GB/s (median, worst, best)"), (cpu, "CPU seconds per GB")):
-        axes.set(xlabel=sweep.label, ylabel=name, ylim=(0, None))
-        axes.set_xticks(range(len(points)), labels=[str(point) for point in points])
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def print_rows(rows: list[Row], name: str) -> None:
     print(
         f"{'':8} {name:>10}     MB      ms   GB/s  worst   best  CPU-s/GB send+receive  "
@@ -320,10 +285,9 @@ def main() -> None:
         if name:
             figures = {"settings": vars(args), "rows": [asdict(row) for row in rows]}
             write_result(name, figures)
-            plot(rows, sweep, RESULTS / f"{name}.png")
     print_rows(rows, args.sweep)
     if name:
-        print(f"written: bench/results/{name}.json and .png")
+        print(f"written: bench/results/{name}.json")
 
 
 if __name__ == "__main__":

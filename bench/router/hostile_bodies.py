@@ -20,15 +20,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import aiohttp
-from matplotlib import pyplot
 
-from bench.record import RESULTS, write_result
+from bench.record import write_result
 from bench.router.overhead import child, run_token_server
 from cli.cluster import DEMO_CHECKPOINT
 
@@ -263,33 +262,6 @@ def measure_node(tree: Path, repeats: int, at_once: int) -> list[Row]:
         return asyncio.run(measure("decode node", node, repeats, at_once))
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Bars, and circles for the result `hostile_bodies_before`, if there is one."""
-    names = list(BODIES)
-    before = RESULTS / "hostile_bodies_before.json"
-    older = json.loads(before.read_text())["figures"] if before.exists() else []
-    figure, axes = pyplot.subplots(figsize=(8, 0.28 * len(names) + 1.2))
-    for offset, (name, colour) in enumerate((("router", "#4c78a8"), ("decode node", "#f58518"))):
-        found = {row.body: row.silence_ms for row in rows if row.service == name}
-        places = {body: i + 0.4 * offset - 0.2 for i, body in enumerate(names)}
-        widths = [found.get(body, 0.0) for body in names]
-        axes.barh(list(places.values()), widths, 0.4, label=name, color=colour)
-        known = [row for row in older if row["service"] == name and row["body"] in places]
-        axes.scatter(
-            [row["silence_ms"] for row in known],
-            [places[row["body"]] for row in known],
-            s=14, facecolors="none", edgecolors=colour, label=f"{name}, before",
-        )  # fmt: skip
-    axes.axvline(LIMIT_MS, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("longest silence of another stream (ms)")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tree", type=Path, default=Path.cwd(), help="source tree to measure")
@@ -301,7 +273,6 @@ def main() -> int:
     rows = measure_router(tree, args.repeats, args.at_once)
     rows += measure_node(tree, args.repeats, args.at_once)
     write_result(args.name, [asdict(row) for row in rows])
-    plot(rows, RESULTS / f"{args.name}.png")
     return 0
 
 

@@ -42,7 +42,7 @@ from rich.console import Console
 
 from bench.engine.models.shapes import SHAPES
 from bench.record import RESULTS, write_result
-from bench.serving.goodput_report import Objectives, goodput, plot, print_tables, read_rows
+from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
 from bench.serving.load import first_model
 from bench.serving.load_processes import LoadProcesses, LoadSpec
 from bench.serving.node_history import (
@@ -145,7 +145,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--name", default="", help="of the result; default: goodput-ENGINE")
     result.add_argument(
         "--beside", action="append", type=Path, default=[], metavar="FILE",
-        help="JSON lines of a peer, or another result of this, for table and picture",
+        help="JSON lines of a peer, or another result of this, for the table",
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.load = args.load or [Workload.parse(_DEFAULT_LOAD)]
@@ -320,14 +320,12 @@ async def run(args: argparse.Namespace, model: str) -> list[Figures]:
 
 def write(args: argparse.Namespace, rows: list[Figures], objectives: Objectives) -> None:
     """Writes the result after each rate, so that a later failure loses nothing."""
-    beside = [row for path in args.beside for row in read_rows(path)]
     name = args.name or f"goodput-{rows[0]['engine']}"
     settings = {key: value for key, value in vars(args).items() if key not in ("beside", "load")}
     settings["load"] = [f"{w.n_in}/{w.n_out}@{w.rates}" for w in args.load]
     figures = {"settings": settings, "loads": rows, "goodput": goodput(rows, objectives)}
     path = write_result(name, figures)
-    plot([*rows, *beside], objectives, RESULTS / f"{name}.png")
-    print(f"written: {path.relative_to(RESULTS.parent.parent)} and .png", file=sys.stderr)
+    print(f"written: {path.relative_to(RESULTS.parent.parent)}", file=sys.stderr)
 
 
 def main() -> int:

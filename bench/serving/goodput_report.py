@@ -1,5 +1,5 @@
 """Goodput from rows of `bench.serving.goodput`, or of a peer's JSON lines: requests a second for
-which the objectives hold, as a table and a picture."""
+which the objectives hold, as a table."""
 
 from __future__ import annotations
 
@@ -104,42 +104,3 @@ def print_tables(
 
 def _cell(figures: Figures | None, *names: str) -> str:
     return "" if figures is None else "/".join(f"{figures[name]:.1f}" for name in names)
-
-
-def plot(rows: Sequence[Figures], objectives: Objectives, path: Path) -> None:
-    """Plots TTFT and ITL against the rate, a row of panels for each workload, a line for each
-    engine, with the objectives."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in rows if row["ttft_ms"] and row["itl_ms"]]
-    workloads = sorted({workload_of(row) for row in rows})
-    engines = sorted({row["engine"] for row in rows})
-    if not rows:
-        return
-    figure = Figure(figsize=(11, 3.4 * len(workloads)), layout="constrained")
-    panels = figure.subplots(len(workloads), 2, squeeze=False)
-    limits = (("ttft_ms", objectives.ttft_p99_ms), ("itl_ms", objectives.itl_p99_ms))
-    for workload, axes in zip(workloads, panels, strict=True):
-        for axis, (key, limit) in zip(axes, limits, strict=True):
-            for number, engine in enumerate(engines):
-                of_engine = [
-                    row for row in rows if (row["engine"], workload_of(row)) == (engine, workload)
-                ]
-                of_engine.sort(key=lambda row: row["qps"])
-                for quantile, style in (("p50", "o:"), ("p99", "s-")):
-                    axis.plot(
-                        [row["qps"] for row in of_engine],
-                        [row[key][quantile] for row in of_engine],
-                        style,
-                        color=f"C{number % 10}",
-                        label=f"{engine} {quantile}" if of_engine else None,
-                    )
-            axis.axhline(limit, color="black", linewidth=0.8, linestyle="--")
-            axis.set(
-                xlabel=f"requests per second, {workload} tokens in/out",
-                ylabel=f"{key[:4].strip('_').upper()}, ms (log)",
-                yscale="log",
-            )
-            axis.grid(alpha=0.3, which="both")
-        axes[0].legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=130)

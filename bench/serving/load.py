@@ -37,7 +37,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from bench.record import RESULTS, write_result
 from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.prompts import PATHS, Conversation, PromptStyle
-from bench.serving.report import Figures, Slo, Span, one_line, plot, print_table, summarize
+from bench.serving.report import Figures, Slo, Span, one_line, print_table, summarize
 from bench.workload import PRESETS, Preset, exactly, make_session, sessions
 
 _UNFINISHED = "not finished within the drain time"
@@ -92,8 +92,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     result = parser.add_argument_group("result")
     result.add_argument("--slo-ttft-ms", type=float, default=1000.0, help="for the goodput")
     result.add_argument("--slo-tpot-ms", type=float, default=50.0, help="for the goodput")
-    result.add_argument("--name", default="serving", help="of the result file and the plot")
-    result.add_argument("--title", default="", help="of the plot")
+    result.add_argument("--name", default="serving", help="of the result file")
     result.add_argument("--dump", action="store_true", help="add a row per request to the result")
     return parser.parse_args(argv)
 
@@ -345,8 +344,7 @@ def main() -> int:
     print_table(rows, Console(stderr=True))
     settings = {k: v for k, v in vars(args).items() if k not in ("api_key", "url")}
     path = write_result(args.name, {"settings": settings, "loads": rows})
-    plot(rows, args.title or f"{args.name}: {args.workload}", RESULTS / f"{args.name}.png")
-    print(f"written: {path.relative_to(RESULTS.parent.parent)} and .png", file=sys.stderr)
+    print(f"written: {path.relative_to(RESULTS.parent.parent)}", file=sys.stderr)
     return 0
 
 

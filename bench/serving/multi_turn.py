@@ -17,7 +17,7 @@ again after a pause. The same sessions run against a fresh cluster in each mode:
 
 Told are the prompt tokens that prefill nodes computed and where the rest came from, the times to
 the first token, and how many sessions had other answers than in the first mode, which must be none
-where steps are computed alike whatever is in them. Writes bench/results/NAME.json and NAME.png.
+where steps are computed alike whatever is in them. Writes bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 import aiohttp
 
 from bench.engine.models.shapes import SHAPES
-from bench.record import RESULTS, write_result
+from bench.record import write_result
 from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.pd_cluster import model_folder
@@ -234,32 +234,6 @@ async def measure(
     }
 
 
-def plot(figures: dict[str, Any], name: str) -> str:
-    """Draws tokens computed and times to the first token, by mode. Returns the file's path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    modes = list(figures)
-    computed = [figures[m]["prefill_tokens_by_source"]["local_compute"] / 1e3 for m in modes]
-    drawn, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    left.bar(modes, computed, color="#4477aa")
-    left.set_ylabel("prompt tokens computed (thousands)")
-    for offset, quantile, color in ((-0.2, "p50", "#4477aa"), (0.2, "p99", "#cc6677")):
-        values = [figures[m]["ttft_ms_later_turns"][quantile] for m in modes]
-        right.bar([i + offset for i in range(len(modes))], values, 0.4, label=quantile, color=color)
-    right.set_xticks(range(len(modes)), modes)
-    right.set_ylabel("time to first token, later turns (ms)")
-    right.legend()
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    drawn.tight_layout()
-    path = RESULTS / f"{name}.png"
-    drawn.savefig(path, dpi=110)
-    return str(path)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -311,7 +285,6 @@ def main() -> int:
     if args.name:
         settings = {name: value for name, value in vars(args).items() if name != "name"}
         print("written:", write_result(args.name, {"settings": settings, "modes": figures}))
-        print("written:", plot(figures, args.name))
     return 0 if not any(one["left"] or one["errors"] for one in figures.values()) else 1
 
 

@@ -7,19 +7,17 @@
     # one GPU that all nodes share, and a shorter look
     python -m bench.serving.pd --setups 1p1d-cuda_ipc,1p1d-stream --rates 1,4 --duration 8
 
-    # one setting swept: ratio (4 GPUs), tokens, block-size, streams, processes, chunk-kib, hit-rate
-    python -m bench.serving.pd --sweep ratio --rates 4,8,16,24 --duration 10
-    python -m bench.serving.pd --sweep processes --points 1,2,4 --setups 1p1d-stream --rates 16
+    # other ratios of the tiers, on four GPUs
+    python -m bench.serving.pd --setups 2p1d,1p2d,3p1d --rates 4,8,16,24 --duration 10
 
-For each setup or point a cluster is started (`bench.serving.pd_cluster`), then
+For each setup a cluster is started (`bench.serving.pd_cluster`), then
 
     1. the load of `bench.serving.load`: Poisson arrivals at each rate
     2. single requests with their timelines: the stages of the way of one prompt
     3. time between tokens of running answers, with prompts arriving beside them and without; says
        something about the transfer only where prefill nodes have GPUs of their own
 
-and stopped. `hit-rate` makes so much of every prompt the same and turns the prefix caches of both
-tiers on. Writes bench/results/NAME.json with a table, and a plot.
+and stopped. Prefix caches are off. Writes bench/results/NAME.json and prints tables.
 """
 
 from __future__ import annotations
@@ -35,9 +33,8 @@ from bench.engine.models.shapes import SHAPES
 from bench.record import RESULTS, write_result
 from bench.serving import load as serving
 from bench.serving.pd_client import Client, interference, stages
-from bench.serving.pd_cluster import model_folder, running
-from bench.serving.pd_report import plot_points, plot_rates, print_tables
-from bench.serving.pd_sweeps import SWEEPS, Variant, variants
+from bench.serving.pd_cluster import Setup, model_folder, running
+from bench.serving.pd_report import print_tables
 from bench.serving.report import Figures
 from cli.cluster import UpSettings
 
@@ -49,11 +46,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="random weights")
     model.add_argument("--model", default="", help="a checkpoint instead of a shape")
-    parser.add_argument(
-        "--setups", default="", help="comma separated; default: 1p1d-cuda_ipc,1p1d-stream,one"
-    )
-    parser.add_argument("--sweep", choices=SWEEPS, default="", help="of --setups, one then")
-    parser.add_argument("--points", default="", help="of the sweep, comma separated")
+    parser.add_argument("--setups", default="1p1d-cuda_ipc,1p1d-stream,one", help="comma separated")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of each node")
     parser.add_argument("--gpu-memory-utilization", type=float, default=None)
@@ -72,23 +65,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--start-timeout-s", type=float, default=300.0)
-    parser.add_argument("--name", default="", help="of the result files; default: pd_serving_SWEEP")
+    parser.add_argument("--name", default="pd_serving", help="of the result file")
     return parser.parse_args(argv)
 
 
-def node_args(args: argparse.Namespace, variant: Variant) -> list[str]:
-    """Returns the arguments; what comes later wins: a sweep may set the block size."""
-    needed = max(variant.input_tokens + args.output_tokens, 64 + 1200)
-    caching = "--enable-prefix-caching" if variant.caches_prefixes else "--no-enable-prefix-caching"
+def node_args(args: argparse.Namespace) -> list[str]:
+    """Returns the arguments of every node; of two that name one flag the later counts."""
+    needed = max(args.input_tokens + args.output_tokens, 64 + 1200)
     return [
         *([] if args.model else ["--load-format", "dummy"]),
         *("--max-model-len", str(args.max_model_len or -(-needed // 1024) * 1024)),
-        *("--block-size", str(args.block_size), "--max-num-batched-tokens", "8192", caching),
-        *variant.node_args,
+        *("--block-size", str(args.block_size), "--max-num-batched-tokens", "8192"),
+        "--no-enable-prefix-caching",
+        *args.node_args.split(),
     ]
 
 
-async def measure(variant: Variant, model: str, args: argparse.Namespace) -> Figures:
+async def measure(name: str, model: str, args: argparse.Namespace) -> Figures:
     settings = UpSettings(
         model=model,
         device=args.device,
@@ -96,31 +89,27 @@ async def measure(variant: Variant, model: str, args: argparse.Namespace) -> Fig
         gpu_memory_utilization=args.gpu_memory_utilization,
         _cli_parse_args=[],
     )
-    flags = node_args(args, variant)
-    async with running(variant.setup, settings, flags, args.start_timeout_s) as cluster:
+    flags, setup = node_args(args), Setup.parse(name)
+    async with running(setup, settings, flags, args.start_timeout_s) as cluster:
         load = serving.parse_arguments(
             [
                 *("--url", cluster.url, "--rates", args.rates, "--duration", str(args.duration)),
                 *("--warmup", str(args.warmup), "--vocab", args.vocab),
-                *("--input-tokens", str(variant.input_tokens)),
-                *("--shared-tokens", str(variant.shared_tokens)),
+                *("--input-tokens", str(args.input_tokens)),
                 *("--output-tokens", str(args.output_tokens)),
                 *("--extra", '{"return_token_ids": true}'),
             ]
         )
         figures: Figures = {
-            "name": variant.name,
-            "point": variant.point,
-            "setup": variant.setup.name,
+            "name": name,
+            "setup": setup.name,
             "node_args": flags,
             "loads": await serving.run(load) if args.rates else [],
         }
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             low, high = (int(bound) for bound in args.vocab.split(":"))
-            client = Client(
-                session, cluster, variant.input_tokens, (low, high), variant.shared_tokens
-            )
+            client = Client(session, cluster, args.input_tokens, (low, high))
             if args.timelines:
                 figures["stages"] = await stages(client, args.timelines)
             if args.running:
@@ -130,22 +119,16 @@ async def measure(variant: Variant, model: str, args: argparse.Namespace) -> Fig
 
 async def run(args: argparse.Namespace, model: str) -> list[Figures]:
     results: list[Figures] = []
-    for variant in variants(args):
-        results.append(await measure(variant, model, args))
+    for name in args.setups.split(","):
+        results.append(await measure(name, model, args))
         write(args, results)
     return results
 
 
 def write(args: argparse.Namespace, results: list[Figures]) -> None:
     """Writes the result after each setup, so that a later failure loses nothing."""
-    name = args.name or "_".join(filter(None, ("pd_serving", args.sweep.replace("-", "_"))))
-    path = write_result(name, {"settings": vars(args), "setups": results})
-    picture = RESULTS / f"{name}.png"
-    if args.sweep and args.sweep != "ratio":
-        plot_points(results, SWEEPS[args.sweep].label, picture)
-    else:
-        plot_rates(results, picture)
-    print(f"written: {path.relative_to(RESULTS.parent.parent)} and .png", file=sys.stderr)
+    path = write_result(args.name, {"settings": vars(args), "setups": results})
+    print(f"written: {path.relative_to(RESULTS.parent.parent)}", file=sys.stderr)
 
 
 def main() -> int:

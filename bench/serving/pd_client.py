@@ -42,7 +42,7 @@ class HostTime:
 
 
 class Client:
-    """`num_tokens` of a prompt, of which the first `num_shared` are the same every time."""
+    """Sends prompts of `num_tokens` tokens, each different from the first token on."""
 
     def __init__(
         self,
@@ -50,22 +50,18 @@ class Client:
         cluster: Cluster,
         num_tokens: int,
         vocabulary: tuple[int, int],
-        num_shared: int = 0,
     ) -> None:
         self._session = session
         self._cluster = cluster
         self._num_tokens = num_tokens
-        self._num_shared = num_shared
         self._vocabulary = vocabulary
         self._number = 0
 
     def body(self, max_tokens: int, num_tokens: int | None = None) -> dict[str, Any]:
-        """Makes a body with a prompt that nobody has seen, behind what prompts share."""
+        """Makes a body with a prompt that no cache holds."""
         self._number += 1
         length = num_tokens or self._num_tokens
-        shared = min(self._num_shared, length)
-        prompt = [self._token(0, i) for i in range(shared)]
-        prompt += [self._token(self._number, i) for i in range(shared, length)]
+        prompt = [self._token(self._number, i) for i in range(length)]
         return {
             "prompt": prompt,
             "max_tokens": max_tokens,

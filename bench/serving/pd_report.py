@@ -1,10 +1,9 @@
-"""Tables and plots of `bench.serving.pd`."""
+"""Tables of `bench.serving.pd`."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -75,55 +74,3 @@ def _print_stages(results: list[Figures], console: Console) -> None:
 
 def _three(figures: Figures | None) -> str:
     return "" if figures is None else "/".join(f"{figures[q]:.1f}" for q in ("mean", "p50", "p99"))
-
-
-def plot_rates(results: list[Figures], path: Path) -> None:
-    """Plots TTFT and ITL against the rate, a line for each setup."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    for axis, (key, label) in zip(
-        figure.subplots(1, 2), (("ttft_ms", "TTFT, ms"), ("itl_ms", "ITL, ms")), strict=True
-    ):
-        for number, result in enumerate(results):
-            rows = [row for row in result["loads"] if row[key]]
-            rates = [row["qps"] for row in rows]
-            for quantile, style in (("p50", "o-"), ("p99", "s--")):
-                axis.plot(
-                    rates, [row[key][quantile] for row in rows], style, color=f"C{number % 10}",
-                    label=f"{result['name']} {quantile}",
-                )  # fmt: skip
-        axis.set(xlabel="requests per second", ylabel=label, ylim=(0, None))
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=130)
-
-
-def plot_points(results: list[Figures], label: str, path: Path) -> None:
-    """Plots the same, and the stages of one request, against what is swept, a line for each
-    rate.
-    """
-    from matplotlib.figure import Figure
-
-    names = [str(result["point"]) for result in results]
-    places = range(len(results))
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    ttft, itl, stages = figure.subplots(1, 3)
-    rates = [row["qps"] for row in results[0]["loads"]]
-    for axis, key, quantile in ((ttft, "ttft_ms", "p50"), (itl, "itl_ms", "p99")):
-        for number, rate in enumerate(rates):
-            rows = [result["loads"][number][key] for result in results]
-            values = [row[quantile] if row else None for row in rows]
-            axis.plot(places, values, "o-", label=f"{rate:g} per second")
-        axis.set(ylabel=f"{key[:4].strip('_').upper()} {quantile}, ms", ylim=(0, None))
-    for name in ("first token", "last KV byte injected", "second token"):
-        found = [result.get("stages", {}).get(name) for result in results]
-        stages.plot(places, [one["p50"] if one else None for one in found], "o-", label=name)
-    stages.set(ylabel="one request at a time, ms", ylim=(0, None))
-    for axis in (ttft, itl, stages):
-        axis.set_xticks(places, labels=names)
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=130)

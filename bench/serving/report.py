@@ -1,4 +1,4 @@
-"""Turns single outcomes into figures, a table and a plot."""
+"""Turns single outcomes into figures and a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
@@ -148,27 +147,3 @@ def _p50_p99(figures: Figures | None) -> str:
     if figures is None:
         return ""
     return "/".join(f"{figures[q]:.{0 if figures[q] >= 100 else 1}f}" for q in ("p50", "p99"))
-
-
-def plot(rows: Sequence[Figures], title: str, path: Path) -> None:
-    """Plots TTFT and ITL against the load, p50 and p99, as a PNG."""
-    from matplotlib.figure import Figure
-
-    measured = [row for row in rows if row["ttft_ms"] and row["itl_ms"]]
-    if not measured:
-        return
-    closed = "concurrency" in measured[0]
-    loads = [row["concurrency"] if closed else row["qps"] for row in measured]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for axis, (key, name) in zip(
-        figure.subplots(1, 2), (("ttft_ms", "TTFT"), ("itl_ms", "ITL")), strict=True
-    ):
-        for quantile, style in (("p50", "o-"), ("p99", "s--")):
-            axis.plot(loads, [row[key][quantile] for row in measured], style, label=quantile)
-        axis.set_xlabel("concurrent clients" if closed else "requests per second")
-        axis.set_ylabel(f"{name}, ms")
-        axis.set_ylim(0, 1.1 * max(row[key]["p99"] for row in measured))
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)

@@ -1,14 +1,20 @@
-"""Checks the jobs of plans without running them, and tells what does not hold:
-`python -m tests.bench.check_jobs PLAN ...`."""
+"""Checks commands without running them, and prints what is wrong with each:
+
+python -m tests.bench.check_jobs PLAN ...      the jobs of plans
+python -m tests.bench.check_jobs FILE.json ... the commands that result files name
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import io
+import json
 import runpy
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -35,9 +41,9 @@ def _parse_and_stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) ->
     raise _Parsed
 
 
-def problem_of_command(job: Job) -> str:
+def problem_of_command(words: Sequence[str]) -> str:
     """Returns why a module cannot be run with these arguments; empty: it can."""
-    module, *arguments = job.words
+    module, *arguments = words
     errors = io.StringIO()
     with (
         patch.object(argparse.ArgumentParser, "parse_args", _parse_and_stop),
@@ -66,13 +72,28 @@ def problem_of_tests(job: Job) -> str:
 
 def problems(jobs: list[Job]) -> Iterator[str]:
     for job in jobs:
-        found = problem_of_tests(job) if job.is_test else problem_of_command(job)
+        found = problem_of_tests(job) if job.is_test else problem_of_command(job.words)
         if found:
             yield f"{job.name}: {found}"
 
 
+def problems_of_results(files: list[str]) -> Iterator[str]:
+    """Looks only for the file of a script of the test suite: it may read no arguments."""
+    for file in files:
+        _, first, *words = shlex.split(json.loads(Path(file).read_text())["command"])
+        if first == "-m":
+            found = problem_of_command(words)
+        else:
+            found = "" if Path(first).is_file() else f"no {first}"
+        if found:
+            yield f"{Path(file).name}: {found}"
+
+
 def main() -> None:
-    found = list(problems(read_plans(sys.argv[1:])))
+    names = sys.argv[1:]
+    results = [name for name in names if name.endswith(".json")]
+    plans = [name for name in names if name not in results]
+    found = [*problems(read_plans(plans)), *problems_of_results(results)]
     for line in found:
         print(line)
     sys.exit(int(bool(found)))

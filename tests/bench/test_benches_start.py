@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from bench.jobs.plan import PLANS, ROOT, read_plans
+from bench.record import RESULTS
 
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -51,8 +52,8 @@ def test_the_map_has_every_command_once():
     assert sorted(commands_of_the_map()) == sorted(commands())
 
 
-def told_of_jobs(*plans: str) -> list[str]:
-    command = [sys.executable, "-m", "tests.bench.check_jobs", *plans]
+def problems_of(*plans_or_results: str) -> list[str]:
+    command = [sys.executable, "-m", "tests.bench.check_jobs", *plans_or_results]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == int(bool(done.stdout)), done
     return done.stdout.splitlines()
@@ -60,16 +61,26 @@ def told_of_jobs(*plans: str) -> list[str]:
 
 def test_jobs_of_plans_name_commands_and_tests_that_there_are():
     """All plans can be in one queue, too."""
-    assert not told_of_jobs(*sorted(path.stem for path in PLANS.glob("*.toml")))
+    assert not problems_of(*sorted(path.stem for path in PLANS.glob("*.toml")))
+
+
+PEERS = {"vllm-0.26.0-serving.json"}
+"""Results of other systems, whose commands are not ours."""
+
+
+def test_results_name_commands_that_still_parse():
+    files = [path for path in RESULTS.glob("*.json") if path.name not in PEERS]
+    assert len(files) > 20
+    assert not problems_of(*sorted(map(str, files)))
 
 
 BAD_JOBS = {
     "run = 'bench.engine.no_such_bench'": "no_such_bench",
-    "run = 'bench.engine.schedules --steps 3'": "unrecognized arguments: --steps 3",
-    "run = 'bench.engine.schedules --requests few'": "invalid int value: 'few'",
+    "run = 'bench.engine.lengths --steps 3'": "unrecognized arguments: --steps 3",
+    "run = 'bench.engine.lengths --turns few'": "invalid int value: 'few'",
     "run = 'bench.engine.lengths --disabled-fast-paths pld'": "no such fast paths: pld",
     "pytest = 'tests/bench/no_such_test.py'": "no_such_test.py",
-    "pytest = 'tests/bench/test_schedules.py -k no_such_test'": "deselected",
+    "pytest = 'tests/bench/test_queue.py -k no_such_test'": "deselected",
 }
 
 
@@ -82,8 +93,8 @@ def test_jobs_that_cannot_be_run_are_found(tmp_path):
             for number, job in enumerate(BAD_JOBS)
         )
     )
-    told = "\n".join(told_of_jobs(str(plan)))
-    of_jobs = told.split("plan.job")[1:]
+    printed = "\n".join(problems_of(str(plan)))
+    of_jobs = printed.split("plan.job")[1:]
     for job, (number, wrong) in zip(of_jobs, enumerate(BAD_JOBS.values()), strict=True):
         assert job.startswith(f"{number}: ") and wrong in job
 

@@ -13,7 +13,7 @@ import pytest
 
 from bench.router.plan_accuracy import live_table
 from bench.serving.goodput import Workload, engine_of, node_args, parse_arguments
-from bench.serving.goodput_report import Objectives, goodput, plot, read_rows
+from bench.serving.goodput_report import Objectives, goodput, read_rows
 from bench.serving.load_processes import LoadProcesses, LoadSpec
 from bench.serving.node_history import decode_figures, gaps, prefill_figures, prompt_figures
 from bench.serving.node_metrics import histogram_quantile
@@ -75,8 +75,6 @@ def test_a_peers_lines_and_our_results_are_read_alike(tmp_path: Path) -> None:
     result.write_text(json.dumps({"figures": {"loads": []}}))
     with pytest.raises(ValueError, match="no row of a load"):
         read_rows(result)
-    plot([*peers, row(24, 90, 9)], OBJECTIVES, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_arguments_say_what_runs() -> None:

@@ -56,8 +56,7 @@ class TimedEngine:
 
 def test_a_sweep_writes_times_beside_a_peers(tmp_path, monkeypatch, capsys) -> None:
     engine = TimedEngine()
-    for module in (record, lengths):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(lengths, "offline_engine", lambda config, executor: nullcontext(engine))
     monkeypatch.setattr(measurements.time, "perf_counter", lambda: engine.now)
     peer = tmp_path / "peer.json"
@@ -69,7 +68,6 @@ def test_a_sweep_writes_times_beside_a_peers(tmp_path, monkeypatch, capsys) -> N
     written = json.loads((tmp_path / "swept.json").read_text())["figures"]["lengths"]
     assert [(entry["length"], entry["median_ms"]) for entry in written] == [(300, 300), (337, 337)]
     assert "against_peer" not in written[0] and written[1]["against_peer"] == 0.5
-    assert (tmp_path / "swept.png").stat().st_size > 1000
     assert "padding" in capsys.readouterr().out
 
 

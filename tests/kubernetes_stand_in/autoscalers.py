@@ -6,7 +6,7 @@
     Query (a Prometheus) ─────────────────┘
 
 Both act when a test says that time has passed (`sync`), which is 15 seconds in a cluster: an hour
-takes a moment. What the algorithm wants is `bench.hpa`.
+takes a moment. What the algorithm wants is `tests.kubernetes_stand_in.hpa`.
 
 KEDA: a query that fails, or finds nothing, is an error. After `failureThreshold` of them in a row
 the replicas of `fallback` are wanted, or as many as there are if they are more.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.hpa import (
+from tests.kubernetes_stand_in.hpa import (
     AutoscalerSpec,
     AverageValue,
     HorizontalPodAutoscaler,

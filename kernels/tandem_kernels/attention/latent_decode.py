@@ -31,7 +31,7 @@ from tandem_kernels.small_launches import in_turn, take_turn
 
 @dataclass(frozen=True, slots=True)
 class LatentDecodeTuning:
-    """Says how one shape runs; found by measurement (`python -m bench.engine.latent --tune`).
+    """Says how one shape runs; found by timing variants.
 
     Attributes:
         rows: Query rows of a program, tokens times heads.

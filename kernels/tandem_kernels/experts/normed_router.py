@@ -40,8 +40,7 @@ class RouterTuning:
 
 
 TUNING = RouterTuning()
-"""As many programs as `few_row_gemm` has for a router. `python -m bench.engine.expert_launches`
-times others."""
+"""As many programs as `few_row_gemm` has for a router."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,4 +1,4 @@
-"""Says how kernels of the gated delta rule are launched; `bench.engine.delta --tune` times more."""
+"""Says how kernels of the gated delta rule are launched."""
 
 from __future__ import annotations
 

@@ -46,9 +46,8 @@ class LoraGemmTuning:
 def lora_gemm_tuning(
     num_rows: int, num_outputs: int, num_columns: int, gated: bool
 ) -> LoraGemmTuning:
-    """Returns what was fastest for so many outputs inside whole decode steps. `python -m
-    bench.engine.lora_gemms` times others by themselves, where larger tiles of gate and up win 2 us
-    that steps do not see.
+    """Returns the tiles that were fastest inside whole decode steps. Timed alone, larger tiles of
+    gate and up win 2 us that steps do not see.
 
     Args:
         num_columns: Of A, of all slots together.

@@ -17,13 +17,13 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from bench.serving.public_schemas import public_schemas
 from decode_node.grammar.grammar_text import GrammarText, json_schema
 from decode_node.grammar.library_errors import in_plain_words
 from decode_node.grammar.schema_checks import check_schema
 from edge.http.errors import BadRequest
 from engine.grammar.tokenizer import parser_limits
 from tests.decode_node.grammar.matching import END_IDS, allowed, ll_tokenizer, spell
+from tests.decode_node.grammar.public_schemas import public_schemas
 
 EXPECTED = Path(__file__).with_name("expected_answers.json")
 

@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from bench.serving.public_schemas import public_schemas
 from decode_node.grammar.grammar_text import GrammarText, json_schema
 from tests.decode_node.grammar.conformance import EXPECTED, judged, matchers, random_document
 from tests.decode_node.grammar.matching import accepts
+from tests.decode_node.grammar.public_schemas import public_schemas
 from tests.engine.worker.grammar_requests import (
     EOS,
     grammar_config,

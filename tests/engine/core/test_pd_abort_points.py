@@ -2,7 +2,7 @@
 
 Processes are stopped (SIGSTOP) to hold a request at the point in question. Leases and timeouts take
 an hour here, so that nothing but the abort itself can free what is free in the end: how busy the
-machine is does not matter. How long it takes is measured by `bench.serving.abort_points`.
+machine is does not matter.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.engine.gpt_oss_checkpoint import write_checkpoint
 from bench.engine.models.shapes import config_json
 from engine.layers.methods.registry import UnsupportedScheme
 from engine.models.checkpoint import load_model_config
@@ -20,6 +19,7 @@ from engine.models.errors import CheckpointError
 from engine.parallel.distributed import ParallelGroup
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
+from tests.engine.models.gpt_oss_checkpoint import write_checkpoint
 from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES, WINDOW, publish
 from tests.engine.models.loaded_parameters import parameters, parameters_of
 from tests.engine.models.rank_process import make_paged_model

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from bench.hpa import SYNC_PERIOD_S
 from tests.helm.helm_engine import CHART, load_values
 from tests.helm.releases.demand import Demand
 from tests.helm.releases.helm_release import SdkRelease
@@ -21,6 +20,7 @@ from tests.helm.scenarios import overlay
 from tests.kubernetes_stand_in.autoscalers import AutoscalerController, KedaOperator
 from tests.kubernetes_stand_in.cert_manager import Authority, CertManager, expiry, leaf
 from tests.kubernetes_stand_in.cluster import NAMESPACE, Cluster
+from tests.kubernetes_stand_in.hpa import SYNC_PERIOD_S
 from tests.kubernetes_stand_in.resources import Object
 
 SCALING: dict[str, Any] = {

@@ -9,16 +9,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from bench.engine.beams import Guesses, asked
 from bench.engine.scheduler import make_config
 from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from kv_transfer.no_connector import NoConnectorScheduler
-
-NUM_TOKENS = 128
-"""Each answer has so many."""
+from tests.engine.sched.choices.beam_workers import NUM_TOKENS, Guesses, asked
 
 
 def run(scheduler: Scheduler, depth: int = 1) -> tuple[list[SchedulerOutput], int]:

@@ -1,14 +1,10 @@
-"""Write a checkpoint of gpt-oss' shape in its published format: experts in MXFP4, the rest in bf16.
+"""Writes a checkpoint of gpt-oss' shape as it is published: experts in MXFP4, the rest bf16.
 
-    python -m bench.engine.gpt_oss_checkpoint --shape gpt-oss-120b FOLDER
-
-Numbers are random, so that tokens go to experts uniformly. Tensors are made and written one after
-another, a file for each layer: memory holds the largest one alone. 120b takes 66 GB of disk.
+The numbers are random, so tokens choose experts uniformly. There is one file for each layer.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bench.engine.models.shapes import SHAPES, config_json
-from bench.engine.models.tokenizer import save_tokenizer
 from tandem_kernels.reference.mxfp4 import BLOCK, BLOCK_BYTES
 
 _STD = 0.02
@@ -124,19 +118,3 @@ def write_checkpoint(folder: Path, config: dict[str, object], *, device: str = "
     print()
     index_text = json.dumps({"metadata": {}, "weight_map": files})
     (folder / "model.safetensors.index.json").write_text(index_text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    shapes = [name for name in SHAPES if name.startswith("gpt-oss")]
-    parser.add_argument("--shape", choices=shapes, default=shapes[0])
-    parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
-    config = config_json(given.shape)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    write_checkpoint(given.folder, config, device=device)
-    save_tokenizer(given.folder, int(str(config["vocab_size"])))
-
-
-if __name__ == "__main__":
-    main()
