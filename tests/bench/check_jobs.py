@@ -14,6 +14,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -44,6 +45,14 @@ def _parse_and_stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) ->
 def problem_of_command(words: Sequence[str]) -> str:
     """Returns why a module cannot be run with these arguments; empty: it can."""
     module, *arguments = words
+    spec = find_spec(module)
+    if spec is None or not spec.origin:
+        return f"no module {module}"
+    source = Path(spec.origin).read_text()
+    if "__main__" not in source:
+        return f"{module} is no command"
+    if "parse_arg" not in source:  # it would run, and cannot be stopped where it reads arguments
+        return "it reads no arguments" if arguments and "sys.argv" not in source else ""
     errors = io.StringIO()
     with (
         patch.object(argparse.ArgumentParser, "parse_args", _parse_and_stop),
