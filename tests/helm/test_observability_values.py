@@ -110,7 +110,7 @@ def test_a_share_is_read_at_a_bound_that_the_histogram_has(
     asked = {
         rule["alert"]: bounds_in(rule["expr"])
         for rule in found["spec"]["groups"][0]["rules"]
-        if "Budget" in rule["alert"]
+        if "TokenBudget" in rule["alert"] or "TokenTimeBudget" in rule["alert"]
     }
     assert asked == {
         "TandemFirstTokenBudgetFast": {ttft},
@@ -140,4 +140,4 @@ def test_a_lax_objective_still_wakes_somebody() -> None:
         for r in groups["spec"]["groups"][0]["rules"]
         if r["alert"] == "TandemFirstTokenBudgetFast"
     )
-    assert set(re.findall(r"> ([0-9.]+)", found)) == {"0.9"}
+    assert set(re.findall(r"> ([0-9.]+) and", found)) == {"0.9"}

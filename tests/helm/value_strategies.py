@@ -53,6 +53,8 @@ def _of(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
     if "anyOf" in node:
         variants = [variant for variant in node["anyOf"] if variant.get("type") != "null"]
         return st.one_of([_of(variant, path) for variant in variants])
+    if "const" in node:
+        return st.just(node["const"])
     if "enum" in node:
         return st.sampled_from([word for word in node["enum"] if word is not None])
     kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
@@ -83,7 +85,8 @@ def _object(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
 
 
 def _array(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
-    if node["items"].get("$ref", "").rpartition("/")[2].startswith(RAW):
+    kind = node["items"].get("$ref", "").rpartition("/")[2]
+    if kind.startswith(RAW) or kind == "container":
         return st.just([])
     return st.lists(_of(node["items"], path), min_size=node.get("minItems", 0), max_size=2)
 
