@@ -31,6 +31,8 @@ class AddressedStage:
         follow: Reads the bodies of all other messages.
     """
 
+    is_undecided = False
+
     def __init__(
         self,
         form: AddressFormat,

@@ -35,6 +35,7 @@ class CallStage(ABC):
     """
 
     is_reasoning = False
+    is_undecided = False
 
     def __init__(
         self, sink: DeltaSink, tools: Sequence[Tool], begins: Sequence[str], ends: Sequence[str]

@@ -115,6 +115,7 @@ CALL_FAMILIES = (
             end="<|tool_call_end|>",
             numbers_calls=True,
         ),
+        frames=("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
     ),
     CallFamily(
         names=("kimi_k3",),

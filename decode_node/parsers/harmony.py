@@ -33,6 +33,8 @@ class HarmonyStage:
     """Reads all of an answer: reasoning, content and calls. `is_open`: the prompt ends amid
     reasoning."""
 
+    is_undecided = False
+
     def __init__(
         self,
         form: HarmonyFormat,

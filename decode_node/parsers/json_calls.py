@@ -124,7 +124,8 @@ class JsonObjectStage(JsonStage):
     def __init__(
         self, form: JsonObjectFormat, sink: DeltaSink, tools: Sequence[Tool], markers: MarkerTokens
     ) -> None:
-        ends = [markers.translate(form.end)] if form.end else []
+        self._end = markers.translate(form.end)
+        ends = [self._end] if form.end else []
         super().__init__(sink, tools, [markers.translate(form.begin)], ends)
         self._form = form
 
@@ -133,6 +134,10 @@ class JsonObjectStage(JsonStage):
             yield from self._bare_calls()
 
     def call(self, marker: str) -> Steps[None]:
+        if self._form.may_be_bare and self._end:
+            # Llama 4 may write both markers in front of the object.
+            yield from self.source.skip_white_space()
+            yield from self.source.takes(self._end)
         if not (yield from self.object_call()):
             self.reject()
         elif self._form.may_be_bare:

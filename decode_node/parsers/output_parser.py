@@ -28,6 +28,8 @@ class OutputParser:
         self._sink = sink
         self._stage = stage
         self.num_reasoning_tokens = 0
+        self._num_undecided = 0
+        """Tokens that are reasoning, or else a call's."""
 
     def push(self, pieces: Iterable[Piece]) -> list[Delta]:
         """Takes the next pieces. Never raises, whatever the model writes."""
@@ -36,14 +38,21 @@ class OutputParser:
             if piece != "":
                 stage.push(self._markers.marked(piece))
             if stage.is_reasoning and isinstance(piece, str):
-                self.num_reasoning_tokens += 1
+                self._num_undecided += 1
+            if not stage.is_undecided:
+                self._count(is_reasoning=stage.is_reasoning)
         return self._sink.take()
 
     def finish(self) -> list[Delta]:
         """Ends the answer, wherever it is."""
+        self._count(is_reasoning=self._stage.is_reasoning)
         self._stage.finish()
         self._sink.finish()
         return self._sink.take()
+
+    def _count(self, *, is_reasoning: bool) -> None:
+        self.num_reasoning_tokens += self._num_undecided * is_reasoning
+        self._num_undecided = 0
 
     @property
     def num_calls(self) -> int:

@@ -61,6 +61,10 @@ class ReasoningStage:
         self._is_at_beginning = True
         self.is_reasoning = is_open
 
+    @property
+    def is_undecided(self) -> bool:
+        return self._trial is not None
+
     def push(self, text: str) -> None:
         if self._is_at_beginning:
             if not self._kept and text.isspace():

@@ -11,10 +11,12 @@ class Stage(Protocol):
     """A state machine over the marked text of one answer, which gives its finds to a sink.
 
     `push` takes any cut of the text, and keeps back what may still become a marker. `is_reasoning`
-    says whether the text so far ends inside of reasoning.
+    says whether the text so far ends inside of reasoning, and `is_undecided` that it may also end
+    inside of a call.
     """
 
     is_reasoning: bool
+    is_undecided: bool
 
     def push(self, text: str) -> None: ...
 
@@ -26,6 +28,7 @@ class PlainContent:
     """Takes everything as content: no call is possible."""
 
     is_reasoning = False
+    is_undecided = False
 
     def __init__(self, sink: DeltaSink) -> None:
         self.push = sink.content

@@ -240,6 +240,13 @@ def _outputs() -> Iterator[Output]:
         [call()],
     )
     yield Output(
+        "llama4_json",
+        "both markers in front of the calls",
+        f'<|python_start|><|python_end|>{{"name": "get_weather", "parameters": {PARIS}}}; '
+        '{"name": "now", "parameters": {}}',
+        [call(), call("now", "{}")],
+    )
+    yield Output(
         "llama3_json",
         "bare objects",
         '\n{"name": "now", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "A"}}',
@@ -267,6 +274,14 @@ def _outputs() -> Iterator[Output]:
         "[THINK]Hm[/THINK]Yes.[TOOL_CALLS]now[ARGS]{}",
         [call("now", "{}")],
         reasoning="Hm",
+        content="Yes.",
+    )
+    yield Output(
+        "kimi_k2",
+        "a section whose name is misspelled",
+        "Yes.<|tool_call_section_begin|><|tool_call_begin|>functions.now:0"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_section_end|>",
+        [call("now", "{}")],
         content="Yes.",
     )
     yield Output(

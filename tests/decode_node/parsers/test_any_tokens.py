@@ -80,7 +80,15 @@ def test_without_calls_nothing_is_lost(family: str, data: Any) -> None:
     given = answer.reasoning + answer.content
     if answer.calls:
         return
-    if family in ("openai", "kimi_k3", "solar_open", "gigachat30", "gemma4", "muse_glimmer"):
+    if family in (
+        "openai",
+        "kimi_k2",
+        "kimi_k3",
+        "solar_open",
+        "gigachat30",
+        "gemma4",
+        "muse_glimmer",
+    ):
         assert is_subsequence(given, text)
     elif not answer.reasoning:
         not_thought = re.sub(rf"^\s*{END_OF_REASONING}", "", text)

@@ -191,6 +191,8 @@ def test_a_call_ends_reasoning_where_its_marker_is_a_token(
         found = parse(made.parser(tools, is_reasoning_open=True), cut)
         assert (found.reasoning, found.content) == (reasoning, content)
         assert [call.name for call in found.calls] == ["now"] * num_calls
+        num_tokens = sum(isinstance(piece, str) for piece in pieces(reasoning, HERMES))
+        assert found.num_reasoning_tokens == num_tokens
     untold = parse(made.parser((), is_reasoning_open=True), [stream])
     assert not untold.calls, "nothing may be called"
 
