@@ -24,6 +24,8 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
         parallel_calls: One turn may hold several calls.
         call_ids: Whose ids of calls are taken: anybody's, Mistral's nine letters and digits, or
             Kimi's `functions.NAME:INDEX`.
+        calls_as_metadata: A call is a turn whose `metadata` is the name of its function and whose
+            content are its arguments, and its result is an `observation` (GLM-4).
         content_beside_calls: What a turn says besides its calls is kept, has to be a turn of its
             own before them, or cannot be shown.
         names_results: A tool's message needs the name of its function.
@@ -49,6 +51,7 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
     takes_broken_arguments: bool = True
     parallel_calls: bool = True
     call_ids: Literal["any", "mistral", "kimi_k2"] = "any"
+    calls_as_metadata: bool = False
     content_beside_calls: Literal["kept", "apart", "lost"] = "kept"
     names_results: bool = False
     tool_fields: tuple[str, ...] = ()

@@ -43,6 +43,8 @@ def history(messages: Sequence[ChatMessage], forms: TemplateForms) -> list[Messa
         found = _content_apart(found, forms)
     if not forms.parallel_calls:
         found = _one_call_a_turn(found)
+    if forms.calls_as_metadata:
+        found = [_as_metadata(message, forms) for message in found]
     if forms.call_ids != "any" or forms.names_results:
         _name_calls(found, forms)
     if not forms.user_after_tool:
@@ -172,6 +174,16 @@ def _one_call_a_turn(messages: list[Message]) -> list[Message]:
         else:
             found.append(message)
     return found + waiting
+
+
+def _as_metadata(message: Message, forms: TemplateForms) -> Message:
+    """Writes a call as a turn with metadata, and a result as an observation."""
+    if message["role"] == "tool":
+        return {"role": "observation", "content": message["content"]}
+    if not (calls := message.pop("tool_calls", ())):
+        return message
+    function = _call(calls[0], forms)["function"]
+    return {**message, "metadata": function["name"], "content": function["arguments"]}
 
 
 def _answers(result: Message, turn: Message) -> bool:

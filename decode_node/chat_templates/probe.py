@@ -74,6 +74,8 @@ class _Prober:
         self._call: Message = {}
         """A turn with a call, in the form that the template takes."""
         self._call_id = ""
+        self._called: Message = {}
+        """The turn that is a call, in whatever form."""
         self._has_parts = False
         self._needed_tools: Sequence[Message] = ()
 
@@ -132,7 +134,7 @@ class _Prober:
             names_results = not self._takes_result(turn, call_id)
             if names_results and not self._takes_result(turn, call_id, name=TOOL_NAME):
                 continue
-            self._call, self._call_id = turn, call_id
+            self._call, self._call_id, self._called = turn, call_id, turn
             if _IDS["kimi_k2"] in (self._render([_USER, turn], [_TOOL]) or ""):
                 style = "kimi_k2"  # the template makes them itself, for calls but not for results
             forms = msgspec.structs.replace(
@@ -147,6 +149,17 @@ class _Prober:
                 takes_broken_arguments=self._takes_broken_arguments(),
                 content_beside_calls=self._content_beside_calls(),
                 parallel_calls=self._takes_two_calls(arguments, content),
+            )
+        turn = {"role": "assistant", "metadata": TOOL_NAME, "content": _ARGUMENTS_TEXT}
+        result = {"role": "observation", "content": "probe result"}
+        if self._shows([_USER, turn, result], TOOL_NAME, "probe value", "probe result"):
+            self._called = turn
+            return msgspec.structs.replace(
+                forms,
+                calls_as_metadata=True,
+                arguments="text",
+                parallel_calls=False,
+                content_beside_calls="apart",
             )
         chat = [
             _USER,
@@ -286,10 +299,10 @@ class _Prober:
     def _written(self, forms: TemplateForms) -> str:
         """Returns the text of an answer that is a call: what follows all that the prompt of an
         answer shares with it, but not from the middle of a marker."""
-        if not self._call:
+        if not self._called:
             return ""
         asked = self._render([_USER], [_TOOL], is_asked=True)
-        said = self._render([_USER, self._call], [_TOOL])
+        said = self._render([_USER, self._called], [_TOOL])
         if asked is None or said is None:
             return ""
         pairs = enumerate(zip(asked, said, strict=False))

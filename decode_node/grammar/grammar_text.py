@@ -151,6 +151,13 @@ class GrammarText:
         self._rules[name] = f"{name}: /{_ANY_TEXT}/ & ~/{_ANY_TEXT}{inner}{_ANY_TEXT}/"
         return name
 
+    def not_beginning(self, name: str, pattern: str) -> Expression:
+        """Matches any text of which no beginning matches `pattern`."""
+        name = self._free(name).upper()
+        inner = regex_to_lark(pattern, use_ascii="")
+        self._rules[name] = f"{name}: /{_ANY_TEXT}/ & ~/({inner}){_ANY_TEXT}/"
+        return name
+
     def choice(self, name: str, texts: Sequence[str]) -> Expression:
         """Matches one of several texts, as one terminal: some may be the beginning of others."""
         name = self._free(name).upper()

@@ -116,6 +116,10 @@ class CallGrammar:
         if not begin or isinstance(self._form, PythonicFormat):
             other = regex(r"([ \n\r\t]*[^ \n\r\t\[{](.|\n)*)?")
             return either(self._calls(rules, most, skipped=0), self._text.rule("text", other))
+        if self._may_be_bare:
+            heads = "|".join(re.escape(tool.name) for tool in tools)
+            call = f"((.|\n)*{re.escape(begin)})?({heads})\n[ \n\r\t]*\\{{"
+            return either(self._first_calls(rules, most), self._text.not_beginning("text", call))
         ids = {part for part in self._markers.pieces(begin) if isinstance(part, int)}
         if ids:
             free = self._text.rule("text", repeat(self._any_but(ids | set(end_ids))))
@@ -141,8 +145,13 @@ class CallGrammar:
     def _first_calls(self, call: Expression, most: int | None) -> Expression:
         """Matches calls at the beginning of an answer, the first marker of which may be the
         prompt's end."""
-        begun = len(self._shape.begin) if self.before_content(self._form) else 0
+        is_begun = self._may_be_bare or self.before_content(self._form)
+        begun = len(self._shape.begin) if is_begun else 0
         return self._calls(call, most, skipped=begun)
+
+    @property
+    def _may_be_bare(self) -> bool:
+        return isinstance(self._form, NamedJsonFormat) and self._form.may_be_bare
 
     def _any_but(self, ids: set[int]) -> Expression:
         """Matches a token that is none of `ids`, or what stands around parts."""

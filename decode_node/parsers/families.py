@@ -315,6 +315,11 @@ CALL_FAMILIES = (
         frames=("<|message_sep|>",),
     ),
     CallFamily(
+        names=("glm4",),
+        signs=("<|observation|>", "metadata"),
+        form=NamedJsonFormat(begin="<|assistant|>", after_name="\n", may_be_bare=True),
+    ),
+    CallFamily(
         names=("functionary_v32",),
         signs=(">>>all",),
         form=NamedJsonFormat(begin=">>>", after_name="\n", content_name="all"),

@@ -55,6 +55,7 @@ class NamedJsonFormat:
     Attributes:
         id_end: Ends the call's id, which comes before the name; "" for none.
         numbers_calls: The name ends with a colon and the call's number.
+        may_be_bare: An answer may begin with a call's name, without the marker.
         content_name: Names who gets content, where all of an answer is such parts; the prompt ends
             with the first `begin` then.
     """
@@ -69,6 +70,7 @@ class NamedJsonFormat:
     separator: str = ""
     id_end: str = ""
     numbers_calls: bool = False
+    may_be_bare: bool = False
     content_name: str = ""
 
 

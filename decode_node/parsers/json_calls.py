@@ -224,7 +224,10 @@ class NamedJsonStage(JsonStage):
         self._after_name = after_name.rstrip() or after_name
 
     def begin(self) -> Steps[None]:
-        if self._form.content_name:
+        heads = [name + self._after_name for name in self.tools]
+        if self._form.may_be_bare and not (heads and (yield from self.source.comes(heads))):
+            return
+        if self._form.may_be_bare or self._form.content_name:
             self.source.record("")
             yield from self.call(self._begin)
 
@@ -256,7 +259,7 @@ class NamedJsonStage(JsonStage):
             yield from self._skip_behind_arguments()
             return None
         yield from self._skip_behind_arguments()
-        if not (yield from source.takes(self._end)):
+        if self._form.may_be_bare or not (yield from source.takes(self._end)):
             return self.reject()
         self.accept(name)
         self.whole_arguments("")

@@ -16,7 +16,9 @@ class Stage(Protocol):
     """
 
     is_reasoning: bool
-    is_undecided: bool
+
+    @property
+    def is_undecided(self) -> bool: ...
 
     def push(self, text: str) -> None: ...
 

@@ -320,3 +320,16 @@ def test_calls_are_text_where_the_template_shows_none() -> None:
         "<{{ m.role }}>{{ m.content }}" + END
     )
     assert prompt(strict, chat) == f"<user>hi<assistant>I look\n\n{calls}<user>15"
+
+
+def test_calls_are_metadata_where_the_template_knows_no_other() -> None:
+    shown = "{{ m.role }}{{ m.metadata }}\n{{ m.content }}|"
+    template = f"{LOOP}{{% if m.role != 'tool' %}}{shown}{{% endif %}}{END}"
+    found = forms(template)
+    assert (found.calls_as_metadata, found.shows_calls, found.parallel_calls) == (True, True, False)
+    chat = [USER, turn(call(), call('{"n": 2}', id_="call_2"), content="I look")]
+    chat += [{**RESULT, "tool_call_id": "call_2", "content": "25"}, RESULT]
+    assert prompt(template, chat) == (
+        'user\nhi|assistant\nI look|assistantf\n{"n": 2}|observation\n25|'
+        'assistantf\n{"n": 1}|observation\n15|'
+    )

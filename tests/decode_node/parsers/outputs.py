@@ -557,6 +557,24 @@ def _framed_outputs() -> Iterator[Output]:
         [broken('{"city": "Par')],
         incomplete="call",
     )
+    family = "glm4"
+    yield Output(family, "a call", f"get_weather\n{PARIS}", [call()])
+    yield Output(
+        family,
+        "content and two calls",
+        f"\nI look.<|assistant|>get_weather\n{PARIS}<|assistant|>now\n{{}}",
+        [call(), call("now", "{}")],
+        content="\nI look.",
+    )
+    for x in ("now is the time", "now", "now\nand then", "rm\n{}", "\nnow\n{}"):
+        yield Output(family, f"content {x!r}", x, content=x)
+    yield Output(
+        family,
+        "cut off",
+        'get_weather\n{"city": "Par',
+        [broken('{"city": "Par')],
+        incomplete="call",
+    )
     family, sep = "kimi_k3", "<|sep|>"
     said = f"<|open|>response{sep}Yes.<|close|>response{sep}"
     city = f'<|open|>argument key="city" type="string"{sep}a "b"<|close|>argument{sep}'

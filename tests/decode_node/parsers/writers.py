@@ -232,6 +232,7 @@ WRITERS: Mapping[str, Callable[[Sequence[tuple[str, Arguments]]], str]] = {
     ),
     "functionary": _named_json("<function=NAME>JSON</function>"),
     "functionary_v32": lambda calls: _named_json(">>>NAME\nJSON")(calls).removeprefix(">>>"),
+    "glm4": lambda calls: _named_json("<|assistant|>NAME\nJSON")(calls)[len("<|assistant|>") :],
     "openai": _harmony,
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
