@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # Tests start hundreds of processes of ours, each of which would compile our modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-clients test-templates test-real-models helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test fuzz test-clients test-templates test-real-models helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-clients    third-party clients against a cluster, in environments of their own"
 	@echo "make test-templates  published chat templates, compared with transformers"
 	@echo "make test-real-models    trained weights, compared with transformers"
+	@echo "make fuzz    inputs that mean no good, at every door; MINUTES=60 searches by coverage"
 	@echo "make lint types proto-check docs-check    what CI checks besides"
 	@echo "make format proto docs                    what mends those"
 	@echo "make lock, make release                   dependencies of the images; what a release is made of"
@@ -57,6 +58,18 @@ endif
 test: $(VENV)/.installed-dev helm-tools prometheus-tools chromium proxies
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
 		$(PYTEST_ARGS)
+
+# Inputs that mean no good (tests/fuzz/README.md). A search by coverage needs atheris, which is
+# installed apart.
+FUZZ := .venv-fuzz
+
+$(FUZZ)/.installed: tests/fuzz/packages.txt | $(BIN)/python
+	$(PIP) install --no-deps --target $(FUZZ) --upgrade -r $<
+	@touch $@
+
+fuzz: $(VENV)/.installed-dev $(if $(MINUTES),$(FUZZ)/.installed)
+	PYTHONPATH=$(CURDIR)/proto:$(CURDIR)/kernels:$(CURDIR)/$(FUZZ) $(BIN)/python -m tests.fuzz \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(TARGETS)
 
 # Environments of third-party clients, which are no dependencies of ours: tests/clients/README.md.
 CLIENTS := .venv-clients

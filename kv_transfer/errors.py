@@ -11,18 +11,25 @@ KVTransferError
 
 from __future__ import annotations
 
+from edge.printable import printable
+
 KV_TRANSFER = "kv_transfer"
 KV_LOST = "kv_lost"
 KV_STALLED = "kv_stalled"
 KV_DAMAGED = "kv_damaged"
+_MAX_VALUE = 500
+"""Characters of what a peer has said."""
 
 
 class KVTransferError(Exception):
     """Base of all transfer failures. `retryable`: another attempt may succeed. `kind` names the
-    kind of failure where its reason is read by programs."""
+    kind of failure where its reason is read by programs. Words of peers are made printable."""
 
     retryable = True
     kind = KV_TRANSFER
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(printable(reason))
 
 
 class HandshakeMismatch(KVTransferError):
@@ -32,7 +39,8 @@ class HandshakeMismatch(KVTransferError):
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(
-            f"KV layouts differ in {field}: this node has {ours!r}, the peer has {theirs!r}; "
+            f"KV layouts differ in {field}: this node has {repr(ours)[:_MAX_VALUE]}, "
+            f"the peer has {repr(theirs)[:_MAX_VALUE]}; "
             f"start both tiers with the same model, dtypes, scales and tandem version"
         )
         self.field = field

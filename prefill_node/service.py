@@ -25,6 +25,7 @@ from typing import Protocol
 import grpc
 
 from edge.logs.request_log import RequestLog
+from edge.printable import printable
 from edge.security.config import Role
 from edge.tracing.context import REQUEST_ID, TraceContext, current_trace, plain_request_id
 from edge.tracing.tracer import Tracer
@@ -86,7 +87,7 @@ class Refused(Exception):
     """A call is not begun."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.code = code
 
 

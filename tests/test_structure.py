@@ -143,7 +143,12 @@ PLANNER_ORDER = [
     {"__main__"},
 ]
 
-EDGE_ORDER = [{"address", "program", "supervisor"}, {"security", "tracing"}, {"logs"}, {"http"}]
+EDGE_ORDER = [
+    {"address", "printable", "program", "supervisor"},
+    {"security", "tracing"},
+    {"logs"},
+    {"http"},
+]
 
 TORCH_FREE = [
     "edge",

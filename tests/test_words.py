@@ -37,6 +37,7 @@ CLEAN = (
     "tests/e2e",
     "tests/edge",
     "tests/engine",
+    "tests/fuzz",
     "tests/helm",
     "tests/kernels",
     "tests/kubernetes_stand_in",

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_node.disagg.kv_paths import KV_AVOIDED, KV_SLOW, OF_A_PATH
+from edge.printable import printable
 from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from engine.contracts.request_spec import RequestSpec
 from engine.frontend.wire import (
@@ -47,7 +48,7 @@ class PrefillError(Exception):
     """A prefill node did not do its part. `code` is short, for metrics and logs."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.code = code
 
 
@@ -206,7 +207,7 @@ class PrefillEvents:
 
 def _failure(failed: prefill_pb2.Failed) -> PrefillError:
     code = failed.code if failed.code in _CODES else "failed"
-    return PrefillError(code, failed.message[:_MAX_REASON])
+    return PrefillError(code, failed.message[:_MAX_REASON] or "it gives no reason")
 
 
 def _check(holds: bool, what: str) -> None:

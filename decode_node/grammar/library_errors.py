@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from edge.printable import printable
+
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 _SCHEMA = "failed to compile JSON schema: "
 _KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
@@ -11,6 +13,9 @@ _FORMAT = re.compile(r"Unknown format: (.*)")
 _IN_REGEX = re.compile(r"(?:lookarounds not supported yet|^error: (?P<reason>.*))", re.MULTILINE)
 _EMPTY_REGEX = re.compile(r"Regex is empty:.*")
 _LONGEST = 300
+_PANIC = (
+    "the grammar library failed at it; check the schema or the grammar for values of wrong types"
+)
 _ONE_OF = (
     "the keyword oneOf is only supported where no document can match two of its options; use anyOf"
 )
@@ -18,7 +23,13 @@ _ONE_OF = (
 
 def in_plain_words(message: str) -> str:
     """Returns what is wrong with a grammar, in one line; "" for no message."""
+    return printable(_in_plain_words(message))[:_LONGEST]
+
+
+def _in_plain_words(message: str) -> str:
     message = message.replace("<non-verbose/>", "").strip()
+    if message.startswith("panic:"):
+        return _PANIC
     if "regex parse error" in message or "(in regex)" in message:
         found = _IN_REGEX.search(message)
         reason = found and found["reason"]
@@ -34,4 +45,4 @@ def in_plain_words(message: str) -> str:
         return _ONE_OF
     if message.startswith("unknown special token"):
         message = message.partition(";")[0]
-    return _EMPTY_REGEX.sub("no text matches its patterns", message)[:_LONGEST]
+    return _EMPTY_REGEX.sub("no text matches its patterns", message)

@@ -21,6 +21,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _VALUES = ("const", "enum")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNT = "minProperties"
 _MAX_EXACT = 1 << 53
 """The grammar library has numbers as doubles, which are exact up to here."""
 _SINGLE = (
@@ -75,19 +76,37 @@ def check_schema(schema: Any, param: str) -> None:
 
 
 def check_numbers(schema: Mapping[str, Any], param: str) -> None:
-    """Raises `BadRequest` for whole numbers that answers could not be held to exactly."""
+    """Raises `BadRequest` for numbers that answers could not be held to exactly."""
     for place, part in subschemas(schema):
         for keyword in inexact_keywords(part):
-            raise BadRequest(
-                f"{param}{place}: {keyword} has a whole number beyond 2^53, which cannot be kept "
-                "exactly; leave it out, or make it a string",
-                param=param,
+            why = (
+                "counts properties of any name, of which an answer may repeat one; list and "
+                "require them, or leave it out"
+                if keyword == _COUNT
+                else "has a whole number beyond 2^53, which cannot be kept exactly; leave it out, "
+                "or make it a string"
             )
+            raise BadRequest(f"{param}{place}: {keyword} {why}", param=param)
 
 
 def inexact_keywords(part: Mapping[str, Any]) -> list[str]:
-    """Returns the keywords of one schema whose whole numbers are too large to be kept exactly."""
-    return [key for key in (*_VALUES, *_BOUNDS) if key in part and _has_large_number(part[key])]
+    """Returns the keywords of one schema whose whole numbers are too large to be kept exactly, or
+    count what the grammar library does not tell apart."""
+    found = [key for key in (*_VALUES, *_BOUNDS) if key in part and _has_large_number(part[key])]
+    return [*found, *([_COUNT] if _counts_open_names(part) else [])]
+
+
+def _counts_open_names(part: Mapping[str, Any]) -> bool:
+    """Says whether there must be more properties than are listed and required, and than one: the
+    grammar lets names come twice that are not listed, and read as JSON they are one."""
+    least = part.get(_COUNT)
+    if not isinstance(least, int) or least < 2:
+        return False
+    listed, required = part.get("properties"), part.get("required")
+    names = listed if isinstance(listed, dict) else {}
+    sure = [name for name in required if name in names] if isinstance(required, list) else []
+    is_open = part.get("additionalProperties") is not False or bool(part.get("patternProperties"))
+    return is_open and least > len(sure) + 1
 
 
 def _has_large_number(value: Any) -> bool:

@@ -20,7 +20,7 @@ from edge.http.errors import BadRequest
 
 Json = dict[str, Any]
 
-_ENCRYPTED = frozenset({"redacted_thinking", "server_tool_use"})
+_ENCRYPTED = ("redacted_thinking", "server_tool_use")
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 _KINDS = (
     "text, image, document, search_result, tool_use, tool_result, tool_reference and thinking, in "

@@ -125,7 +125,7 @@ class MessageTools:
         kept = [
             (one, place)
             for one, place in zip(found.functions, found.places, strict=True)
-            if one["function"].get("name") not in hidden
+            if not hidden.intersection(_names(one))
         ]
         found.functions = [one for one, _ in kept]
         found.places = [place for _, place in kept]
@@ -154,6 +154,12 @@ class MessageTools:
             self.deferred[function["name"]] = whole
         self.functions.append(whole)
         self.places.append(place)
+
+
+def _names(tool: Json) -> list[str]:
+    """Returns the name of a function, if it has one: what is no text is refused later."""
+    name = tool["function"].get("name")
+    return [name] if isinstance(name, str) else []
 
 
 def _referred(turns: list[Json]) -> set[str]:

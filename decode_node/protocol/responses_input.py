@@ -77,7 +77,9 @@ class _Messages:
 
     def take(self, item: Json, place: str) -> None:
         kind = "message" if item.get("type") is None else item["type"]
-        take = self._takes.get(kind) if isinstance(kind, str) else None
+        # What is no text may be no key either.
+        kind = kind if isinstance(kind, str) else ""
+        take = self._takes.get(kind)
         if isinstance(item.get("id"), str) and kind != "item_reference":
             self._known.setdefault(item["id"], str(item.get("call_id")))
         if take is None and kind in _OF_SERVERS:

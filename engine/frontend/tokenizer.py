@@ -13,21 +13,23 @@ weights may have no tokenizer; then each token is a word, t0, t1, and so on.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 
+from edge.printable import printable
 from engine.config import ModelConfig
 from engine.frontend.byte_detokenizer import ByteTexts
 from engine.frontend.chat_template import ChatMessage, ChatTemplate, ChatTemplateError
 from engine.models.errors import CheckpointError
+from engine.models.json_file import read_json, read_text
 from engine.models.special_tokens import read_special_tokens
 from engine.models.vocabularies.files import has_tokenizer, tokenizer_folder
 
@@ -42,8 +44,25 @@ _CUT_MARGIN = 1024
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _TemplateField(msgspec.Struct):
+    chat_template: str | list[_NamedTemplate] | None = None
+
+    def by_name(self) -> dict[str, str]:
+        if isinstance(self.chat_template, list):
+            return {one.name: one.template for one in self.chat_template}
+        return {} if self.chat_template is None else {_DEFAULT: self.chat_template}
+
+
 class TokenizerError(Exception):
     """A tokenizer file is missing or unreadable; says which and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class TooManyTokens(ValueError):
@@ -85,8 +104,18 @@ class Tokenizer:
         """Reads a checkpoint's tokenizer. Raises `TokenizerError` naming the file and the cure."""
         try:
             folder = tokenizer_folder(Path(folder))
+            return cls._read(folder)
         except CheckpointError as error:
             raise TokenizerError(str(error)) from error
+        except ChatTemplateError as error:
+            raise TokenizerError(
+                f"{folder}: {error}; copy the checkpoint's files again, or correct the template"
+            ) from error
+
+    @classmethod
+    def _read(cls, folder: Path) -> Tokenizer:
+        """Reads a folder with a tokenizer.json. Raises `TokenizerError`, `CheckpointError`,
+        `ChatTemplateError`."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(
@@ -101,17 +130,10 @@ class Tokenizer:
             ) from error
         if _read_json(folder / "tokenizer_config.json").get("split_special_tokens") is True:
             backend.encode_special_tokens = True  # as ordinary text
+        special = read_special_tokens(folder)
         sources = _chat_template_sources(folder)
-        try:
-            special_tokens = read_special_tokens(folder)
-            named = {name: ChatTemplate(text, special_tokens) for name, text in sources.items()}
-        except CheckpointError as error:
-            raise TokenizerError(str(error)) from error
-        except ChatTemplateError as error:
-            raise TokenizerError(
-                f"{folder}: {error}; copy the checkpoint's files again, or correct the template"
-            ) from error
-        return cls(backend, named.get(_DEFAULT), named.get(_WITH_TOOLS), special_tokens)
+        named = {name: ChatTemplate(text, special) for name, text in sources.items()}
+        return cls(backend, named.get(_DEFAULT), named.get(_WITH_TOOLS), special)
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Tokenizer:
@@ -296,30 +318,20 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(
-            f"{file} is not JSON: {error}; copy the checkpoint's files again"
-        ) from error
-    return content if isinstance(content, dict) else {}
+    return read_json(file, dict[str, Any]) if file.is_file() else {}
 
 
 def _chat_template_sources(folder: Path) -> dict[str, str]:
     """Returns the chat templates by name. Files of their own win; a list in the configuration holds
-    named ones."""
+    named ones. Raises `CheckpointError`."""
     found: dict[str, str] = {}
-    source = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    if source is None:
-        source = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, str):
-        found[_DEFAULT] = source
-    elif isinstance(source, list):
-        found = {entry["name"]: entry["template"] for entry in source}
+    for file in (folder / "tokenizer_config.json", folder / "chat_template.json"):
+        fields = read_json(file, _TemplateField) if file.is_file() else _TemplateField()
+        if fields.chat_template is not None:
+            found = fields.by_name()
+            break
     for name in (_DEFAULT, _WITH_TOOLS):
         file = folder / _TEMPLATE_FILES[name]
         if file.is_file():
-            found[name] = file.read_text(encoding="utf-8")
+            found[name] = read_text(file)
     return {name: found[name] for name in (_DEFAULT, _WITH_TOOLS) if name in found}

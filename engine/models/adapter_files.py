@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def _read(path: Path, most: int) -> bytes:
     """Reads a whole file of `most` bytes at most."""
     try:
         with path.open("rb") as file:
-            data = file.read(most + 1)
+            # What is asked for is taken as memory before anything is read.
+            data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
     except OSError as error:
         cure = "give the folder that PEFT's save_pretrained has written, with safetensors"
         raise AdapterError(path, f"cannot be read ({error.strerror or error})", cure) from error

@@ -1,6 +1,6 @@
-"""JSON files of a checkpoint, typed, as Python's json reads them.
+"""JSON and text files of a checkpoint; JSON typed, as Python's json reads it.
 
-They are read as transformers reads them: `NaN`, `Infinity` and `-Infinity` are numbers. Values that
+It is read as transformers reads it: `NaN`, `Infinity` and `-Infinity` are numbers. Values that
 no setting can have are refused where they are used.
 """
 
@@ -20,8 +20,20 @@ _COPY_AGAIN = "copy or download the file again"
 
 def read_json(path: Path, kind: type[_File]) -> _File:
     """Raises `CheckpointError` naming the line's fault and the field."""
+    return parse_json(path, _read(path), kind)
+
+
+def read_text(path: Path) -> str:
+    """Returns what a file in UTF-8 says. Raises `CheckpointError`."""
     try:
-        data = path.read_bytes()
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(path, f"is no text in UTF-8 ({error.reason})", _COPY_AGAIN) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             path, "is missing", "name a folder with a complete Hugging Face checkpoint"
@@ -30,7 +42,6 @@ def read_json(path: Path, kind: type[_File]) -> _File:
         raise CheckpointError(
             path, f"cannot be read ({error.strerror or error})", _COPY_AGAIN
         ) from error
-    return parse_json(path, data, kind)
 
 
 def parse_json(path: Path, data: bytes, kind: type[_File]) -> _File:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from edge.adapter_call import AdapterCall
+from edge.printable import printable
 from router.nodes.address import NodeRole
 from tandem_pb import node_pb2
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, NodeLoad
@@ -112,7 +113,7 @@ class NodeReport:
     @classmethod
     def from_message(cls, load: NodeLoad) -> Self:
         return cls(
-            node_id=load.node_id[:_MAX_NAME],
+            node_id=_name(load.node_id),
             role=_ROLES.get(load.role),
             epoch=load.epoch,
             sequence=load.sequence,
@@ -126,17 +127,17 @@ class NodeReport:
             prefill_tokens_per_s=_usable(load.prefill_tokens_per_s, _LEAST_RATE),
             slack_tokens_per_s=_usable(load.slack_tokens_per_s, _LEAST_RATE),
             seconds_since_progress=_usable(load.seconds_since_progress),
-            model_name=load.model_name[:_MAX_NAME],
-            model_aliases=tuple(name[:_MAX_NAME] for name in load.model_aliases[:_MAX_ALIASES]),
-            fingerprint=load.fingerprint[:_MAX_NAME],
+            model_name=_name(load.model_name),
+            model_aliases=tuple(map(_name, load.model_aliases[:_MAX_ALIASES])),
+            fingerprint=_name(load.fingerprint),
             serves_prefixes=load.serves_prefixes,
             adapters=frozenset(
-                AdapterId(one.name[:_MAX_NAME], one.digest[:_MAX_DIGEST])
+                AdapterId(_name(one.name), _name(one.digest[:_MAX_DIGEST]))
                 for one in load.adapters[:_MAX_ADAPTERS]
             ),
             adapter_calls=tuple(map(_adapter_call, load.adapter_calls[:_MAX_ADAPTERS])),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
-            version=load.version[:_MAX_VERSION],
+            version=_name(load.version[:_MAX_VERSION]),
             http_port=load.http_port if load.http_port <= _MAX_PORT else 0,
             max_model_len=load.max_model_len,
             num_receiving=load.num_receiving,
@@ -176,6 +177,11 @@ class NodeReport:
         if self.num_total_blocks == 0:
             return 0.0
         return 1.0 - min(self.num_free_blocks / self.num_total_blocks, 1.0)
+
+
+def _name(text: str) -> str:
+    """Returns a name that a node gives, of a length and with characters that logs may show."""
+    return printable(text[:_MAX_NAME])[:_MAX_NAME]
 
 
 def _adapter_call(call: node_pb2.AdapterCall) -> AdapterCall:

@@ -17,7 +17,8 @@ Life of a journal:
     1. open      `take` strips each event and keeps its entries. An event whose number was there
                  before is dropped; one whose number is too high shows that something was lost
     2. ended     COMPLETE, or FAILED for good; nothing more is taken
-    -  broken    HANDED_OVER or GAP: `resume` makes what the next node needs to go on, 1 again
+    -  broken    HANDED_OVER or GAP, which a line that cannot be read is, too: `resume` makes what
+                 the next node needs to go on, 1 again
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from edge.http.answer_times import PREFIX as TIMES
 
 MAX_JOURNAL_BYTES = 4 << 20
 
+_MAX_DIGITS = 18
 _DONE = b"data: [DONE]"
 _COMPLETE = b":."
 _GROUP = b":& "
@@ -40,6 +42,16 @@ class JournalEnd(StrEnum):
     FAILED = "failed"
     HANDED_OVER = "handed_over"
     GAP = "gap"
+
+
+class _Garbled(Exception):
+    """A line is none that decode nodes write."""
+
+
+def _number(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > _MAX_DIGITS:
+        raise _Garbled
+    return int(digits)
 
 
 class Journal:
@@ -69,7 +81,10 @@ class Journal:
         passed = []
         for event in events.split(b"\n\n"):
             if event and self.end is None:
-                passed.append(self._take_grouped(event))
+                try:
+                    passed.append(self._take_grouped(event))
+                except _Garbled:
+                    self.end = JournalEnd.GAP
         return b"".join(passed)
 
     def resume(self, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
@@ -88,7 +103,7 @@ class Journal:
     def _take_grouped(self, event: bytes) -> bytes:
         if event.startswith(_GROUP):
             line, _, event = event.partition(b"\n")
-            self._num_missing = int(line.removeprefix(_GROUP))
+            self._num_missing = _number(line.removeprefix(_GROUP))
         if not self._num_missing:
             return self._take_event(event)
         self._group.append(event)
@@ -116,8 +131,10 @@ class Journal:
 
     def _take_entry(self, line: bytes) -> bool:
         """Returns False when it must not reach the client (again)."""
-        _, digits, entry = line.split(b" ", 2)
-        number = int(digits)
+        digits, is_there, entry = line[2:].partition(b" ")
+        if not is_there:
+            raise _Garbled
+        number = _number(digits)
         if number == self.next_number:
             self.next_number = number + 1
             self._keep(entry)
@@ -136,8 +153,10 @@ class Journal:
             self.is_too_long = True
 
     def _take_error(self, line: bytes, event: bytes) -> bytes:
-        self.error = event + b"\n\n"
-        self.error_status = int(line[3:])
+        status = _number(line[2:].strip())
+        if not 400 <= status <= 599:
+            raise _Garbled
+        self.error, self.error_status = event + b"\n\n", status
         if line.startswith(b":!"):
             self.end = JournalEnd.HANDED_OVER
         else:

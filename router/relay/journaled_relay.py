@@ -206,7 +206,7 @@ class JournaledRelay:
         self, lost: Exchange, interruption: Interruption, num_before: int
     ) -> Exchange | None:
         if interruption is Interruption.GAP:
-            self._lost(lost, "entries of the journal are missing")
+            self._lost(lost, "entries of its journal are missing, or cannot be read")
         elif interruption is Interruption.HANDED_OVER:
             self.attempts.note(lost.placement.decode, interruption)
         move = self._move or MoveTimes(self._last_event_at, time.monotonic())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.messages import MessagesRequest
+from decode_node.protocol.messages_tools import MessageTools
 from decode_node.protocol.parse_body import validate
+from decode_node.protocol.responses import ResponsesRequest
 from edge.http.errors import BadRequest
 
 USER = {"role": "user", "content": "hi"}
@@ -58,3 +62,38 @@ def test_the_message_names_the_place_and_what_json_belongs_there(
     with pytest.raises(BadRequest) as caught:
         validate({"messages": [USER], **body} if body else {}, ChatCompletionRequest)
     assert (caught.value.param, caught.value.message) == (param, f"{param} {message}")
+
+
+@pytest.mark.parametrize("wrong", [["message"], {"a": 1}, 5, True])
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (
+            ResponsesRequest,
+            lambda wrong: {"input": [{"type": wrong, "role": "user", "content": "a"}]},
+        ),
+        (
+            ResponsesRequest,
+            lambda wrong: {"input": [{"role": "user", "content": [{"type": wrong, "text": "a"}]}]},
+        ),
+        (
+            MessagesRequest,
+            lambda wrong: {
+                "messages": [{"role": "user", "content": [{"type": wrong, "text": "a"}]}]
+            },
+        ),
+    ],
+)
+def test_names_of_types_that_are_no_texts(
+    kind: type[Any], body: Callable[[Any], dict[str, Any]], wrong: Any
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        validate({"max_tokens": 4, **body(wrong)}, kind).to_chat()
+    assert caught.value.param
+
+
+@pytest.mark.parametrize("wrong", [["a"], {"a": 1}])
+def test_a_deferred_tool_whose_name_is_no_text_is_there_to_be_refused(wrong: Any) -> None:
+    tool = {"name": wrong, "input_schema": {}, "defer_loading": True}
+    found = MessageTools.of([tool], [USER])
+    assert [one["function"]["name"] for one in found.functions] == [wrong]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +79,18 @@ def test_the_end_of_an_answer_with_a_gap_is_not_believed() -> None:
     journal = Journal()
     journal.take(event(0) + entry(2) + b":.\n" + DONE)
     assert journal.end is JournalEnd.GAP
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b": x []", b": 1", b": -1 []", b": " + b"9" * 40 + b" []", b":& x", b":& ", b":& -2",
+     b":! x", b":x", b":x 99999", b":! 200", b":x -5"],
+)  # fmt: skip
+def test_a_line_that_cannot_be_read_ends_what_the_node_may_say(line: bytes) -> None:
+    """A node that is broken, or lies, is left for another one; what came before counts."""
+    journal = Journal()
+    assert journal.take(event(0) + line + b"\ndata: {}\n\n" + event(1)) == data(0)
+    assert (journal.end, journal.next_number) == (JournalEnd.GAP, 1)
 
 
 def test_nothing_behind_a_gap_is_passed_or_kept() -> None:

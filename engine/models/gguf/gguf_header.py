@@ -58,6 +58,8 @@ class GgufHeader:
             self.values[name] = self._value(self._number("I"))
         found = [self._tensor() for _ in range(num_tensors)]
         alignment = self.values.get(_ALIGNMENT, 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its tensors are aligned to {alignment!r} bytes")
         start = -(-self._at // alignment) * alignment
         self.tensors = [
             GgufTensor(name, shape, type_id, start + offset)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decode_node.grammar.grammar_text import GrammarText
+from decode_node.grammar.library_errors import in_plain_words
 from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.protocol.parse_body import parse_body
 from decode_node.protocol.structured_output import StructuredFields
@@ -352,3 +353,38 @@ def test_whole_numbers_beyond_doubles_are_refused_by_name(schema: Any, place: st
     with pytest.raises(BadRequest, match=rf"guided_json{place} has a whole number beyond 2\^53"):
         grammar_of({"guided_json": schema})
     assert grammar_of({"guided_json": {"const": 2**53, "enum": [True, "x", 1e300]}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({"minProperties": 2}, False),
+        ({"minProperties": 2, "additionalProperties": {"type": "null"}}, False),
+        (
+            {"minProperties": 2, "additionalProperties": False, "patternProperties": {"x": True}},
+            False,
+        ),
+        ({"minProperties": 3, "properties": {"a": {}}, "required": ["a"]}, False),
+        ({"minProperties": 1}, True),
+        ({"minProperties": 2, "properties": {"a": {}}, "required": ["a"]}, True),
+        (
+            {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
+            True,
+        ),
+    ],
+)
+def test_counts_of_names_that_an_answer_may_repeat_are_refused(
+    fields: dict[str, Any], is_kept: bool
+) -> None:
+    """A grammar cannot know which names an answer has used, and read as JSON two are one."""
+    body = {"guided_json": {"type": "object", **fields}}
+    if is_kept:
+        grammar_of(body)
+    else:
+        error = refused(body)
+        assert error.param == "guided_json" and "minProperties counts" in error.message
+
+
+@pytest.mark.parametrize("said", ["panic: at `\x1b[2J`", "3(4): \x07 is unknown"])
+def test_what_the_library_says_is_made_printable(said: str) -> None:
+    assert in_plain_words(said).isprintable() and "panic" not in in_plain_words(said)

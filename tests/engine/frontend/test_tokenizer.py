@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -254,6 +255,32 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b'{"chat_template": ["one"]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b"[]"),
+        ("chat_template.json", b'{"chat_template": {"a": "b"}}'),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_a_file_of_other_types_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    save(tmp_path, byte_level_backend(), None)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=f"{re.escape(name)}: .*; "):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_what_a_file_says_is_printable_in_errors(tmp_path: Path) -> None:
+    save(tmp_path, byte_level_backend(), "{{ \x1b[2J }}")
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert str(caught.value).isprintable()
 
 
 def test_without_a_template_the_message_says_what_to_do(tmp_path: Path) -> None:

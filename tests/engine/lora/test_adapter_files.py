@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,17 @@ def test_a_broken_file_is_refused(adapter: Path) -> None:
         (adapter / "adapter_config.json").write_bytes(config)
         with pytest.raises(AdapterError, match="no adapter's configuration"):
             read_adapter(adapter, MAX_RANK)
+
+
+def test_reading_takes_no_more_memory_than_there_are_bytes(adapter: Path) -> None:
+    size = (adapter / "adapter_model.safetensors").stat().st_size
+    tracemalloc.start()
+    try:
+        read_adapter(adapter, MAX_RANK)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * size + (8 << 20)
 
 
 def test_a_rank_beyond_the_slots_is_refused_with_its_flag(

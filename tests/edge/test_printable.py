@@ -1,0 +1,39 @@
+"""Words of files and peers reach messages and logs without what terminals act on."""
+
+from __future__ import annotations
+
+import pytest
+
+from edge.printable import printable
+from kv_transfer.errors import CorruptChunk, HandshakeMismatch, PeerLost
+from router.nodes.report import NodeReport
+from tandem_pb.node_pb2 import NodeLoad
+
+ESCAPE = "a\x1b[2J\nb\r\u202e"
+
+
+@pytest.mark.parametrize("text", ["", "plain", "日本 é", "a\\nb"])
+def test_what_can_be_printed_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_the_rest_is_written_as_escapes() -> None:
+    assert printable(ESCAPE + "\ud800") == "a\\x1b[2J\\nb\\r\\u202e\\ud800"
+
+
+@pytest.mark.parametrize("kind", [PeerLost, CorruptChunk])
+def test_errors_of_transfers(kind: type[Exception]) -> None:
+    assert str(kind(f"engine {ESCAPE} answers")).isprintable()
+
+
+def test_what_layouts_differ_in_has_a_bound() -> None:
+    error = HandshakeMismatch("model_hash", "ours", ESCAPE * 10_000)
+    assert str(error).isprintable() and len(str(error)) < 1000
+    assert error.field == "model_hash"
+
+
+def test_names_that_nodes_report() -> None:
+    load = NodeLoad(node_id=ESCAPE, model_name=ESCAPE * 500, model_aliases=[ESCAPE], version=ESCAPE)
+    report = NodeReport.from_message(load)
+    names = [report.node_id, *report.model_names, report.version]
+    assert all(name.isprintable() and len(name) <= 512 for name in names)
