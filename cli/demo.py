@@ -14,10 +14,10 @@ import sys
 from rich.console import Console
 
 from cli.chat import ChatSettings, Conversation, client_session
-from cli.cluster import UpSettings
-from cli.node_args import NodeArgs, read_args
+from cli.local_cluster.cluster import UpSettings
+from cli.local_cluster.node_args import NodeArgs, read_args
+from cli.local_cluster.supervisor import ServiceFailed
 from cli.openai_client import ApiError, first_model
-from cli.supervisor import ServiceFailed
 from cli.up import StopWish, running_cluster
 from kv_transfer.memory.device import DeviceError
 

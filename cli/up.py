@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import aiohttp
 from rich.console import Console
 
-from cli.cluster import UpSettings, cluster_specs
-from cli.display import ClusterDisplay
-from cli.memory_check import check_memory
-from cli.node_args import NodeArgs, UsageError, read_args
-from cli.supervisor import ServiceFailed, Supervisor
+from cli.local_cluster.cluster import UpSettings, cluster_specs
+from cli.local_cluster.display import ClusterDisplay
+from cli.local_cluster.memory_check import check_memory
+from cli.local_cluster.node_args import NodeArgs, UsageError, read_args
+from cli.local_cluster.supervisor import ServiceFailed, Supervisor
 from edge.command_line import parse_settings
 from engine.contracts.errors import CannotStartError
 from engine.models.checkpoint import check_architecture

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from cli.chat import ChatSettings
-from cli.cluster import UpSettings
+from cli.local_cluster.cluster import UpSettings
 from cli.node_profile import ProfileSettings
 from cli.switch_role import SwitchSettings
 from decode_node.config import DecodeNodeSettings

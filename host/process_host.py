@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from host.child_process import ChildProcess, HostedProcess
-from host.secure_socket import HostLink
+from host.sockets.secure_socket import HostLink
 
 
 class ProcessHost(Protocol):

@@ -24,12 +24,11 @@ half directly (`kv_transfer.metadata` says why), so the worker half has no `get_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from kv_transfer.host_tier import HostTier
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.metadata import (
     KVConnectorMetadata,
@@ -38,6 +37,7 @@ from kv_transfer.metadata import (
     KVTransferParams,
     LoadTicket,
 )
+from kv_transfer.tier import Tier
 
 
 class CudaCacheHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +95,65 @@ class ChunkLike(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def block_ids(self) -> BlockIds: ...
+
+
+class HostTier(ABC):
+    """Blocks of this node in host memory and on disk, by hash, as its scheduler sees them. Jobs
+    copy them; calls return at once, and `KVConnectorOutput` says what has become of jobs."""
+
+    capacity: int
+    """Blocks that fit, at most."""
+    has_disk: bool
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Returns whether it is known which blocks are here."""
+
+    @abstractmethod
+    def __contains__(self, name: bytes) -> bool:
+        """Returns whether a block is stored, or about to be."""
+
+    @abstractmethod
+    def tier_of(self, name: bytes) -> Tier | None:
+        """Returns where the block lies; None: it is not here, or not yet."""
+
+    @abstractmethod
+    def num_found(self, names: Sequence[bytes], start: int) -> int:
+        """Returns how many blocks from `names[start]` on can be loaded without a gap. All of
+        `names` count as used."""
+
+    @abstractmethod
+    def store(self, named: Sequence[tuple[bytes, int]]) -> tuple[int, int] | None:
+        """Begins to store the first of these (hash, block id), none of which is here. Returns the
+        job, and how many of them it is; None when all slots are in use now."""
+
+    @abstractmethod
+    def load(self, names: Sequence[bytes], blocks: list[int]) -> int:
+        """Begins to copy blocks with these hashes, as many as `num_found` has said, to `blocks`;
+        those on disk are read to slots first. Returns the job."""
+
+    @abstractmethod
+    def ticket(self, job: int) -> LoadTicket | None:
+        """Returns what a step waits with for the layers of a load; None: it cannot."""
+
+    @abstractmethod
+    def let_go(self, job: int) -> None:
+        """Lets a step go on that may wait for a load which has failed. Nobody may use its result
+        any more."""
+
+    @abstractmethod
+    def give_up(self, job: int) -> bool:
+        """Gives up a load of which nothing is copied yet, as its blocks are still read from disk.
+        Returns False if there is none. Slots stay in use until they are read."""
+
+    @abstractmethod
+    def take_reads(self) -> list[tuple[int, float]]:
+        """Returns the blocks and the seconds of each read from disk since the last call."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """Forgets what is stored; jobs go on, but what they write does not count."""
 
 
 class KVConnectorScheduler(ABC):

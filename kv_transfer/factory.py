@@ -8,8 +8,8 @@ from host.life_signs import LifeSigns
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle, KVConnectorScheduler, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.connectors.no_connector import NoConnectorScheduler, NoConnectorWorker
 from kv_transfer.layout import KVLayout
-from kv_transfer.no_connector import NoConnectorScheduler, NoConnectorWorker
 
 
 def create_scheduler_connector(

@@ -20,8 +20,7 @@ import msgspec
 from kv_transfer.errors import KV_TRANSFER
 from kv_transfer.layer_times import LayerTime
 from kv_transfer.layout import BlockIds, KVLayout
-from kv_transfer.load_times import LoadTimes
-from kv_transfer.tier import Tier
+from kv_transfer.tier import LoadTimes, Tier
 from kv_transfer.transfer_id import group_of_transfer
 
 

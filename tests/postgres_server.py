@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 
 _BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
 _START_TIMEOUT_S = 60.0

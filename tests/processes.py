@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 
 
 def descendants(root: int) -> set[int]:

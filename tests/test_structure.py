@@ -104,26 +104,17 @@ KV_TRANSFER_ORDER = [
     {
         "base",
         "config",
-        "disk_index",
         "errors",
-        "group_connector",
         "group_sizes",
-        "host_tier",
-        "late_cancel",
         "layer_times",
         "layout",
-        "load_times",
         "metadata",
-        "no_connector",
-        "sizing",
-        "slot_table",
         "stages",
         "state",
         "tier",
-        "tier_task",
         "transfer_id",
     },
-    {"memory"},
+    {"connectors", "memory", "tiers"},
     {"wire"},
     {"transports"},
     {"producer", "consumer"},
@@ -147,7 +138,7 @@ EDGE_ORDER = [
     {"address", "printable", "program", "supervisor"},
     {"security", "tracing"},
     {"logs"},
-    {"http"},
+    {"h2", "http"},
 ]
 
 TORCH_FREE = [
@@ -193,6 +184,46 @@ TORCH_FREE = [
     "engine.images",
 ]
 
+CONTRACTS = {
+    # Module or room: what of the project it may import, besides itself.
+    "engine.contracts": {
+        "engine.config",
+        "engine.images.image_input",
+        "host.memory_file",
+        "kv_transfer.errors",
+        "kv_transfer.metadata",
+    },
+    "engine.executor.abstract": {
+        "engine.config",
+        "engine.contracts",
+        "engine.executor.worker_messages",
+        "host.process_host",
+        "kv_transfer.base",
+    },
+    "engine.layers.attention.backend": {
+        "tandem_kernels.attention.attention_metadata",
+        "tandem_kernels.attention.kv_scales",
+    },
+    "kv_transfer.base": {"kv_transfer.layout", "kv_transfer.metadata", "kv_transfer.tier"},
+    "router.placement.policy": {
+        "router.nodes.node",
+        "router.placement.prefill_outcome",
+        "router.request.info",
+    },
+}
+
+MAX_LOOSE_FILES = 12
+MAX_PARAMETERS = 8
+WIDE_CONSTRUCTORS = {
+    "decode_node.disagg.proxy.DisaggProxy": "engine, peers and limits: each call needs some",
+    "decode_node.serving.openai_serving.OpenAIServing": "every part between a body and its answer",
+    "engine.layers.linear.QKVParallelLinear": "the geometry of attention, as checkpoints name it",
+    "engine.sched.admission.Admission": "all that a waiting request may wait for",
+    "engine.sched.choices.choices.Choices": "the queues among which answers move",
+    "engine.sched.rows.running.RunningRows": "all that a row may hold or give up",
+    "engine.sched.scheduler_view.SchedulerView": "the parts of a scheduler, to be read",
+    "router.nodes.discovery.Discovery": "one source and one limit for each kind of node",
+}
 MAX_FILE_LINES = 420
 MAX_MODEL_LINES = 120
 MAX_FUNCTION_LINES = 60
@@ -319,6 +350,46 @@ def test_transports_do_not_know_each_other() -> None:
         for target in project_imports(module):
             found = target.removeprefix("kv_transfer.transports.").split(".")
             assert found[0] not in {"stream", "cuda_ipc", "nixl"} - set(room), f"{module}: {target}"
+
+
+def test_contracts_import_no_implementation() -> None:
+    wrong = []
+    for contract, allowed in CONTRACTS.items():
+        own = [m for m in modules() if m == contract or m.startswith(f"{contract}.")]
+        assert own, contract
+        for module in own:
+            for target in project_imports(module):
+                if not target.startswith((contract, *allowed)):
+                    wrong.append(f"{module} imports {target}")
+    assert not wrong, wrong
+
+
+def test_roots_have_few_loose_files() -> None:
+    """A root with more files than one sees at a glance needs rooms."""
+    loose: dict[str, list[str]] = defaultdict(list)
+    for module, path in modules().items():
+        if module.count(".") == 1 and path.stem not in {"__init__", "__main__"}:
+            loose[module.partition(".")[0]].append(module)
+    crowded = {root: found for root, found in loose.items() if len(found) > MAX_LOOSE_FILES}
+    assert not crowded, crowded
+
+
+def test_constructors_have_few_parameters() -> None:
+    """One that takes more is listed with the reason, and leaves the list when it has fewer."""
+    wide = set()
+    for module, path in modules().items():
+        if _is_generated(path):
+            continue
+        for node in ast.walk(tree(module)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+                    given = function.args
+                    count = len(given.posonlyargs + given.args + given.kwonlyargs) - 1
+                    if count > MAX_PARAMETERS:
+                        wide.add(f"{module}.{node.name}")
+    assert wide == set(WIDE_CONSTRUCTORS)
 
 
 def test_one_file_knows_how_kv_lies_in_memory() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.record import write_result
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.mapped_memory import MAX_BYTES
 from engine.parallel.peer_exchanger import ExchangeLimits, PeerExchanger

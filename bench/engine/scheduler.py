@@ -36,7 +36,7 @@ from engine.kv_cache.block_hash import extend_block_hashes, hash_block_tokens, p
 from engine.models.specs.llama import LlamaSpec
 from engine.rope import Rotary
 from engine.sched.scheduler import Scheduler
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 
 _BATCHES = (32, 128, 256, 512)
 _PROMPT_LENGTHS = (64, 512)

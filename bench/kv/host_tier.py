@@ -35,9 +35,9 @@ from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.host_tier import HostTier
-from kv_transfer.load_times import LoadTimes
 from kv_transfer.metadata import HostTierEvent, TierEvent
+from kv_transfer.tier import LoadTimes
+from kv_transfer.tiers.host_tier import PooledHostTier
 
 _NEVER_ENDS = 1 << 20
 
@@ -68,7 +68,7 @@ PLANS = {
 class LoadClock:
     """Takes the time of each load, from when processes are told until all have done it."""
 
-    def __init__(self, tier: HostTier, block_bytes: int) -> None:
+    def __init__(self, tier: PooledHostTier, block_bytes: int) -> None:
         self.rates: list[float] = []
         """GB/s of loads that went well."""
         self._begun: dict[int, tuple[float, int]] = {}

@@ -29,7 +29,7 @@ import aiohttp
 
 from bench.record import write_result
 from bench.router.overhead import child, run_token_server
-from cli.cluster import DEMO_CHECKPOINT
+from cli.local_cluster.cluster import DEMO_CHECKPOINT
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SIZE = (8 << 20) - 4096

@@ -35,8 +35,8 @@ import aiohttp
 
 from bench.record import write_result
 from bench.serving.openai_stream import Outcome, stream_completion
-from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs, free_ports
-from cli.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
+from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs, free_ports
+from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
 
 _DECODE_ARGS = ("--local-prefill-threshold", "8")
 _ROUTER_ARGS = ("--stale-after-s", "2", "--down-after-s", "4", "--stream-stall-s", "3")

@@ -56,8 +56,8 @@ from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, r
 from bench.serving.process_load import ProcessLoad
 from bench.serving.report import Figures, Slo, Span, summarize
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
-from cli.cluster import UpSettings
-from cli.supervisor import Service
+from cli.local_cluster.cluster import UpSettings
+from cli.local_cluster.supervisor import Service
 from engine.frontend.step_history import HistoryReport
 
 _LOAD = re.compile(r"(\d+)/(\d+)@([\d.,]+)")

@@ -43,8 +43,8 @@ from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.pd_cluster import model_folder
 from bench.serving.report import distribution_ms
 from bench.serving.soak import metrics_url, until_nothing_is_held
-from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
-from cli.supervisor import Listener, Service, ServiceSpec, Supervisor
+from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
+from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
 
 MODES = ("cache", "host", "peers", "return")

@@ -34,8 +34,8 @@ from engine.core.core_config import CoreProcConfig
 from engine.life_places import CORE_PLACE, worker_place
 from host.child_process import read_config
 from host.life_signs import LifeSigns
-from host.local_socket import connect_socket
-from host.message_reader import MessageReader
+from host.sockets.local_socket import connect_socket
+from host.sockets.message_reader import MessageReader
 from kv_transfer.metadata import KVPeer
 
 PACE = "TANDEM_BENCH_PACE"

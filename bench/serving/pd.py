@@ -36,7 +36,7 @@ from bench.serving.pd_client import Client, interference, stages
 from bench.serving.pd_cluster import Setup, model_folder, running
 from bench.serving.pd_report import print_tables
 from bench.serving.report import Figures
-from cli.cluster import UpSettings
+from cli.local_cluster.cluster import UpSettings
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engine.models.shapes import SHAPES
-from cli.cluster import UpSettings, cluster_specs
-from cli.supervisor import Listener, Service, Supervisor
+from cli.local_cluster.cluster import UpSettings, cluster_specs
+from cli.local_cluster.supervisor import Listener, Service, Supervisor
 from cli.up import wait_routable
 
 _CONFIG = {

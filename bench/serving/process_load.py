@@ -18,7 +18,7 @@ from bench.serving.node_metrics import by_label, histogram_quantile
 from bench.serving.pd_cluster import probes_url
 from bench.serving.process_tree import cpu_seconds
 from bench.serving.report import Figures
-from cli.supervisor import Service
+from cli.local_cluster.supervisor import Service
 
 _GAPS = "vllm:inter_token_latency_seconds_bucket"
 _PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

@@ -41,8 +41,8 @@ import aiohttp
 from bench.record import write_result
 from bench.serving.node_metrics import held, read_metrics
 from bench.serving.process_tree import Usage, transfer_processes, usage
-from cli.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
-from cli.supervisor import Listener, Service, ServiceSpec, Supervisor
+from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
+from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
 
 _LEFT_PART = 0.2

@@ -45,9 +45,9 @@ from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 from engine.frontend.request_stream import Give
 from engine.node.open_requests import OpenRequests
+from kv_transfer.control.sizing import pull_bytes
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import KVTransferParams
-from kv_transfer.sizing import pull_bytes
 
 _NO_ENCODER = (
     "the request has images, no prefill node is there to encode them, and this node has no vision "

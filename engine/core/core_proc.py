@@ -57,9 +57,9 @@ from engine.executor.factory import create_executor
 from engine.life_places import CORE_PLACE
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
-from host.local_socket import connect_socket
-from host.message_reader import MessageReader
 from host.pause_log import PauseKind, PauseLog
+from host.sockets.local_socket import connect_socket
+from host.sockets.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.metadata import KVPeer
 

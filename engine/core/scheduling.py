@@ -18,8 +18,8 @@ from engine.sched.scheduler import Scheduler
 from host.life_signs import LifeSigns
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.connectors.group_connector import GroupConnector
 from kv_transfer.factory import create_scheduler_connector
-from kv_transfer.group_connector import GroupConnector
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from engine.contracts.errors import EngineDeadError
 from engine.executor.abstract import Executor
 from engine.executor.multiproc_executor import MultiprocExecutor
 from host.life_signs import LifeSigns
-from host.local_socket import Context
+from host.sockets.local_socket import Context
 
 
 def create_executor(

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from engine.executor.shm_broadcast import Place, RingError, RingHandle, ShmRingBuffer
-from host.local_socket import Context, bind_socket, connect_socket
+from host.sockets.local_socket import Context, bind_socket, connect_socket
 
 logger = logging.getLogger(__name__)
 

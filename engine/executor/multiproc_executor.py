@@ -11,8 +11,8 @@ from engine.executor.message_queue import MessageQueueWriter
 from engine.executor.process_executor import ProcessExecutor
 from engine.executor.worker_messages import WorkerProcConfig
 from host.life_signs import LifeSigns
-from host.local_socket import Context
 from host.process_host import LocalHost, ProcessHost
+from host.sockets.local_socket import Context
 
 
 class MultiprocExecutor(ProcessExecutor):

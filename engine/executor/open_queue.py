@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
 from engine.executor.remote_queue import RemoteQueueHandle, RemoteQueueReader
-from host.local_socket import Context
+from host.sockets.local_socket import Context
 
 
 def open_queue(

@@ -61,9 +61,9 @@ from engine.life_places import worker_place
 from engine.models.identity import IdentityJob
 from host.child_process import HostedProcess, ipc_address, stop_all
 from host.life_signs import LifeSignHandle, LifeSigns
-from host.local_socket import Context, bind_socket
-from host.message_reader import MessageReader
 from host.process_host import ProcessHost
+from host.sockets.local_socket import Context, bind_socket
+from host.sockets.message_reader import MessageReader
 from kv_transfer.base import KVCacheHandle
 
 _WORKER_MODULE = "engine.executor.worker_proc"

@@ -33,7 +33,7 @@ from engine.config import Device, ParallelConfig
 from engine.contracts.errors import EngineDeadError
 from engine.executor.abstract import ReportProgress
 from engine.executor.ray_host import HostFacts, RankActor, RayHost
-from host.secure_socket import HostLink, LinkKey
+from host.sockets.secure_socket import HostLink, LinkKey
 
 _CONNECT_TIMEOUT_S = 5.0
 _ACTOR_TIMEOUT_S = 120.0

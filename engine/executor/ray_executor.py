@@ -30,9 +30,9 @@ from engine.executor.ray_host import RayHost, describe
 from engine.executor.remote_queue import RemoteQueueWriter
 from engine.executor.worker_messages import WorkerProcConfig
 from host.life_signs import LifeSigns
-from host.local_socket import Context
 from host.process_host import ProcessHost
-from host.secure_socket import LinkKey, listen
+from host.sockets.local_socket import Context
+from host.sockets.secure_socket import LinkKey, listen
 
 
 class RayExecutor(ProcessExecutor):

@@ -31,7 +31,7 @@ from ray.actor import ActorHandle
 
 from edge.installed_version import installed_version
 from host.child_process import ChildProcess, HostedProcess, describe_exit
-from host.secure_socket import HostLink
+from host.sockets.secure_socket import HostLink
 
 _NAMESPACES = ("pid", "net", "user")
 _KILL_TIMEOUT_S = 5.0

@@ -7,7 +7,7 @@
     4. sends (s, message) to each  ──────────────▶ 5. takes it, checks that s follows
                                    ◀────────────── 6. acknowledges s
 
-Every message goes out once for each reader, encrypted (`host.secure_socket`). ZeroMQ
+Every message goes out once for each reader, encrypted (`host.sockets.secure_socket`). ZeroMQ
 connects again when a connection breaks, and what was on its way is lost then: the numbers tell,
 and the reader ends.
 """
@@ -20,8 +20,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from host.local_socket import Context, new_socket
-from host.secure_socket import LinkKey, connect_secure, listen
+from host.sockets.local_socket import Context, new_socket
+from host.sockets.secure_socket import LinkKey, connect_secure, listen
 
 _LIVENESS_INTERVAL_S = 1.0
 _NUMBER_BYTES = 8

@@ -15,7 +15,7 @@ from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.message_queue import MessageQueueHandle
 from engine.executor.remote_queue import RemoteQueueHandle
 from host.life_signs import LifeSignHandle
-from host.secure_socket import HostLink
+from host.sockets.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
 
 

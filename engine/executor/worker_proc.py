@@ -58,8 +58,8 @@ from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from host.child_process import read_config
 from host.life_signs import LifeSign, LifeThread
-from host.local_socket import Context, connect_socket
-from host.secure_socket import connect_secure
+from host.sockets.local_socket import Context, connect_socket
+from host.sockets.secure_socket import connect_secure
 
 logger = logging.getLogger(__name__)
 

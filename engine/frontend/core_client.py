@@ -34,8 +34,8 @@ from engine.frontend.step_history import StepHistory
 from engine.life_places import CORE_PLACE, names_of_step_makers, num_places
 from host.child_process import ChildProcess, ipc_address
 from host.life_signs import LifeSigns, LifeWatch
-from host.local_socket import bind_socket
-from host.message_reader import MessageReader
+from host.sockets.local_socket import bind_socket
+from host.sockets.message_reader import MessageReader
 
 _LAST_WORDS_S = 0.3
 """Seconds to wait for last words: a process that has ended may have said why, and the message may

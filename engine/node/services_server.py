@@ -22,12 +22,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
+from edge.h2.server import H2Server
 from edge.security.call_guard import OPEN_SERVICES
 from edge.security.config import Role
 from edge.security.credentials import Credentials
-from kv_transfer.transports.stream.h2.server import H2Server
-from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 
 _MAX_CALLS = 4096
 """Open calls of one connection. A decode node makes all its calls to a prefill node on one."""

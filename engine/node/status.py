@@ -33,8 +33,8 @@ from engine.node.profile_servicer import ProfiledEngine
 from engine.node.role_servicer import RoleServicer
 from engine.node.role_switch import RoleSwitch
 from host.life_signs import Silence
+from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.layout import KVLayout
-from kv_transfer.sizing import pull_bytes_per_token
 from tandem_pb import node_pb2
 
 _DEFAULT_INTERVAL_S = 0.25

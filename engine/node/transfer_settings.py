@@ -13,14 +13,14 @@ from edge.security.settings import SecuritySettings
 from engine.config import EngineConfig
 from host.named_addresses import NETWORK_STATUS_FILE, NamedAddresses, NoSuchAddress, is_named
 from kv_transfer.config import KVRole, KVTransferConfig, PullTransportName, parse_transports
-from kv_transfer.layout import KVLayout
-from kv_transfer.sizing import (
+from kv_transfer.control.sizing import (
     available_cores,
     choose_num_streams,
     choose_receive_threads,
     fewest_staging_bytes,
     processes_for_this_host,
 )
+from kv_transfer.layout import KVLayout
 from kv_transfer.wire.chunk_grid import MAX_CHUNK_BYTES
 
 _MAX_PORT = 65535

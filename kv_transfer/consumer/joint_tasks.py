@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from kv_transfer.late_cancel import outlast_cancels
+from kv_transfer.transports.late_cancel import outlast_cancels
 
 Part = Coroutine[None, None, None]
 

@@ -23,7 +23,7 @@ from kv_transfer.wire.handshake import (
     peer_from_proto,
     peer_to_proto,
 )
-from kv_transfer.wire.rpc_method import SERVICE
+from kv_transfer.wire.service_paths import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import zmq
 
-from host.local_socket import Context, bind_socket, connect_socket, new_socket
-from host.secure_socket import connect_secure, listen
+from host.sockets.local_socket import Context, bind_socket, connect_socket, new_socket
+from host.sockets.secure_socket import connect_secure, listen
 from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.metadata import ProcessReport
 

@@ -31,13 +31,14 @@ from edge.logs.setup import setup_logging
 from edge.security.credentials import Credentials
 from host.child_process import read_config
 from host.life_signs import SIGN_INTERVAL_S, LifeSign
-from host.local_socket import bind_socket
-from host.message_reader import MessageReader
+from host.sockets.local_socket import bind_socket
+from host.sockets.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.control.control_channel import connect_events, listen_for_commands
 from kv_transfer.control.own_host import own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
+from kv_transfer.control.sizing import available_cores, choose_check_threads
 from kv_transfer.layer_times import behind_others
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.host_pool import HostPool, PoolConfig
@@ -61,7 +62,6 @@ from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.sender import KVSender
 from kv_transfer.producer.step_watch import StepWatch
 from kv_transfer.producer.worker import steps_address
-from kv_transfer.sizing import available_cores, choose_check_threads
 from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.wire.chunk import HEADER
 from kv_transfer.wire.pull_server import PullServer

@@ -7,7 +7,7 @@ import msgspec
 from edge.logs.setup import LogStyle
 from host.child_process import ipc_address
 from host.life_signs import LifeSignHandle
-from host.secure_socket import HostLink
+from host.sockets.secure_socket import HostLink
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout

@@ -21,7 +21,6 @@ from kv_transfer.base import ChunkLike, KVCacheHandle, KVConnectorScheduler, Req
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.node_transfer import NodeTransfer, Outcome
 from kv_transfer.control.transfer_processes import TransferProcesses
-from kv_transfer.host_tier import HostTier
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.memory.load_marks import LoadMarksOfRanks
 from kv_transfer.metadata import (
@@ -41,6 +40,7 @@ from kv_transfer.metadata import (
     TransferEventKind,
 )
 from kv_transfer.state import KVTransferState, LateMessage, TransferTable
+from kv_transfer.tiers.host_tier import PooledHostTier
 from kv_transfer.transfer_id import is_transfer_id
 
 _COMPUTED_ALREADY = -1
@@ -71,9 +71,10 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._layout = layout
         self._processes = TransferProcesses(config, engine_id, epoch, layout, handles, hosts, signs)
         self._load_marks = LoadMarksOfRanks(layout, handles, hosts)
+        self._tier: PooledHostTier | None = None
         num_slots = config.num_host_slots(layout.block_bytes)
         if num_slots:
-            self.host_tier = HostTier(
+            self.host_tier = self._tier = PooledHostTier(
                 num_slots,
                 len(self._processes),
                 self._processes.send,
@@ -158,8 +159,8 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         for event in self._processes.receive():
             if isinstance(event, TransferEvent):
                 self._apply(event)
-            elif self.host_tier is not None:
-                self.host_tier.apply(event)
+            elif self._tier is not None:
+                self._tier.apply(event)
         self.check_alive()
         self._take_host_jobs()
         if not self._has_output:
@@ -169,9 +170,9 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         return output
 
     def _take_host_jobs(self) -> None:
-        if self.host_tier is None:
+        if self._tier is None:
             return
-        finished, begun = self.host_tier.take_finished(), self.host_tier.take_begun()
+        finished, begun = self._tier.take_finished(), self._tier.take_begun()
         if finished or begun:
             self._output.host_jobs.update(finished)
             self._output.host_begun += begun
@@ -183,7 +184,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
     @property
     def counters(self) -> dict[str, float]:
         total, reclaimed = self._processes.total, self._processes.reclaimed
-        tier = self.host_tier
+        tier = self._tier
         return {
             **self._totals,
             **(tier.counters if tier is not None else {}),
@@ -204,8 +205,8 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
 
     def check_alive(self) -> None:
         for process, how in self._processes.reap().items():
-            if self.host_tier is not None:
-                self.host_tier.process_is_gone(process)
+            if self._tier is not None:
+                self._tier.process_is_gone(process)
             for transfer in self._transfers:
                 self._process_is_gone(transfer, process, how)
 

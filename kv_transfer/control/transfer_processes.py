@@ -32,10 +32,10 @@ from edge.address import split_address
 from edge.logs.setup import log_style
 from host.child_process import HostedProcess, stop_all
 from host.life_signs import LifeSigns, LifeWatch
-from host.local_socket import Context, bind_socket
-from host.message_reader import MessageReader
 from host.process_host import LocalHost, ProcessHost
-from host.secure_socket import listen
+from host.sockets.local_socket import Context, bind_socket
+from host.sockets.message_reader import MessageReader
+from host.sockets.secure_socket import listen
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.control_channel import CommandSender

@@ -32,7 +32,6 @@ import numpy as np
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
-from kv_transfer.load_times import LoadTimes
 from kv_transfer.memory.block_files import BlockFiles
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.copy_queue import CopyQueue
@@ -53,7 +52,7 @@ from kv_transfer.metadata import (
     TierJob,
     TierOff,
 )
-from kv_transfer.tier import Tier
+from kv_transfer.tier import LoadTimes, Tier
 
 T = TypeVar("T")
 

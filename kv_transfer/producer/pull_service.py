@@ -17,6 +17,8 @@ from typing import NoReturn
 
 import grpc
 
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import CorruptChunk, HandshakeMismatch, KVTransferError, NotServed
 from kv_transfer.metadata import KVPeer
@@ -28,9 +30,8 @@ from kv_transfer.transfer_id import is_transfer_id
 from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.wire.chunk import ChunkKind, mark
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
-from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
-from kv_transfer.wire.rpc_method import PULL_PATH, SERVICE, RpcMethod, ServerCall
+from kv_transfer.wire.service_paths import PULL_PATH, SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 
 _STATUS_OF = {

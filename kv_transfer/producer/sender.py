@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from edge.h2.rpc_method import RpcMethod
 from edge.standstill import sleep_and_see
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KVTransferError, NotServed
@@ -45,7 +46,6 @@ from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.transports.registry import producer_transports
 from kv_transfer.wire.chunk_grid import ChunkGrid
 from kv_transfer.wire.pull_wish import PullWish
-from kv_transfer.wire.rpc_method import RpcMethod
 
 logger = logging.getLogger(__name__)
 

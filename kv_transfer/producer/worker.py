@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from host.child_process import ipc_address
-from host.local_socket import connect_socket
+from host.sockets.local_socket import connect_socket
 from kv_transfer.base import KVCacheHandle, KVConnectorWorker
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout

@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 
+from edge.h2.rpc_method import RpcMethod
 from kv_transfer.layer_times import LayerTimes
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
@@ -35,7 +36,6 @@ from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk_grid import ChunkGrid, ChunkPlace
 from kv_transfer.wire.pull_client import PullClient
-from kv_transfer.wire.rpc_method import RpcMethod
 
 
 class TransportId(IntEnum):

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.layout import PageShape
 from kv_transfer.wire.chunk_grid import ChunkGrid
-from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 
 

@@ -14,7 +14,7 @@ into another request. What a block looks like follows from the two layouts; `sha
 all that it could be the sender has sent.
 
 Kinds: DATA carries KV. BLOCKS tells a puller of the same host, which has mapped the sender's cache,
-where chunks lie: slot and number of a read lease (`transports/named/read_leases.py`), how many
+where chunks lie: slot and number of a read lease (`transports/in_place/read_leases.py`), how many
 chunks, their indices in the grid, then the sender's physical blocks of each span of a group that
 occurs, in order and without those that the puller has; 32 bits each. All layers of a group lie in
 the same blocks, so these come once. WINDOW tells a puller that chunks were copied into a slot of

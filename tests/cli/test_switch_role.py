@@ -11,7 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from cli.switch_role import main
 from edge.security.config import SecurityConfig
 from edge.security.credentials import Credentials

@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-import cli.memory_check
+import cli.local_cluster.memory_check
 from cli.__main__ import main as tandem
-from cli.cluster import UpSettings
-from cli.memory_check import TooLarge, check_memory
-from cli.node_args import NodeArgs, UsageError, read_args
+from cli.local_cluster.cluster import UpSettings
+from cli.local_cluster.memory_check import TooLarge, check_memory
+from cli.local_cluster.node_args import NodeArgs, UsageError, read_args
 from cli.up import wait_routable
 from edge.command_line import parse_settings
 from engine.models.checkpoint import resolve_model
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_fit_this_machine(
     switchable: int,
     words: list[str] | None,
 ) -> None:
-    monkeypatch.setattr(cli.memory_check, "available_memory", lambda: free_gib * GIB)
+    monkeypatch.setattr(cli.local_cluster.memory_check, "available_memory", lambda: free_gib * GIB)
     folder = checkpoint(tmp_path, 15)
     settings = UpSettings(model=str(folder), prefill=prefill, switchable=switchable, device="cpu")
     if words is None:
@@ -129,7 +129,7 @@ def test_a_model_that_cannot_fit_the_gpus(
         def total_memory(self, index: int) -> int:
             return 80 * GIB
 
-    monkeypatch.setattr(cli.memory_check, "cuda_driver", Driver)
+    monkeypatch.setattr(cli.local_cluster.memory_check, "cuda_driver", Driver)
     settings = UpSettings(model=str(checkpoint(tmp_path, gib)), tp=tp, device="cuda")
     if fits:
         check_memory(settings)
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_fit_the_gpus(
 def test_it_is_said_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli.memory_check, "available_memory", lambda: GIB)
+    monkeypatch.setattr(cli.local_cluster.memory_check, "available_memory", lambda: GIB)
     assert tandem(["up", str(checkpoint(tmp_path, 2)), "--device", "cpu"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "of weights" in line

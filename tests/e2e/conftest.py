@@ -21,8 +21,8 @@ import pytest
 import pytest_asyncio
 
 from bench.serving.node_metrics import held, read_metrics
-from cli.cluster import free_ports
-from cli.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
+from cli.local_cluster.cluster import free_ports
+from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, ServiceState, Supervisor
 from tests.processes import descendants, find_processes, is_alive
 
 _HERE = Path(__file__).parent

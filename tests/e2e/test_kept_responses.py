@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from tests.postgres_server import has_postgres, run_postgres
 
 LONG: Any = {

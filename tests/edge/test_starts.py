@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from edge.tracing.context import TraceContext
 from edge.tracing.file import TraceFile
 from edge.tracing.span import Span

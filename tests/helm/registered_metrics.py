@@ -20,8 +20,8 @@ from engine.lora import LoRAConfig
 from engine.node.metrics import EngineCollector
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.scheduler import GrpcConnectorScheduler
-from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import Reclaim
+from kv_transfer.tiers.host_tier import PooledHostTier
 from prefill_node.metrics import PrefillMetrics
 from router.app import OuterWorld, make_services
 from router.config import RouterSettings
@@ -100,7 +100,7 @@ def _transfer_counters() -> set[str]:
     """
     getter = GrpcConnectorScheduler.counters.fget
     found = set(re.findall(r'"(\w+)":', inspect.getsource(getter)))
-    of_tiers = HostTier(0, 0, lambda process, command: True).counters
+    of_tiers = PooledHostTier(0, 0, lambda process, command: True).counters
     return found | {f"reclaimed_{why}" for why in Reclaim} | of_tiers.keys()
 
 

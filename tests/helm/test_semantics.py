@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.sizing import MOST_PROCESSES
+from kv_transfer.control.sizing import MOST_PROCESSES
 from tests.helm.helm_engine import HelmCli, HelmSdk, Manifest, Rendered
 from tests.helm.scenarios import (
     SCENARIOS,

@@ -12,12 +12,12 @@ import torch
 import zmq
 from kv_caches import RankCache, layout
 
-from host.local_socket import bind_socket
 from host.memory_file import MemoryFile
+from host.sockets.local_socket import bind_socket
 from kv_transfer.config import KVTransferConfig
+from kv_transfer.connectors.no_connector import NoConnectorWorker
 from kv_transfer.factory import create_worker_connector
 from kv_transfer.metadata import KVConnectorMetadata, StepProgress
-from kv_transfer.no_connector import NoConnectorWorker
 from kv_transfer.producer.worker import steps_address
 
 PRODUCER = KVTransferConfig(kv_role="kv_producer", num_processes=2)

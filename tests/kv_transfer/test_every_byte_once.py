@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kv_caches import Blocks, RankCache
 from memory_agent import MemoryAgent, peer_of, queue_into
 
+from edge.h2.out_message import Buffer, OutMessage
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.consumer.stream_plan import plan_streams
 from kv_transfer.group_sizes import share_page_size
@@ -37,8 +38,8 @@ from kv_transfer.transports.cuda_ipc.consumer import MappedBlocks
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.cuda_ipc.producer import CudaIpcProducer
 from kv_transfer.transports.fetch_job import FetchJob
-from kv_transfer.transports.named.names_assembler import NamesAssembler
-from kv_transfer.transports.named.read_leases import ReadLeases
+from kv_transfer.transports.in_place.names_assembler import NamesAssembler
+from kv_transfer.transports.in_place.read_leases import ReadLeases
 from kv_transfer.transports.nixl.consumer import longest_share
 from kv_transfer.transports.nixl.filled_slots import FilledSlots
 from kv_transfer.transports.nixl.window import Window
@@ -59,7 +60,6 @@ from kv_transfer.wire.chunk import (
     fill_header,
 )
 from kv_transfer.wire.chunk_grid import ChunkGrid, longest_chunk
-from kv_transfer.wire.out_message import Buffer, OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 
 TRANSFER = "ab" * 16

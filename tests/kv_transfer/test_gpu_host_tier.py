@@ -11,8 +11,8 @@ from gpu_caches import GpuRankCache, gpu_layout
 from kv_nodes import KVNode, poll_until
 
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import KVConnectorOutput, LoadTicket
+from kv_transfer.tiers.host_tier import PooledHostTier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -39,7 +39,7 @@ def _node(folder: str) -> Iterator[KVNode]:
     made.close()
 
 
-def tier_of(node: KVNode) -> HostTier:
+def tier_of(node: KVNode) -> PooledHostTier:
     tier = node.connector.host_tier
     assert tier is not None
     return tier

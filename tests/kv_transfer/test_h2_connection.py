@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge.h2 import frames as h2
 from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.transports.stream.h2 import frames as h2
 from kv_transfer.transports.stream.h2.connection import _WINDOW_UPDATE_BYTES as TOLD_AT_ONCE
 from kv_transfer.transports.stream.h2.connection import CallRefused, H2Connection
 from kv_transfer.transports.stream.h2.receive_threads import ReceiveThreads

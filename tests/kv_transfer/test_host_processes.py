@@ -18,8 +18,8 @@ import zmq
 
 from host.child_process import ChildProcess, ipc_address, stop_all
 from host.futex import FutexWord
-from host.local_socket import bind_socket, connect_socket
 from host.memory_file import MemoryFile
+from host.sockets.local_socket import bind_socket, connect_socket
 from tests.kv_transfer.host_child import MODULE, ChildConfig
 
 TIMEOUT_S = 60

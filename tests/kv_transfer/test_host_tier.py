@@ -26,7 +26,7 @@ from late_device import LateDevice
 from test_transfer_processes import new_node, until_restarted
 from tier_stress import TierStress
 
-from kv_transfer.host_tier import HostTier
+from kv_transfer.control.sizing import choose_check_threads
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory import slot_memory
 from kv_transfer.memory.block_files import BlockFiles
@@ -52,8 +52,8 @@ from kv_transfer.metadata import (
     TierEvent,
     TierJob,
 )
-from kv_transfer.sizing import choose_check_threads
 from kv_transfer.tier import Tier
+from kv_transfer.tiers.host_tier import PooledHostTier
 
 SHAPE = layout(num_layers=3)
 ANOTHER_MODEL = msgspec.structs.replace(SHAPE, model_hash="another")
@@ -282,7 +282,7 @@ async def test_without_pinned_memory_the_tier_is_off_and_says_so_once(
     monkeypatch.setattr(HostDevice, "pin", refuses)
     with caplog.at_level(logging.WARNING):
         pools = Pools()
-        tier = HostTier(NUM_SLOTS, 2, lambda process, command: True)
+        tier = PooledHostTier(NUM_SLOTS, 2, lambda process, command: True)
         for contents in pools.contents:
             tier.apply(contents)
     assert caplog.text.count("KV in the host tier is off") == 1
@@ -541,7 +541,7 @@ async def test_a_full_disk_turns_the_tier_off_and_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", is_full)
         assert await pools.do(SpillMeta(2, [0])) == [[0]]
-    tier = HostTier(NUM_SLOTS, 2, lambda process, command: True, num_files=9)
+    tier = PooledHostTier(NUM_SLOTS, 2, lambda process, command: True, num_files=9)
     with caplog.at_level(logging.WARNING):
         for event in (*pools.contents, *pools.others):
             tier.apply(event)
@@ -659,7 +659,7 @@ def test_shares_of_blocks_that_not_everybody_has_are_removed() -> None:
         sent.clear()
         return found
 
-    tier = HostTier(2, 2, send, num_files=10)
+    tier = PooledHostTier(2, 2, send, num_files=10)
     for process in range(2):
         tier.apply(TierContents(process, 0))
     assert tier.store([(b"a", 0), (b"b", 1)]) is not None
@@ -699,7 +699,7 @@ def test_what_was_on_its_way_when_all_was_forgotten_is_not_found(
         sent.append(command)
         return True
 
-    tier = HostTier(4, 1, send, num_files=4)
+    tier = PooledHostTier(4, 1, send, num_files=4)
     tier.apply(TierContents(0, 0, files=[b"a"]))
     if kind is StoreMeta:
         assert tier.store([(b"b", 0)]) is not None
@@ -724,7 +724,7 @@ def test_files_count_only_where_every_process_has_its_disk(lacking: int) -> None
         sent.append(command)
         return True
 
-    tier = HostTier(4, 2, send, num_files=4)
+    tier = PooledHostTier(4, 2, send, num_files=4)
     off = {Tier.DISK: "the folder is another node's"}
     for process in range(2):
         found = TierContents(process, 0, files=[b"a", b"b"])

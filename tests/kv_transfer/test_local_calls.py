@@ -20,6 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_loopback import all_tasks_are_held_up, until
 
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
 from kv_transfer.errors import CorruptChunk, NotServed, PeerLost
 from kv_transfer.transports.cuda_ipc import local_pull_server
 from kv_transfer.transports.cuda_ipc.local_frames import (
@@ -33,9 +35,7 @@ from kv_transfer.transports.cuda_ipc.local_frames import (
 )
 from kv_transfer.transports.cuda_ipc.local_pull_client import LocalPullClient
 from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
-from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_client import PullClient
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 from tandem_pb import kv_transfer_pb2 as pb
 
 REQUEST = pb.PullRequest(transfer_id="ab" * 16, num_tokens=7)
@@ -363,8 +363,8 @@ HOLDER = """
 import asyncio, sys
 import msgspec
 from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
-from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.rpc_method import RpcMethod
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod
 from tandem_pb import kv_transfer_pb2 as pb
 
 async def pull(request, call):

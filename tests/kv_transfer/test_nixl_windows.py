@@ -25,7 +25,7 @@ from kv_transfer.memory.device import DeviceError
 from kv_transfer.memory.host_device import HostDevice
 from kv_transfer.transports.base import TransportId
 from kv_transfer.transports.group_target import GroupTarget
-from kv_transfer.transports.named.read_leases import NUM_LEASES, ReadLeases
+from kv_transfer.transports.in_place.read_leases import NUM_LEASES, ReadLeases
 from kv_transfer.transports.nixl.packed_chunks import chunk_sizes, num_that_fit, packed_blocks
 from kv_transfer.transports.nixl.window import FairSlots, open_window
 from kv_transfer.transports.nixl.window_assembler import WindowAssembler

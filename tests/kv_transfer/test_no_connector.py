@@ -7,8 +7,8 @@ import select
 
 from kv_nodes import FakeRequest
 
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from kv_transfer.metadata import KVTransferParams
-from kv_transfer.no_connector import NoConnectorScheduler
 
 
 def test_it_sleeps_and_refuses() -> None:

@@ -13,6 +13,7 @@ from kv_loopback import Loopback, LoopbackConsumer, LoopbackProducer, until
 from nixl_pairs import NUM_TOKENS, HeldReads, both_empty, connected, kv_bytes, loopback, pull
 from test_direct_copies import pulled_then_exported
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.config import PullTransportName
 from kv_transfer.consumer.recv_transfer import RecvTransfer
 from kv_transfer.memory.staging import StagedChunk
@@ -28,7 +29,6 @@ from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.transports.pull_stream import PullStream
 from kv_transfer.transports.stream.h2.connection import H2Connection
 from kv_transfer.transports.stream.stream_export import SentChunk, StreamExport
-from kv_transfer.wire.out_message import OutMessage
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 SHAPE = layout()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kv_transfer.consumer.path_meter import PathMoment, rate_between
+from kv_transfer.control.sizing import pull_bytes, pull_bytes_per_token
 from kv_transfer.layout import KVLayout, attention_group
-from kv_transfer.sizing import pull_bytes, pull_bytes_per_token
 
 MIB = 1 << 20
 

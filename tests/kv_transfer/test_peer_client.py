@@ -15,7 +15,7 @@ from kv_transfer.consumer.peer_client import PeerClient
 from kv_transfer.errors import PeerLost
 from kv_transfer.metadata import KVPeer, ReleaseMeta
 from kv_transfer.wire.channels import CONTROL
-from kv_transfer.wire.rpc_method import SERVICE
+from kv_transfer.wire.service_paths import SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 from tests.garbled_server import garbled_server, only_warning
 

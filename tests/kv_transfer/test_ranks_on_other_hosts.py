@@ -16,9 +16,9 @@ import zmq
 from kv_caches import layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
 
-from host.local_socket import new_socket
 from host.process_host import LocalHost
-from host.secure_socket import HostLink, LinkKey, connect_secure, listen
+from host.sockets.local_socket import new_socket
+from host.sockets.secure_socket import HostLink, LinkKey, connect_secure, listen
 from kv_transfer.config import KVRole, KVTransferConfig
 
 CORE, FAR = "127.0.0.5", "127.0.0.6"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kv_transfer.transports.named.read_leases import ReadLeases, ReadLeasesFile
+from kv_transfer.transports.in_place.read_leases import ReadLeases, ReadLeasesFile
 
 
 def test_a_lease_lasts_until_it_is_let_go() -> None:
@@ -41,7 +41,7 @@ def test_other_processes_hold_other_numbers() -> None:
 
 HOLDER = """
 import sys
-from kv_transfer.transports.named.read_leases import ReadLeases
+from kv_transfer.transports.in_place.read_leases import ReadLeases
 leases = ReadLeases()
 lease = leases.take()
 print(leases.file.fd, lease.slot, lease.number, flush=True)

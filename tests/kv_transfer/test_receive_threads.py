@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from edge.h2 import frames as h2
 from kv_transfer.errors import CorruptChunk, PeerLost
-from kv_transfer.transports.stream.h2 import frames as h2
 from kv_transfer.transports.stream.h2.connection import H2Connection
 from kv_transfer.transports.stream.h2.receive_threads import ReceiveThreads
 

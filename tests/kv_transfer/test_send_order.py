@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kv_transfer.transports.stream.h2 import writer
-from kv_transfer.transports.stream.h2.send_pace import MAX_AHEAD, SendPace
-from kv_transfer.transports.stream.h2.send_threads import SendThreads
-from kv_transfer.transports.stream.h2.writer import H2Writer, Segment
-from kv_transfer.wire.out_message import OutMessage
+from edge.h2 import writer
+from edge.h2.out_message import OutMessage
+from edge.h2.send_pace import MAX_AHEAD, SendPace
+from edge.h2.send_threads import SendThreads
+from edge.h2.writer import H2Writer, Segment
 
 KIB = 1 << 10
 

@@ -16,13 +16,13 @@ from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.own_host import own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
-from kv_transfer.errors import PeerLost
-from kv_transfer.sizing import (
+from kv_transfer.control.sizing import (
     available_cores,
     choose_num_processes,
     choose_num_streams,
     choose_receive_threads,
 )
+from kv_transfer.errors import PeerLost
 from kv_transfer.transports.stream.h2.dial import dial
 
 ROOT_A, ROOT_B = "pci0000:16", "pci0000:97"

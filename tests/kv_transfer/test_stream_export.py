@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 from kv_caches import layout
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.memory.staging import StagedChunk, StagingPool
 from kv_transfer.metadata import ExportMeta
 from kv_transfer.transports.base import Export
 from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.stream_export import StreamExport, StreamPull
 from kv_transfer.wire.chunk_grid import ChunkGrid
-from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_wish import PullWish
 
 SHAPE = layout(num_layers=2)

@@ -16,15 +16,15 @@ from kv_caches import UNTOUCHED, layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
 from msgspec.structs import replace as with_fields
 
+from edge.h2.frames import PREFACE
 from edge.security.config import Role
 from host.child_process import ipc_address
-from host.local_socket import connect_socket
+from host.sockets.local_socket import connect_socket
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control import transfer_processes
 from kv_transfer.control.transfer_processes import TransferProcessFailed
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ExportMeta, KVTransferParams, SendMeta
-from kv_transfer.transports.stream.h2.frames import PREFACE
 from tests.processes import is_gone
 from tests.security.authority import Authority, tls_config
 

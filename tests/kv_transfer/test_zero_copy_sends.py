@@ -17,9 +17,9 @@ from kv_loopback import (
 )
 from kv_proxy import Proxy
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.metadata import TransferEventKind
-from kv_transfer.wire.out_message import OutMessage
 
 FIRST_BYTE, STAGED, RELEASED, RECEIVED, FAILED, ABORTED = TransferEventKind
 

@@ -35,8 +35,8 @@ from kv_nodes import KVNode
 from bench.record import write_result
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.transfer_processes import TransferProcessFailed
-from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import KVConnectorOutput
+from kv_transfer.tiers.host_tier import PooledHostTier
 
 SHAPE = layout(num_layers=3)
 NUM_BLOCKS, NUM_SLOTS, NUM_FILES, NUM_NAMES = 48, 24, 64, 160
@@ -110,7 +110,7 @@ class TierStress:
         self._node = self._started(config)
         tier = self._node.connector.host_tier
         assert tier is not None
-        self._tier: HostTier = tier
+        self._tier: PooledHostTier = tier
         self._words = self._node.caches[0].words
         self._free = list(range(NUM_BLOCKS))
         self._is_whole = True

@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = "nginx", "haproxy", "caddy"

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 
 PATH = "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from tests.router.cluster import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from tests.router.cluster import TIMEOUT_S, Cluster, eventually
 from tests.router.fakes import FakeDecodeNode, stream_forever
 from tests.router.fault_proxy import FaultProxy

@@ -11,13 +11,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from edge.h2.rpc_method import RpcMethod, ServerCall
+from edge.h2.server import H2Server
 from edge.security.config import Role, SecurityConfig
 from edge.security.credentials import Credentials
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.status import NodeStatus
 from kv_transfer.control.process import collect_garbage_rarely, keep_freed_memory
-from kv_transfer.transports.stream.h2.server import H2Server
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import CALLERS, PrefillServicer
 from tandem_pb import node_pb2, prefill_pb2_grpc

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from kv_transfer.transports.stream.h2 import frames as h2
+from edge.h2 import frames as h2
 
 OPENING = h2.PREFACE + h2.settings_frame({})
 _CALL = (

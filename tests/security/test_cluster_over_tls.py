@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from cli.switch_role import main as switch_role
 from edge.security.config import Role
 from router.config import RouterSettings

@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse
 
+from edge.h2 import server as h2_server
+from edge.h2 import tls_socket
+from edge.h2.frames import client_opening
+from edge.h2.server import H2Server
 from edge.http import either_listener
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
 from engine.node.http_server import HttpServer, listen
-from kv_transfer.transports.stream.h2 import server as h2_server
-from kv_transfer.transports.stream.h2 import tls_socket
-from kv_transfer.transports.stream.h2.frames import client_opening
-from kv_transfer.transports.stream.h2.server import H2Server
 from tests.security.authority import Authority, tls_config
 
 TIMEOUT_S = 30.0

@@ -12,6 +12,9 @@ from functools import cache, partial
 import pytest
 
 from edge.address import join_address
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
+from edge.h2.tls_socket import TlsSocket
 from edge.security.config import PlaintextRefused, Role, SecurityConfig
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
@@ -19,10 +22,8 @@ from kv_transfer.errors import KVTransferError, PeerLost
 from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.transports.stream.grpcio.pull_client import GrpcPullClient
 from kv_transfer.transports.stream.h2.pull_client import H2PullClient
-from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
-from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_client import HEAD_BYTES
-from kv_transfer.wire.rpc_method import PULL_PATH, RpcMethod, ServerCall
+from kv_transfer.wire.service_paths import PULL_PATH
 from tandem_pb import kv_transfer_pb2 as pb
 from tests.security.authority import Authority, move_service, tls_config
 from tests.security.loopback import NEEDS_IPV6

@@ -12,7 +12,7 @@ import aiohttp
 import grpc
 import pytest
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from decode_node.http.callers import Caller, CallerCheck, CallerKeys
 from edge.address import join_address
 from edge.http.errors import Unauthorized

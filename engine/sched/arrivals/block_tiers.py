@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.block_pool import BlockPool
-from kv_transfer.host_tier import HostTier
+from kv_transfer.base import HostTier
 from kv_transfer.tier import Tier
 
 

@@ -28,7 +28,7 @@ from engine.sched.arrivals.source_rate import SourceRate
 from engine.sched.counters import PrefillRate
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
-from kv_transfer.host_tier import HostTier
+from kv_transfer.base import HostTier
 from kv_transfer.tier import Tier
 
 _SHARE_HELD = 8
@@ -242,7 +242,7 @@ class HostKV:
     def jobs_done(self, jobs: dict[int, bool]) -> None:
         """Goes on after jobs of the tier, of which nothing is on its way any more."""
         if jobs and self._tier is not None:
-            for num_blocks, seconds in self._tier.disk.take_reads():
+            for num_blocks, seconds in self._tier.take_reads():
                 self._disk_rate.took(num_blocks * self._kv_cache.least_block_size, seconds)
         for job, is_right in jobs.items():
             if job in self._storing:

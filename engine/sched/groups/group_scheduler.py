@@ -33,7 +33,7 @@ from engine.sched.rows.adapters import share_host_memory
 from engine.sched.rows.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.rows.work_meter import WorkMeter
 from engine.sched.scheduler import Scheduler
-from kv_transfer.group_connector import GroupEvents
+from kv_transfer.connectors.group_connector import GroupEvents
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.transports.cuda_ipc.local_frames import LocalAddress
-from kv_transfer.transports.named.read_leases import ReadLeasesFile
+from kv_transfer.transports.in_place.read_leases import ReadLeasesFile
 
 
 class CacheAdvert(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 1. `fetch`    the peer's cache is mapped, once for all transfers; one that cannot be mapped is no
               failure: its KV comes over another transport
-2. messages   name blocks, as `named/names_assembler.py` has it
+2. messages   name blocks, as `in_place/names_assembler.py` has it
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kv_transfer.transports.cuda_ipc.local_frames import LocalAddress
 from kv_transfer.transports.cuda_ipc.local_pull_client import LocalPullClient
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
 from kv_transfer.transports.fetch_job import FetchJob
-from kv_transfer.transports.named.names_assembler import NamesAssembler, PeerBlocks
-from kv_transfer.transports.named.read_leases import LeaseName, ReadLeasesFile
+from kv_transfer.transports.in_place.names_assembler import NamesAssembler, PeerBlocks
+from kv_transfer.transports.in_place.read_leases import LeaseName, ReadLeasesFile
 from kv_transfer.wire.handshake import host_id
 from kv_transfer.wire.pull_client import PullClient
 

@@ -23,6 +23,8 @@ from typing import NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
 from edge.standstill import sleep_and_see
 from kv_transfer.transports.cuda_ipc.local_frames import (
     KEY_BYTES,
@@ -35,8 +37,6 @@ from kv_transfer.transports.cuda_ipc.local_frames import (
     frame,
     peer_of,
 )
-from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
 
 _BACKLOG = 512
 _MAX_CONNECTIONS = 1024

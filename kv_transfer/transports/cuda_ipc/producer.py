@@ -2,7 +2,7 @@
 
 1. `advertise`   a puller with our `host_id` gets the handle of the cache, and where it can call
                  without a network in between
-2. exports       name their blocks, as `named/named_export.py` has it
+2. exports       name their blocks, as `in_place/named_export.py` has it
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Mapping
 
 import msgspec
 
+from edge.h2.rpc_method import RpcMethod
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.transports.base import ExportOwner, TransportId
 from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
 from kv_transfer.transports.cuda_ipc.local_pull_server import LocalPullServer
-from kv_transfer.transports.named.named_export import NamingProducer
+from kv_transfer.transports.in_place.named_export import NamingProducer
 from kv_transfer.wire.handshake import host_id
-from kv_transfer.wire.rpc_method import PULL_PATH, RpcMethod
+from kv_transfer.wire.service_paths import PULL_PATH
 
 logger = logging.getLogger(__name__)
 

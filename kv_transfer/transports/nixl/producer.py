@@ -22,7 +22,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
 from kv_transfer.memory.device import DeviceError
 from kv_transfer.transports.base import Export, ExportOwner, ProducerTransport, TransportId
-from kv_transfer.transports.named.read_leases import ReadLeases
+from kv_transfer.transports.in_place.read_leases import ReadLeases
 from kv_transfer.transports.nixl.advert import NixlAdvert
 from kv_transfer.transports.nixl.agent import NixlError
 from kv_transfer.transports.nixl.filled_slots import FilledSlots

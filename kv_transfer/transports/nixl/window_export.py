@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.errors import NotServed, TransferTimeout
 from kv_transfer.layout import BlockIds
 from kv_transfer.memory.copy_stream import Numbers
@@ -30,7 +31,6 @@ from kv_transfer.transports.nixl.window_message import WindowMessage
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk import HEADER, ChunkHeader, ChunkKind, encode_chunk, shape_code
 from kv_transfer.wire.chunk_grid import ChunkPlace
-from kv_transfer.wire.out_message import OutMessage
 
 _MOST_CHUNKS = 512
 """Chunks of one message."""

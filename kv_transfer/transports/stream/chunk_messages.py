@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from edge.h2.out_message import Buffer
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.layout import KVLayout, PageShape
 from kv_transfer.transports.base import Export
@@ -23,7 +24,6 @@ from kv_transfer.wire.chunk import (
     shape_code,
 )
 from kv_transfer.wire.chunk_grid import ChunkPlace
-from kv_transfer.wire.out_message import Buffer
 
 
 class ChunkMessages:

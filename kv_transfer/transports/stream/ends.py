@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from edge.h2.rpc_method import RpcMethod
 from edge.security.credentials import Credentials
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.transports.stream.grpcio.pull_client import GrpcPullClient
@@ -12,7 +13,6 @@ from kv_transfer.transports.stream.h2.pull_client import H2PullClient
 from kv_transfer.transports.stream.h2.pull_server import H2PullServer
 from kv_transfer.wire.pull_client import PullClient
 from kv_transfer.wire.pull_server import PullServer, pull_callers
-from kv_transfer.wire.rpc_method import RpcMethod
 
 
 def new_pull_server(

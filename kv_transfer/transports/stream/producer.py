@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.layout import KVLayout
 from kv_transfer.memory.cache_view import KVCacheView
@@ -24,7 +25,6 @@ from kv_transfer.transports.stream.stream_export import SentChunk, StreamExport,
 from kv_transfer.transports.stream.zero_copy_sends import ZeroCopySends
 from kv_transfer.wire.chunk import HEADER
 from kv_transfer.wire.chunk_grid import longest_chunk
-from kv_transfer.wire.out_message import OutMessage
 
 _RESERVE_CHUNKS = 4
 

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.memory.staging import StagedChunk, StagingPool
 from kv_transfer.transports.base import Export, ProducerTransfer
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk_grid import ChunkPlace
-from kv_transfer.wire.out_message import OutMessage
 
 
 class StreamOwner(Protocol):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.errors import CorruptChunk
 from kv_transfer.memory.block_views import BlockViews
 from kv_transfer.memory.cache_view import KVCacheView
@@ -32,7 +33,6 @@ from kv_transfer.transports.stream.stream_export import (
     ZeroCopyChunk,
 )
 from kv_transfer.wire.chunk import HEADER, chunk_head
-from kv_transfer.wire.out_message import OutMessage
 
 SLOW_S = 0.02
 

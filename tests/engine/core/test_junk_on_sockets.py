@@ -10,7 +10,7 @@ import zmq
 
 from engine.frontend.async_llm import AsyncLLM
 from host.child_process import ipc_address
-from host.local_socket import connect_socket
+from host.sockets.local_socket import connect_socket
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import ProcessReport
 from tests.engine.core.tiny_engine import make_request, tiny_config

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from tests.network_namespaces import NoNamespacesError, Switch, opened_switch
 from tests.processes import descendants, find_processes, is_alive
 

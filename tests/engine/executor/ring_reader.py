@@ -10,7 +10,7 @@ import zmq
 
 from engine.executor.message_queue import MessageQueueHandle, MessageQueueReader
 from host.child_process import read_config
-from host.local_socket import connect_socket
+from host.sockets.local_socket import connect_socket
 
 
 class ReaderConfig(msgspec.Struct):

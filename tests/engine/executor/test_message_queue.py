@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from engine.executor.message_queue import MessageQueueReader, MessageQueueWriter
 from engine.executor.shm_broadcast import RingError
 from host.child_process import ipc_address
-from host.local_socket import bind_socket
+from host.sockets.local_socket import bind_socket
 
 READER = Path(__file__).with_name("ring_reader.py")
 SLOT_BYTES = 256

@@ -22,7 +22,7 @@ from engine.executor import process_executor
 from engine.executor.abstract import KVCaches
 from engine.executor.multiproc_executor import MultiprocExecutor
 from engine.executor.worker_messages import WorkerFailed
-from host.local_socket import connect_socket
+from host.sockets.local_socket import connect_socket
 from tests.engine.core.tiny_engine import NUM_BLOCKS, tiny_config
 from tests.processes import is_gone
 

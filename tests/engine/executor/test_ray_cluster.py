@@ -17,7 +17,7 @@ from engine.contracts.errors import EngineDeadError
 from engine.executor import ray_cluster
 from engine.executor.ray_cluster import RayCluster
 from engine.executor.ray_host import HostFacts
-from host.secure_socket import LinkKey
+from host.sockets.secure_socket import LinkKey
 
 OWN = HostFacts(address="10.0.0.11", node_id="b", sharing="kernel 1", version="1")
 

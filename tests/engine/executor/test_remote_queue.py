@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from engine.executor.remote_queue import LostMessageError, RemoteQueueReader, RemoteQueueWriter
-from host.secure_socket import LinkKey, new_socket
+from host.sockets.secure_socket import LinkKey, new_socket
 
 HOST = "127.0.0.7"
 MAX_UNREAD = 4

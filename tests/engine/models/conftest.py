@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from engine.parallel.distributed import ParallelGroup
 from tests.engine.models.engine_rank import MODES_OF_SIZE, greedy_all
 from tests.engine.models.int8_checkpoints import MakePair, write_pair

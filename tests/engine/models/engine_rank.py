@@ -31,7 +31,7 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.models.checkpoint import load_model_config
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.models.parity_cases import NUM_GREEDY, REPLICATED_VARIANTS, prompts
 
 MODES = {"whole": 1024, "chunked": 24}

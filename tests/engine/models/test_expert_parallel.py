@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from engine.layers.expert_share import ExpertShare
 from engine.layers.sparse_mlp import Experts

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cli.cluster import free_ports
+from cli.local_cluster.cluster import free_ports
 from engine.parallel import mapped_memory, peer_reducer
 from engine.parallel.distributed import ParallelGroup
 from engine.parallel.mapped_memory import MAX_BYTES, MappedMemory, RankMemory, check_reach

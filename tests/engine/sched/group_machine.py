@@ -12,7 +12,7 @@ from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.request import Request
 from engine.sched.groups.group_scheduler import GroupScheduler
 from engine.sched.scheduler import Scheduler
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.sched.fake_worker import FakeWorker, PagedMemory, expected_output
 
 NO_STEP = ModelRunnerOutput(-1, [], [], [])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 
-from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import (
     FetchMeta,
     ForgetMeta,
@@ -25,6 +24,7 @@ from kv_transfer.metadata import (
     TierContents,
     TierJob,
 )
+from kv_transfer.tiers.host_tier import PooledHostTier
 from tests.engine.sched.fake_worker import PagedMemory
 
 NUM_PROCESSES = 2
@@ -47,7 +47,7 @@ class MemoryHostTier:
         self._begun: set[tuple[int, int]] = set()
         self._names: list[dict[int, bytes]] = [{} for _ in range(NUM_PROCESSES)]
         self._files: list[dict[bytes, list[Row]]] = [{} for _ in range(NUM_PROCESSES)]
-        self.tier = HostTier(
+        self.tier = PooledHostTier(
             num_slots,
             NUM_PROCESSES,
             self._hear,

@@ -8,7 +8,7 @@ import pytest
 from engine.contracts.request import RequestStatus
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.sched.factories import EOS, make_config, make_request
 from tests.engine.sched.fake_worker import expected_output
 from tests.engine.sched.step_machine import StepMachine

@@ -24,8 +24,8 @@ from engine.models.loader import load_weights
 from engine.worker.kv_cache import KVCache
 from engine.worker.kv_connector import KVConnector
 from engine.worker.model_runner import ModelRunner
+from kv_transfer.connectors.no_connector import NoConnectorWorker
 from kv_transfer.metadata import KVConnectorMetadata
-from kv_transfer.no_connector import NoConnectorWorker
 from tests.engine.tiny_model import place_alone, tiny_model
 from tests.engine.worker.gpu_workers import write_small_weights
 from tests.engine.worker.one_engine import OneEngine, check_empty, workload

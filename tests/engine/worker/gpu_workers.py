@@ -31,7 +31,7 @@ from engine.models.factory import create_model
 from engine.sched.scheduler import Scheduler
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.tiny_model import place_alone, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

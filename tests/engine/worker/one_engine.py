@@ -17,7 +17,7 @@ from engine.contracts.sampling_params import SamplingParams
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
 from engine.worker.worker import Worker
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 
 EOS = 3
 KINDS = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kv_transfer.connectors.no_connector import NoConnectorWorker
 from kv_transfer.metadata import KVConnectorMetadata
-from kv_transfer.no_connector import NoConnectorWorker
 
 
 class SavedLayers(NoConnectorWorker):

@@ -8,7 +8,7 @@ import grpc.aio
 from edge.security.credentials import Credentials
 from kv_transfer.wire.channels import ChannelPool
 from kv_transfer.wire.pull_client import HEAD_BYTES, MessageSink, PullClient, refusal
-from kv_transfer.wire.rpc_method import PULL_PATH
+from kv_transfer.wire.service_paths import PULL_PATH
 from tandem_pb import kv_transfer_pb2 as pb
 
 

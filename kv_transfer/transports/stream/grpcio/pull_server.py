@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
 from edge.security.call_guard import CallGuard
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from kv_transfer.wire.channels import SERVER_OPTIONS
-from kv_transfer.wire.out_message import OutMessage
 from kv_transfer.wire.pull_server import PullServer
-from kv_transfer.wire.rpc_method import SERVICE, RpcMethod, ServerCall
+from kv_transfer.wire.service_paths import SERVICE
 
 
 class GrpcPullServer(PullServer):

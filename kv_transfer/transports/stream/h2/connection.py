@@ -29,10 +29,12 @@ from urllib.parse import unquote
 
 import grpc
 
+from edge.h2 import frames as h2
+from edge.h2.send_threads import Connection
+from edge.h2.tls_socket import TlsSocket
 from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
-from kv_transfer.late_cancel import outlast_cancels
-from kv_transfer.transports.stream.h2 import frames as h2
+from kv_transfer.transports.late_cancel import outlast_cancels
 from kv_transfer.transports.stream.h2.dial import dial
 from kv_transfer.transports.stream.h2.messages import ArrivingMessages
 from kv_transfer.transports.stream.h2.receive_threads import (
@@ -41,8 +43,6 @@ from kv_transfer.transports.stream.h2.receive_threads import (
     Received,
     ReceiveThreads,
 )
-from kv_transfer.transports.stream.h2.send_threads import Connection
-from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
 from kv_transfer.wire.pull_client import MessageSink
 
 _SCRATCH_BYTES = 64 << 10

@@ -7,11 +7,11 @@ import socket
 from typing import Any
 
 from edge.address import split_address
+from edge.h2.send_threads import Connection
+from edge.h2.tls_socket import TlsSocket
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
-from kv_transfer.transports.stream.h2.send_threads import Connection
-from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
 
 
 async def dial(address: str, credentials: Credentials, source: str = "") -> Connection:

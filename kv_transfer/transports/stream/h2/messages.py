@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from kv_transfer.transports.stream.h2 import frames as h2
+from edge.h2 import frames as h2
 from kv_transfer.transports.stream.h2.view_queue import ViewQueue
 from kv_transfer.wire.pull_client import HEAD_BYTES, MessageSink
 

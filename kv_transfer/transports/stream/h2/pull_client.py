@@ -9,7 +9,7 @@ from edge.security.credentials import Credentials
 from kv_transfer.transports.stream.h2.connection import CallRefused, H2Connection
 from kv_transfer.transports.stream.h2.receive_threads import ReceiveThreads
 from kv_transfer.wire.pull_client import MessageSink, PullClient, refusal
-from kv_transfer.wire.rpc_method import PULL_PATH
+from kv_transfer.wire.service_paths import PULL_PATH
 from tandem_pb import kv_transfer_pb2 as pb
 
 

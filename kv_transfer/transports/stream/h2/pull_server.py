@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import partial
 
+from edge.h2.rpc_method import RpcMethod
+from edge.h2.server import H2Server
 from edge.security.config import Role
 from edge.security.credentials import Credentials
-from kv_transfer.transports.stream.h2.server import H2Server
 from kv_transfer.wire.pull_server import PullServer
-from kv_transfer.wire.rpc_method import RpcMethod
 
 
 class H2PullServer(PullServer):

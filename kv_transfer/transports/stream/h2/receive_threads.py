@@ -20,9 +20,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kv_transfer.transports.stream.h2.io_threads import IoThreads
-from kv_transfer.transports.stream.h2.send_threads import Connection
-from kv_transfer.transports.stream.h2.tls_socket import TLS_AHEAD_BYTES, TlsSocket
+from edge.h2.io_threads import IoThreads
+from edge.h2.send_threads import Connection
+from edge.h2.tls_socket import TLS_AHEAD_BYTES, TlsSocket
 from kv_transfer.transports.stream.h2.view_queue import ViewQueue
 
 WORTH_BYTES = 64 << 10

@@ -12,9 +12,9 @@ from engine.config import EngineConfig
 from engine.contracts.request import RequestStatus
 from engine.sched.arrivals import host_kv
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
-from kv_transfer.host_tier import HostTier
 from kv_transfer.metadata import HostTierEvent, KVTransferParams, TierCommand, TierContents
 from kv_transfer.tier import Tier
+from kv_transfer.tiers.host_tier import PooledHostTier
 from tests.engine.sched.factories import BLOCK_SIZE, make_config, make_request, remote_decode
 from tests.engine.sched.step_machine import Client, StepMachine
 
@@ -417,7 +417,7 @@ class Told:
     def __init__(self, num_slots: int, num_files: int = 0) -> None:
         self.commands: list[TierCommand] = []
         self.is_up = True
-        self.tier = HostTier(num_slots, 1, self._hear, num_files, num_places=2)
+        self.tier = PooledHostTier(num_slots, 1, self._hear, num_files, num_places=2)
         self.tier.apply(TierContents(0, 0))
 
     def _hear(self, process: int, command: TierCommand) -> bool:

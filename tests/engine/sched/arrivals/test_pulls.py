@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from engine.sched.arrivals.pull import NEXT_STATES, PullState
 from engine.sched.scheduler import Scheduler
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.sched.factories import (
     make_config,
     make_request,

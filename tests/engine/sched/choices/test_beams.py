@@ -14,7 +14,7 @@ from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.sched.scheduler import Scheduler
-from kv_transfer.no_connector import NoConnectorScheduler
+from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.sched.choices.beam_workers import NUM_TOKENS, Guesses, asked
 
 

@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.supervisor import Listener, Service, ServiceFailed, ServiceSpec, ServiceState, Supervisor
+from cli.local_cluster.supervisor import (
+    Listener,
+    Service,
+    ServiceFailed,
+    ServiceSpec,
+    ServiceState,
+    Supervisor,
+)
 
 READY = 'import json; print(json.dumps({"event": "ready", "port": 7}), flush=True)'
 WAIT = "import signal; signal.sigwait([signal.SIGTERM])"
@@ -151,7 +158,7 @@ async def test_kill_ends_a_stop_that_nobody_wants_to_wait_for() -> None:
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(f"""
         import asyncio, sys
-        from cli.supervisor import Listener, ServiceSpec, Supervisor
+        from cli.local_cluster.supervisor import Listener, ServiceSpec, Supervisor
         child = ServiceSpec("c", (sys.executable, "-c", {READY!r} + "; " + {WAIT!r}), "")
         async def main():
             supervisor = Supervisor([child], Listener())

@@ -17,10 +17,10 @@ from typing import NoReturn
 
 import grpc
 
-from kv_transfer.transports.stream.h2 import frames as h2
-from kv_transfer.transports.stream.h2.writer import H2Writer, Segment
-from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
+from edge.h2 import frames as h2
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
+from edge.h2.writer import H2Writer, Segment
 
 _DEPTH = 2
 """Messages that are not sent: one on its way, one ready to follow."""

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-import cli.cluster as cluster_module
-from cli.cluster import UpSettings, cluster_specs, free_ports
-from cli.gpu_placement import placement_args
+import cli.local_cluster.cluster as cluster_module
+from cli.local_cluster.cluster import UpSettings, cluster_specs, free_ports
+from cli.local_cluster.gpu_placement import placement_args
 from cli.up import main as up_main
 from kv_transfer.memory.device import DeviceError
 

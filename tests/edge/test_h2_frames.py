@@ -9,8 +9,8 @@ from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge.h2 import frames as h2
 from edge.security.cluster_token import TOKEN_HEADER
-from kv_transfer.transports.stream.h2 import frames as h2
 
 names = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=20)
 values = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=300)

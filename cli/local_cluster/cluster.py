@@ -13,8 +13,8 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
-from cli.gpu_placement import placement_args
-from cli.supervisor import ServiceSpec
+from cli.local_cluster.gpu_placement import placement_args
+from cli.local_cluster.supervisor import ServiceSpec
 from edge.address import join_address
 from engine.node.settings import detect_device
 from kv_transfer.memory.cuda_driver import cuda_driver
@@ -23,7 +23,7 @@ _LOWEST_PORT = 10_000
 _held: list[int] = []
 """File descriptors of sockets that are bound to the ports we gave out."""
 
-DEMO_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
+DEMO_CHECKPOINT = Path(__file__).parent.parent / "demo_checkpoint"
 
 
 class UpSettings(BaseSettings):

@@ -27,10 +27,10 @@ from contextlib import suppress
 from itertools import islice
 from typing import Protocol
 
-from kv_transfer.transports.stream.h2 import frames as h2
-from kv_transfer.transports.stream.h2.send_pace import SendPace
-from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads, Sent, send_now
-from kv_transfer.wire.out_message import Buffer, OutMessage
+from edge.h2 import frames as h2
+from edge.h2.out_message import Buffer, OutMessage
+from edge.h2.send_pace import SendPace
+from edge.h2.send_threads import Connection, SendThreads, Sent, send_now
 
 _LONGEST_WAIT_S = 0.5
 _UNSENT_BYTES = 0x894B

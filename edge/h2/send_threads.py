@@ -9,9 +9,9 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-from kv_transfer.transports.stream.h2.io_threads import IoThreads
-from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
-from kv_transfer.wire.out_message import Buffer, OutMessage
+from edge.h2.io_threads import IoThreads
+from edge.h2.out_message import Buffer, OutMessage
+from edge.h2.tls_socket import TlsSocket
 
 Sent = int | OSError
 """Bytes that the kernel took, 0 when it has no room now; or why the connection broke."""

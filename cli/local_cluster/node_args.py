@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cli.cluster import UpSettings
+from cli.local_cluster.cluster import UpSettings
 from edge.command_line import flags_of
 from engine.node.settings import EngineSettings
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_loopback import until
 
-from kv_transfer.transports.stream.h2 import frames as h2
-from kv_transfer.transports.stream.h2.server import H2Server
-from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.rpc_method import RpcMethod, ServerCall
+from edge.h2 import frames as h2
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod, ServerCall
+from edge.h2.server import H2Server
 from tests.edge.full_listener import FullListener
 
 HEADERS, DATA = h2.FrameKind.HEADERS, h2.FrameKind.DATA

@@ -19,8 +19,8 @@ from kv_transfer.transports.cuda_ipc.advert import CacheAdvert
 from kv_transfer.transports.cuda_ipc.consumer import CudaIpcConsumer, MappedBlocks
 from kv_transfer.transports.cuda_ipc.local_frames import LocalAddress
 from kv_transfer.transports.cuda_ipc.peer_caches import PeerCaches
-from kv_transfer.transports.named.names_assembler import NamesAssembler
-from kv_transfer.transports.named.read_leases import ReadLeases
+from kv_transfer.transports.in_place.names_assembler import NamesAssembler
+from kv_transfer.transports.in_place.read_leases import ReadLeases
 from kv_transfer.wire.chunk import (
     Chunk,
     ChunkHeader,

@@ -21,15 +21,15 @@ from typing import Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
+from edge.h2 import frames as h2
+from edge.h2.call import CallAborted, H2Call
+from edge.h2.out_message import OutMessage
+from edge.h2.rpc_method import RpcMethod
+from edge.h2.send_threads import Connection, SendThreads, send_now
+from edge.h2.tls_socket import TlsSocket
+from edge.h2.writer import H2Writer
 from edge.security.credentials import CallerRefused
 from edge.security.tls_files import certificate_names
-from kv_transfer.transports.stream.h2 import frames as h2
-from kv_transfer.transports.stream.h2.call import CallAborted, H2Call
-from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads, send_now
-from kv_transfer.transports.stream.h2.tls_socket import TlsSocket
-from kv_transfer.transports.stream.h2.writer import H2Writer
-from kv_transfer.wire.out_message import OutMessage
-from kv_transfer.wire.rpc_method import RpcMethod
 
 _READ_BYTES = 64 << 10
 _FRAMES_AT_ONCE = 5000

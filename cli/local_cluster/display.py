@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from cli.supervisor import Listener, Service, ServiceState
+from cli.local_cluster.supervisor import Listener, Service, ServiceState
 
 
 class ClusterDisplay:

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kv_transfer.disk_index import DiskIndex
+from kv_transfer.base import HostTier
 from kv_transfer.metadata import (
     FetchMeta,
     ForgetMeta,
@@ -38,9 +38,10 @@ from kv_transfer.metadata import (
     TierJob,
     TierOff,
 )
-from kv_transfer.slot_table import SlotTable
 from kv_transfer.tier import Tier
-from kv_transfer.tier_task import TierTask
+from kv_transfer.tiers.disk_index import DiskIndex
+from kv_transfer.tiers.slot_table import SlotTable
+from kv_transfer.tiers.tier_task import TierTask
 
 Send = Callable[[int, TierCommand], bool]
 """Tells a transfer process, by number; False: it is down, and will not answer."""
@@ -53,9 +54,9 @@ _SHARE_AHEAD = 8
 logger = logging.getLogger(__name__)
 
 
-class HostTier:
-    """`num_slots` blocks, and `num_files` behind them. Calls return at once; `take_finished` says
-    what has become of jobs."""
+class PooledHostTier(HostTier):
+    """`num_slots` blocks of host memory, and `num_files` on disk. `take_finished` says what has
+    become of jobs."""
 
     def __init__(
         self,
@@ -68,7 +69,6 @@ class HostTier:
     ) -> None:
         """`let_go`, `num_places`: so many loads can be followed layer by layer (`load_marks`)."""
         self.capacity = num_slots + num_files
-        """Blocks that fit, at most."""
         self._num_slots = num_slots
         self._num_processes = num_processes
         self._send = send
@@ -118,11 +118,9 @@ class HostTier:
         return not self._unheard and not self._contents and Tier.HOST not in self._off
 
     def __contains__(self, name: bytes) -> bool:
-        """Returns whether it is stored, or about to be."""
         return name in self._slots.stored or name in self._filling
 
     def tier_of(self, name: bytes) -> Tier | None:
-        """Returns where the block lies; None: it is not here, or not yet."""
         if not self.is_ready:
             return None
         if name in self._slots.stored:
@@ -130,8 +128,6 @@ class HostTier:
         return Tier.DISK if name in self.disk else None
 
     def num_found(self, names: Sequence[bytes], start: int) -> int:
-        """Returns how many blocks from `names[start]` on can be loaded without a gap. All of
-        `names` count as used."""
         if not self.is_ready:
             return 0
         stored, disk = self._slots.stored, self.disk
@@ -157,8 +153,6 @@ class HostTier:
     # Jobs -------------------------------------------------------------------------------------
 
     def store(self, named: Sequence[tuple[bytes, int]]) -> tuple[int, int] | None:
-        """Begins to store the first of these (hash, block id), none of which is here. Returns the
-        job, and how many of them it is; None when all slots are in use now."""
         slots: list[int] = []
         while (
             self.is_ready and len(slots) < len(named) and (slot := self._slots.take()) is not None
@@ -174,8 +168,6 @@ class HostTier:
         return job, len(slots)
 
     def load(self, names: Sequence[bytes], blocks: list[int]) -> int:
-        """Begins to copy blocks with these hashes, as many as `num_found` has said, to `blocks`;
-        those on disk are read to slots first. Returns the job."""
         job = self._new_job()
         stored = self._slots.stored
         self._slots.pin(stored[name] for name in names if name in stored)
@@ -196,13 +188,10 @@ class HostTier:
         return job
 
     def ticket(self, job: int) -> LoadTicket | None:
-        """Returns what a step waits with for the layers of a load; None: it cannot."""
         command = self._jobs[job].command if job in self._jobs else None
         return command.ticket if isinstance(command, LoadMeta) else None
 
     def let_go(self, job: int) -> None:
-        """Lets a step go on that may wait for a load which has failed. Nobody may use its result
-        any more."""
         ticket = self._failed.pop(job, None)
         if ticket is not None:
             self._places.append(ticket.place)
@@ -210,13 +199,14 @@ class HostTier:
                 self._let_go(ticket)
 
     def give_up(self, job: int) -> bool:
-        """Gives up a load of which nothing is copied yet, as its blocks are still read from disk.
-        Returns False if there is none. Slots stay in use until they are read."""
         task = self._jobs.get(job)
         if task is None or not isinstance(task.command, FetchMeta):
             return False
         task.is_given_up = True
         return True
+
+    def take_reads(self) -> list[tuple[int, float]]:
+        return self.disk.take_reads()
 
     def take_finished(self) -> dict[int, bool]:
         """Returns jobs of which nothing is on its way any more, and whether all went well."""
@@ -265,8 +255,6 @@ class HostTier:
                 self._conclude(number)
 
     def forget_all(self) -> None:
-        """Forgets what is stored; jobs go on, but what they write to slots or files does not
-        count."""
         for job in self._jobs.values():
             job.is_lost = job.is_lost or not isinstance(job.command, LoadMeta)
         for name in list(self._slots.stored):

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from edge.h2.out_message import OutMessage
 from kv_transfer.errors import NotServed
 from kv_transfer.transports.base import Export, ExportOwner, ProducerTransfer, ProducerTransport
-from kv_transfer.transports.named.read_leases import ReadLease, ReadLeases
+from kv_transfer.transports.in_place.read_leases import ReadLease, ReadLeases
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.wire.chunk import HEADER, ChunkHeader, ChunkKind, encode_chunk, shape_code
 from kv_transfer.wire.chunk_grid import ChunkPlace
-from kv_transfer.wire.out_message import OutMessage
 
 _MOST_NAMED = 128
 """Chunks of which one message says where they lie."""

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from edge.acceptor import Acceptor
+from edge.h2.rpc_method import RpcMethod
+from edge.h2.send_threads import Connection, SendThreads
+from edge.h2.server_connection import H2ServerConnection, Judge, welcome
+from edge.h2.tls_socket import HANDSHAKE_S, TlsSocket
 from edge.security.server_tls import ServerTls, begins_with_tls
 from edge.standstill import sleep_and_see
-from kv_transfer.transports.stream.h2.send_threads import Connection, SendThreads
-from kv_transfer.transports.stream.h2.server_connection import H2ServerConnection, Judge, welcome
-from kv_transfer.transports.stream.h2.tls_socket import HANDSHAKE_S, TlsSocket
-from kv_transfer.wire.rpc_method import RpcMethod
 
 _BACKLOG = 512
 _MAX_CONNECTIONS = 4096

@@ -17,7 +17,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kv_transfer.wire.out_message import Buffer
+from edge.h2.out_message import Buffer
 
 _RECORD_BYTES = 16 << 10
 TLS_AHEAD_BYTES = _RECORD_BYTES + 512

@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from cli.display import ClusterDisplay
-from cli.supervisor import Listener, Service, ServiceSpec, ServiceState
+from cli.local_cluster.display import ClusterDisplay
+from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, ServiceState
 
 
 def test_the_table_has_the_room_of_every_node() -> None:

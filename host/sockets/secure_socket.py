@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-from host.local_socket import Context, new_socket
+from host.sockets.local_socket import Context, new_socket
 
 _HEARTBEAT_MS = 10_000
 _HEARTBEAT_TIMEOUT_MS = 60_000

@@ -1,4 +1,4 @@
-"""Methods of a service, apart from who carries the calls (`kv_transfer.wire.pull_server`)."""
+"""Methods of a service, whatever carries the calls: `edge.h2.server`, grpcio or a local socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kv_transfer.wire.out_message import OutMessage
+from edge.h2.out_message import OutMessage
 
 
 class ServerCall(ABC):
@@ -30,10 +30,6 @@ class ServerCall(ABC):
     @abstractmethod
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         """Ends the call with a status."""
-
-
-SERVICE = "tandem.v1.KVTransfer"
-PULL_PATH = f"/{SERVICE}/PullKV"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.cluster import UpSettings
+from cli.local_cluster.cluster import UpSettings
 from engine.contracts.errors import CannotStartError
 from engine.node.settings import detect_device
 from host.memory import available_memory

@@ -16,7 +16,7 @@ from kv_transfer.memory.copy_stream import Numbers
 from kv_transfer.transports.chunk_assembler import ChunkAssembler
 from kv_transfer.transports.fetch_job import FetchJob
 from kv_transfer.transports.group_target import NamedBlocks
-from kv_transfer.transports.named.read_leases import LeaseName
+from kv_transfer.transports.in_place.read_leases import LeaseName
 from kv_transfer.wire.chunk import HEADER, ByteArray, Chunk, ChunkKind
 from kv_transfer.wire.chunk_grid import ChunkGrid, GroupGrid
 
