@@ -1,10 +1,19 @@
 #!/usr/bin/env python3
 """Measures what floods of valid requests cost others: how long another client waits, and memory.
 
-The router runs alone. Attackers are a process of their own, with 60 connections for some seconds;
-another client asks for /health all the while and after, one request after the other.
+Attackers are a process of their own, with 60 connections for some seconds; another client asks for
+/health all the while and after, one request after the other. It is asked of
 
-    python -m bench.router.floods --seconds 5
+    router      one that runs alone
+    keys        the same, with keys, which attackers have not: only /health and /ready need none
+    decode      the API of a decode node
+    probes      the port for metrics of a prefill node
+
+Waits on a busy machine are also those of cores that others use. So each flood is measured twice: at
+the service (`flooded`), and at a second one of its kind, while the first is asked (`beside`). Root
+can have it measured as on a quiet machine:
+
+    nice -n -20 python -m bench.router.floods --seconds 3
 """
 
 from __future__ import annotations
@@ -12,13 +21,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import multiprocessing
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
 
 from bench.record import write_result
-from bench.router.overhead import child, cpu_seconds, peak_rss_mib, run_router
+from bench.router.overhead import child, cpu_seconds, peak_rss_mib
+from cli.cluster import DEMO_CHECKPOINT
+
+Begun: TypeAlias = "multiprocessing.Queue[bool]"
 
 _NUM_CONNECTIONS = 60
 _GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -26,45 +44,63 @@ _CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
+_LARGE = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: 8000000\r\n\r\n"
+)
 FLOODS = {
-    "pipelined requests": (b"", _GET * 4000),
-    "chunks of one byte": (_CHUNKED, b"1\r\n \r\n" * 20_000),
-    "endless trailers": (_CHUNKED + b"0\r\n", b"a: b\r\n" * 20_000),
+    "nothing": (b"", b"", 0.0),
+    "pipelined requests": (b"", _GET * 4000, 0.0),
+    "pipelined scrapes": (b"", _GET.replace(b"health", b"metrics") * 1000, 0.0),
+    "chunks of one byte": (_CHUNKED, b"1\r\n \r\n" * 20_000, 0.0),
+    "chunks of one byte in packets": (_CHUNKED, b"1\r\n \r\n" * 600, 0.02),
+    "endless trailers": (_CHUNKED + b"0\r\n", b"a: b\r\n" * 20_000, 0.0),
+    "long bodies": (_LARGE, b" " * 65_536, 0.0),
+    "connections alone": (_GET, b"", 0.0),
 }
-"""Names what is sent once on each connection, and again and again."""
+"""Names what is sent once on each connection, what again and again, and how many seconds apart."""
+_MODEL = "--model", str(DEMO_CHECKPOINT), "--device", "cpu"
+_ARGUMENTS = {
+    "router": ("router",),
+    "decode": ("decode_node", *_MODEL),
+    "probes": ("prefill_node", *_MODEL, "--metrics-port", "0"),
+}
+_SERVICES = "router", "keys", "decode", "probes"
 
 
-async def _attack(port: int, first: bytes, again: bytes, until: float) -> None:
+async def _attack(port: int, name: str, until: float) -> None:
     """Sends without reading, begins anew where it is cut off, and hangs up each second."""
+    first, again, pause_s = FLOODS[name]
     while time.monotonic() < until:
         with contextlib.suppress(OSError, TimeoutError):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 async with asyncio.timeout(1.0):
                     writer.write(first)
-                    while not writer.is_closing():
+                    while again and not writer.is_closing():
                         writer.write(again)
                         await writer.drain()
+                        await asyncio.sleep(pause_s)
             finally:
                 writer.transport.abort()
 
 
-def run_attack(port: int, name: str, seconds: float) -> None:
+def run_attack(begun: Begun, port: int, name: str, seconds: float) -> None:
     async def attack() -> None:
-        first, again = FLOODS[name]
+        begun.put(True)
         until = time.monotonic() + seconds
-        attacks = (_attack(port, first, again, until) for _ in range(_NUM_CONNECTIONS))
+        attacks = (_attack(port, name, until) for _ in range(_NUM_CONNECTIONS))
         await asyncio.gather(*attacks)
 
     asyncio.run(attack())
 
 
 async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    for _ in range(200):
+    for _ in range(400):
         with contextlib.suppress(ConnectionRefusedError):
             return await asyncio.open_connection("127.0.0.1", port)
         await asyncio.sleep(0.05)
-    raise SystemExit("the router did not begin to listen")
+    raise SystemExit("the service did not begin to listen")
 
 
 async def _waits(port: int, seconds: float) -> list[float]:
@@ -84,22 +120,51 @@ async def _waits(port: int, seconds: float) -> list[float]:
     return waits
 
 
-def _measure(name: str, seconds: float) -> dict[str, object]:
-    ports: multiprocessing.Queue[int] = multiprocessing.get_context("spawn").Queue()
-    with child(run_router, ports, "", "own") as router:
-        port, pid = ports.get(), router.pid
-        assert pid is not None
-        asyncio.run(_waits(port, 1.0))
+@contextlib.contextmanager
+def _service(kind: str) -> Iterator[tuple[int, int]]:
+    """Yields the port and the process of a new one."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder, "keys.toml")
+        digest = hashlib.sha256(b"key").hexdigest()
+        keys.write_text(f'[[tenants]]\nname = "bench"\nkeys = ["sha256:{digest}"]\n')
+        arguments = {**_ARGUMENTS, "keys": ("router", "--api-key-file", str(keys))}[kind]
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments, "--port", "0", "--log-level", "error"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            found = (json.loads(line) for line in process.stdout)
+            ready = next((said for said in found if said["event"] == "ready"), None)
+            if ready is None:
+                raise SystemExit(f"{arguments[0]} did not start")
+            name = "metrics_port" if kind == "probes" else "port"
+            yield ready.get(name) or int(ready["address"].rpartition(":")[2]), process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:
+    with _service(kind) as (port, pid), _service(kind) as (other_port, _):
+        for each in (other_port, port):
+            asyncio.run(_waits(each, 1.0))
         rss, cpu = peak_rss_mib(pid), cpu_seconds(pid)
-        with child(run_attack, port, name, seconds):
-            waits = sorted(asyncio.run(_waits(port, seconds + 2)))
-        return {
-            "flood": name,
-            "wait_p50_ms": round(waits[len(waits) // 2] * 1e3, 1),
-            "wait_p99_ms": round(waits[len(waits) * 99 // 100] * 1e3, 1),
-            "wait_max_ms": round(waits[-1] * 1e3, 1),
+        begun: Begun = multiprocessing.get_context("spawn").Queue()
+        found: dict[str, object] = {"service": kind, "flood": name}
+        for place, attacked in (("beside", other_port), ("flooded", port)):
+            with child(run_attack, begun, attacked, name, seconds):
+                begun.get()
+                waits = sorted(asyncio.run(_waits(port, seconds + 2)))
+            found |= {
+                f"{place}_p50_ms": round(waits[len(waits) // 2] * 1e3, 1),
+                f"{place}_p99_ms": round(waits[len(waits) * 99 // 100] * 1e3, 1),
+                f"{place}_max_ms": round(waits[-1] * 1e3, 1),
+            }
+        return found | {
             "grown_mib": round(peak_rss_mib(pid) - rss, 1),
-            "router_cpu_s": round(cpu_seconds(pid) - cpu, 2),
+            "cpu_s": round(cpu_seconds(pid) - cpu, 2),
         }
 
 
@@ -107,14 +172,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of each flood")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each flood")
+    parser.add_argument("--services", default=",".join(_SERVICES), help="which are attacked")
     parser.add_argument("--floods", default=",".join(FLOODS), help="which")
     parser.add_argument("--name", default="router_floods", help="name of the result file")
     args = parser.parse_args()
     rows = []
-    for name in args.floods.split(","):
-        rows.append(_measure(name, args.seconds))
-        print(json.dumps(rows[-1]), flush=True)
+    for kind in args.services.split(","):
+        for name in args.floods.split(","):
+            rows.append(_measure(kind, name, args.seconds))
+            print(json.dumps(rows[-1]), flush=True)
     print(f"written: {write_result(args.name, rows).name}")
     return 0
 

@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from starlette.requests import Request
 
 from bench.record import write_result
-from edge.http.exposition import scrape_response
+from edge.http.exposition import Exposition
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
@@ -71,7 +71,11 @@ async def longest_silence(metrics: RouterMetrics, is_whole: bool) -> dict[str, f
         size = len(generate_latest(metrics.registry))
     else:
         size = len(
-            (await scrape_response(metrics.registry, Request({"type": "http", "headers": []}))).body
+            (
+                await Exposition(metrics.registry).response(
+                    Request({"type": "http", "headers": []})
+                )
+            ).body
         )
     took = time.perf_counter() - began
     await asyncio.sleep(0)

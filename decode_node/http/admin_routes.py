@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from decode_node.errors import PermissionDenied, Unavailable
 from decode_node.http.callers import Caller
-from edge.http.exposition import scrape_response
+from edge.http.exposition import Exposition
 
 
 def create_admin_router(
@@ -21,11 +21,12 @@ def create_admin_router(
     router = APIRouter()
 
     if metrics is not None:
+        exposition = Exposition(metrics)
 
         @router.get("/metrics")
         async def scrape(request: Request) -> Response:
             """Tells counters and histograms to Prometheus."""
-            return await scrape_response(metrics, request)
+            return await exposition.response(request)
 
     @router.post("/reset_prefix_cache")
     async def reset(request: Request) -> Response:

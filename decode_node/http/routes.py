@@ -95,15 +95,18 @@ class Api:
             headers = {k: v for k, v in headers.items() if k not in names.FROM_ROUTERS}
         limits = self.settings.body_limits(MAX_RESUME_BYTES if names.RESUME in headers else 0)
         offset = resume_offset(headers)
-        raw = await read_json_body(headers, request.receive, limits, offset)
-        resume = None if offset is None else read_resume(raw[offset:])
+        with limits.room.lease() as lease:
+            raw = await read_json_body(headers, request.receive, limits, lease, offset)
+            is_long = len(raw) > long_work.LONG_BODY
+            resume = None if offset is None else read_resume(raw[offset:])
+            body = await long_work.run(is_long, partial(parse_body, raw[:offset], kind))
         named = headers.get(names.PREFILL_NODES)
         trace = request.state.trace
         logger.debug("request %s: trace %s", request.state.request_id, trace.trace_id)
         context = RequestContext(
             request_id=request.state.request_id,
             received_at=received_at,
-            is_long=len(raw) > long_work.LONG_BODY,
+            is_long=is_long,
             prefill_nodes=None if named is None else prefill_nodes(named),
             wants_timeline=headers.get(names.TIMELINE) == "1",
             wants_journal=headers.get(names.JOURNAL) == "1",
@@ -118,7 +121,6 @@ class Api:
             prefix_holder=checked_holder(headers.get(names.PREFIX_HOLDER, "")),
             kept=KeptResponse.of_header(headers.get(names.RESPONSE, "")),
         )
-        body = await long_work.run(context.is_long, partial(parse_body, raw[:offset], kind))
         self.ignored.note(body.unknown_fields())
         return body, context
 

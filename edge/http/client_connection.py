@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from starlette.types import Receive, Scope
 
+from edge.http.body_room import BodyLease, BodyRoom
 from edge.http.errors import BadRequest, RequestTimeout, RequestTooLarge, UnsupportedBody
 from edge.http.json_counter import JsonCounter
 from edge.http.request_head import RequestHead
 from edge.tracing.context import plain_request_id
 
+LEAST_ROOM = 16 << 20
+"""Bytes of bodies that arrive at once, where each may have less than half of it."""
 _LENGTH_DIGITS = 18
 
 
@@ -58,10 +61,11 @@ class ClientGuard:
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     """Bounds a body. `timeout_s` is the time from the head of the request to the end of its
-    body."""
+    body; `room` is for all bodies together."""
 
     max_bytes: int
     timeout_s: float
+    room: BodyRoom = field(default_factory=lambda: BodyRoom(LEAST_ROOM))
 
 
 def request_headers(scope: Scope) -> Mapping[str, str]:
@@ -91,9 +95,11 @@ async def read_json_body(
     headers: Mapping[str, str],
     receive: Receive,
     limits: BodyLimits,
+    lease: BodyLease,
     num_json_bytes: int | None = None,
 ) -> bytes:
     """Returns the whole body. Its JSON, the first `num_json_bytes` or all, is counted as it comes.
+    `lease` is of the room of `limits`, to be kept until the body was understood.
 
     Raises:
         BadRequest: The JSON holds more than may be parsed (`edge.http.json_counter`).
@@ -105,11 +111,22 @@ async def read_json_body(
     """
     _check_headers(headers, limits.max_bytes)
     try:
-        async with asyncio.timeout(limits.timeout_s):
-            return await _receive_body(receive, limits.max_bytes, num_json_bytes)
+        async with asyncio.timeout(limits.timeout_s) as clock:
+            body = _Body(limits.max_bytes, num_json_bytes)
+            while True:
+                await lease.wait(clock)
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                part = message.get("body", b"")
+                body.add(part)
+                lease.take(len(part))
+                if not message.get("more_body", False):
+                    return b"".join(body.parts)
     except TimeoutError:
         raise RequestTimeout(
-            f"the request body did not arrive within {limits.timeout_s:g} s"
+            f"the request body did not arrive within {limits.timeout_s:g} s, or came slowly while "
+            f"others waited"
         ) from None
 
 
@@ -135,22 +152,23 @@ def _check_headers(headers: Mapping[str, str], max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-async def _receive_body(receive: Receive, max_bytes: int, num_json_bytes: int | None) -> bytes:
-    counter = JsonCounter()
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        part = message.get("body", b"")
-        if size + len(part) > max_bytes:
-            raise _too_large(max_bytes)
-        counter.feed(part if num_json_bytes is None else part[: max(0, num_json_bytes - size)])
-        size += len(part)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+class _Body:
+    """Collects a body. Raises `BadRequest`, `RequestTooLarge` as soon as it is too much."""
+
+    def __init__(self, max_bytes: int, num_json_bytes: int | None) -> None:
+        self._max_bytes = max_bytes
+        self._num_json_bytes = num_json_bytes
+        self._counter = JsonCounter()
+        self._size = 0
+        self.parts: list[bytes] = []
+
+    def add(self, part: bytes) -> None:
+        if self._size + len(part) > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        left = None if self._num_json_bytes is None else max(0, self._num_json_bytes - self._size)
+        self._counter.feed(part[:left])
+        self._size += len(part)
+        self.parts.append(part)
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

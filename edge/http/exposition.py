@@ -3,7 +3,8 @@
 OpenMetrics alone carries exemplars: the trace of one request that fell into a bucket.
 
 Text is made in the event loop, where nothing changes the figures meanwhile, but in slices, between
-which the loop serves streams: a scrape of a large router takes a second.
+which the loop serves streams: a scrape of a large router takes a second. Scrapers that come at once
+share an answer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8, CONTENT_TYPE_LAT
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from starlette.requests import Request
 from starlette.responses import Response
+
+from edge.http.shared_work import SharedWork
 
 _OPENMETRICS = "application/openmetrics-text"
 _TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,16 +40,20 @@ class _Families:
         yield self.family
 
 
-async def scrape_response(registry: CollectorRegistry, request: Request) -> Response:
-    """Returns all metrics of `registry` in the best format that the scraper takes.
+class Exposition:
+    """Tells all metrics of `registry`. A collector may yield a long family in parts: families of
+    one name, one after the other."""
 
-    A collector may yield a long family in parts: families of one name, one after the other.
-    """
-    if not _takes_openmetrics(request.headers.get("accept", "")):
-        content = await _in_slices(registry, generate_latest)
-        return Response(content, headers={"content-type": _TEXT_TYPE})
-    content = await _in_slices(registry, _openmetrics) + _END
-    return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._text = SharedWork(lambda: _in_slices(registry, generate_latest))
+        self._openmetrics = SharedWork(lambda: _in_slices(registry, _openmetrics))
+
+    async def response(self, request: Request) -> Response:
+        """Returns the metrics in the best format that the scraper takes."""
+        if not _takes_openmetrics(request.headers.get("accept", "")):
+            return Response(await self._text.get(), headers={"content-type": _TEXT_TYPE})
+        content = await self._openmetrics.get() + _END
+        return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def _in_slices(registry: CollectorRegistry, render: Render) -> bytes:

@@ -42,6 +42,7 @@ from edge.http.old_client import send_without_chunks
 from edge.http.parse_turns import HeldFlow, ParseTurns
 from edge.http.request_cutter import RequestCutter
 from edge.http.request_head import RequestHead, fault_of
+from edge.http.send_clock import HELD_UP_S, SendClock
 from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
@@ -50,12 +51,8 @@ WRITE_DIRECTLY = "write_directly"
 """The key of what writes a piece of the answer's body to the connection, as `EventWriter` does."""
 
 _LINGER_S = 1.0
-_HELD_UP_S = 0.25
-"""A timer that fires so much later than it should tells that this process was held up."""
 _FIRST_WORDS_S = 2.0
 """A new connection is not taken for one that shows no key before it has had time to."""
-_WRITER_FIRST_S = 1.0
-"""Whoever writes an answer gives up by a clock of its own so much sooner, and can say why."""
 
 
 class HeadCheck(Protocol):
@@ -99,21 +96,21 @@ class GuardedProtocol(HttpToolsProtocol):
     open_connections = OpenConnections()
 
     _head_timer: asyncio.TimerHandle | None = None
-    _send_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
     _num_trailer_bytes = -1
     """Those behind the body that is being read; -1 while a head is."""
-    _num_unread = 0
     _refusal: HttpError | None = None
     _is_ending = False
+    _is_in_line = False
     _address = ""
     _names: Collection[str] | None = None
     _is_plaintext = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = self._flow = HeldFlow(transport)
+        self.flow = self._flow = HeldFlow(transport, self._wait_for_turn)
         self._held = RequestCutter()
+        self._send_clock = SendClock(transport, self.limits.send_timeout_s)
         self._is_plaintext = transport.get_extra_info("sslcontext") is None
         self._names = certificate_names(transport.get_extra_info("peercert"))
         self._address = self.client[0] if self.client else ""
@@ -129,7 +126,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        self._stop_send_timer()
+        self._send_clock.stop()
         self._tell_answer()
         self._held.drop()
         by_address = self.open_connections.by_address
@@ -140,29 +137,46 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        turns = self.open_connections.turns
         if self._is_ending or self.transport.is_closing():
+            self._flow.drain_in_turn(turns)
             return
         if self._awaits_answer() and not data.strip(b"\r\n"):
             return  # Some clients end a body with a line of its own, and it is not read for long.
         was_held = bool(self._held)
         self._held.add(data)
-        if not was_held:
+        if was_held:
+            return
+        if not self._may_parse() or turns.may_begin(is_first=not self._is_answering()):
             self._parse_on()
+        else:
+            self._flow.hold()
+            self._wait_for_turn()
 
     def _parse_on(self) -> None:
         """Parses a piece of what is here, unless a request waits for its answer: nothing behind
         that one is looked at, and it is dropped when the connection ends."""
+        self._is_in_line = False
         if self._is_ending or self.transport.is_closing():
             self._held.drop()
             return
-        if not self._awaits_answer():
+        if self._may_parse():
             self._parse_piece(self._held.next_piece())
         if not self._held:
             self._flow.release()
             return
         self._flow.hold()
-        if not self._awaits_answer():
-            self.open_connections.turns.wait(self._parse_on)
+        if self._may_parse():
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        if self._is_in_line or not self._held:
+            return
+        self._is_in_line = True
+        self.open_connections.turns.wait(self._parse_on, is_first=not self._is_answering())
+
+    def _may_parse(self) -> bool:
+        return not self._awaits_answer() and not self._flow.is_full
 
     def _awaits_answer(self) -> bool:
         """Returns whether a whole request is here and its answer is not."""
@@ -235,18 +249,17 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle.more_body and cycle.response_complete:
             self.end_gently()
         super().on_response_complete()
-        if self._held:
-            self.open_connections.turns.wait(self._parse_on)
+        self._wait_for_turn()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading()
+        self._send_clock.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_send_timer()
+        self._send_clock.stop()
         if self.transport.is_closing():
-            self._expect_reading()
+            self._send_clock.start()
 
     def timeout_keep_alive_handler(self) -> None:
         self.close()
@@ -254,12 +267,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         super().shutdown()
         if self.transport.is_closing():
-            self._expect_reading()
+            self._send_clock.start()
 
     def close(self) -> None:
         """Ends the connection as soon as the client has read what it was sent."""
         self.transport.close()
-        self._expect_reading()
+        self._send_clock.start()
 
     def end_gently(self) -> None:
         """Ends the connection when the client has had a moment to read; what it still sends is
@@ -338,36 +351,11 @@ class GuardedProtocol(HttpToolsProtocol):
         read yet: then it waits once more, for as long as that was."""
         assert self._head_timer is not None
         late_s = self.loop.time() - self._head_timer.when()
-        if late_s > _HELD_UP_S:
+        if late_s > HELD_UP_S:
             more_s = min(late_s, self.limits.header_timeout_s)
             self._head_timer = self.loop.call_later(more_s, self._end_wait)
         else:
             self._end_wait()
-
-    def _expect_reading(self) -> None:
-        """Bounds the time for which nothing of what lies here is read."""
-        if self._send_timer is not None:
-            return
-        self._num_unread = self.transport.get_write_buffer_size()
-        if self._num_unread:
-            timeout_s = self.limits.send_timeout_s + _WRITER_FIRST_S
-            self._send_timer = self.loop.call_later(timeout_s, self._on_send_timeout)
-
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
-
-    def _on_send_timeout(self) -> None:
-        """Cuts off a client that has read nothing, unless this process was held up meanwhile, and
-        could not send."""
-        assert self._send_timer is not None
-        was_held_up = self.loop.time() - self._send_timer.when() > _HELD_UP_S
-        self._send_timer = None
-        if was_held_up or self.transport.get_write_buffer_size() < self._num_unread:
-            self._expect_reading()
-        else:
-            self.transport.abort()
 
     def _end_wait(self) -> None:
         """Ends a connection that takes too long. A client that has sent nothing at all gets no

@@ -1,8 +1,13 @@
-"""Lets connections parse what they hold in turns, and other work in between.
+"""Lets connections read and parse in turns, and other work in between.
 
-1. `wait`   a connection holds more than it was given to parse at once
-2. a turn   each that waits parses a piece, as long as `_TURN_S` lasts; then the event loop serves
-            everybody else, and the next ones follow
+1. `may_begin`   what a read brought is parsed at once, as long as `_TURN_S` of this turn of the
+                 event loop lasts and nobody waits
+2. `wait`        a connection holds more than it was given to parse at once, or came too late
+3. a turn        those that wait parse a piece each, round after round, until `_TURN_S` is over,
+                 requests that begin first; then the event loop serves everybody else, and the
+                 next ones follow
+4. `drain`       what a connection still sends is thrown away: it may be read once more. Few are
+                 in a turn, since a read costs as much as a piece does
 """
 
 from __future__ import annotations
@@ -15,18 +20,38 @@ from collections.abc import Callable
 from uvicorn.protocols.http.flow_control import FlowControl
 
 _TURN_S = 0.005
+_DRAINED_A_TURN = 4
 
 
 class ParseTurns:
-    """Is shared by the connections of one listener."""
+    """Is shared by the connections of one listener. `is_first`: a request begins; it comes before
+    those of which a part was parsed, so that nobody waits for the long bodies of others."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._first: deque[Callable[[], None]] = deque()
+        self._others: deque[Callable[[], None]] = deque()
+        self._draining: deque[Callable[[], None]] = deque()
         self._is_set = False
+        self._until = 0.0
 
-    def wait(self, parse_on: Callable[[], None]) -> None:
+    def may_begin(self, *, is_first: bool) -> bool:
+        """Returns whether a connection that has just been read may parse without waiting."""
+        if self._first or (self._others and not is_first):
+            return False
+        if not self._is_set:
+            self._set()
+            self._until = time.monotonic() + _TURN_S
+            return True
+        return time.monotonic() < self._until
+
+    def wait(self, parse_on: Callable[[], None], *, is_first: bool) -> None:
         """Has `parse_on` called when it is its turn. It may ask for another one then."""
-        self._waiting.append(parse_on)
+        (self._first if is_first else self._others).append(parse_on)
+        self._set()
+
+    def drain(self, read_on: Callable[[], None]) -> None:
+        """Has `read_on` called when it is its turn."""
+        self._draining.append(read_on)
         self._set()
 
     def _set(self) -> None:
@@ -36,29 +61,50 @@ class ParseTurns:
 
     def _run(self) -> None:
         self._is_set = False
-        until = time.monotonic() + _TURN_S
-        for _ in range(len(self._waiting)):
-            self._waiting.popleft()()
-            if time.monotonic() > until:
-                break
-        if self._waiting:
+        self._until = time.monotonic() + _TURN_S
+        # Some of each kind, so that none waits for ever.
+        for queue in (self._first, self._others):
+            while queue:
+                queue.popleft()()
+                if time.monotonic() > self._until:
+                    break
+        for _ in range(min(_DRAINED_A_TURN, len(self._draining))):
+            self._draining.popleft()()
+        if self._first or self._others or self._draining:
             self._set()
 
 
 class HeldFlow(FlowControl):
-    """Does not read from a client while something of what it sent is held, whoever asks for it."""
+    """Does not read from a client while something of what it sent is held, or whoever reads the
+    body has enough. `read_on` is called when it is held, and more is wanted of it."""
 
-    is_held = False
+    def __init__(self, transport: asyncio.Transport, read_on: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._read_on = read_on
+        self._is_held = False
+        self.is_full = False
 
     def hold(self) -> None:
-        self.is_held = True
-        self.pause_reading()
+        self._is_held = True
+        super().pause_reading()
 
     def release(self) -> None:
-        if self.is_held:
-            self.is_held = False
-            self.resume_reading()
+        self._is_held = False
+        if not self.is_full:
+            super().resume_reading()
+
+    def drain_in_turn(self, turns: ParseTurns) -> None:
+        """Reads on when it is this connection's turn to have what it sends thrown away."""
+        self.hold()
+        turns.drain(self.release)
+
+    def pause_reading(self) -> None:
+        self.is_full = True
+        super().pause_reading()
 
     def resume_reading(self) -> None:
-        if not self.is_held:
+        self.is_full = False
+        if self._is_held:
+            self._read_on()
+        else:
             super().resume_reading()

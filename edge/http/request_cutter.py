@@ -5,7 +5,7 @@ become work at once, and of which none could be dropped when the client has gone
 byte for each byte of a body costs a thousand times what the body does. So the parser gets pieces:
 
     head            up to the blank line that ends it, or a part of it
-    body by length  as much of it as is here
+    body by length  as much of it as is here, within what whoever reads it looks at at once
     body in chunks  like a head: where chunks end, there is a blank line, too. One may also be in
                     the midst of a chunk: that is a cut too many, which does no harm
 """
@@ -13,6 +13,7 @@ byte for each byte of a body costs a thousand times what the body does. So the p
 from __future__ import annotations
 
 _PIECE_BYTES = 4 << 10
+_BODY_PIECE_BYTES = 64 << 10
 _BLANK_LINE = b"\r\n\r\n"
 _BEFORE = len(_BLANK_LINE) - 1
 
@@ -38,7 +39,7 @@ class RequestCutter:
         """Returns what may be parsed next, which ends no later than the request does."""
         start = self._at
         if self.body_bytes:
-            end = min(start + self.body_bytes, len(self._data))
+            end = min(start + self.body_bytes, start + _BODY_PIECE_BYTES, len(self._data))
             self.body_bytes -= end - start
         else:
             end = min(start + _PIECE_BYTES, len(self._data))

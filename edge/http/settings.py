@@ -6,9 +6,10 @@ import json
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, PrivateAttr
 
-from edge.http.client_connection import BodyLimits
+from edge.http.body_room import BodyRoom
+from edge.http.client_connection import LEAST_ROOM, BodyLimits
 from edge.http.front import HttpFront, check_origin
 from edge.http.guarded_protocol import ConnectionLimits
 
@@ -80,12 +81,17 @@ class HttpEdgeSettings(BaseModel):
         "with or without it.",
     )
 
+    _body_room: BodyRoom | None = PrivateAttr(default=None)
+
     def http_front(self) -> HttpFront:
         return HttpFront(root_path=self.root_path, origins=_origins(self.allowed_origins))
 
     def body_limits(self, more_bytes: int = 0) -> BodyLimits:
-        """Returns limits for a body and `more_bytes` besides."""
-        return BodyLimits(self.max_body_bytes + more_bytes, self.body_timeout_s)
+        """Returns limits for a body and `more_bytes` besides. All share one room."""
+        if self._body_room is None:
+            self._body_room = BodyRoom(max(LEAST_ROOM, 2 * self.max_body_bytes))
+        most = self.max_body_bytes + more_bytes
+        return BodyLimits(most, self.body_timeout_s, self._body_room)
 
     def connection_limits(self, max_per_address: int = 0) -> ConnectionLimits:
         return ConnectionLimits(

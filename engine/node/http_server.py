@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from edge.address import join_address
-from edge.http.exposition import scrape_response
+from edge.http.exposition import Exposition
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.http.outer_edge import OuterEdge
 from edge.security.tls_http import TlsServer
@@ -109,8 +109,10 @@ def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
     async def ready(request: Request) -> Response:
         return _verdict(status.fault() or ("stopping" if status.work.draining else ""))
 
+    exposition = Exposition(metrics)
+
     async def scrape(request: Request) -> Response:
-        return await scrape_response(metrics, request)
+        return await exposition.response(request)
 
     async def steps(request: Request) -> Response:
         try:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from edge.http.exposition import scrape_response
+from edge.http.exposition import Exposition
 from router.errors import AdminOnly
 from router.nodes.address import NodeRole
 from router.nodes.prefix_caches import RESET, PrefixCaches
@@ -58,9 +58,11 @@ def admin_routes(
         is_done = all(outcome == RESET for outcome in outcomes.values())
         return JSONResponse({"nodes": outcomes}, status_code=200 if is_done else 503)
 
+    exposition = Exposition(metrics.registry)
+
     @routes.get("/metrics")
     async def scrape(request: Request) -> Response:
-        return await scrape_response(metrics.registry, request)
+        return await exposition.response(request)
 
     return routes
 

@@ -149,13 +149,13 @@ class ProxyEndpoint:
     async def _read(self, scope: Scope, receive: Receive, record: RequestHistory) -> ClientRequest:
         self.room.check()
         headers = request_headers(scope)
-        body = await read_json_body(headers, receive, self.body_limits)
-        name = record.trace.request_id
-        is_long = len(body) > long_work.LONG_BODY
-        tenant = _tenant(scope)
-        table = self.models.table
-        read = partial(read_request_info, scope["path"], name, headers, body, tenant, table.route)
-        info = await long_work.run(is_long, read)
+        name, tenant, table = record.trace.request_id, _tenant(scope), self.models.table
+        with self.body_limits.room.lease() as lease:
+            body = await read_json_body(headers, receive, self.body_limits, lease)
+            is_long = len(body) > long_work.LONG_BODY
+            path, route = scope["path"], table.route
+            read = partial(read_request_info, path, name, headers, body, tenant, route)
+            info = await long_work.run(is_long, read)
         info = info.bounded(table.max_model_lens.get(info.model, 0))
         record.read(info)
         return ClientRequest(info, headers, body, record, scope["state"].get("kept", ""))

@@ -104,7 +104,8 @@ class ResponseRoutes:
             # Clients send no body at all where they have nothing to say.
             if headers.get("content-length") == "0":
                 return (b"",)
-            return (await read_json_body(headers, request.receive, self.body_limits),)
+            with self.body_limits.room.lease() as lease:
+                return (await read_json_body(headers, request.receive, self.body_limits, lease),)
 
         return self._route("POST", path, call, read)
 

@@ -25,7 +25,7 @@ def status_routes(feed: StatusFeed) -> list[BaseRoute]:
         wanted = request.query_params.get("format", "html")
         if wanted == "json":
             headers = {"cache-control": "no-store"}
-            return Response(feed.document(), media_type="application/json", headers=headers)
+            return Response(await feed.document(), media_type="application/json", headers=headers)
         if wanted != "html":
             raise BadRequest("format must be html or json", param="format")
         return _answer(request, files[PAGE])

@@ -60,10 +60,10 @@ class StatefulEndpoint:
             with self.room.arrived():
                 self.room.check()
                 headers = request_headers(scope)
-                body = await read_json_body(headers, receive, self.body_limits)
-                state = await long_work.run(
-                    len(body) > long_work.LONG_BODY, partial(read_state, body)
-                )
+                with self.body_limits.room.lease() as lease:
+                    body = await read_json_body(headers, receive, self.body_limits, lease)
+                    is_long = len(body) > long_work.LONG_BODY
+                    state = await long_work.run(is_long, partial(read_state, body))
                 turn = None
                 if state is not None and not state.is_stateless:
                     turn = await self.kept.prepare(tenant.name, self._asked(scope, state))

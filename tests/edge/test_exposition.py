@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as plain_fam
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 
-from edge.http.exposition import scrape_response
+from edge.http.exposition import Exposition
 from tests.decode_node.http_node import http_node
 from tests.router.cluster import run_cluster
 from tests.router.token_server import TokenHandler
@@ -114,7 +114,7 @@ async def test_a_family_in_parts_is_one_family(accept: str) -> None:
     registry = CollectorRegistry()
     registry.register(_InParts(3))
     scope = {"type": "http", "headers": [(b"accept", accept.encode())]}
-    text = bytes((await scrape_response(registry, Request(scope))).body).decode()
+    text = bytes((await Exposition(registry).response(Request(scope))).body).decode()
     parse = text_string_to_metric_families if accept else plain_families
     families = {family.name: family for family in parse(text)}
     assert list(families) == ["first", "calls", "last"]
@@ -126,7 +126,7 @@ async def test_others_run_while_a_long_scrape_is_made() -> None:
     registry = CollectorRegistry()
     registry.register(parts := _InParts(5000))
     making = asyncio.create_task(
-        scrape_response(registry, Request({"type": "http", "headers": []}))
+        Exposition(registry).response(Request({"type": "http", "headers": []}))
     )
     seen = set()
     while not making.done():

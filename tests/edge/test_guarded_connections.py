@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from edge.http import guarded_protocol
+from edge.http import guarded_protocol, send_clock
 from edge.http.client_connection import BodyLimits, read_json_body, request_headers
 from edge.http.errors import HttpError, Unauthorized, send_error
 from edge.http.front import HttpFront
@@ -74,7 +74,9 @@ async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterato
         try:
             if scope["method"] == "POST":
                 headers = request_headers(scope)
-                body = await read_json_body(headers, receive, BodyLimits(1000, 0.2))
+                limits = BodyLimits(1000, 0.2)
+                with limits.room.lease() as lease:
+                    body = await read_json_body(headers, receive, limits, lease)
                 running.bodies.append(body)
         except HttpError as error:
             await send_error(send, error)
@@ -214,7 +216,7 @@ async def test_many_may_come_at_once_before_they_have_shown_their_keys(
 async def test_who_reads_nothing_of_a_whole_answer_is_cut(
     monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    monkeypatch.setattr(guarded_protocol, "_WRITER_FIRST_S", 0.0)
+    monkeypatch.setattr(send_clock, "_WRITER_FIRST_S", 0.0)
     async with service(send_timeout_s=0.3) as running:
         with socket.create_connection(("127.0.0.1", running.port)) as client:
             client.sendall(b"GET /big HTTP/1.1\r\n" + KEY + head + b"\r\n")
@@ -223,7 +225,7 @@ async def test_who_reads_nothing_of_a_whole_answer_is_cut(
 
 
 async def test_who_reads_slowly_gets_all_of_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_protocol, "_WRITER_FIRST_S", 0.0)
+    monkeypatch.setattr(send_clock, "_WRITER_FIRST_S", 0.0)
     limit_s = 0.5
     async with service(send_timeout_s=limit_s) as running:
         reader, writer = await running.connect(b"GET /big HTTP/1.1\r\n" + KEY + b"\r\n")

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from edge.http.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import send_error
+from edge.http.shared_work import SharedWork
 from router.errors import Overloaded
 from router.observe.status.snapshot import Snapshot
 
@@ -58,6 +59,9 @@ class StatusFeed:
         self._ticking: asyncio.Task[None] | None = None
         self.num_viewers = 0
         self._is_closed = False
+        self._whole = SharedWork(self._make_document)
+        self._first = SharedWork(self._begin)
+        """Viewers that come and go cost no snapshot each."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
@@ -84,7 +88,8 @@ class StatusFeed:
             seen = -1
             while not self._is_closed:
                 if self._ticking is None:
-                    self._advance()
+                    await self._first.get()
+                if self._ticking is None:
                     self._ticking = asyncio.create_task(self._run(), name="router status feed")
                 if seen != self._tick:
                     is_next = seen == self._tick - 1
@@ -103,8 +108,11 @@ class StatusFeed:
         self._is_closed = True
         self._wake()
 
-    def document(self) -> bytes:
+    async def document(self) -> bytes:
         """Returns a whole snapshot as JSON, for programs."""
+        return await self._whole.get()
+
+    async def _make_document(self) -> bytes:
         snapshot = self._take()
         return _document(0, snapshot, self._interval_s(snapshot))
 
@@ -119,6 +127,9 @@ class StatusFeed:
     def _interval_s(self, snapshot: Snapshot | None) -> float:
         num_nodes = len(snapshot.nodes) if snapshot else 0
         return self._tick_s * (1 + num_nodes // _NODES_PER_TICK_S)
+
+    async def _begin(self) -> None:
+        self._advance()
 
     def _advance(self) -> None:
         before, self._snapshot = self._snapshot, self._take()
