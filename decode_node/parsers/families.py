@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decode_node.parsers import xml_forms
 from decode_node.parsers.formats import (
     BracedFormat,
     CallFormat,
-    ElementFormat,
     HarmonyFormat,
     JsonListFormat,
     JsonObjectFormat,
     MistralFormat,
     NamedJsonFormat,
     PythonicFormat,
-    XmlFormat,
 )
 from decode_node.parsers.reasoning_families import (
     KIMI_K3_FRAMES,
-    MUSE_MESSAGES,
     SOLAR_FRAMES,
 )
 
@@ -44,27 +42,11 @@ class CallFamily:
     frames: tuple[str, ...] = ()
 
 
-def _dsml(section: str) -> XmlFormat:
-    """Returns DeepSeek's format from V3.2 on."""
-    return XmlFormat(
-        section_begin=f"<｜DSML｜{section}>",
-        section_end=f"</｜DSML｜{section}>",
-        before_name='<｜DSML｜invoke name="',
-        after_name='">',
-        before_key='<｜DSML｜parameter name="',
-        after_key='"',
-        before_value=">",
-        after_value="</｜DSML｜parameter>",
-        end="</｜DSML｜invoke>",
-        text_mark=' string="true"',
-        other_mark=' string="false"',
-    )
-
-
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
-_M3_TAG = "]<]minimax[>["
+
+_HERMES = JsonObjectFormat(begin="<tool_call>", end="</tool_call>", padding="\n", separator="\n")
 
 CALL_FAMILIES = (
     CallFamily(
@@ -73,11 +55,80 @@ CALL_FAMILIES = (
         form=HarmonyFormat(),
     ),
     CallFamily(
+        names=("step3",),
+        signs=("<steptml:invoke",),
+        form=xml_forms.STEP3,
+    ),
+    CallFamily(
+        names=("gigachat35",),
+        signs=("｜GCML｜",),
+        form=xml_forms.dsml("｜GCML｜", "tool_calls"),
+    ),
+    CallFamily(
+        names=("deepseek_v41",),
+        signs=("｜DSML｜ calls>",),
+        form=xml_forms.dsml("｜DSML｜", "calls", " "),
+    ),
+    CallFamily(
+        names=("k2_horizon",),
+        signs=("<ifm|tool_call>",),
+        form=xml_forms.K2_HORIZON,
+    ),
+    CallFamily(
+        names=("iquest_q1",),
+        signs=("<iquest_tool_call>",),
+        form=xml_forms.IQUEST_Q1,
+    ),
+    CallFamily(
+        names=("dots",),
+        signs=("<dots_function_call>",),
+        form=xml_forms.DOTS,
+    ),
+    CallFamily(
+        names=("functiongemma",),
+        signs=("<start_function_call>",),
+        form=BracedFormat(
+            begin="<start_function_call>",
+            before_name="call:",
+            quote="<escape>",
+            end="<end_function_call>",
+        ),
+    ),
+    CallFamily(
+        names=("longcat",),
+        signs=("<longcat_tool_call>",),
+        form=JsonObjectFormat(
+            begin="<longcat_tool_call>", end="</longcat_tool_call>", padding="\n", separator="\n"
+        ),
+    ),
+    CallFamily(
+        names=("internlm",),
+        signs=(
+            "<|action_start|>",
+            "<|plugin|>",
+        ),
+        form=JsonObjectFormat(
+            begin="<|action_start|><|plugin|>",
+            end="<|action_end|>",
+            arguments_key="parameters",
+            padding="\n",
+        ),
+    ),
+    CallFamily(
+        names=("granite-20b-fc",),
+        signs=("<function_call>",),
+        form=JsonObjectFormat(begin="<function_call>", separator="\n"),
+    ),
+    CallFamily(
         names=("deepseek_v32",),
         signs=("｜DSML｜", "function_calls>"),
-        form=_dsml("function_calls"),
+        form=xml_forms.dsml("｜DSML｜", "function_calls"),
     ),
-    CallFamily(names=("deepseek_v4",), signs=("｜DSML｜", "tool_calls>"), form=_dsml("tool_calls")),
+    CallFamily(
+        names=("deepseek_v4",),
+        signs=("｜DSML｜", "tool_calls>"),
+        form=xml_forms.dsml("｜DSML｜", "tool_calls"),
+    ),
     CallFamily(
         names=("deepseek_v3",),
         signs=(_DEEPSEEK_CALL, "```json"),
@@ -120,24 +171,7 @@ CALL_FAMILIES = (
     CallFamily(
         names=("kimi_k3",),
         signs=("<|open|>", "<|sep|>", "<|close|>"),
-        form=XmlFormat(
-            lead="<|close|>response<|sep|>",
-            section_begin="<|open|>tools<|sep|>",
-            section_end="<|close|>tools<|sep|>",
-            before_name='<|open|>call tool="',
-            after_name='"',
-            number=' index="{}"',
-            header_end="<|sep|>",
-            before_key='<|open|>argument key="',
-            after_key='"',
-            before_value="<|sep|>",
-            after_value="<|close|>argument<|sep|>",
-            end="<|close|>call<|sep|>",
-            text_mark=' type="string"',
-            other_mark=' type="(number|boolean|null|object|array)"',
-            gap="",
-            inner_gap="",
-        ),
+        form=xml_forms.KIMI_K3,
         frames=KIMI_K3_FRAMES,
     ),
     CallFamily(
@@ -165,99 +199,43 @@ CALL_FAMILIES = (
     CallFamily(
         names=("glm45", "glm47"),
         signs=("<arg_key>", "<arg_value>"),
-        form=XmlFormat(
-            before_name="<tool_call>",
-            before_key="<arg_key>",
-            after_key="</arg_key>",
-            before_value="<arg_value>",
-            after_value="</arg_value>",
-            end="</tool_call>",
-            is_json=True,
-        ),
+        form=xml_forms.GLM45,
     ),
     CallFamily(
         names=("seed_oss",),
         signs=("<seed:tool_call>",),
-        form=XmlFormat(
-            section_begin="<seed:tool_call>",
-            section_end="</seed:tool_call>",
-            before_name="<function=",
-            after_name=">",
-            before_key="<parameter=",
-            after_key=">",
-            after_value="</parameter>",
-            end="</function>",
-            has_own_sections=True,
-        ),
+        form=xml_forms.SEED_OSS,
     ),
     CallFamily(
         names=("qwen3_coder", "qwen3_xml"),
         signs=("<function=", "<parameter="),
-        form=XmlFormat(
-            section_begin="<tool_call>",
-            section_end="</tool_call>",
-            before_name="<function=",
-            after_name=">",
-            before_key="<parameter=",
-            after_key=">",
-            after_value="</parameter>",
-            end="</function>",
-            has_lines=True,
-            has_own_sections=True,
-        ),
+        form=xml_forms.QWEN3_CODER,
     ),
     CallFamily(
         names=("minimax_m2",),
         signs=("<minimax:tool_call>",),
-        form=XmlFormat(
-            section_begin="<minimax:tool_call>",
-            section_end="</minimax:tool_call>",
-            before_name='<invoke name="',
-            after_name='">',
-            before_key='<parameter name="',
-            after_key='">',
-            after_value="</parameter>",
-            end="</invoke>",
-        ),
+        form=xml_forms.MINIMAX_M2,
     ),
     CallFamily(
         names=("minimax_m3",),
-        signs=(_M3_TAG, "<invoke name="),
-        form=ElementFormat(
-            tag=_M3_TAG,
-            section_begin=f"{_M3_TAG}<tool_call>",
-            section_end=f"{_M3_TAG}</tool_call>",
-            before_name=f'{_M3_TAG}<invoke name="',
-            after_name='">',
-            before_key=f"{_M3_TAG}<",
-            after_key=">",
-            after_value=f"{_M3_TAG}</{{}}>",
-            end=f"{_M3_TAG}</invoke>",
-            inner_gap="",
-        ),
+        signs=("]<]minimax[>[", "<invoke name="),
+        form=xml_forms.MINIMAX_M3,
     ),
     CallFamily(
         names=("muse_glimmer",),
         signs=("<atem:function_calls>",),
-        form=XmlFormat(
-            section_begin="<atem:function_calls>",
-            section_end="</atem:function_calls>",
-            before_name='<atem:invoke name="',
-            after_name='">',
-            before_key='<atem:parameter name="',
-            after_key='">',
-            after_value="</atem:parameter>",
-            end="</atem:invoke>",
-            has_own_sections=True,
-            messages=MUSE_MESSAGES,
-        ),
+        form=xml_forms.MUSE_GLIMMER,
+    ),
+    CallFamily(
+        names=("ernie45",),
+        signs=("<tool_call>", "<response>", "arguments"),
+        form=_HERMES,
+        frames=("<response>\n", "\n</response>"),
     ),
     CallFamily(
         names=("hermes",),
         signs=("<tool_call>", "arguments"),
-        form=JsonObjectFormat(
-            begin="<tool_call>", end="</tool_call>", padding="\n", separator="\n"
-        ),
+        form=_HERMES,
     ),
     CallFamily(
         names=("llama_nemotron_json",),
@@ -272,7 +250,7 @@ CALL_FAMILIES = (
         ),
     ),
     CallFamily(
-        names=("apriel",),
+        names=("apriel", "jamba", "hunyuan_a13b"),
         signs=("<tool_calls>[",),
         form=JsonListFormat(begin="<tool_calls>", end="</tool_calls>"),
     ),
@@ -332,30 +310,12 @@ CALL_FAMILIES = (
     CallFamily(
         names=("minicpm5",),
         signs=('<function name="', '<param name="'),
-        form=XmlFormat(
-            before_name='<function name="',
-            after_name='">',
-            before_key='<param name="',
-            after_key='">',
-            after_value="</param>",
-            end="</function>",
-        ),
+        form=xml_forms.MINICPM5,
     ),
     CallFamily(
         names=("hunyuan_v3",),
         signs=("<tool_sep:opensource>",),
-        form=XmlFormat(
-            section_begin="<tool_calls:opensource>",
-            section_end="</tool_calls:opensource>",
-            before_name="<tool_call:opensource>",
-            after_name="<tool_sep:opensource>",
-            before_key="<arg_key:opensource>",
-            after_key="</arg_key:opensource>",
-            before_value="<arg_value:opensource>",
-            after_value="</arg_value:opensource>",
-            end="</tool_call:opensource>",
-            is_json=True,
-        ),
+        form=xml_forms.HUNYUAN_V3,
     ),
     CallFamily(
         names=("lfm2",),

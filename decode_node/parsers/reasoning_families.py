@@ -51,7 +51,7 @@ REASONING_FAMILIES = (
     ReasoningFamily(
         names=(
             *("deepseek_r1", "deepseek_v3", "deepseek_v31", "qwen3", "glm45", "glm47"),
-            "minimax_m2",
+            *("minimax_m2", "step3", "ernie45", "olmo3", "gigachat35"),
         ),
         begin="<think>",
         end="</think>",
@@ -80,6 +80,7 @@ REASONING_FAMILIES = (
         messages=MUSE_MESSAGES,
     ),
     ReasoningFamily(names=("minimax_m3",), begin="<mm:think>", end="</mm:think>"),
+    ReasoningFamily(names=("k2_horizon",), begin="<ifm|think>", end="</ifm|think>"),
     ReasoningFamily(names=("hunyuan_v3",), begin="<think:opensource>", end="</think:opensource>"),
     ReasoningFamily(names=("apertus",), begin="<|inner_prefix|>", end="<|inner_suffix|>"),
     ReasoningFamily(

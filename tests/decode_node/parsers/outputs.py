@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from decode_node.protocol.tools import Tool
 from tests.decode_node.parsers.parsing import Call
+from tests.decode_node.parsers.writers import WRITERS, plain
 
 TOOLS = (
     Tool(
@@ -306,6 +307,46 @@ def _outputs() -> Iterator[Output]:
     yield from _pythonic_outputs()
     yield from _muse_outputs()
     yield from _element_outputs()
+    yield from _plain_outputs()
+
+
+def _plain_outputs() -> Iterator[Output]:
+    """Yields the same outputs in formats that others are like."""
+    yield Output(
+        "ernie45",
+        "reasoning, content in its frame, a call",
+        "Hm.</think>\n\n<response>\nIt rains.\n</response>\n"
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n',
+        [call("now", "{}")],
+        content="\n\nIt rains.",
+        reasoning="Hm.",
+        is_open=True,
+    )
+    for family in (
+        *("step3", "dots", "iquest_q1", "k2_horizon", "gigachat35", "deepseek_v41", "longcat"),
+        *("functiongemma", "internlm", "granite-20b-fc"),
+    ):
+
+        def of(*calls: tuple[str, dict[str, object]], family: str = family) -> str:
+            return plain(WRITERS[family](calls))
+
+        paris: tuple[str, dict[str, object]] = ("get_weather", {"city": "Paris", "days": 3})
+        yield Output(
+            family,
+            "content, then two calls",
+            f"Let me look.\n\n{of(paris, ('now', {}))}\n",
+            [call(), call("now", "{}")],
+            content="Let me look.",
+        )
+        yield Output(family, "unknown function", x := of(("rm", {"a": "b"})), content=x)
+        whole = of(paris)
+        yield Output(
+            family,
+            "cut off in a text",
+            whole[: whole.index("Paris") + 3],
+            [broken('{"city": "Par')],
+            incomplete="call",
+        )
 
 
 def _xml(family: str, name: str, parameters: dict[str, str], *, cut: bool = False) -> str:

@@ -80,6 +80,11 @@ CLOSERS = (
 )
 """Texts that end what is free, and would rarely be drawn."""
 OWN_CLOSERS = {
+    "functiongemma": ("<escape>",),
+    "gigachat35": ("</｜GCML｜parameter>",),
+    "deepseek_v41": ("</｜DSML｜ parameter>",),
+    "step3": ("</steptml:parameter>",),
+    "k2_horizon": ("</ifm|arg_value>",),
     "muse_glimmer": ("</atem:parameter>",),
     "minimax_m3": ("]<]minimax[>[</city>", "]<]minimax[>[</unit>"),
 }

@@ -32,7 +32,7 @@ REASONING = {
     "muse_glimmer": "muse_glimmer",
     "minimax_m3": "minimax_m3",
 }
-NUM_RANDOM_CUTS = 200
+NUM_RANDOM_CUTS = 100
 
 
 class Texts:
@@ -50,7 +50,12 @@ def tokens_of(family: str) -> dict[str, int]:
     form = next(known.form for known in CALL_FAMILIES if family in known.names)
     reasoning = next(known for known in REASONING_FAMILIES if reasoning_of(family) in known.names)
     texts = [*literals(form), *literals(reasoning)]
-    texts += ["｜DSML｜"] * (family in ("deepseek_v32", "deepseek_v4"))
+    texts += ["｜DSML｜"] * (family in ("deepseek_v32", "deepseek_v4", "deepseek_v41"))
+    texts += ["｜GCML｜"] * (family == "gigachat35")
+    texts += ["<|action_start|>", "<|plugin|>"] * (family == "internlm")
+    texts += ["<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"] * (
+        family == "step3"
+    )
     texts += ["<|open|>", "<|close|>", "<|sep|>"] * (family == "kimi_k3")
     texts += ["<|channel>", "<|tool_response>"] * (family == "gemma4")
     texts += ["<|role_sep|>", "<|message_sep|>"] * (family == "gigachat30")
@@ -62,6 +67,10 @@ def tokens_of(family: str) -> dict[str, int]:
         "minimax_m2": ("</parameter>", "</invoke>"),
         "deepseek_v32": ("<",),
         "deepseek_v4": ("<",),
+        "deepseek_v41": ("<",),
+        "gigachat35": ("<",),
+        "step3": ("<step", "</step"),
+        "dots": ("</parameter>", "</invoke>"),
         "minicpm5": ("<function", "<param"),
         "functionary": ("<function=", ">"),
         "muse_glimmer": ("<atem:", "</atem:"),

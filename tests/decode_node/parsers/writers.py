@@ -102,18 +102,23 @@ def _pythonic(begin: str, end: str, between: str = ", ") -> Callable[[Sequence[A
     return write
 
 
-def _braced(calls: Sequence[Any]) -> str:
+def _braced(
+    calls: Sequence[Any],
+    begin: str = "<|tool_call>",
+    end: str = "<tool_call|>",
+    quote: str = '<|"|>',
+) -> str:
     def value_of(value: Any) -> str:
         match value:
             case str():
-                return f'<|"|>{quoted(value)}<|"|>'
+                return f"{quote}{quoted(value)}{quote}"
             case dict():
                 return "{" + ",".join(f"{k}:{value_of(v)}" for k, v in value.items()) + "}"
             case list():
                 return "[" + ",".join(map(value_of, value)) + "]"
         return json.dumps(value)
 
-    return "".join(f"<|tool_call>call:{name}{value_of(a)}<tool_call|>" for name, a in calls)
+    return "".join(f"{begin}call:{name}{value_of(a)}{end}" for name, a in calls)
 
 
 def _elements(calls: Sequence[Any]) -> str:
@@ -149,8 +154,7 @@ def _kimi_k3(calls: Sequence[Any]) -> str:
     return "".join(found) + f"<|close|>tools{sep}"
 
 
-def _dsml(section: str) -> Callable[[Sequence[Any]], str]:
-    bar = "｜DSML｜"
+def _dsml(section: str, bar: str = "｜DSML｜") -> Callable[[Sequence[Any]], str]:
     return _tagged(
         f'<{bar}invoke name="NAME">\nPARAMETERS</{bar}invoke>',
         f'<{bar}parameter name="KEY" string="MARK">VALUE</{bar}parameter>\n',
@@ -194,6 +198,7 @@ def _cohere(calls: Sequence[Any]) -> str:
 
 WRITERS: Mapping[str, Callable[[Sequence[tuple[str, Arguments]]], str]] = {
     "hermes": _each("<tool_call>\n", "\n</tool_call>"),
+    "ernie45": _each("<tool_call>\n", "\n</tool_call>"),
     "llama3_json": lambda calls: "; ".join(_named(*call, "parameters") for call in calls),
     "llama4_json": lambda calls: (
         f"<|python_start|>{'; '.join(_named(*call, 'parameters') for call in calls)}<|python_end|>"
@@ -268,6 +273,38 @@ WRITERS: Mapping[str, Callable[[Sequence[tuple[str, Arguments]]], str]] = {
     "minimax_m3": _elements,
     "kimi_k3": _kimi_k3,
     "gemma4": _braced,
+    "functiongemma": lambda calls: _braced(
+        calls, "<start_function_call>", "<end_function_call>", "<escape>"
+    ),
+    "longcat": _each("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+    "internlm": _each("<|action_start|><|plugin|>\n", "<|action_end|>", "parameters"),
+    "granite-20b-fc": _each("<function_call>", ""),
+    "step3": _tagged(
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">\n'
+        "PARAMETERS</steptml:invoke><｜tool_call_end｜>",
+        '<steptml:parameter name="KEY">VALUE</steptml:parameter>\n',
+        "<｜tool_calls_begin｜>\n",
+        "\n<｜tool_calls_end｜>",
+    ),
+    "dots": _tagged(
+        '<invoke name="NAME">\nPARAMETERS</invoke>',
+        '<parameter name="KEY">VALUE</parameter>\n',
+        "<dots_function_call>\n",
+        "\n</dots_function_call>",
+    ),
+    "iquest_q1": _tagged(
+        "<iquest_tool_call>NAMEPARAMETERS</iquest_tool_call>",
+        "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
+    ),
+    "k2_horizon": _tagged(
+        "<ifm|tool_call>NAME\nPARAMETERS</ifm|tool_call>",
+        "<ifm|arg_key>KEY</ifm|arg_key>\n<ifm|arg_type>any</ifm|arg_type>\n"
+        "<ifm|arg_value>VALUE</ifm|arg_value>\n",
+        "<ifm|tool_calls>\n",
+        "\n</ifm|tool_calls>",
+    ),
+    "gigachat35": _dsml("tool_calls", "｜GCML｜"),
+    "deepseek_v41": _dsml("calls", "｜DSML｜ "),
     "pythonic": _pythonic("[", "]"),
     "llama4_pythonic": _pythonic("<|python_start|>[", "]<|python_end|>"),
     "lfm2": _pythonic("<|tool_call_start|>[", "]<|tool_call_end|>"),
