@@ -7,11 +7,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from decode_node.errors import PermissionDenied, Unavailable
+from decode_node.errors import PermissionDenied
 from decode_node.http.callers import Caller
+from decode_node.http.engine_answers import engine_answers
 from edge.http.adapter_bodies import LoadBody, UnloadBody, read_adapter_body
 from edge.http.errors import BadRequest, NotFound
-from engine.contracts.errors import EngineDeadError, InvalidRequest
+from engine.contracts.errors import InvalidRequest
 from engine.frontend.adapter_calls import AdapterCalls
 
 
@@ -27,11 +28,12 @@ def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
         _check(request)
         body = await read_adapter_body(request, LoadBody)
         try:
-            ref = await adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
+            with engine_answers():
+                ref = await adapters.load(
+                    body.lora_name, body.lora_path, in_place=body.load_inplace
+                )
         except InvalidRequest as error:
             raise BadRequest(error.message, param=error.param) from None
-        except EngineDeadError as error:
-            raise Unavailable(str(error), code="engine_dead") from None
         return Response(msgspec.json.encode(ref.told()), media_type="application/json")
 
     @router.post("/v1/unload_lora_adapter")
@@ -41,13 +43,12 @@ def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
         _check(request)
         body = await read_adapter_body(request, UnloadBody)
         try:
-            await adapters.unload(body.lora_name)
+            with engine_answers():
+                await adapters.unload(body.lora_name)
         except KeyError:
             raise NotFound(
                 f"there is no adapter {body.lora_name!r}", param="lora_name", code="model_not_found"
             ) from None
-        except EngineDeadError as error:
-            raise Unavailable(str(error), code="engine_dead") from None
         return PlainTextResponse(f"adapter {body.lora_name} is unloaded")
 
     return router

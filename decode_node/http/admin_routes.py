@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from decode_node.errors import PermissionDenied, Unavailable
 from decode_node.http.callers import Caller
+from decode_node.http.engine_answers import engine_answers
 from edge.http.exposition import Exposition
 
 
@@ -33,7 +34,9 @@ def create_admin_router(
         """Forgets all cached prefixes: a router those of all its nodes. For operators alone."""
         if request.state.caller is not Caller.TRUSTED:
             raise PermissionDenied("only operators may reset caches; ask the router's admin port")
-        if not await reset_prefix_cache():
+        with engine_answers():
+            is_reset = await reset_prefix_cache()
+        if not is_reset:
             raise Unavailable(
                 "requests are running, which hold blocks of the cache; try again when they have "
                 "ended",

@@ -8,10 +8,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from decode_node.errors import PermissionDenied, Unavailable
+from decode_node.errors import PermissionDenied
 from decode_node.http.callers import Caller
+from decode_node.http.engine_answers import engine_answers
 from edge.http.errors import BadRequest, HttpError, RequestTooLarge
-from engine.contracts.errors import EngineDeadError
 from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused
 from engine.node.profile_servicer import ProfiledEngine
 
@@ -45,11 +45,10 @@ def create_profile_router(profiles: ProfiledEngine) -> APIRouter:
         _check(request)
         options = await _read_options(request)
         try:
-            return _answer(await profiles.start(options))
+            with engine_answers():
+                return _answer(await profiles.start(options))
         except ProfileRefused as error:
             raise _http_error(error) from None
-        except EngineDeadError as error:
-            raise Unavailable(str(error), code="engine_dead") from None
 
     @router.post("/stop_profile")
     async def stop(request: Request) -> Response:
@@ -57,11 +56,10 @@ def create_profile_router(profiles: ProfiledEngine) -> APIRouter:
         alone."""
         _check(request)
         try:
-            return _answer(await profiles.stop())
+            with engine_answers():
+                return _answer(await profiles.stop())
         except ProfileRefused as error:
             raise _http_error(error) from None
-        except EngineDeadError as error:
-            raise Unavailable(str(error), code="engine_dead") from None
 
     return router
 

@@ -24,6 +24,18 @@ class EngineDeadError(Exception):
         self.exceptions = exceptions or {}
 
 
+class EngineCallTimeout(Exception):
+    """The engine core has not answered a call in its time. It may still do what it was asked to do.
+    `timeout_s`: the seconds waited."""
+
+    def __init__(self, call: str, timeout_s: float) -> None:
+        super().__init__(
+            f"the engine has not answered {call} within {timeout_s:.0f} s; it may still follow it: "
+            f"look at the node's log, then call again"
+        )
+        self.timeout_s = timeout_s
+
+
 class RoleSwitchRefused(Exception):
     """A node does not change its role, and goes on as it was. The message says why."""
 

@@ -103,7 +103,9 @@ class OfferPrefix(msgspec.Struct, tag="offer_prefix"):
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
-    pass
+    """Is answered with the `PrefixCacheReset` of this call."""
+
+    call_id: int
 
 
 class StartProfile(msgspec.Struct, tag="start_profile"):
@@ -128,7 +130,8 @@ class AddAdapter(msgspec.Struct, tag="add_adapter"):
 
 
 class RemoveAdapter(msgspec.Struct, tag="remove_adapter"):
-    """Is answered once no request uses the adapter any more, and it is forgotten."""
+    """Is answered once no request uses the adapter any more, and it is forgotten; or at once, when
+    it is added again meanwhile."""
 
     call_id: int
     digest: str
@@ -273,6 +276,7 @@ class PrefixCacheReset(msgspec.Struct, tag="prefix_cache_reset"):
     """Answers `ResetPrefixCache`. It is not `ok` when running requests hold blocks; try again
     later."""
 
+    call_id: int
     ok: bool
 
 
@@ -321,15 +325,14 @@ class PeerChanged(msgspec.Struct, tag="peer", kw_only=True):
     peer: KVPeer
 
 
+EngineAnswer = PrefixOffered | PrefixCacheReset | ProfileAnswer | AdapterAnswer | RoleSwitched
+"""Answers the call of its `call_id`."""
+
 FromEngineCore = (
     LoadProgress
     | EngineReady
     | EngineCoreOutputs
-    | PrefixOffered
-    | PrefixCacheReset
-    | ProfileAnswer
-    | AdapterAnswer
-    | RoleSwitched
+    | EngineAnswer
     | EngineDescription
     | PeerChanged
     | EngineDead

@@ -103,7 +103,7 @@ class EngineCore:
         if config.inspection.enable_mfu_metrics and (cost := cost_of(config)) is not None:
             self.scheduler.measure(WorkMeter(cost))
         self._even_out(config)
-        self.adapters = AdapterSession(self.scheduler, self._executor, config.parallel.num_ranks)
+        self.adapters = AdapterSession(self.scheduler, self._executor)
         self._batch_queue_size = steps_in_flight(config)
         self.next_step_at: float | None = None
         """CLOCK_MONOTONIC seconds at which `step` must be called even if nothing happens, as a step
@@ -248,7 +248,7 @@ class EngineCore:
         """Names what another role cannot begin beside; empty when nothing is left of this one."""
         transfers = int(self.connector.counters.get("live_transfers", 0))
         left = [f"{transfers} transfers"] if transfers else []
-        return left + self.adapters.leftovers() + self.scheduler.check_empty()
+        return left + self.adapters.ledger.leftovers() + self.scheduler.check_empty()
 
     def hold_steps(self) -> bool:
         """Starts no more steps. Returns whether the last one has ended."""

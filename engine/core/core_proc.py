@@ -255,8 +255,8 @@ class EngineCoreProc:
         match message:
             case ShutdownEngine():
                 return False
-            case ResetPrefixCache():
-                self._send(PrefixCacheReset(core.scheduler.reset_prefix_cache()))
+            case ResetPrefixCache(call_id):
+                self._send(PrefixCacheReset(call_id, core.scheduler.reset_prefix_cache()))
             case OfferPrefix(call_id, names):
                 group, transfer_id, num_blocks = core.scheduler.remote.offer(names)
                 self._send(PrefixOffered(call_id, transfer_id, num_blocks, group))
@@ -267,9 +267,9 @@ class EngineCoreProc:
             case StopProfile(call_id):
                 self._profiles.stop(call_id)
             case AddAdapter(call_id, digest, path):
-                core.adapters.add(call_id, digest, path)
+                core.adapters.ledger.add(call_id, digest, path)
             case RemoveAdapter(call_id, digest):
-                core.adapters.remove(call_id, digest)
+                core.adapters.ledger.remove(call_id, digest)
             case SwitchRole():
                 if (refusal := self._roles.ask(message)) is not None:
                     self._send(refusal)
@@ -279,7 +279,7 @@ class EngineCoreProc:
 
     def _send_results(self, core: EngineCore, results: EngineCoreOutputs) -> None:
         now = results.timestamp
-        for answer in core.adapters.take_answers():
+        for answer in core.adapters.ledger.take_answers():
             self._send(answer)
         if core.is_idle or now >= self._stats_sent_at + _STATS_INTERVAL_S:
             stats = core.stats()

@@ -3,7 +3,7 @@
 static     --lora-modules: known from the start
 load       read here for its digest ──▶ by every rank ──▶ served by its name
 unload     the name is gone at once ──▶ the engine core forgets the adapter when its last
-           request has ended, and no other name stands for it
+           request has ended, or a new name stands for the same weights
 
 Calls have versions: one that is older than what is known here changes nothing. `records` tells
 routers of those that were followed, which bring other nodes up to date.
@@ -12,29 +12,32 @@ routers of those that were followed, which bring other nodes up to date.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 from edge.adapter_call import AdapterCall
 from engine.config import EngineConfig
-from engine.contracts.errors import InvalidRequest
-from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
+from engine.contracts.errors import EngineCallTimeout, InvalidRequest
+from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter
 from engine.contracts.request_spec import AdapterRef
 from engine.frontend.adapter_records import AdapterRecords
 from engine.frontend.engine_calls import EngineCalls
 from engine.lora import check_adapter_name
 from engine.models.adapter_files import AdapterError, read_adapter
 
+_ADD_TIMEOUT_S = 120.0
+_REMOVE_TIMEOUT_S = 600.0
+"""Requests of the adapter end first."""
+
 
 class OutdatedCall(Exception):
     """A newer call has changed the name since."""
 
 
-class AdapterCalls(EngineCalls[AdapterAnswer]):
+class AdapterCalls:
     """Adapters by name, and the calls that change them."""
 
-    def __init__(self, config: EngineConfig, send: Callable[[ToEngineCore], None]) -> None:
-        super().__init__(send)
+    def __init__(self, config: EngineConfig, calls: EngineCalls) -> None:
+        self._calls = calls
         self._config = config
         self._lock = asyncio.Lock()
         modules = () if config.lora is None else config.lora.modules
@@ -72,6 +75,8 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
         Raises:
             InvalidRequest: The name is taken, or the adapter cannot be served.
             OutdatedCall: A newer call has changed the name.
+            EngineCallTimeout: The adapter could not be read in time, and nothing has changed; or
+                requests of the one whose name it has now have not ended.
             EngineDeadError: The engine is dead.
         """
         async with self._lock:
@@ -84,14 +89,12 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
                 if record.order < known.order:
                     raise OutdatedCall
                 return self.known[name]
-            answer = await self._ask(AddAdapter(next(self._ids), found, str(folder)))
-            if answer.error:
-                raise InvalidRequest(answer.error, "lora_path")
+            await self._add(found, folder)
             ref, old = AdapterRef(name, found), self.known.get(name)
             self.known[name] = ref
             self.records.note(record)
         if old is not None and not self.has(old.digest):
-            await self._ask(RemoveAdapter(next(self._ids), old.digest))
+            await self._remove(old.digest)
         return ref
 
     async def unload(self, name: str, version: int = 0, model: str = "") -> None:
@@ -101,6 +104,7 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
         Raises:
             KeyError: There is no such adapter.
             OutdatedCall: A newer call has changed the name.
+            EngineCallTimeout: Its last request has not ended; no other can follow.
             EngineDeadError: The engine is dead.
         """
         async with self._lock:
@@ -114,7 +118,25 @@ class AdapterCalls(EngineCalls[AdapterAnswer]):
             ref = self.known.pop(name)
             is_last = not self.has(ref.digest)
         if is_last:
-            await self._ask(RemoveAdapter(next(self._ids), ref.digest))
+            await self._remove(ref.digest)
+
+    async def _add(self, digest: str, folder: Path) -> None:
+        """Lets the engine core read an adapter, which no name stands for yet. Whoever goes on
+        waiting or not, it is forgotten there if none will. Raises like `load`."""
+        call = AddAdapter(self._calls.next_id(), digest, str(folder))
+        try:
+            answer = await self._calls.ask(call, AdapterAnswer, _ADD_TIMEOUT_S)
+        except (EngineCallTimeout, asyncio.CancelledError):
+            if not self.has(digest):
+                self._calls.send(RemoveAdapter(self._calls.next_id(), digest))
+            raise
+        if answer.error:
+            raise InvalidRequest(answer.error, "lora_path")
+
+    async def _remove(self, digest: str) -> None:
+        """Returns when the engine core has forgotten an adapter that no name stands for."""
+        call = RemoveAdapter(self._calls.next_id(), digest)
+        await self._calls.ask(call, AdapterAnswer, _REMOVE_TIMEOUT_S)
 
     async def _read(self, name: str, path: str, digest: str, *, in_place: bool) -> tuple[Path, str]:
         """Returns the adapter's folder, and what it is. Raises `InvalidRequest`."""

@@ -50,6 +50,7 @@ from engine.frontend.adapter_calls import AdapterCalls
 from engine.frontend.core_client import EngineCoreClient
 from engine.frontend.crash_reporter import FrontendFacts
 from engine.frontend.detokenizer import Decoder
+from engine.frontend.engine_calls import EngineCalls
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_delivery import OutputDelivery
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
@@ -98,10 +99,11 @@ class AsyncLLM:
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._client = EngineCoreClient(config, self._on_message, self._on_dead)
         self.history = self._client.history
-        self.profiles = ProfileCalls(self._client.send)
-        self.adapters = AdapterCalls(config, self._client.send)
-        self.prefixes = PrefixCalls(self._client.send)
-        self._roles = RoleCalls(self._client.send)
+        self._calls = EngineCalls(self._client.send)
+        self.profiles = ProfileCalls(self._calls)
+        self.adapters = AdapterCalls(config, self._calls)
+        self.prefixes = PrefixCalls(self._calls)
+        self._roles = RoleCalls(self._calls, self.give_up)
         if self._client.crash is not None:
             self._client.crash.frontend = self._facts
 
@@ -285,7 +287,8 @@ class AsyncLLM:
         return result
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. False: running requests hold blocks; try again later."""
+        """Forgets all cached prefixes. False: running requests hold blocks; try again later. Raises
+        `EngineCallTimeout`, `EngineDeadError`."""
         return await self.prefixes.reset()
 
     async def switch_role(
@@ -363,17 +366,11 @@ class AsyncLLM:
                     self._ready.set_result(message)
             case PeerChanged():
                 self.ready.peer = message.peer
-            case AdapterAnswer():
-                self.adapters.on_answer(message)
-            case ProfileAnswer():
-                self.profiles.on_answer(message)
             case RoleSwitched():
                 self.stats = SchedulerStats()
-                self._roles.on_answer(message)
-            case PrefixOffered():
-                self.prefixes.on_offered(message)
-            case PrefixCacheReset(ok):
-                self.prefixes.on_reset(ok)
+                self._calls.on_answer(message)
+            case AdapterAnswer() | ProfileAnswer() | PrefixOffered() | PrefixCacheReset():
+                self._calls.on_answer(message)
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         if outputs.stats is not None:
@@ -405,10 +402,8 @@ class AsyncLLM:
         self._delivery.flush()
         self.dead_reason = reason
         self._dead.set()
-        self.profiles.on_dead(reason)
-        self.adapters.on_dead(reason)
-        self.prefixes.on_dead(reason)
-        self._roles.on_dead(reason)
+        self._calls.on_dead(reason)
+        self.prefixes.close()
         states, results = list(self._states.values()), list(self._kv_results.values())
         for kept in (self._states, self._prompts, self._outside, self._kv_results):
             kept.clear()

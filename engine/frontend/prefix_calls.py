@@ -9,76 +9,46 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import (
     OfferPrefix,
     PrefixAnswer,
     PrefixAsk,
+    PrefixCacheReset,
     PrefixOffered,
     ResetPrefixCache,
-    ToEngineCore,
 )
+from engine.frontend.engine_calls import EngineCalls
 from kv_transfer.metadata import KVTransferParams
 
 logger = logging.getLogger(__name__)
 
 PeerAnswer: TypeAlias = tuple[KVTransferParams | None, int]
 """Says what to pull, and how many blocks that is."""
+_TIMEOUT_S = 30.0
 Ask: TypeAlias = Callable[[PrefixAsk], Awaitable[PeerAnswer]]
 
 
 class PrefixCalls:
-    """Calls that are not answered yet. `send` reaches the engine core; `ask` reaches peers, where a
-    node has a client for them."""
+    """Calls about prefixes. `ask` reaches peers, where a node has a client for them."""
 
-    def __init__(self, send: Callable[[ToEngineCore], None]) -> None:
+    def __init__(self, calls: EngineCalls) -> None:
         self.ask: Ask | None = None
-        self._send = send
-        self._ids = count(1)
-        self._offers: dict[int, asyncio.Future[PrefixOffered]] = {}
-        self._resets: list[asyncio.Future[bool]] = []
-        """Resets that were asked for and not answered, oldest first."""
+        self._calls = calls
         self._asking: set[asyncio.Task[None]] = set()
-        self._dead_reason = ""
 
     async def offer(self, names: list[bytes]) -> PrefixOffered:
         """Returns what the engine holds of these blocks now, for a peer. Raises
-        `EngineDeadError`."""
-        if self._dead_reason:
-            raise EngineDeadError(self._dead_reason)
-        call_id = next(self._ids)
-        answer: asyncio.Future[PrefixOffered] = asyncio.get_running_loop().create_future()
-        self._offers[call_id] = answer
-        try:
-            self._send(OfferPrefix(call_id, names))
-            return await answer
-        finally:
-            del self._offers[call_id]
+        `EngineCallTimeout`, `EngineDeadError`."""
+        call = OfferPrefix(self._calls.next_id(), names)
+        return await self._calls.ask(call, PrefixOffered, _TIMEOUT_S)
 
     async def reset(self) -> bool:
         """Forgets all cached prefixes. Returns False when running requests hold blocks. Raises
-        `EngineDeadError`."""
-        if self._dead_reason:
-            raise EngineDeadError(self._dead_reason)
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._resets.append(answer)
-        self._send(ResetPrefixCache())
-        return await answer
-
-    def on_reset(self, ok: bool) -> None:
-        """Hears the engine core. Whoever asked may have gone."""
-        answer = self._resets.pop(0)
-        if not answer.done():
-            answer.set_result(ok)
-
-    def on_offered(self, answer: PrefixOffered) -> None:
-        """Hears the engine core. The peer may have gone."""
-        waiting = self._offers.get(answer.call_id)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+        `EngineCallTimeout`, `EngineDeadError`."""
+        call = ResetPrefixCache(self._calls.next_id())
+        return (await self._calls.ask(call, PrefixCacheReset, _TIMEOUT_S)).ok
 
     def on_asks(self, asks: Sequence[PrefixAsk]) -> None:
         """Asks peers beside everything else."""
@@ -87,15 +57,10 @@ class PrefixCalls:
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
 
-    def on_dead(self, reason: str) -> None:
-        """Ends every call, and those to come, with EngineDeadError."""
-        self._dead_reason = reason
+    def close(self) -> None:
+        """Stops asking peers: the engine is dead."""
         for task in self._asking:
             task.cancel()
-        open_calls: list[asyncio.Future[Any]] = [*self._offers.values(), *self._resets]
-        for waiting in open_calls:
-            if not waiting.done():
-                waiting.set_exception(EngineDeadError(reason))
 
     async def _ask(self, ask: PrefixAsk) -> None:
         params, num_blocks = None, 0
@@ -104,4 +69,4 @@ class PrefixCalls:
                 params, num_blocks = await self.ask(ask)
         except Exception:
             logger.exception("request %s: asking %s for a prefix", ask.request_id, ask.peer)
-        self._send(PrefixAnswer(ask.request_id, params, num_blocks))
+        self._calls.send(PrefixAnswer(ask.request_id, params, num_blocks))

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from edge.adapter_call import AdapterCall
-from engine.contracts.errors import EngineDeadError, InvalidRequest
+from engine.contracts.errors import EngineCallTimeout, EngineDeadError, InvalidRequest
 from engine.frontend.adapter_calls import AdapterCalls, OutdatedCall
 from engine.node.profile_servicer import ProfiledEngine, ProfileServicer
 from tandem_pb import node_pb2
@@ -40,6 +40,8 @@ class AdapterServicer(ProfileServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         except OutdatedCall:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _OUTDATED)
+        except EngineCallTimeout as error:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return node_pb2.Adapter(name=ref.name, digest=ref.digest)
@@ -53,6 +55,8 @@ class AdapterServicer(ProfileServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no adapter of this name")
         except OutdatedCall:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _OUTDATED)
+        except EngineCallTimeout as error:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         except EngineDeadError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return node_pb2.Adapter(name=request.name)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 
 from edge.security.config import Role
-from engine.contracts.errors import EngineDeadError
+from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.contracts.messages import EngineReady, PrefixOffered
 from engine.node.status import NodeStatus
 from kv_transfer.errors import HandshakeMismatch
@@ -61,7 +61,7 @@ class PrefixServicer(prefixes_pb2_grpc.PrefixesServicer):
             offered = await self._engine.prefixes.offer(names)
         except HandshakeMismatch as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except EngineDeadError as error:
+        except (EngineCallTimeout, EngineDeadError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return prefixes_pb2.OfferReply(
             holder=peer_to_proto(peer.group(offered.group)),

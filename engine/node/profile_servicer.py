@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
-from engine.contracts.errors import EngineDeadError
+from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.contracts.profiles import Profile, ProfileOptions, ProfileRefused, RefusalCode
 from tandem_pb import node_pb2, node_pb2_grpc
 
@@ -57,6 +57,8 @@ async def _told(call: Awaitable[Profile], context: Context) -> node_pb2.Profile:
         return _message(await call)
     except ProfileRefused as error:
         await _abort(context, _STATUS[error.code], error.message)
+    except EngineCallTimeout as error:
+        await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
     except EngineDeadError as error:
         await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import grpc
 
 from edge.installed_version import installed_version
-from engine.contracts.errors import EngineDeadError
+from engine.contracts.errors import EngineCallTimeout, EngineDeadError
 from engine.frontend.step_history import StepHistory
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.adapter_servicer import adapter_call
@@ -278,7 +278,7 @@ class NodeStatusServicer(RoleServicer):
     ) -> node_pb2.ResetPrefixCacheAnswer:
         try:
             return node_pb2.ResetPrefixCacheAnswer(is_reset=await self._status.reset_prefix_cache())
-        except EngineDeadError as error:
+        except (EngineCallTimeout, EngineDeadError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def Watch(

@@ -82,7 +82,7 @@ class Scheduler:
         self._prompts.pulls = self._remote.pulls
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, config.scheduler.policy)
         self._requests: dict[str, Request] = {}
-        self.adapters = AdapterTable(config.lora, self._requests, self._waiting)
+        self.adapters = AdapterTable(config, self._requests, self._waiting)
         parts = self._limits, config, kv_cache, self._fence, self._waiting, self._remote
         others = self._forks, self.adapters, self._counters
         self.running = self._running = RunningRows(*parts, *others)

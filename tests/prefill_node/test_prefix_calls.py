@@ -23,6 +23,7 @@ from engine.contracts.messages import (
     PrefixOffered,
 )
 from engine.contracts.prefix_holder import PrefixHolder, checked_holder
+from engine.frontend.engine_calls import EngineCalls
 from engine.frontend.prefix_calls import PrefixCalls
 from engine.node.prefix_client import PrefixClient
 from engine.node.prefix_servicer import CALLERS, PrefixServicer
@@ -181,7 +182,7 @@ async def test_a_holder_whose_engine_died_gives_nothing(node: Node) -> None:
 @pytest.mark.asyncio
 async def test_every_ask_is_answered() -> None:
     sent: list[object] = []
-    calls = PrefixCalls(sent.append)
+    calls = PrefixCalls(EngineCalls(sent.append))
     ask = PrefixAsk("r", "prefill/a:1", [])
 
     async def fail(ask: PrefixAsk) -> tuple[None, int]:
@@ -198,12 +199,13 @@ async def test_every_ask_is_answered() -> None:
 @pytest.mark.asyncio
 async def test_offers_end_with_the_engine() -> None:
     sent: list[OfferPrefix] = []
-    calls = PrefixCalls(sent.append)  # type: ignore[arg-type]
+    ledger = EngineCalls(sent.append)  # type: ignore[arg-type]
+    calls = PrefixCalls(ledger)
     waiting = asyncio.create_task(calls.offer([b"a"]))
     while not sent:
         await asyncio.sleep(0)
-    calls.on_offered(PrefixOffered(sent[0].call_id + 1, "", 0))
-    calls.on_dead("it died")
+    ledger.on_answer(PrefixOffered(sent[0].call_id + 1, "", 0))
+    ledger.on_dead("it died")
     with pytest.raises(EngineDeadError):
         await waiting
     with pytest.raises(EngineDeadError):

@@ -29,7 +29,7 @@ from engine.sched.groups.group_choice import choose_group
 from engine.sched.groups.group_remote import GroupRemote
 from engine.sched.groups.merged_stats import merged_stats
 from engine.sched.groups.step_sizes import StepSizes
-from engine.sched.rows.adapters import share_host_memory
+from engine.sched.rows.adapters import share_ledger
 from engine.sched.rows.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.rows.work_meter import WorkMeter
 from engine.sched.scheduler import Scheduler
@@ -64,9 +64,7 @@ class GroupScheduler:
                 group.running.drafts = self._drafts
         self._num_given = [0] * len(groups)
         self.remote = GroupRemote([group.remote for group in groups], self._remote_of)
-        self.adapters = groups[0].adapters
-        """Knows what all groups know; each has slots of its own."""
-        share_host_memory([group.adapters for group in groups])
+        share_ledger([group.adapters for group in groups], groups[0].adapters.ledger)
         self._sizes = [StepSizes() for _ in groups]
         self._step_id = 0
         self._group_of: dict[str, Scheduler] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter, ToEngineCore
 from engine.frontend.adapter_calls import AdapterCalls
+from engine.frontend.engine_calls import EngineCalls
 
 
 class StillAdapters(AdapterCalls):
@@ -15,10 +16,10 @@ class StillAdapters(AdapterCalls):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, self._answer)
+        super().__init__(config, EngineCalls(self._answer))
         self.told: list[ToEngineCore] = []
 
     def _answer(self, call: ToEngineCore) -> None:
         assert isinstance(call, AddAdapter | RemoveAdapter)
         self.told.append(call)
-        self.on_answer(AdapterAnswer(call.call_id))
+        self._calls.on_answer(AdapterAnswer(call.call_id))

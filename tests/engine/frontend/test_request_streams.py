@@ -242,12 +242,13 @@ async def test_death_reaches_everybody_who_waits(llm: AsyncLLM, core: FakeCore) 
     assert await llm.wait_dead() == "worker 1 was killed"
 
 
-async def test_resets_are_answered_in_order(llm: AsyncLLM, core: FakeCore) -> None:
+async def test_each_reset_has_its_own_answer(llm: AsyncLLM, core: FakeCore) -> None:
     resets = [asyncio.create_task(llm.reset_prefix_cache()) for _ in range(2)]
     await asyncio.sleep(0)
-    assert core.take() == [ResetPrefixCache(), ResetPrefixCache()]
-    core.say(PrefixCacheReset(False))
-    core.say(PrefixCacheReset(True))
+    first, second = core.take()
+    assert isinstance(first, ResetPrefixCache) and isinstance(second, ResetPrefixCache)
+    core.say(PrefixCacheReset(second.call_id, True))
+    core.say(PrefixCacheReset(first.call_id, False))
     assert await asyncio.gather(*resets) == [False, True]
 
 

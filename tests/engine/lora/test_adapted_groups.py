@@ -44,7 +44,9 @@ class Groups:
                 self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
                 if output.finish_reason:
                     self.ends[output.request_id] = output.error or output.finish_reason
-            self.answers |= {answer.call_id: answer for answer in self.core.adapters.take_answers()}
+            self.answers |= {
+                answer.call_id: answer for answer in self.core.adapters.ledger.take_answers()
+            }
             for index, group in enumerate(self.scheduler.groups):
                 running = group.stats().num_running
                 self.most_running[index] = max(self.most_running[index], running)
@@ -93,20 +95,20 @@ def test_an_adapter_comes_and_goes_for_all_groups(
     models = adapted_family("llama")
     digest = models.refs[0].digest
     with groups_of(models, modules=(), max_loras=1, max_cpu_loras=1) as groups:
-        groups.core.adapters.add(0, digest, str(models.path(0)))
+        groups.core.adapters.ledger.add(0, digest, str(models.path(0)))
         groups.until(lambda: 0 in groups.answers)
         assert groups.answers[0].error == ""
         messages = [request(f"r{i}", seed=2 * i) for i in range(2)]
         for message in messages:
             groups.core.handle(models.with_adapter(message, 0))
         groups.until(lambda: min(groups.most_running) > 0)
-        groups.core.adapters.remove(1, digest)
+        groups.core.adapters.ledger.remove(1, digest)
         groups.core.handle(models.with_adapter(request("late", seed=2), 0))
         groups.until(lambda: len(groups.ends) == 3)
         assert "not loaded here" in groups.ends["late"]
         for message in messages:
             assert groups.tokens[message.request_id] == models.expected(message, 0)
         groups.until(lambda: 1 in groups.answers)
-        groups.core.adapters.add(2, models.refs[1].digest, "/no/such/folder")
+        groups.core.adapters.ledger.add(2, models.refs[1].digest, "/no/such/folder")
         groups.until(lambda: 2 in groups.answers)
         assert "/no/such/folder" in groups.answers[2].error

@@ -38,7 +38,9 @@ class Core:
             self.tokens[output.request_id] += output.new_token_ids
             if output.finish_reason:
                 self.errors[output.request_id] = output.error
-        self.answers |= {answer.call_id: answer for answer in self.core.adapters.take_answers()}
+        self.answers |= {
+            answer.call_id: answer for answer in self.core.adapters.ledger.take_answers()
+        }
 
     def until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 100.0
@@ -52,7 +54,9 @@ class Core:
     def load(self, models: Adapted, index: int, path: Path | None = None) -> str:
         """Returns what was wrong; empty: nothing."""
         call = len(self.answers)
-        self.core.adapters.add(call, models.refs[index].digest, str(path or models.path(index)))
+        self.core.adapters.ledger.add(
+            call, models.refs[index].digest, str(path or models.path(index))
+        )
         self.until(lambda: call in self.answers)
         return self.answers[call].error
 
@@ -82,7 +86,7 @@ def test_a_loaded_adapter_answers_until_its_last_request_has_ended(
     assert core.load(models, 0) == ""
     core.add(models.with_adapter(request("running", seed=2), 0))
     core.until(lambda: len(core.tokens["running"]) > 2)
-    core.core.adapters.remove(90, models.refs[0].digest)
+    core.core.adapters.ledger.remove(90, models.refs[0].digest)
     core.add(models.with_adapter(request("late", seed=2), 0))
     core.step()
     assert UNKNOWN in core.errors["late"]
@@ -167,7 +171,7 @@ def test_an_engine_that_changes_its_role_keeps_its_adapters(core: Core, models: 
 def test_an_adapter_on_its_way_is_in_the_way_of_a_change_of_roles(
     core: Core, models: Adapted
 ) -> None:
-    core.core.adapters.add(1, models.refs[0].digest, str(models.path(0)))
+    core.core.adapters.ledger.add(1, models.refs[0].digest, str(models.path(0)))
     assert [one.split()[0] for one in core.core.in_the_way()] == ["adapter"]
     core.until(lambda: 1 in core.answers)
     assert core.core.in_the_way() == []
@@ -179,8 +183,8 @@ def test_calls_that_wait_are_answered_behind_a_change_of_roles(core: Core, model
     assert core.load(models, 0) == ""
     core.add(models.with_adapter(request("running", seed=2, max_tokens=60), 0))
     core.until(lambda: len(core.tokens["running"]) > 2)
-    core.core.adapters.remove(90, models.refs[0].digest)
-    core.core.adapters.add(91, models.refs[1].digest, str(models.path(1)))
+    core.core.adapters.ledger.remove(90, models.refs[0].digest)
+    core.core.adapters.ledger.add(91, models.refs[1].digest, str(models.path(1)))
     core.until(core.core.hold_steps)
     assert "running" not in core.errors and 90 not in core.answers
     core.core.switch_role(replace(core.core.config, engine_id="adapted-again", epoch=2))

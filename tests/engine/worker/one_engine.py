@@ -79,13 +79,13 @@ class OneEngine:
     def _move_adapters(self) -> bool:
         """Does what the scheduler asks of host memory, and returns whether it asked for
         anything."""
-        adapters = self.scheduler.adapters
+        adapters = self.scheduler.adapters.ledger
         if not adapters.commands:
             return False
         for command in adapters.commands:
             if isinstance(command, LoadAdapter):
                 self.worker.load_adapter(command.digest, command.path)
-                adapters.loaded(command.digest, "")
+                adapters.replied(command.digest, "")
             else:
                 self.worker.drop_adapter(command.digest)
         adapters.commands.clear()
