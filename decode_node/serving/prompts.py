@@ -12,6 +12,7 @@ from decode_node.protocol.generation_body import too_long
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tools import ToolUse
 from decode_node.serving.chat_prompt import ChatPrompt
+from decode_node.serving.long_texts import VERY_LONG, LongTexts
 from decode_node.serving.recent_turns import RecentTurns
 from decode_node.serving.system_turns import system_first
 from edge.http import long_work
@@ -40,6 +41,7 @@ class Prompts:
         self._vocab_size = model.vocab_size
         self._tokenizer = tokenizer
         self._sanitizes = sanitizes
+        self._long_texts = LongTexts()
         self._moves_system_turns = moves_system_turns
         self._chat_prompt = ChatPrompt(
             tokenizer, trusts_templates=trusts_templates, sanitizes=sanitizes
@@ -129,11 +131,12 @@ class Prompts:
         add_special_tokens: bool = True,
     ) -> list[int]:
         """Returns the tokens of `text`, which came in the field `param`: only those to `keep`,
-        if that is given. Raises `BadRequest`."""
+        if that is given. Raises `BadRequest`, `Overloaded`."""
+        if keep is None:
+            self._check_length(text, param)
         if self._sanitizes and MARK in text:
             encode = partial(self._encode_pieces, text, keep)
         elif keep is None:
-            self._check_length(text, param)
             encode = partial(self._tokenizer.encode, text, max_tokens=self._max_tokens)
         else:
             encode_part = (
@@ -144,7 +147,9 @@ class Prompts:
         try:
             if not is_long and len(text) <= long_work.LONG_BODY:
                 return encode()
-            # Takes seconds and lets other threads go on, so that each has its own.
+            if len(text) > VERY_LONG:
+                return await self._long_texts.run(len(text), encode)
+            # Takes long and lets other threads go on, so that each has its own.
             return await asyncio.to_thread(encode)
         except TooManyTokens as error:
             raise too_long(self._max_tokens, f"{error.num_tokens} tokens", param) from None

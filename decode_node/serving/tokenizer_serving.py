@@ -29,6 +29,9 @@ _USUAL_CLASS = "PreTrainedTokenizerFast"
 
 _ALL = 1 << 40
 """More tokens than any text has."""
+_LONGEST_TEXT = 1 << 20
+_CHARACTERS_A_TOKEN = 8
+"""Texts longer than the context can be tokenised, too, but not all that a body may hold."""
 
 
 class TokenizerServing:
@@ -60,12 +63,19 @@ class TokenizerServing:
         )
 
     async def _encode(self, body: TokenizeRequest, *, is_long: bool) -> list[int]:
-        """Returns all tokens, of a text longer than the context as well."""
+        """Returns all tokens, of a text longer than the context as well. Raises `BadRequest`."""
         text, param, with_special = body.prompt, "prompt", body.add_special_tokens is not False
         images = await self._images.read(body)
         if text is None:
             text = await self._prompts.render(body, body.tool_use(), is_long=is_long)
             param, with_special = "messages", bool(body.add_special_tokens)
+        longest = max(_LONGEST_TEXT, _CHARACTERS_A_TOKEN * self._model.max_model_len)
+        if len(text) > longest:
+            raise BadRequest(
+                f"the text has {len(text)} characters, and at most {longest} are tokenised; send "
+                f"it in parts",
+                param=param,
+            )
         ids = await self._prompts.encode(
             text, param, KeptPart(_ALL), is_long=is_long, add_special_tokens=with_special
         )
