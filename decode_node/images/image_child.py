@@ -1,7 +1,7 @@
 """A process that preprocesses images: one at a time, within limits of memory.
 
-Frames on its socket: eight bytes of length, then MessagePack. It answers each image in order, and
-ends with its parent, or when the socket closes.
+Frames on its socket: eight bytes of length, then MessagePack. The first one is empty: it is ready.
+It answers each image in order, and ends with its parent, or when the socket closes.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def main() -> None:
     setup_logging(config.log, "image decoder", is_child=True)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     with socket.socket(fileno=config.fd) as connection:
+        send_frame(connection, b"")
         while True:
             try:
                 data = receive_frame(connection)

@@ -1,15 +1,18 @@
 """Processes that preprocess images beside the event loop.
 
-    process(data) ──▶ a thread that is free ──▶ its process ──▶ patches
-                          │ too slow, or it ended: killed; the next image starts another
+    process(data, line) ──its turn──▶ a thread that is free ──▶ its process ──▶ patches
+                          │ too slow, or its process ended: killed; the next image starts another
 
-Each thread has a process of its own, started with its first image. A picture that takes too long or
-makes its process crash costs nobody else anything.
+1. a thread starts its process with its first image, whose time begins when the process is ready
+2. the requests that have images take turns (`image_turns`)
+3. a process that ends with an image in hand: the image is tried once more, on a new one. If that
+   ends too, it is the image's fault, or nobody's where somebody killed it
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -17,13 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from decode_node.errors import Overloaded
+from decode_node.errors import Overloaded, Unavailable
 from decode_node.images.image_child import (
     ImageChildConfig,
     ImageResult,
     receive_frame,
     send_frame,
 )
+from decode_node.images.image_turns import ImageLine, ImageTurns
 from decode_node.images.preprocess import ImageError
 from edge.logs.setup import log_style
 from engine.images.image_input import ImagePixels
@@ -31,7 +35,11 @@ from engine.images.vision_spec import PixelSpec
 from host.child_process import ChildProcess
 
 _START_S = 30.0
-"""Seconds that the first answer of a process may take more than any other."""
+"""Seconds that a new process may take until it is ready."""
+_ENDING_S = 1.0
+_TRIES = 2
+_KILLED = -signal.SIGKILL, -signal.SIGTERM
+"""How processes end that somebody else ends, such as the kernel where memory is short."""
 _MAX_WAITING = 256
 """Images that wait for a process at most."""
 _decode = msgspec.msgpack.Decoder(ImageResult).decode
@@ -59,20 +67,26 @@ class ImagePool:
         self._timeout_s = timeout_s
         self._max_open = size + _MAX_WAITING
         self._num_open = 0
+        self._turns = ImageTurns(size)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="images")
         self._local = threading.local()
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
         self._is_closed = False
 
-    async def process(self, data: bytes) -> ImagePixels:
-        """Returns an encoded image's patches. Raises `ImageError`, `Overloaded`."""
+    async def process(self, data: bytes, line: ImageLine) -> ImagePixels:
+        """Returns the patches of an encoded image, which is one of `line`. Raises `ImageError`,
+        `Overloaded`, `Unavailable`."""
         if self._num_open >= self._max_open:
             raise Overloaded("too many images at once; try it again in a moment")
         self._num_open += 1
         try:
+            end = await self._turns.wait(line)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._work, data)
+            working = loop.run_in_executor(self._threads, self._work, data)
+            # A client that leaves stops no thread.
+            working.add_done_callback(lambda done: end())
+            return await asyncio.shield(working)
         finally:
             self._num_open -= 1
 
@@ -86,28 +100,44 @@ class ImagePool:
         self._threads.shutdown(cancel_futures=True)
 
     def _work(self, data: bytes) -> ImagePixels:
-        link: _Link | None = getattr(self._local, "link", None)
-        is_new = link is None
-        if link is None:
-            link = self._local.link = self._start()
-        try:
-            result = link.ask(data, self._timeout_s + (_START_S if is_new else 0.0))
-        except (OSError, EOFError) as error:
-            self._local.link = None
-            self._drop(link)
-            if isinstance(error, TimeoutError):
+        exit_code = None
+        for _ in range(_TRIES):
+            link = self._link()
+            try:
+                result = link.ask(data, self._timeout_s)
+            except TimeoutError:
+                self._drop(link)
                 raise ImageError(
                     f"took longer than {self._timeout_s:g} s to decode; send a smaller one"
                 ) from None
-            raise ImageError("made its decoder end; send it in another format") from None
-        if result.image is None:
-            raise ImageError(result.error)
-        return result.image
+            except (OSError, EOFError):
+                exit_code = link.exit_code()
+                self._drop(link)
+                continue
+            if result.image is None:
+                raise ImageError(result.error)
+            return result.image
+        if exit_code in _KILLED:
+            raise Unavailable("the processes that decode images are killed here; try it again")
+        raise ImageError("made its decoder end; send it in another format")
+
+    def _link(self) -> _Link:
+        """Returns this thread's process, which is ready. Raises `Unavailable`."""
+        link: _Link | None = getattr(self._local, "link", None)
+        if link is None:
+            link = self._start()
+            try:
+                link.wait_ready()
+            except (OSError, EOFError):
+                self._drop(link)
+                raise Unavailable("no process that decodes images starts; try it again") from None
+            self._local.link = link
+        return link
 
     def _start(self) -> _Link:
         with self._lock:
             if self._is_closed:
-                raise ImageError("came while the node stops; send it again")
+                raise Unavailable("this node is stopping; send the request to another")
             link = _Link(self._config)
             self._links.add(link)
             return link
@@ -118,6 +148,7 @@ class ImagePool:
         )
 
     def _drop(self, link: _Link) -> None:
+        self._local.link = None
         with self._lock:
             self._links.discard(link)
         link.kill()
@@ -125,6 +156,8 @@ class ImagePool:
 
 class _Link:
     """A process and the socket to it."""
+
+    is_ready = False
 
     def __init__(self, config: Callable[[int], ImageChildConfig]) -> None:
         self._ours, theirs = socket.socketpair()
@@ -134,11 +167,23 @@ class _Link:
                 "decode_node.images.image_child", config(fd), "image decoder", pass_fds=(fd,)
             )
 
+    def wait_ready(self) -> None:
+        """Waits for its first frame. Raises `TimeoutError`, `OSError`, `EOFError`."""
+        self._ours.settimeout(_START_S)
+        receive_frame(self._ours)
+        self.is_ready = True
+
     def ask(self, data: bytes, timeout_s: float) -> ImageResult:
         """Has one image preprocessed. Raises `TimeoutError`, `OSError`, `EOFError`."""
         self._ours.settimeout(timeout_s)
         send_frame(self._ours, data)
         return _decode(receive_frame(self._ours))
+
+    def exit_code(self) -> int | None:
+        """Returns how it has ended, of which its socket tells a moment sooner; None if it has
+        not."""
+        self._process.wait(_ENDING_S)
+        return self._process.exit_code
 
     def kill(self) -> None:
         self._process.stop(0.0)

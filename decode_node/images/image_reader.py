@@ -15,6 +15,7 @@ from typing import Protocol
 
 from decode_node.images.image_parts import ImagePlace
 from decode_node.images.image_pool import ImagePool
+from decode_node.images.image_turns import ImageLine
 from decode_node.images.preprocess import ImageError
 from edge.http.errors import BadRequest
 from engine.images.image_input import ImagePixels
@@ -50,7 +51,8 @@ class ImageReader:
         self._fetcher = fetcher
 
     async def read(self, places: Sequence[ImagePlace]) -> list[ImagePixels]:
-        """Returns the images at all `places`. Raises `BadRequest`, `Overloaded`."""
+        """Returns the images at all `places`. Raises `BadRequest`, `Overloaded`,
+        `Unavailable`."""
         if not places:
             return []
         if self._pool is None:
@@ -63,7 +65,8 @@ class ImageReader:
                 f"{places[most].param}: a request may have at most {most} images",
                 param=places[most].param,
             )
-        tasks = [asyncio.create_task(self._read(self._pool, place)) for place in places]
+        line = ImageLine()
+        tasks = [asyncio.create_task(self._read(self._pool, place, line)) for place in places]
         try:
             images = list(await asyncio.gather(*tasks))
         finally:
@@ -81,9 +84,9 @@ class ImageReader:
         if self._pool is not None:
             self._pool.close()
 
-    async def _read(self, pool: ImagePool, place: ImagePlace) -> ImagePixels:
+    async def _read(self, pool: ImagePool, place: ImagePlace, line: ImageLine) -> ImagePixels:
         try:
-            return await pool.process(await self._encoded(place.url))
+            return await pool.process(await self._encoded(place.url), line)
         except ImageError as error:
             raise BadRequest(
                 f"{place.param}: the image {error}", param=place.param, code="invalid_image"

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import os
 import signal
 import struct
 import zlib
@@ -14,6 +15,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from decode_node.errors import Unavailable
+from decode_node.images import image_pool
 from decode_node.images.image_parts import ImagePlace, expanded
 from decode_node.images.image_pool import ImagePool
 from decode_node.images.image_reader import ImageReader, ImageReadLimits
@@ -118,19 +121,54 @@ async def test_a_model_that_sees_none_refuses() -> None:
 
 
 async def test_a_killed_decoder_is_replaced(reader: ImageReader) -> None:
-    import os
-
     await reader.read(places(url(GOOD)))
     (child,) = find_processes(os.getpid(), "decode_node.images.image_child")
     os.kill(child, signal.SIGKILL)
-    with pytest.raises(BadRequest, match="made its decoder end"):
-        await reader.read(places(url(GOOD)))
     assert len(await reader.read(places(url(GOOD)))) == 1
 
 
-async def test_a_slow_image_is_given_up(reader: ImageReader) -> None:
-    import os
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGKILL, Unavailable), (signal.SIGSEGV, BadRequest)],
+    ids=["somebody", "the image"],
+)
+async def test_an_image_whose_decoders_end_twice(
+    reader: ImageReader, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    """Those that somebody kills are no fault of the client's."""
 
+    def end(link: image_pool._Link, data: bytes, timeout_s: float) -> object:
+        os.kill(link._process.pid, number)
+        return ask(link, data, timeout_s)
+
+    ask = image_pool._Link.ask
+    with monkeypatch.context() as patched:
+        patched.setattr(image_pool._Link, "ask", end)
+        with pytest.raises(error):
+            await reader.read(places(url(GOOD)))
+    assert len(await reader.read(places(url(GOOD)))) == 1
+
+
+async def test_a_new_process_has_its_start_before_the_first_image_has_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A timeout ends a process, so the image behind it would get the time of a start besides."""
+    asked: list[float] = []
+
+    def note(link: image_pool._Link, data: bytes, timeout_s: float) -> object:
+        assert link.is_ready
+        asked.append(timeout_s)
+        return ask(link, data, timeout_s)
+
+    ask = image_pool._Link.ask
+    monkeypatch.setattr(image_pool._Link, "ask", note)
+    reader = reader_of(timeout_s=15.0)
+    assert len(await reader.read(places(url(GOOD)))) == 1
+    assert asked == [15.0]
+    await asyncio.to_thread(reader.close)
+
+
+async def test_a_slow_image_is_given_up(reader: ImageReader) -> None:
     await reader.read(places(url(GOOD)))
     (child,) = find_processes(os.getpid(), "decode_node.images.image_child")
     os.kill(child, signal.SIGSTOP)
