@@ -41,6 +41,7 @@ what the entries amount to.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
@@ -59,38 +60,42 @@ def group_line(num_events: int) -> bytes:
     return b":& %d\n" % num_events
 
 
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
 class Start(msgspec.Struct, array_like=True, tag="start"):
-    created: int
+    created: _Count
     seeds: list[int]
 
 
 class Cached(msgspec.Struct, array_like=True, tag="cached"):
-    choice: int
-    num_tokens: int
+    choice: _Count
+    num_tokens: _Count
 
 
 class Tokens(msgspec.Struct, array_like=True, tag="tokens"):
-    choice: int
+    choice: _Count
     token_ids: list[int]
 
 
 class NumberedTokens(msgspec.Struct, array_like=True, tag="numbered"):
     """Is `Tokens` in an API that numbers its events, of which so many were told with these."""
 
-    choice: int
+    choice: _Count
     token_ids: list[int]
-    num_events: int
+    num_events: _Count
 
 
 class Logprobs(msgspec.Struct, array_like=True, tag="logprobs"):
     """Log probabilities of the tokens just told; only when they are not yet with the client."""
 
-    choice: int
+    choice: _Count
     logprobs: list[TokenLogprobs]
 
 
 class End(msgspec.Struct, array_like=True, tag="end"):
-    choice: int
+    choice: _Count
     finish_reason: str
     stop_reason: int | str | None
 
@@ -205,8 +210,10 @@ def _apply(entry: Entry, choices: list[ResumedChoice]) -> None:
             choices[choice].logprobs += logprobs
         case Cached(choice, num_tokens):
             choices[choice].num_cached = num_tokens
-        case End(choice):
+        case End(choice, finish_reason) if finish_reason in _FINISH_REASONS:
             choices[choice].end = entry
+        case End():
+            raise TypeError("no end of an answer")
         case UsageTold():
             pass
         case Start():

@@ -9,6 +9,7 @@ import signal
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import grpc
 import httpx
@@ -16,7 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from edge.http import headers as names
-from tandem_pb import prefill_pb2, prefill_pb2_grpc
+from tandem_pb import kv_transfer_pb2, prefill_pb2, prefill_pb2_grpc
+from tests.decode_node.hostile_decode_node import HostileDecodeNode
 from tests.decode_node.http_node import chunks_of, sse_events
 from tests.decode_node.node_processes import TIMEOUT_S, NodeProcess, node_process
 
@@ -74,7 +76,8 @@ async def health(address: str) -> int:
 
 async def test_prefill_and_decode_together_then_alone(demo_checkpoint: Path) -> None:
     """Equal to one node; a killed prefill node changes nothing; draining finishes what is open."""
-    async with node_process("prefill_node", demo_checkpoint, "--metrics-port", "0") as prefill:
+    flags = ("--metrics-port", "0", "--kv-share-prefixes", "always", "--kv-lease-s", "3")
+    async with node_process("prefill_node", demo_checkpoint, *flags) as prefill:
         await prefill.wait_ready()
         args = ("--prefill", prefill.ready["address"])
         async with node_process("decode_node", demo_checkpoint, *args) as decode:
@@ -83,7 +86,9 @@ async def test_prefill_and_decode_together_then_alone(demo_checkpoint: Path) -> 
             url = decode.ready["url"]
             async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
                 await compare_remote_with_local(client)
-                await hear_lies(client)
+                us = await hear_lies(client)
+                await suffer_a_hostile_decode_node(prefill, us, client)
+                await follow_a_hostile_router(decode, client)
                 await drain_prefill(prefill, client)
                 await drain_decode(decode, client)
         port = prefill.ready["metrics_port"]
@@ -107,8 +112,11 @@ class Liar(prefill_pb2_grpc.PrefillServicer):
     def __init__(self, token_id: int, num_ranks: int) -> None:
         self._token_id = token_id
         self._num_ranks = num_ranks
+        self.decode = kv_transfer_pb2.KVPeer()
+        """What the last decode node said of itself."""
 
     async def Handshake(self, request: prefill_pb2.HandshakeRequest, context: Any) -> Any:
+        self.decode.CopyFrom(request.decode)
         del request.decode.ranks[:]
         for _ in range(self._num_ranks):
             request.decode.ranks.add(addresses=["127.0.0.1:1"])
@@ -118,8 +126,8 @@ class Liar(prefill_pb2_grpc.PrefillServicer):
         yield prefill_pb2.PrefillEvent(first_token=prefill_pb2.FirstToken(token_id=self._token_id))
 
 
-async def hear_lies(client: httpx.AsyncClient) -> None:
-    """They cost a prompt on the decode node, and nothing else."""
+async def hear_lies(client: httpx.AsyncClient) -> kv_transfer_pb2.KVPeer:
+    """They cost a prompt on the decode node, and nothing else. Returns what it says of itself."""
     expected, _ = await tokens(client, 1, **HERE)
     for token_id, num_ranks in ((2**32 - 1, 1), (100_000, 1), (5, 0), (5, 9)):
         server = grpc.aio.server()
@@ -130,6 +138,98 @@ async def hear_lies(client: httpx.AsyncClient) -> None:
         found, timeline = await tokens(client, 1, **{"x-prefiller-host-port": f"127.0.0.1:{port}"})
         assert (found, timeline["path"]) == (expected, "local")
         await server.stop(0)
+    await until_idle(client)
+    return liar.decode
+
+
+async def suffer_a_hostile_decode_node(
+    prefill: NodeProcess, us: kv_transfer_pb2.KVPeer, client: httpx.AsyncClient
+) -> None:
+    """Each lie is refused, what it holds keeps nobody from anything, and nothing is left of it."""
+    expected, _ = await tokens(client, 1, **HERE)
+    async with HostileDecodeNode.join(prefill.ready["address"], us) as liar:
+        assert await liar.tell_lies() == {}
+        assert await tokens(client, 1) == (expected, ANY)
+        assert await liar.hold_prefixes(200) == 256 // 8, "one block in eight is held for peers"
+        await liar.hold_what_it_can()
+        assert await tokens(client, 1) == (expected, ANY)
+    await until_nothing_is_held(prefill)
+    await until_idle(client)
+
+
+async def until_nothing_is_held(prefill: NodeProcess) -> None:
+    url = f"http://127.0.0.1:{prefill.ready['metrics_port']}/metrics"
+    async with httpx.AsyncClient() as client, asyncio.timeout(TIMEOUT_S):
+        while (held := _held(await client.get(url))) != {}:
+            await asyncio.sleep(0.05)
+    assert held == {}
+
+
+def _held(answer: httpx.Response) -> dict[str, float]:
+    """Returns what a prefill node has not got back."""
+    rest = {
+        "tandem_kv_blocks_free": 256.0,
+        "tandem_rows_free": 16.0,
+        "tandem_delayed_frees": 0.0,
+        "tandem_open_prefills": 0.0,
+        "tandem_kv_transfer_live_transfers": 0.0,
+        "tandem_kv_transfer_staged_bytes": 0.0,
+        "tandem_kv_transfer_leases": 0.0,
+        "tandem_kv_transfer_open_pulls": 0.0,
+    }
+    lines = [line.rpartition(" ") for line in answer.text.splitlines()]
+    found = {name.partition("{")[0]: float(value) for name, _, value in lines if "#" not in name}
+    return {name: found[name] for name, value in rest.items() if found[name] != value}
+
+
+LYING_HEADERS = {
+    "nodes that are nobody": {
+        "x-prefiller-host-port": ",".join(f"127.0.0.1:{port}" for port in range(1, 99))
+    },
+    "no node": {"x-prefiller-host-port": "unix:/etc/passwd"},
+    "a holder that is nobody": {"x-tandem-prefix-holder": "prefill/127.0.0.1:1"},
+    "an adapter that is not here": {"x-tandem-adapter": "f" * 64},
+    "an enormous salt": {"x-tandem-cache-salt": "s" * 12_000},
+    "an enormous prefix": {"x-tandem-prefix": "9" * 40},
+    "another model": {"x-tandem-model": "%1b%5b"},
+}
+START = ["start", 1763700000, [1]]
+LYING_JOURNALS: dict[str, list[Any]] = {
+    "tokens of no vocabulary": [START, ["tokens", 0, [100_000]]],
+    "tokens below nothing": [START, ["tokens", 0, [-5]]],
+    "tokens without end": [START, ["tokens", 0, [5] * 300_000]],
+    "a choice before the first": [START, ["tokens", -1, [5]]],
+    "a choice that is not there": [START, ["tokens", 9, [5]]],
+    "choices without end": [["start", 1763700000, [1] * 100_000]],
+    "a seed that is none": [["start", 1763700000, [1 << 64]]],
+    "a time that is none": [["start", 10**30, [1]]],
+    "cached tokens below nothing": [START, ["cached", 0, -5]],
+    "an end that is none": [START, ["end", 0, "x" * 10_000, None]],
+    "events without end": [START, ["numbered", 0, [5], -1]],
+}
+
+
+async def follow_a_hostile_router(decode: NodeProcess, client: httpx.AsyncClient) -> None:
+    """Headers and journals that make no sense are refused, or cost their own request a detour."""
+    expected, _ = await tokens(client, 1, **HERE)
+    for name, headers in LYING_HEADERS.items():
+        answer = await client.post("/v1/completions", json=body(1), headers=headers)
+        if answer.status_code == 200:
+            assert answer.json()["choices"][0]["token_ids"] == expected, name
+        else:
+            assert answer.status_code in (400, 404, 503) and "error" in answer.json(), name
+    content = json.dumps(body(1, stream=True)).encode()
+    asked = {
+        "content-type": "application/json",
+        "x-tandem-journal": "1",
+        "x-tandem-resume": str(len(content)),
+    }
+    for name, entries in LYING_JOURNALS.items():
+        data = content + json.dumps(entries).encode()
+        answer = await client.post("/v1/completions", content=data, headers=asked)
+        assert answer.status_code == 400 and answer.json()["error"]["message"], name
+    assert (await tokens(client, 1))[0] == expected
+    assert decode.process.returncode is None
     await until_idle(client)
 
 
