@@ -31,6 +31,13 @@ _MAX_URL = 4096
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        ("192.0.0.0/24", "192.88.99.0/24", "fec0::/10", "3fff::/20", "5f00::/16", "64:ff9b:1::/48"),
+    )
+)
+"""Networks of old and new kinds that releases of Python know as public, or not yet at all."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -159,6 +166,8 @@ def is_public(address: str) -> bool:
             return False
         if inner is not None:
             found = inner
+    if any(found in network for network in _NOT_PUBLIC if network.version == found.version):
+        return False
     return found.is_global and not found.is_multicast and not found.is_reserved
 
 

@@ -113,7 +113,7 @@ class Liar(prefill_pb2_grpc.PrefillServicer):
         self._token_id = token_id
         self._num_ranks = num_ranks
         self.decode = kv_transfer_pb2.KVPeer()
-        """What the last decode node said of itself."""
+        """Holds what the last decode node said of itself."""
 
     async def Handshake(self, request: prefill_pb2.HandshakeRequest, context: Any) -> Any:
         self.decode.CopyFrom(request.decode)

@@ -4,7 +4,9 @@ anywhere else."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Sequence
+from urllib.parse import quote
 
 import pytest
 import pytest_asyncio
@@ -65,6 +67,16 @@ PRIVATE = [
     "64:ff9b::7f00:1",
     "2002:7f00:1::1",
     "2001:0:4136:e378:8000:63bf:3fff:fdd2",
+    "fec0::1",
+    "3fff::1",
+    "5f00::1",
+    "64:ff9b:1::1",
+    "192.0.0.8",
+    "192.88.99.1",
+    "::ffff:169.254.169.254",
+    "::127.0.0.1",
+    "2002:a9fe:a9fe::1",
+    "64:ff9b::a9fe:a9fe",
     "not an address",
 ]
 
@@ -199,3 +211,123 @@ async def test_the_address_that_was_checked_is_dialled(port: int) -> None:
     fetcher = local_fetcher(port, resolve=resolve)
     assert await fetcher.fetch(f"http://odd.example.com:{port}/a.png") == CONTENT
     assert asked == ["odd.example.com"]
+
+
+class NameServer:
+    """Stands for what the system's resolver asks: a name has a CNAME, or addresses that may be
+    others at each question."""
+
+    def __init__(self, names: dict[str, str | list[list[str]]]) -> None:
+        self._names = names
+        self.asked: list[str] = []
+
+    async def getaddrinfo(self, host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        self.asked.append(host)
+        answer = self._names[host]
+        while isinstance(answer, str):
+            answer = self._names[answer]
+        addresses = answer.pop(0) if len(answer) > 1 else answer[0]
+        return [
+            (family, socket.SOCK_STREAM, 6, "", where)
+            for address in addresses
+            for family, where in [
+                (socket.AF_INET6, (address, port, 0, 0))
+                if ":" in address
+                else (socket.AF_INET, (address, port))
+            ]
+        ]
+
+
+@pytest.fixture
+def dialled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Notes where connections would be made; none is."""
+    found: list[tuple[object, ...]] = []
+
+    async def connect(addr_infos: Sequence[tuple[object, ...]], **_: object) -> object:
+        found.extend(info[4] for info in addr_infos)  # type: ignore[misc]
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", connect)
+    return found
+
+
+METADATA, LOOPBACK = "169.254.169.254", "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"img.example.com": [[METADATA]]},
+        {"img.example.com": [[PUBLIC, METADATA]]},
+        {"img.example.com": "a.other", "a.other": "b.other", "b.other": [[LOOPBACK]]},
+        {"img.example.com": [["::ffff:127.0.0.1"]]},
+        {"img.example.com": [["::ffff:a9fe:a9fe"]]},
+        {"img.example.com": [["64:ff9b::7f00:1"]]},
+        {"img.example.com": [["fe80::1%lo"]]},
+        {"img.example.com": [["2606:2800:220:1::1", "fd00::1"]]},
+    ],
+)
+async def test_names_that_lead_into_the_network_are_refused_and_nobody_is_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+    dialled: list[tuple[object, ...]],
+    names: dict[str, str | list[list[str]]],
+) -> None:
+    server = NameServer(names)
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
+    with pytest.raises(ImageError, match="not on the public network"):
+        await ImageFetcher(HOSTS, max_bytes=1000, timeout_s=5.0).fetch(
+            "http://img.example.com/a.png"
+        )
+    assert (server.asked, dialled) == (["img.example.com"], [])
+
+
+@pytest.mark.parametrize("second", [METADATA, LOOPBACK, "::ffff:127.0.0.1"])
+async def test_a_name_that_is_another_at_the_second_question_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, dialled: list[tuple[object, ...]], second: str
+) -> None:
+    """Rebinding: public while it is checked, and private when it is dialled."""
+    server = NameServer({"img.example.com": [[PUBLIC], [second]]})
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
+    with pytest.raises(ImageError, match="cannot be fetched"):
+        await ImageFetcher(HOSTS, max_bytes=1000, timeout_s=5.0).fetch(
+            "http://img.example.com/a.png"
+        )
+    assert server.asked == ["img.example.com"]
+    assert dialled == [(PUBLIC, 80)]
+
+
+async def test_each_step_of_a_redirect_is_looked_up_and_checked_anew(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    """The host is allowed and public at first; it sends the node to itself, and is another one."""
+    seen: list[str] = []
+
+    def is_allowed(address: str) -> bool:
+        seen.append(address)
+        return address == LOOPBACK
+
+    name = "odd.example.com"
+    server = NameServer({name: [[LOOPBACK], [LOOPBACK], [METADATA]]})
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", server.getaddrinfo)
+    fetcher = ImageFetcher(
+        AllowedHosts.of(f"{name}:{port}"),
+        max_bytes=100_000,
+        timeout_s=5.0,
+        is_allowed_address=is_allowed,
+    )
+    with pytest.raises(ImageError, match="not on the public network"):
+        await fetcher.fetch(f"http://{name}:{port}/to/x?url=/to/y?url=/a.png")
+    assert seen == [LOOPBACK, LOOPBACK, METADATA] and server.asked == [name] * 3
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["file:///etc/passwd", "gopher://127.0.0.1:6379/x", "ftp://odd.example.com/", "//127.0.0.1/",
+     "http://127.0.0.1:1/", "http://[::1]/", "http://[::ffff:7f00:1]/", "http://2130706433/",
+     "http://0x7f.1/", "http://odd.example.com:6379/", "http://odd.example.com.evil.com/",
+     "http://user@odd.example.com/", "\\\\127.0.0.1\\x", "http://odd。example。com/"],
+)  # fmt: skip
+async def test_redirects_to_other_places_are_not_followed(port: int, target: str) -> None:
+    url = f"http://odd.example.com:{port}/to/x?url={quote(target, safe='')}"
+    with pytest.raises(ImageError):
+        await local_fetcher(port).fetch(url)
