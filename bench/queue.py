@@ -8,7 +8,7 @@
 
 A plan is a file of jobs (`bench/jobs/plan.py` says what is in one); bench/plans/ has one for each
 question. Jobs of one GPU go to whichever is free, those of two have two, and those whose figures
-other work would spoil have the host to themselves. A GPU that is named several times runs so many
+other work would spoil have the host to themselves. A GPU that is named several times runs this many
 jobs at once, for tests; seconds that they measure mean nothing. Each has a time limit and
 its whole session is ended at it; a job that fails stops only those that come after it. With
 `--limit-s` no job begins that needs longer than is left, and the queue has ended by then.

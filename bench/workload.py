@@ -3,7 +3,7 @@
 A session is a conversation. Its first prompt is drawn from a table of lengths; each later prompt
 is the one before, plus the answer, plus new tokens. Sessions arrive at random, independently of
 how fast the server is; inside a session the next turn follows a pause after the answer, because
-nobody replies to what has not been said.
+nothing replies to what has not been said.
 
 The tables hold quantiles of published production traces: `conversation` and `agent` follow the
 traces of Mooncake (12 031 and 23 608 requests of one hour), `code-burst` and `chat-short` those

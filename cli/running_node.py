@@ -45,7 +45,7 @@ def grpc_address(address: str) -> str:
 async def node_stub(
     credentials: Credentials, address: str
 ) -> AsyncIterator[node_pb2_grpc.NodeStatusStub]:
-    """Yields what calls the node at `address` (host:port), which fails if nobody is there. Raises
+    """Yields what calls the node at `address` (host:port), which fails if nothing is there. Raises
     `PlaintextRefused`."""
     await credentials.meet(address)
     role = await _role_at(credentials, address)

@@ -95,7 +95,7 @@ async def _until_new(
                     )
                 return
         except grpc.aio.AioRpcError:
-            # Between two lives nobody listens for a moment; a node that was killed takes longer.
+            # Between two lives nothing listens for a moment; a node that was killed takes longer.
             await asyncio.sleep(_LOOK_AGAIN_S)
 
 

@@ -88,7 +88,7 @@ async def _stop(supervisor: Supervisor, wish: StopWish) -> None:
 
 
 async def wait_routable(url: str, settings: UpSettings) -> None:
-    """Waits until the router has heard of every node."""
+    """Waits until the router has learnt of every node."""
     prefills = settings.prefill + settings.switchable
     wanted = {"prefill_nodes": prefills, "decode_nodes": settings.decode}
     async with aiohttp.ClientSession() as session:

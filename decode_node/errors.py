@@ -3,7 +3,7 @@
     HttpError
     ├── BadRequest
     │   └── CannotFollow        400  the engine found no way to do what the request asks
-    ├── PermissionDenied        403  of somebody who may not
+    ├── PermissionDenied        403  of one that may not
     ├── Overloaded              429  the queue is full; Retry-After
     ├── GenerationFailed        500  the answer could not be computed
     └── Unavailable             503  stopping, or the engine is dead; Retry-After

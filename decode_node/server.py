@@ -77,7 +77,7 @@ with the connection."""
 
 class DecodeNode:
     """Holds everything of a running node. `run` → `close`; engine and traces belong to the caller.
-    `switch`: takes the wish for another role; None: it has one."""
+    `switch`: takes the request for another role; None: it has one."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class DecodeNode:
         self._http = _create_http_server(settings, app, self._tls, callers)
 
     async def run(self, stop: StopSignal) -> int:
-        """Serves until told to stop, or to become another node, or until the engine dies; returns
+        """Serves until asked to stop, or to become another node, or until the engine dies; returns
         the exit code."""
         serve_answers(self._engine, self._status, self._proxy, self._ports.grpc)
         await self._ports.grpc.start(self._status)
@@ -264,7 +264,7 @@ def create_prefill_client(
 
 
 def create_credits(config: EngineConfig, num_blocks: int) -> KVCredits:
-    """Returns the credits of an engine with a pool of so many blocks, or one in each of its
+    """Returns the credits of an engine with a pool of this many blocks, or one in each of its
     data-parallel groups."""
     groups = config.kv_layout.groups
     num_seqs, num_groups = config.scheduler.max_num_seqs, config.parallel.data_parallel_size

@@ -1,8 +1,8 @@
 """Accepts the connections of a listening socket on the event loop.
 
 1. `take` gets each connection, which does not block and sends at once
-2. no descriptor is left: nobody is accepted for a moment
-3. `close`: nobody any more
+2. no descriptor is left: nothing is accepted for a moment
+3. `close`: nothing any more
 
 A connection that cannot be accepted stays readable: without 2 the loop would call again and again,
 and take a whole processor from those that it has.

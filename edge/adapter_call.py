@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterCall:
-    """The newest call about a name. `digest` is empty where it was unloaded, `model` where nobody
+    """The newest call about a name. `digest` is empty where it was unloaded, `model` where nothing
     said whose adapter it is: then it is the node's that tells of it."""
 
     name: str

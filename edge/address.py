@@ -27,7 +27,7 @@ def bracketed(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether nobody but this host can be there. Names other than localhost are not asked
+    """Returns whether nothing but this host can be there. Names other than localhost are not asked
     for."""
     name = host.removeprefix("[").removesuffix("]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):

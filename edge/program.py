@@ -37,7 +37,7 @@ def run(module_name: str) -> NoReturn:
 
 
 def leave(code: object) -> NoReturn:
-    """Ends this process as `sys.exit(code)` does, but waits for no thread and calls nobody's end.
+    """Ends this process as `sys.exit(code)` does, but waits for no thread and calls none's end.
 
     Whoever has something to say at the end says it before: spans, traces and logs are closed by
     whoever opened them.
@@ -47,7 +47,7 @@ def leave(code: object) -> NoReturn:
         code = 1
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # A full disk or a closed pipe: nobody is left to be told.
+        # A full disk or a closed pipe: there is nothing to write to.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit((code or 0) & 0xFF)

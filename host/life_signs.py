@@ -6,11 +6,11 @@
     5. `LifeWatch.longest`: who is silent,   ◀──── 4. `give`, every `SIGN_INTERVAL_S`
        and for how long
 
-A sign is the time at which it was given, so nobody is asked and nothing is sent: it costs one store
-of four bytes. Where it comes from decides what it says. A process that does little gives it in its
+A sign is the time at which it was given, so nothing is asked and nothing is sent: it costs one
+store of four bytes. Where it comes from decides what it says. A process that does little gives it in its
 loop: it is alive and not stuck. One that computes for long has a thread for it (`LifeThread`), so
 that a long step is not taken for a frozen process; that steps come to an end is watched by whoever
-waits for them. For a process on another host, which cannot share memory, whoever hears from it
+waits for them. For a process on another host, which cannot share memory, whoever receives from it
 gives the sign.
 
 A place without a sign is not watched: its process is starting, or there is none.
@@ -70,7 +70,7 @@ class LifeSigns:
 
     @classmethod
     def create(cls, name: str, count: int) -> LifeSigns:
-        """Returns `count` places; nobody has given a sign yet."""
+        """Returns `count` places; nothing has given a sign yet."""
         return cls(MemoryFile.create(name, count * _WORD_BYTES), 0, count)
 
     @classmethod
@@ -89,7 +89,7 @@ class LifeSigns:
         return LifeSignHandle(pid=memory.pid, fd=memory.fd, place=self._first + place)
 
     def give(self, place: int) -> None:
-        """The process at `place` was heard of just now."""
+        """The process at `place` gave a sign just now."""
         self._words[place] = _now_ms() or 1
 
     def forget(self, place: int) -> None:
@@ -117,7 +117,7 @@ class Silence:
 
 class LifeWatch:
     """Judges silence. Ask often: time in which the asker itself stood still, because all processes
-    of the host did, counts for nobody."""
+    of the host did, counts for none."""
 
     def __init__(self, signs: LifeSigns, names: Mapping[int, str]) -> None:
         """`names` by place."""

@@ -52,7 +52,7 @@ class PauseLogHandle(msgspec.Struct, frozen=True):
 
 
 class PauseLog:
-    """The newest pauses of one process. One writer; anybody may read."""
+    """The newest pauses of one process. One writer; anything may read."""
 
     def __init__(self, memory: MemoryFile) -> None:
         self._memory = memory

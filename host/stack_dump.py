@@ -100,7 +100,7 @@ def _threads_of(pid: int) -> list[Path]:
 
 
 def _takes_signal(status: Path) -> bool:
-    """Returns False for a thread that blocks ours. One that has ended stands in nobody's way."""
+    """Returns False for a thread that blocks ours. One that has ended stands in none's way."""
     try:
         lines = status.read_text().splitlines()
     except OSError:

@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Search:
-    """Searches up to `max_nodes` of a tier. `progress` is told what is being simulated."""
+    """Searches up to `max_nodes` of a tier. `progress` is called with what is being simulated."""
 
     evaluator: Evaluator
     max_nodes: int

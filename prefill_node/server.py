@@ -45,7 +45,7 @@ _MAX_MESSAGE = 160 << 20
 
 class PrefillNode:
     """Holds everything of a running node. `run` → `close`; engine and traces belong to the caller.
-    `switch`: takes the wish for another role; None: it has one."""
+    `switch`: takes the request for another role; None: it has one."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PrefillNode:
         self._client = PrefixClient(self._servicer.peer, credentials)
 
     async def run(self, stop: StopSignal) -> int:
-        """Serves until told to stop, or to become another node, or until the engine dies; returns
+        """Serves until asked to stop, or to become another node, or until the engine dies; returns
         the exit code."""
         await self._start_services()
         self._emit_ready()

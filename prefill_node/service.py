@@ -9,7 +9,7 @@ Life of a call:
     3. `first_token`, as soon as it is sampled, behind the prompt's log probabilities if they were
        asked for, and with the first tokens of further answers to the prompt; KV moves meanwhile
     4. `done` when all KV was taken, or `failed`
-    -  the token is the whole answer: nobody waits for KV, and none is exported if the caller knew
+    -  the token is the whole answer: nothing waits for KV, and none is exported if the caller knew
     -  the caller cancels, at any moment: the request is aborted, its KV dropped
 """
 
@@ -100,7 +100,7 @@ class _Call:
     is_told: bool = False
     """Its trace is written."""
     reads_group: bool = False
-    """The caller waits to hear which data-parallel group the engine chooses."""
+    """The caller waits until the engine has chosen a data-parallel group."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -128,7 +128,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
         self.open = OpenRequests()
-        """Calls from acceptance to their end: none means that nobody waits for a prompt or KV."""
+        """Calls from acceptance to their end: none means that nothing waits for a prompt or KV."""
         self._in_engine: set[str] = set()
 
     def abort_all(self) -> None:

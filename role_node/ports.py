@@ -11,7 +11,7 @@ from engine.node.grpc_server import PortInUse
 
 class HeldPorts:
     """Holds ports by sockets that are bound and deaf: whoever serves a role listens beside them,
-    and between two roles nobody else gets them."""
+    and between two roles nothing else gets them."""
 
     def __init__(self, host: str) -> None:
         self._host = host

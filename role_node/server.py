@@ -76,7 +76,7 @@ class RoleNode:
         self._role: RoleName = settings.role
 
     async def run(self, stop: StopSignal) -> int:
-        """Serves until told to stop, or until the engine dies; returns the exit code. Raises
+        """Serves until asked to stop, or until the engine dies; returns the exit code. Raises
         `EngineDeadError`, `PortInUse`."""
         ports = self._take_ports()
         config = self._engines.of(self._role)
@@ -154,7 +154,7 @@ async def switch_engine(
     settings: RoleNodeSettings,
 ) -> None:
     """Makes the engine that of `config`. Raises `EngineDeadError`, also for one that hangs: no step
-    is on its way then, by which anybody would notice."""
+    is on its way then, by which anything would notice."""
     started_at = time.monotonic()
     limit_s = settings.switch_empty_s + settings.stuck_after_s
     try:

@@ -5,7 +5,7 @@
       AdminOnly             403     it changes the cluster, and a client asked
       RateLimited           429     the tenant has used up what it may use
       Overloaded            503     too many requests in flight
-      NoNodeAvailable       503     nobody to serve it now
+      NoNodeAvailable       503     nothing to serve it now
     NodeUnreachable                 no connection to a node: nothing was sent
     NodeLost                        the connection to a node broke
       PathUnknown                   a node is well, but does not serve this path

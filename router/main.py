@@ -50,7 +50,7 @@ def print_checked(settings: RouterSettings) -> int:
 
 
 def check_plaintext(settings: RouterSettings) -> None:
-    """Raises `PlaintextRefused` if a node would be talked to for others to hear, and
+    """Raises `PlaintextRefused` if a node would be reached unencrypted over a shared network, and
     `ConfigurationError`."""
     security = settings.security_config()
     for role, text in ((NodeRole.PREFILL, settings.prefill), (NodeRole.DECODE, settings.decode)):

@@ -29,7 +29,7 @@ KEPT_PATHS = ("/v1/responses", "/v1/responses/input_tokens")
 @dataclass(frozen=True, slots=True)
 class KeptRoutes:
     """Serves responses that are kept. `endpoint` is for the paths that make them, `running` is
-    open while the router serves, `begin_drain` is told when it takes no more requests."""
+    open while the router serves, `begin_drain` is called when it takes no more requests."""
 
     endpoint: ASGIApp
     routes: Sequence[BaseRoute]

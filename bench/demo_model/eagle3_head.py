@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from bench.demo_model.lesson import Lesson
 
 DRAFT_VOCAB = 640
-"""The head may guess so many tokens: those that the model says most."""
+"""The head may guess this many tokens: those that the model says most."""
 TAPS = (1, 2, 3)
 """The head reads what goes into these layers."""
 _NUM_ROUNDS = 3

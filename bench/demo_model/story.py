@@ -167,7 +167,7 @@ def _described(thing: Thing) -> str:
 
 
 def _friends_of(hero: Person) -> list[Person]:
-    """Returns the hero's friend, the friend's friend, and so on: everybody else."""
+    """Returns the hero's friend, the friend's friend, and so on: all others."""
     friends = [person(hero.friend)]
     while friends[-1].friend != hero.name:
         friends.append(person(friends[-1].friend))

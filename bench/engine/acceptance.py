@@ -61,7 +61,7 @@ _SEED = 977
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """Says what is asked: so many requests with prompts of some length, and how much is
+    """Says what is asked: this many requests with prompts of some length, and how much is
     answered."""
 
     count: int = 48

@@ -106,7 +106,7 @@ class Sweep:
     def tunings(
         self, kind: type[ExpertWeights], shape: LayerShape, rows: float, *, gated: bool
     ) -> list[ExpertTuning]:
-        """Returns the tunings for so many rows of an expert."""
+        """Returns the tunings for this many rows of an expert."""
         every = kind.tunings(rows)
         if not self.like:
             return list(every)
@@ -140,7 +140,7 @@ def tune(
     part: tuple[int, int] | None,
 ) -> dict[bool, Timed]:
     """Returns the time of every tuning of a sweep, of the first GEMM (True) and of the second. With
-    `part` only compiles every so many-th."""
+    `part` only compiles every this many-th."""
     found: dict[bool, Timed] = {True: {}, False: {}}
     held = kind(shape if part is None else smaller(shape))
     layer: Layer | None = None

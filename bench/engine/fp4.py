@@ -123,7 +123,7 @@ _TILES = {
     64: ((64, 64, 64, 4), (64, 128, 64, 4), (64, 128, 64, 8), (64, 64, 128, 4)),
     128: ((128, 64, 64, 4), (128, 128, 64, 8)),
 }
-"""Lists rows, cols, depth and warps that may suit so many rows."""
+"""Lists rows, cols, depth and warps that may suit this many rows."""
 
 
 def tunings(rows: int, *, gated: bool) -> Iterator[Fp4Tuning]:

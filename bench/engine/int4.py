@@ -154,8 +154,8 @@ _TILES = {
         Int4Tuning(128, 64, 1, True, 4, 2, 0, True),
     ],
 }
-"""Lists what may suit so many rows: few, because each takes seconds to compile. Of 32 rows and more
-only products whose scales come late (the last argument) do not wait for each other."""
+"""Lists what may suit this many rows: few, because each takes seconds to compile. Of 32 rows and
+more only products whose scales come late (the last argument) do not wait for each other."""
 
 
 def tunings(rows: int, *, gated: bool) -> Iterator[Int4Tuning]:

@@ -3,7 +3,7 @@
     python -m bench.engine.int8                          # every shape and number of rows
     python -m bench.engine.int8 --rows 64,2048 --only gate_up
 
-Each line is a way to compute one shape for so many rows, in microseconds inside a CUDA graph over
+Each line is a way to compute one shape for this many rows, in microseconds inside a CUDA graph over
 weights that together exceed the cache: `chosen` as layers compute it, `tiles` and `few` by each
 tiling that is worth a try, `_int_mm` the library's product of integers alone, whose sums are still
 to be scaled, `w8a16` weights beside rows in bf16. gate_up has its activation in it where a kernel

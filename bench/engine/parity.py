@@ -270,8 +270,8 @@ def measure(
     num_processes: int,
     report: Callable[[Found], None],
 ) -> Found:
-    """Measures drafters, each with its share of `limits`, so many at a time. `report` hears after
-    each of them what is known so far."""
+    """Measures drafters, each with its share of `limits`, this many at a time. `report` is called
+    after each of them with what is known so far."""
     found: Found = {"tokens": 0, "differing": 0}
     share = replace(limits, num_tokens=-(-limits.num_tokens // len(methods)))
     tasks = [

@@ -1,7 +1,7 @@
 """Chooses which job begins next, on which GPUs.
 
 Each place is for one job. Places of one GPU have its number in common: what runs there at once
-shares it. A place without a GPU is `cpu`, and shares with nobody.
+shares it. A place without a GPU is `cpu`, and shares with none.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def next_job(
 
 
 def _places_for(job: Job, places: Sequence[str], free: Sequence[str]) -> list[str]:
-    """Returns the places that nobody else may have meanwhile, those of the job's own GPUs first;
+    """Returns the places that nothing else may have meanwhile, those of the job's own GPUs first;
     empty: they are not free.
 
     Its GPUs differ, and are those on which the fewest others run.

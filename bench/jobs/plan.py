@@ -63,7 +63,7 @@ class Job:
         decides: The figure that it gives, and what follows from it.
         words: What comes behind `python -m`.
         gpus: How many of them it sees, which are its own.
-        alone: Whether nobody else may run meanwhile: GPUs of a host share power and cores.
+        alone: Whether nothing else may run meanwhile: GPUs of a host share power and cores.
         takes_s: Its seconds as far as known.
         limit_s: The seconds after which it is ended.
         results: Patterns of files; of each it writes one at least.

@@ -133,7 +133,7 @@ class JobProcess:
         return f"did not write {', '.join(missing)}" if missing else ""
 
     def tests(self) -> dict[str, int]:
-        """Returns how many tests ran, failed and were skipped; empty where nobody counted, or was
+        """Returns how many tests ran, failed and were skipped; empty where nothing counted, or was
         ended while writing that down."""
         kinds = ("tests", "failures", "errors", "skipped")
         try:

@@ -66,14 +66,14 @@ PLANS = {
 
 
 class LoadClock:
-    """Takes the time of each load, from when processes are told until all have done it."""
+    """Takes the time of each load, from the call until all processes have done it."""
 
     def __init__(self, tier: PooledHostTier, block_bytes: int) -> None:
         self.rates: list[float] = []
         """GB/s of loads that went well."""
         self._begun: dict[int, tuple[float, int]] = {}
         self.phases: list[dict[str, float]] = []
-        """Milliseconds of each load, from when processes are told to when that is heard."""
+        """Milliseconds of each load, from the call until its acknowledgement."""
         self.begun_at: list[float] = []
         """When each of these loads began, by the monotonic clock."""
         self._times: dict[int, list[LoadTimes]] = {}
@@ -108,7 +108,7 @@ class LoadClock:
 
 
 def _phases_ms(at: float, times: list[LoadTimes], now: float) -> dict[str, float]:
-    """Says when the last process had done each part of a load, and how long it was not heard."""
+    """Says when the last process had done each part of a load, and when the engine knew."""
     last = {
         "told": max(one.told for one in times),
         "first copies issued": max(one.begun for one in times),

@@ -193,7 +193,7 @@ class GpuCaches(Caches):
         )
 
     def close(self) -> None:
-        """Closes the caches, which nobody maps any more. Kept memory could put the next two into
+        """Closes the caches, which nothing maps any more. Kept memory could put the next two into
         one allocation.
         """
         import torch

@@ -6,7 +6,7 @@ One prefill and one decode connector with real transfer processes move the KV of
 checksums. Measured from the two commands until the decode side reports that all has arrived. Raw
 TCP moves as many bytes in as large chunks with as many connections and processes. The processes of
 one point are up together and take turns, so what else the machine does touches all alike; ratios
-are taken within a turn. The KV is carried in both ways that nodes can be told to use
+are taken within a turn. The KV is carried in both ways that nodes can be asked to use
 (`pull_transport`). Destinations are cleared before and compared byte by byte after every transfer.
 1 GB = 1e9 bytes.
 

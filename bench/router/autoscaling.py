@@ -293,7 +293,7 @@ def compare(runs: list[Run]) -> list[dict[str, object]]:
 
 def hours_at(attained: float, runs: list[Run]) -> float | None:
     """Returns the fewest GPU-hours at which one of `runs`, or a setting between two of them, would
-    attain so much; None if none does. Between two settings both figures are interpolated, which
+    attain this much; None if none does. Between two settings both figures are interpolated, which
     favours their scaler when it is convex."""
     points = [(run.attained, run.gpu_hours) for run in runs]
     enough = [hours for part, hours in points if part >= attained]

@@ -1,6 +1,6 @@
 """A simulated cluster whose tiers grow and shrink, and what their GPUs cost.
 
-1. starting   a pod was asked for: it costs, and serves nobody for `start_s`
+1. starting   a pod was asked for: it costs, and serves nothing for `start_s`
 2. serving    routers know it
 3. leaving    it was taken away: routers send nothing more, it costs until its last answer
 -  shrinking  takes starting pods first, then the youngest
@@ -137,7 +137,7 @@ class ElasticCluster(SimCluster):
         for router in self.routers:
             router.registry.set_members(self._addresses())
 
-    # What the signals hear -----------------------------------------------------------------------
+    # What the signals receive ------------------------------------------------------------------
 
     def _first_token(self, node: SimPrefillNode, job: Job) -> None:
         super()._first_token(node, job)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures how long one client's body silences everybody else: the longest gap of another stream.
+"""Measures how long one client's body silences all others: the longest gap of another stream.
 
 A router before a token server, and a decode node that computes a tiny model on the processor, each
 a process of its own. One client reads streams all the time; others post one hostile body after

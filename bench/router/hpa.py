@@ -4,9 +4,9 @@ Each sync, every 15 s (kubernetes.io, "Horizontal Pod Autoscaling"; pkg/controll
 
 1. ratio        sum / (target · replicas); within the tolerance nothing changes
 2. wanted       ⌈sum / target⌉
-3. stabilised   the present number is brought between the least wish of the up window and the
-                greatest of the down window
-4. policies     at most so many more or fewer in a period; of several the one that allows most
+3. stabilised   the present number is brought between the least recommendation of the up window
+                and the greatest of the down window
+4. policies     at most this many more or fewer in a period; of several the one that allows most
 5. bounds       minReplicas, maxReplicas
 -  blind        without a metric nothing changes
 """

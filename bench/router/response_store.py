@@ -3,7 +3,7 @@
 comes behind it, without HTTP and without the answer.
 
 Each response goes on from the one before it, so its history is read, up to a chain of `--turns`.
-"At once" has so many conversations that each ask for one after the other. In rows that are `busy`
+"At once" has this many conversations that each ask for one after the other. In rows that are `busy`
 the event loop works half of the time, as that of a router does that relays streams.
 
     python -m bench.router.response_store

@@ -53,7 +53,7 @@ class Case:
     rate: float = 0.0
     """Requests a second in place of `load`, of which it is then the part of the tier."""
     slow_nodes: int = 0
-    """So many prefill nodes have half the speed."""
+    """This many prefill nodes have half the speed."""
     seed: int = 0
 
     @property
@@ -128,7 +128,7 @@ def ideal_ttft_s(
     requests: Sequence[SimRequest], num_nodes: int, first: int, steps: StepTimes
 ) -> list[float]:
     """Returns what requests from the `first` on would wait for their first token if nodes took
-    whole prompts from one queue, rising. Nobody knows better without knowing lengths."""
+    whole prompts from one queue, rising. Nothing knows better without knowing lengths."""
     free_at = [0.0] * num_nodes
     heapify(free_at)
     found = []

@@ -85,7 +85,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Is measured. `cluster`: None for somebody else's server, of which nothing but answers is
+    """Is measured. `cluster`: None for another's server, of which nothing but answers is
     seen."""
 
     engine: str

@@ -28,7 +28,7 @@ from bench.serving.report import Span
 from bench.workload import Preset, exactly
 
 _BEGIN_S = 0.2
-"""Seconds until all processes have been told when to begin."""
+"""Seconds until all processes know when to begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ _CORE = "engine core"
 async def read_history(
     session: aiohttp.ClientSession, probes_url: str, since: float = 0.0
 ) -> HistoryReport:
-    """Raises `aiohttp.ClientError` where nobody answers."""
+    """Raises `aiohttp.ClientError` where nothing answers."""
     async with session.get(f"{probes_url}/steps", params={"since": repr(since)}) as response:
         response.raise_for_status()
         return msgspec.json.decode(await response.read(), type=HistoryReport)

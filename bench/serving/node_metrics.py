@@ -1,4 +1,4 @@
-"""Reads what nodes tell on /metrics, and which of it must be zero when nobody asks anything of
+"""Reads what nodes tell on /metrics, and which of it must be zero when nothing asks anything of
 them.
 
 Tests of whole clusters and `bench.serving.soak` go by the same list.
@@ -33,7 +33,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{.*\})? (\S+)$")
 
 
 async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Maps name to value, summed over labels. Raises `aiohttp.ClientError` where nobody answers,
+    """Maps name to value, summed over labels. Raises `aiohttp.ClientError` where nothing answers,
     and `RuntimeError` for another status than 200.
     """
     async with session.get(url) as response:

@@ -2,8 +2,8 @@
 
 `bench.serving.paced_node` is a decode node around it. The first token of a request comes within the
 next two steps in a message of its own, at any time, as a prefill node's token comes to a decode
-node. From then on it has a token in each step, and it ends with its last one. When the core is told
-to end it writes `PacedRun`, with the moments at which everything was sent.
+node. From then on it has a token in each step, and it ends with its last one. When the core is
+asked to end it writes `PacedRun`, with the moments at which everything was sent.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Row:
 
 
 class PacedCore:
-    """See the module docstring. `run` until it is told to end."""
+    """See the module docstring. `run` until it is asked to end."""
 
     def __init__(self, config: CoreProcConfig, pace: Pace) -> None:
         self._pace = pace

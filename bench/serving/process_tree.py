@@ -32,8 +32,8 @@ def below(root: int) -> Iterator[int]:
 
 
 def module_of(pid: int) -> str:
-    """Returns what `python -m` was told to run, of a node's child its module; empty for another
-    program, or for nobody."""
+    """Returns what `python -m` was asked to run, of a node's child its module; empty for another
+    program, or for none."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

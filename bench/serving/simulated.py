@@ -37,7 +37,7 @@ from router.placement.policy import Policy
 from router.placement.tandem_policy import TandemPolicy
 
 _SEEDS = range(5)
-"""Ties are broken by chance: figures are the medians of so many runs."""
+"""Ties are broken by chance: figures are the medians of this many runs."""
 _TOKENS_TOGETHER = 64
 _ROWS_TOGETHER = 4
 _LEAST_STEPS = 5
@@ -137,7 +137,7 @@ def simulated(
 
 
 def ideal_s(arrivals: Sequence[float], num_servers: int, service_s: float) -> list[float]:
-    """Returns wait and service of each arrival in one queue before so many servers."""
+    """Returns wait and service of each arrival in one queue before this many servers."""
     free_at = [0.0] * num_servers
     found = []
     for at_s in arrivals:
@@ -150,7 +150,7 @@ def ideal_s(arrivals: Sequence[float], num_servers: int, service_s: float) -> li
 def _overhead_s(outcomes: Sequence[Outcome], step_s: float) -> float:
     """Returns what first tokens take besides the step: the median of what is neither queue
     nor prefill, and what queue and prefill are longer than the step in the half of prompts that
-    waited least. 0: nobody told."""
+    waited least. 0: nothing told."""
     told = [(one, one.timeline) for one in outcomes if one.complete and one.timeline]
     if not told:
         return 0.0
@@ -163,7 +163,7 @@ def _overhead_s(outcomes: Sequence[Outcome], step_s: float) -> float:
 def _run(
     traffic: Traffic, profile: SpeedProfile, nodes: SimulatedNodes, overhead_s: float, seed: int
 ) -> dict[str, float]:
-    """Returns milliseconds. One router that hears of its nodes four times a second, as live."""
+    """Returns milliseconds. One router that learns of its nodes four times a second, as live."""
     times = MeasuredTimes(profile)
     shape = ClusterShape(
         num_prefill=nodes.prefill,

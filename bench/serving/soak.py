@@ -10,7 +10,7 @@ the time that its prompt takes. A transfer process, in turn of the nodes, is kil
 --kill-every-s. Requests that were not left are asked again when the cluster is too busy, and must
 end in full, with the tokens that their prompt had the first time. At the end nothing may be held:
 no block, row, lease, staged byte, pull or open request on any node. What each process holds of
-memory and open files is told at ten moments and at the end. Writes bench/results/NAME.json; the
+memory and open files is reported at ten moments and at the end. Writes bench/results/NAME.json; the
 exit status says whether all of it was so.
 
 With --all-tiers prompts are turns of conversations, and caches are small: what they forget comes
@@ -114,7 +114,7 @@ class Soak:
     async def run(
         self, num_requests: int, num_clients: int, on_request: Callable[[int], None]
     ) -> None:
-        """Runs; `on_request` hears the number of each request that begins."""
+        """Runs; `on_request` is called with the number of each request that begins."""
         numbers = iter(range(num_requests))
         clients = (self._client(numbers, on_request) for _ in range(num_clients))
         await asyncio.gather(*clients)

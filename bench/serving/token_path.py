@@ -3,7 +3,7 @@
     python -m bench.serving.token_path --rows 64,128,256 --step-ms 8
 
 A real node and real connections, each in a process of its own, around an engine core that has no
-model (`bench.serving.paced_core`): every step has one token for each of so many requests, and new
+model (`bench.serving.paced_core`): every step has one token for each of this many requests, and new
 requests come as old ones end. For each number of rows:
 
     us_per_token     CPU time of the server's process, by the tokens that it passed on meanwhile

@@ -86,7 +86,7 @@ class UpSettings(BaseSettings):
 def free_ports(count: int) -> list[int]:
     """Ports of loopback for processes that we start, now and again.
 
-    They stay theirs as long as this process lives: nobody else is given them, here or in another
+    They stay theirs as long as this process lives: nothing else is given them, here or in another
     process, and they lie below the range from which the kernel takes ports of outgoing connections.
     """
     ports: list[int] = []
@@ -110,7 +110,7 @@ def _hold(port: int) -> bool:
         holder.close()
         return False
     # Set now, it lets a listener in that sets it too, as ours do; while we bound, it was not set,
-    # so that we came beside nobody.
+    # so that we came beside nothing.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _held.append(holder.detach())
     return True
@@ -161,7 +161,7 @@ def cluster_specs(
             ",".join(address for _, address in decodes),
         ),
         endpoint=f"http://{join_address(settings.host, port)}",
-        # Everybody on this machine can read a command line.
+        # All on this machine can read a command line.
         env={"TANDEM_ROUTER_API_KEYS": keys} if keys else {},
     )
     return [router, *(spec for spec, _ in (*decodes, *switchable, *prefills))]

@@ -5,8 +5,8 @@ Life of a service:
     1. STARTING   the process exists; it reports progress as JSON lines on standard output
     2. READY      it reported `{"event": "ready", ...}`: it answers requests
     3. RESTARTING it died after it had been ready; started again after a growing pause
-    4. FAILED     it died before it was ever ready: its last words are the error
-    5. STOPPED    it was told to end (SIGTERM, later SIGKILL) and has ended
+    4. FAILED     it died before it was ever ready: its final messages are the error
+    5. STOPPED    it was asked to end (SIGTERM, later SIGKILL) and has ended
 
 Services run in sessions of their own: a Ctrl-C in the terminal reaches the supervisor alone,
 which then stops them in order. If the supervisor itself is killed, the kernel ends them.
@@ -215,7 +215,7 @@ def _describe_exit(exit_code: int) -> str:
 
 
 class Supervisor:
-    """Runs services until told to stop, or until one cannot start. `max_pause_s`: before one that
+    """Runs services until asked to stop, or until one cannot start. `max_pause_s`: before one that
     dies again and again is started again."""
 
     def __init__(

@@ -31,8 +31,8 @@ Write = Callable[[bytes], None]
 """Takes whole events to be sent at once."""
 
 JOURNAL_INTERVAL_S = 0.25
-"""Seconds between entries for a client that waits for all: tokens that are not told yet cost a node
-that goes on a moment, and nobody has seen them."""
+"""Seconds between entries for a client that waits for all: tokens that are not sent yet cost a node
+that goes on a moment, and nothing has seen them."""
 _MANY_LOGPROBS = 256
 """Positions of log probabilities that are written in the event loop; more, in a thread."""
 _MANY_TOKENS = 2048
@@ -40,7 +40,7 @@ _MANY_TOKENS = 2048
 
 
 class Answer:
-    """Carries one answer. `journal` is None when nobody keeps one; `is_usage_told` says that
+    """Carries one answer. `journal` is None when nothing keeps one; `is_usage_told` says that
     another node has told usage already."""
 
     def __init__(

@@ -3,7 +3,7 @@
     {"input": "*** Begin Patch\\n..."}   ──▶   *** Begin Patch ...
 
 What is no object of that one text is given at the end, as it came: it is what the model meant to
-say, and nobody here can tell which part of it.
+say, and nothing here can tell which part of it.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class ChatOptions:
 
 
 class ChatFormat(ResponseFormat):
-    """Forms bodies of /v1/chat/completions. Text that a parser keeps back is told with a later
-    chunk; token ids and log probabilities are told with their own output."""
+    """Forms bodies of /v1/chat/completions. Text that a parser keeps back is sent with a later
+    chunk; token ids and log probabilities are sent with their own output."""
 
     id_prefix = "chatcmpl"
 

@@ -25,7 +25,7 @@ class ContentLogprobs:
         self._held: list[TokenLogprobs] = []
 
     def add(self, logprobs: Sequence[TokenLogprobs] | None, num_tokens: int) -> None:
-        """Takes those of the next tokens. None: they were told by another node."""
+        """Takes those of the next tokens. None: another node has sent them."""
         self._waiting += logprobs or [None] * num_tokens
 
     def attach(self, deltas: list[Delta], num_pieces: int = 1) -> list[Delta]:

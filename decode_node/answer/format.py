@@ -22,7 +22,7 @@ from engine.frontend.output_processor import RequestOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOptions:
-    """Options of a request: what it wants to be told besides its text."""
+    """Options of a request: what it wants besides its text."""
 
     include_usage: bool
     continuous_usage: bool
@@ -31,7 +31,7 @@ class FormatOptions:
     tokens_as_ids: bool = False
     """Log probabilities name tokens by their ids."""
     has_named_logprobs: bool = False
-    """Log probabilities are told of tokens that the client named."""
+    """Log probabilities are reported for tokens that the client named."""
 
 
 class ResponseFormat(ABC):
@@ -59,7 +59,7 @@ class ResponseFormat(ABC):
         """
         self._tokenizer = TokenNames(tokenizer, by_id=options.tokens_as_ids)
         self.num_events = 0
-        """The events that were told, where they are numbered."""
+        """The events that were sent, where they are numbered."""
         self._options = options
         self.metrics: RequestMetrics | UnsetType = UNSET
         """The answer's times, which are known when its last event is formed."""

@@ -60,8 +60,8 @@ class Choice:
         return self.replay is not None or self.request.spec.num_resumed_tokens > 0
 
     def told(self, output: RequestOutput) -> RequestOutput:
-        """Returns what the client is told of an output. Raises `CannotFollow`, `GenerationFailed`
-        or `Unavailable` for an answer that does not come to its own end."""
+        """Returns what the client gets for an output. Raises `CannotFollow`,
+        `GenerationFailed` or `Unavailable` for an answer that does not come to its own end."""
         if output.finish_reason is not None:
             _check_end(output)
         if output.is_replay:
@@ -167,8 +167,8 @@ class Generation:
         return first.record.metrics() if is_whole else UNSET
 
     def answer_times(self) -> AnswerTimes:
-        """Returns what a router hears at the end: the times of the first choice, with the tokens of
-        all."""
+        """Returns what a router learns at the end: the times of the first choice, with the tokens
+        of all."""
         times = self.choices[0].record.answer_times()
         return msgspec.structs.replace(times, tokens=self.usage().completion_tokens)
 
@@ -205,7 +205,7 @@ class Generation:
 
 
 def _check_end(output: RequestOutput) -> None:
-    """Raises what the client is told of an answer that did not come to its own end."""
+    """Raises what the client gets for an answer that did not come to its own end."""
     if output.finish_reason == "abort":
         why = output.error or "this node is stopping; try another"
         raise Unavailable(why, code="draining")
@@ -216,7 +216,7 @@ def _check_end(output: RequestOutput) -> None:
 
 
 def _forks(choices: Sequence[Choice]) -> Iterator[list[Choice]]:
-    """Yields choices that are one request: those of a prompt which nobody has begun. Others are
+    """Yields choices that are one request: those of a prompt which nothing has begun. Others are
     alone."""
     fork: list[Choice] = []
     for choice in choices:
@@ -232,7 +232,7 @@ def _forks(choices: Sequence[Choice]) -> Iterator[list[Choice]]:
 
 
 def _without_output(output: RequestOutput) -> RequestOutput:
-    """Returns the end of a request that generated its only token for nobody."""
+    """Returns the end of a request that generated its only token for none."""
     return replace(
         output, token_ids=[], text="", logprobs=None, finish_reason="length", stop_reason=None
     )

@@ -12,8 +12,8 @@ for, with comment lines in front of the data:
     : 9 ["end",0,"stop",null]            choice 0 is complete
     data: {...}
 
-    : 10 ["numbered",0,[345],12]         a token, in APIs that number events: 12 were told with it
-    : 11 ["usage"]                       usage was told, by the last event
+    : 10 ["numbered",0,[345],12]         a token, in APIs that number events: 12 were sent with it
+    : 11 ["usage"]                       usage was sent, by the last event
     data: {...}
 
     :t {"prompt":1234,...}               where the time went, once, with the last event
@@ -28,13 +28,13 @@ for, with comment lines in front of the data:
     :! 503                               this node cannot go on, another one can
     data: {"error": ...}
 
-    :x 500                               nobody can
+    :x 500                               nothing can
     data: {"error": ...}
 
 The router takes the lines off, and keeps those with a number without reading them. To continue
 elsewhere it posts the original body followed by the entries as one JSON array, with
 `x-tandem-resume: <length of the original body>`. Entries of the answer to that go on with the
-next number. Tokens are told with the text that they became, so what the client has seen is always
+next number. Tokens are sent with the text that they became, so what the client has seen is always
 what the entries amount to.
 """
 
@@ -80,7 +80,7 @@ class Tokens(msgspec.Struct, array_like=True, tag="tokens"):
 
 
 class NumberedTokens(msgspec.Struct, array_like=True, tag="numbered"):
-    """Is `Tokens` in an API that numbers its events, of which so many were told with these."""
+    """Is `Tokens` in an API that numbers its events, of which this many were sent with these."""
 
     choice: _Count
     token_ids: list[int]

@@ -111,7 +111,7 @@ class OutputReaders:
         return self._parsed(choice, result.pieces, result.num_hidden, is_end=True)
 
     def has_called(self, choice: int) -> bool:
-        """Returns whether the choice holds calls. A broken one counts as well: the client was told
+        """Returns whether the choice holds calls. A broken one counts as well: the client was sent
         of it, and has to answer it."""
         parser = self._parsers.get(choice)
         return parser is not None and parser.num_calls > 0

@@ -4,7 +4,7 @@ function_call                  arguments, as they come
 custom_tool_call               its one text, as it comes
 local_shell_call, shell_call, apply_patch_call
                                all at once, because its fields are objects; arguments that such a
-                               call cannot have are told as a function_call, verbatim
+                               call cannot have are sent as a function_call, verbatim
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = tuple[str, Json]
 
 
 class OpenCall(ABC):
-    """One call that is still coming. `item` is what was told of it when it began."""
+    """One call that is still coming. `item` is what was sent of it when it began."""
 
     prefix: str
 
@@ -33,7 +33,7 @@ class OpenCall(ABC):
 
     @property
     def begins_late(self) -> bool:
-        """Says whether the item is told when it is complete."""
+        """Says whether the item is sent when it is complete."""
         return False
 
     @abstractmethod

@@ -38,7 +38,7 @@ _PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 class ResponseItems:
     """Collects the items of one answer. `name_call` gives the id of a call by index and name;
-    `tools` says what a call of each function is told as, `tokens` names tokens in log
+    `tools` says what a call of each function is sent as, `tokens` names tokens in log
     probabilities."""
 
     def __init__(

@@ -4,7 +4,7 @@
     response.output_item.added ... .done           each item (`decode_node.answer.response_items`)
     response.completed | .incomplete | .failed     the whole response, with its usage
 
-Numbers go on where another node left off: the journal says how many events were told.
+Numbers go on where another node left off: the journal says how many events were sent.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@
 
     data: {"error": {...}}       instead of [DONE] when the answer breaks off; then the end
 
-A router that keeps a journal also hears how errors are meant, and a heartbeat each second when an
-answer that has begun has nothing new (`decode_node.answer.journal`). Before, it hears nothing: from
-the head it learns what was computed where, and without one it tries another node.
+A router that keeps a journal also learns how errors are meant, and a heartbeat each second when an
+answer that has begun has nothing new (`decode_node.answer.journal`). Before, it receives nothing:
+from the head it learns what was computed where, and without one it tries another node.
 
 A client that reads slowly holds up only itself (`edge.http.event_writer`): after `send_timeout_s`
 without progress it is disconnected. When a client hangs up, the work is cancelled.

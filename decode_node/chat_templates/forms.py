@@ -22,7 +22,7 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
         arguments: A call's arguments are an object, or JSON text.
         takes_broken_arguments: Arguments that are no object may stay text.
         parallel_calls: One turn may hold several calls.
-        call_ids: Whose ids of calls are taken: anybody's, Mistral's nine letters and digits, or
+        call_ids: Whose ids of calls are taken: any, Mistral's nine letters and digits, or
             Kimi's `functions.NAME:INDEX`.
         calls_as_metadata: A call is a turn whose `metadata` is the name of its function and whose
             content are its arguments, and its result is an `observation` (GLM-4).

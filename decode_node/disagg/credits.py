@@ -142,7 +142,7 @@ class KVCredits:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody claims; negative when requests outgrew their claims."""
+        """Blocks that nothing claims; negative when requests outgrew their claims."""
         return sum(self.num_blocks - group.num_blocks for group in self._groups)
 
     @property

@@ -55,7 +55,7 @@ class KVPath:
     rate: float = 0.0
     """Bytes per second when they were measured; 0: never."""
     is_limit: bool = False
-    """The path gave no more; else it gives so much at least."""
+    """The path gave no more; else it gives this much at least."""
     measured_at: float = 0.0
     used_at: float = 0.0
     num_failures: int = 0
@@ -76,8 +76,8 @@ class KVPath:
         return max(0.0, self._backlog - came)
 
     def seconds_for(self, num_bytes: int, now: float) -> float:
-        """Returns how long so many bytes more take, with what comes before them or beside them;
-        0 if nobody knows. Pulls share the path, so a longer one counts as one of this size."""
+        """Returns how long this many bytes more take, with what comes before them or beside them;
+        0 if unknown. Pulls share the path, so a longer one counts as one of this size."""
         rate = self.bytes_per_s(now)
         if not self.is_limit or not rate:
             return 0.0
@@ -137,7 +137,7 @@ class KVPaths:
         self.on_change: Callable[[], None] = lambda: None
 
     def objection(self, address: str, num_bytes: int, local_s: float) -> str:
-        """Returns why so many bytes should not be pulled from there, `KV_AVOIDED` or `KV_SLOW`;
+        """Returns why this many bytes should not be pulled from there, `KV_AVOIDED` or `KV_SLOW`;
         empty: they may. `local_s`: in which the prompt is computed here. The first who comes when a
         path is not avoided any more tries it."""
         now, path = self._clock(), self._paths.get(address)

@@ -49,7 +49,7 @@ _CHANNEL_OPTIONS = (
 )
 AVOIDED = "avoided"
 _AVOID_S = 1.0
-"""A node that could not be reached is not asked again for so many seconds."""
+"""A node that could not be reached is not asked again for this many seconds."""
 _HANDSHAKE_AGAIN = {
     "failed_precondition",
     "unavailable",

@@ -1,4 +1,4 @@
-"""Checks what a prefill node says of one prompt, before anybody acts on it.
+"""Checks what a prefill node says of one prompt, before anything acts on it.
 
     messages of the Prefill call ──▶ `PrefillEvents.read` ──▶ events, or `PrefillError`
 

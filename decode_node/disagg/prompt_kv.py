@@ -21,7 +21,7 @@ from kv_transfer.metadata import TransferStats
 T = TypeVar("T")
 
 _DISTURBANCE = 1.3
-"""A prompt takes so much longer between decode steps, and makes others' tokens wait."""
+"""A prompt takes this much longer between decode steps, and makes others' tokens wait."""
 _PATIENCE = 1.5
 _STEPS = 8
 
@@ -38,13 +38,13 @@ class LocalSpeed:
         self._remote_tokens_per_s = 0.0
 
     def note_remote(self, num_tokens: int, seconds: float) -> None:
-        """Learns that a prefill node computed so many tokens."""
+        """Learns that a prefill node computed this many tokens."""
         if num_tokens > 0 and seconds > 0:
             seen, known = num_tokens / seconds, self._remote_tokens_per_s
             self._remote_tokens_per_s = known + (seen - known) / 4 if known else seen
 
     def seconds(self, num_tokens: int, own_tokens_per_s: float) -> float:
-        """Returns how long so many take; infinite if nobody knows."""
+        """Returns how long this many take; infinite if nothing knows."""
         rate = own_tokens_per_s or self._remote_tokens_per_s
         return _DISTURBANCE * num_tokens / rate if rate else math.inf
 
@@ -102,7 +102,7 @@ class PromptKV:
             task.cancel()
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Notes that the prefill node has computed so many tokens of the prompt."""
+        """Notes that the prefill node has computed this many tokens of the prompt."""
         self.speed.note_remote(num_tokens, seconds)
         self._remote_s = seconds
 

@@ -61,7 +61,7 @@ class RunningChoice(Protocol):
     @property
     def record(self) -> RequestRecord: ...
     def told(self, output: RequestOutput) -> RequestOutput:
-        """Returns what its reader is told of an output. Raises where that is an error."""
+        """Returns what its reader gets for an output. Raises where that is an error."""
 
 
 ChoiceT = TypeVar("ChoiceT", bound=RunningChoice)
@@ -156,7 +156,7 @@ class DisaggProxy:
         self._speed = LocalSpeed()
         self.paths = KVPaths()
         self.on_answer: Callable[[int], None] = lambda prefix_hash: None
-        """Hears of each answer that has ended, by the name that routers give to its prompt."""
+        """Records each answer that has ended, by the name that routers give to its prompt."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_engine: set[str] = set()
         self._choosing: set[asyncio.Timeout] = set()
@@ -192,7 +192,7 @@ class DisaggProxy:
         return len(self._tasks)
 
     def check_room(self, num_requests: int) -> None:
-        """Raises `Overloaded` when so many more would make the queue too long."""
+        """Raises `Overloaded` when this many more would make the queue too long."""
         waiting = self.num_waiting
         if waiting + num_requests > self._max_waiting_requests:
             raise Overloaded(

@@ -10,7 +10,7 @@ before our engine gets the request, which then pulls from that group.
 If it is known before that the first token ends the answer (one token is asked for), no KV is asked
 for, and the engine is left out of it.
 
-With a first token the prompt is computed, and its KV must come: the engine hears of each, and a
+With a first token the prompt is computed, and its KV must come: the engine learns of each, and a
 transfer without progress from then on fails, however lively its peer.
 
 After a failure: the next prefill node, with a higher attempt number; when there is none, or the
@@ -229,7 +229,7 @@ class RemotePrefill:
         return msgspec.structs.replace(params, peer=peer.group(first.group))
 
     async def close(self) -> None:
-        """Ends a call that nobody follows. Idempotent."""
+        """Ends a call that nothing follows. Idempotent."""
         self._kv.closed()
         call, self._placed = self._placed, None
         if call is not None:

@@ -2,7 +2,7 @@
 
 A grammar can do anything to whoever compiles it: some take minutes, some overflow the stack. The
 library's own limits do not see all of them, and a thread cannot be ended. A fork can: the kernel
-ends it after so much processor time, and with it all that it holds.
+ends it after this much processor time, and with it all that it holds.
 
     node server (`GrammarChecker`)        this process              a fork for one grammar
     1. starts it ───────────────────────▶ makes the tokenizer

@@ -185,7 +185,7 @@ class GrammarText:
         )
 
     def grammar(self, name: str, written: str) -> Expression:
-        """Matches a whole grammar of somebody else, whose rules have names of their own: Lark with
+        """Matches a whole grammar of another, whose rules have names of their own: Lark with
         a rule `start`, or EBNF with a rule `root` (GBNF, as llama.cpp and xgrammar have it)."""
         name = self._free(name)
         if _IS_LARK.search(written):

@@ -1,6 +1,6 @@
 """Says where an answer's thinking begins and ends, and whether a prompt has already begun it.
 
-What is decided here is decided once for each request, from the rendered prompt. Afterwards nobody
+What is decided here is decided once for each request, from the rendered prompt. Afterwards nothing
 looks for markers again: the grammar itself holds the way from thinking to the answer.
 """
 

@@ -17,7 +17,7 @@ from engine.frontend.adapter_calls import AdapterCalls
 
 
 def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
-    """Returns the routes. They are for routers and, where nobody has to show a key, for all."""
+    """Returns the routes. They are for routers and, where nothing has to show a key, for all."""
     router = APIRouter()
 
     @router.post("/v1/load_lora_adapter")

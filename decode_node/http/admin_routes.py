@@ -17,7 +17,7 @@ from edge.http.exposition import Exposition
 def create_admin_router(
     reset_prefix_cache: Callable[[], Awaitable[bool]], metrics: CollectorRegistry | None
 ) -> APIRouter:
-    """Returns the routes. They are for routers and, where nobody has to show a key, for all.
+    """Returns the routes. They are for routers and, where nothing has to show a key, for all.
     `metrics` None: they have a port of their own."""
     router = APIRouter()
 

@@ -1,8 +1,8 @@
 """Decides who may use a decode node's API.
 
 router        shows its certificate, the cluster token, or both, as settings demand
-API client    shows an API key, where there are any; what only routers say is not heard of it
-anybody       where neither is asked for: on loopback, or by --allow-plaintext
+API client    shows an API key, where there are any; what only routers send is ignored
+anyone         where neither is asked for: on loopback, or by --allow-plaintext
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edge.security.credentials import CallerRefused, Credentials
 
 _ROUTERS = frozenset({Role.ROUTER})
 _OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""Paths that are open to everybody, for probes and scrapers."""
+"""Paths that are open to all, for probes and scrapers."""
 
 
 class Caller(Enum):
@@ -31,7 +31,7 @@ class Caller(Enum):
 
 
 class CallerKeys:
-    """Holds the keys that clients may use; without any, everybody may. Only digests are kept."""
+    """Holds the keys that clients may use; without any, all may. Only digests are kept."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys if key]
@@ -66,16 +66,16 @@ class CallerCheck:
 
     @property
     def has_keys(self) -> bool:
-        """Returns whether somebody may come without a certificate."""
+        """Returns whether callers may come without a certificate."""
         return len(self._keys) > 0
 
     @property
     def asks_for_key(self) -> bool:
-        """Returns whether anybody has to show a key, a certificate or the token."""
+        """Returns whether callers have to show a key, a certificate or the token."""
         return self.has_keys or self._credentials.config.is_secured
 
     def admit(self, head: RequestHead) -> Caller | None:
-        """Returns who is calling; None on a path that is open to everybody. Raises `HttpError`."""
+        """Returns who is calling; None on a path that is open to all. Raises `HttpError`."""
         return None if head.path in _OPEN_PATHS else self._judge(head)
 
     def _judge(self, head: RequestHead) -> Caller:

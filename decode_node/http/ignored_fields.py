@@ -1,9 +1,9 @@
 """Decides what becomes of what this server does not have: counted and ignored, or refused.
 
-These are fields that nobody knows, and parts of requests that clients send to every server, such as
-tools that it would run.
+These are fields that nothing knows, and parts of requests that clients send to every server, such
+as tools that it would run.
 
-Each name is logged once, and only so many of them: clients choose the names.
+Each name is logged once, and only this many of them: clients choose the names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_LISTED_LENGTH = 64
 
 
 class IgnoredFields:
-    """Takes the unknown names of each request. `count` is told how many were ignored."""
+    """Takes the unknown names of each request. `count` gets the number of ignored ones."""
 
     def __init__(self, count: Callable[[int], None], *, refuses: bool) -> None:
         self._count = count

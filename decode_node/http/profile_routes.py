@@ -35,7 +35,7 @@ _ERRORS: dict[str, type[HttpError]] = {
 
 
 def create_profile_router(profiles: ProfiledEngine) -> APIRouter:
-    """Returns the routes. They are for routers and, where nobody has to show a key, for all."""
+    """Returns the routes. They are for routers and, where nothing has to show a key, for all."""
     router = APIRouter()
 
     @router.post("/start_profile")

@@ -24,7 +24,7 @@ _MEMORY = 4 << 30
 
 
 class ImageChildConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the process is told at its start. `fd`: its end of the socket."""
+    """All that the process is given at its start. `fd`: its end of the socket."""
 
     fd: int
     pixels: PixelSpec
@@ -63,7 +63,7 @@ def _receive(connection: socket.socket, count: int) -> bytearray:
 
 
 def main() -> None:
-    """Preprocesses what comes until nobody sends any more."""
+    """Preprocesses what comes until nothing sends any more."""
     config = read_config(ImageChildConfig)
     setup_logging(config.log, "image decoder", is_child=True)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

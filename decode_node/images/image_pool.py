@@ -6,7 +6,7 @@
 1. a thread starts its process with its first image, whose time begins when the process is ready
 2. the requests that have images take turns (`image_turns`)
 3. a process that ends with an image in hand: the image is tried once more, on a new one. If that
-   ends too, it is the image's fault, or nobody's where somebody killed it
+   ends too, it is the image's fault, or none's where something killed it
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _START_S = 30.0
 _ENDING_S = 1.0
 _TRIES = 2
 _KILLED = -signal.SIGKILL, -signal.SIGTERM
-"""How processes end that somebody else ends, such as the kernel where memory is short."""
+"""How processes end that another ends, such as the kernel where memory is short."""
 _MAX_WAITING = 256
 """Images that wait for a process at most."""
 _decode = msgspec.msgpack.Decoder(ImageResult).decode

@@ -1,6 +1,6 @@
 """Reads the images of a request: from `data:` URLs, and from hosts that the operator allows.
 
-Whatever is wrong with one is told by its place in the body, and costs no other request anything.
+An error names the image's place in the body, and costs no other request anything.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Timeline(msgspec.Struct, kw_only=True):
         queue_s: Waiting, here and on the prefill node, before the prompt was begun.
         prefill_s: From then to the first token, where it was computed.
         kv_first_byte_s, kv_last_byte_s: None when no KV moved.
-        cached_tokens: Prompt tokens that nobody had to compute.
+        cached_tokens: Prompt tokens that nothing had to compute.
         path: Where the KV of the prompt was computed in the end.
         attempts: Prefill nodes that were given the prompt.
     """
@@ -182,7 +182,7 @@ class RequestRecord:
         )
 
     def answer_times(self) -> AnswerTimes:
-        """Returns what a router hears at the end."""
+        """Returns what a router learns at the end."""
         told = self.timeline()
         return AnswerTimes(
             prompt=self.num_prompt_tokens,
@@ -204,5 +204,5 @@ class RequestRecord:
 
 
 def _micro(seconds: float) -> float:
-    """Returns whole microseconds: the rest would be told in vain."""
+    """Returns whole microseconds: the rest is below what clocks resolve."""
     return round(seconds, 6)

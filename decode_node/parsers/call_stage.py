@@ -30,7 +30,7 @@ class CallStage(ABC):
 
     Args:
         begins: Markers that begin a call, or a section of calls.
-        ends: Markers that end one. They tell nothing that the arguments have not told: behind a
+        ends: Markers that end one. They say nothing that the arguments have not said: behind a
             call they are dropped, anywhere else they are content.
     """
 

@@ -6,7 +6,7 @@
     <|start|>assistant<|channel|>final<|message|>It rains.<|return|>                 content
 
 The recipient may stand before the channel as well, and a header may lack its `<|start|>`. A message
-to somebody who is no function of the request is content, with its header. Two messages of one kind
+to one that is no function of the request is content, with its header. Two messages of one kind
 in a row are two paragraphs.
 """
 

@@ -26,7 +26,7 @@ class CompletionRequest(GenerationBody):
     echo: bool | None = None
     """Repeat the prompt before the answer; with `logprobs`, tell the prompt's as well."""
     logprobs: Int | None = None
-    """Tell the log probabilities of the answer's tokens, with so many of the most likely ones."""
+    """Tell the log probabilities of the answer's tokens, with this many of the most likely ones."""
     suffix: str | None = None
     """Only an empty text: nothing is filled in before a suffix."""
 
@@ -61,7 +61,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_prompts(self) -> int:
-        """Returns the number of prompts, counted by the list alone, before anybody looks at its
+        """Returns the number of prompts, counted by the list alone, before anything looks at its
         items.
         """
         return len(self.prompt) if self._has_several else 1

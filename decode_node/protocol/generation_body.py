@@ -66,7 +66,7 @@ class GenerationBody(StructuredFields):
     repetition_penalty: float | None = None
     """Divides the logits of tokens that prompt or answer have; above 1 they become rarer."""
     min_tokens: Int | None = None
-    """No end of sequence, stop token or stop text ends the answer before so many tokens."""
+    """No end of sequence, stop token or stop text ends the answer before this many tokens."""
     ignore_eos: bool | None = None
     """The model's own end of sequence does not end the answer."""
     stop_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
@@ -78,7 +78,7 @@ class GenerationBody(StructuredFields):
     return_token_ids: bool | None = None
     """Tell the ids of the prompt's and the answer's tokens."""
     prompt_logprobs: Int | None = None
-    """Log probabilities of the prompt's tokens, with so many of the most likely ones."""
+    """Log probabilities of the prompt's tokens, with this many of the most likely ones."""
     allowed_token_ids: Annotated[list[Int], Field(fail_fast=True)] | None = None
     """The only tokens that the answer may have; up to 4096."""
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -105,7 +105,7 @@ class GenerationBody(StructuredFields):
     """Let the tokenizer put its special tokens around the prompt: around texts unless it is false,
     around chats, whose template writes them, only if it is true."""
     truncate_prompt_tokens: Int | None = None
-    """Keep so many tokens of the prompt; -1: as many as fit."""
+    """Keep this many tokens of the prompt; -1: as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """The side at which `truncate_prompt_tokens` cuts: `left` keeps the last tokens, as where it is
     not given; `right` the first."""

@@ -6,7 +6,7 @@
                           what another server found: titles and addresses
     tool_reference        the definition of a tool that was not shown before
 
-Whatever is encrypted for another server says nothing to anybody else, and is left out.
+Whatever is encrypted for another server means nothing elsewhere, and is left out.
 """
 
 from __future__ import annotations

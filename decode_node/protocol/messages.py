@@ -30,7 +30,7 @@ class Thinking(StrictBody):
     budget_tokens: Int | None = None
     """The most tokens of thinking."""
     display: Ignored = None
-    """Thinking is told as it is."""
+    """Thinking is sent as it is."""
 
 
 class AnthropicToolChoice(StrictBody):

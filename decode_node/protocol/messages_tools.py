@@ -109,7 +109,7 @@ class MessageTools:
     @classmethod
     def of(cls, tools: list[Json], turns: list[Json]) -> MessageTools:
         """Reads the field `tools`. `turns` may refer to deferred ones. Raises `BadRequest` for a
-        kind that nobody knows, and where nothing is left."""
+        kind that nothing knows, and where nothing is left."""
         found = cls()
         for i, tool in enumerate(tools):
             found._add(tool, f"tools.{i}")

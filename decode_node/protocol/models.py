@@ -8,7 +8,7 @@ import msgspec
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):
-    """Says what anybody may do with a model. Once part of OpenAI's API; some clients still ask."""
+    """Says what callers may do with a model. Once part of OpenAI's API; some clients still ask."""
 
     id: str
     object: str = "model_permission"

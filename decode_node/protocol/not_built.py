@@ -1,6 +1,6 @@
 """Fields that other servers know, that would change the answer, and that are not built.
 
-They are refused by name, while names that nobody knows are ignored: a client that asks for a
+They are refused by name, while names that nothing knows are ignored: a client that asks for a
 sampler and silently gets another one is worse off than one that gets an error. A name that an
 API declares as its own field is judged there, so that whoever builds one need not look here.
 """
@@ -15,7 +15,7 @@ from edge.http.errors import BadRequest
 
 class NotBuilt(NamedTuple):
     """Says what to do instead, and which values ask for nothing, besides false and empty ones.
-    `empty_asks`: an empty object is a wish already, with everything as it is by default."""
+    `empty_asks`: an empty object is a request already, with everything as it is by default."""
 
     advice: str
     neutral: tuple[Any, ...] = ()

@@ -38,9 +38,9 @@ class ReasoningOptions(StrictBody):
     effort: Name | None = None
     """Goes to the chat template; `none` turns thinking off where the template can."""
     summary: Ignored = None
-    """All of the reasoning is told, and nothing is summarised."""
+    """All of the reasoning is sent, and nothing is summarised."""
     generate_summary: Ignored = None
-    """All of the reasoning is told, and nothing is summarised."""
+    """All of the reasoning is sent, and nothing is summarised."""
 
 
 class ResponseText(StrictBody):
@@ -135,7 +135,7 @@ class ResponsesRequest(StrictBody):
     """Variables for the model's chat template."""
 
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
-    """`message.output_text.logprobs` tells log probabilities. Others are told anyway, or belong to
+    """`message.output_text.logprobs` tells log probabilities. Others are sent anyway, or belong to
     tools of the server."""
     stream_options: Ignored = None
     """The last event always tells the usage."""

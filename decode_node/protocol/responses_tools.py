@@ -5,8 +5,8 @@
     custom                            a function with one text, `input`
     local_shell, shell, apply_patch   functions of these names (`decode_node.protocol.client_tools`)
 
-The client runs all of these. Tools that the server would run are left out: a model that never hears
-of them does without, and clients name some in every request.
+The client runs all of these. Tools that the server would run are left out: a model that never
+learns of them does without, and clients name some in every request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def flat_name(namespace: Any, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """Says how a call of one function is told: `call` is the type of its item."""
+    """Says how a call of one function is sent: `call` is the type of its item."""
 
     call: str
     name: str
@@ -54,7 +54,7 @@ class ResponseTools:
         functions: As chats have them.
         places: Where the client wrote each of them.
         left_out: Types of tools that are not here.
-        called: How calls are told, by the function's name.
+        called: How calls are sent, by the function's name.
     """
 
     functions: list[Json] = field(default_factory=list)
@@ -64,7 +64,7 @@ class ResponseTools:
 
     @classmethod
     def of(cls, tools: list[Json]) -> ResponseTools:
-        """Reads the field `tools`. Raises `BadRequest` for a kind that nobody knows, and where
+        """Reads the field `tools`. Raises `BadRequest` for a kind that nothing knows, and where
         nothing is left."""
         found = cls()
         for i, tool in enumerate(tools):
@@ -78,7 +78,7 @@ class ResponseTools:
         return found
 
     def told(self, function: str) -> CalledTool:
-        """Returns how a call of a function is told."""
+        """Returns how a call of a function is sent."""
         return self.called.get(function) or CalledTool("function_call", function)
 
     def _add(self, tool: Any, place: str, namespace: str = "") -> None:

@@ -26,7 +26,7 @@ class JsonSchemaFormat(StrictBody):
     name: Name | None = None
     """A name for the schema; nothing depends on it."""
     description: Ignored = None
-    """The model is not told of it."""
+    """The model does not see it."""
     schema_: JsonSchema | None = Field(default=None, alias="schema")
     """The schema of the answer (draft 2020-12); any object where there is none."""
     strict: bool | None = None

@@ -41,7 +41,7 @@ class ChatReading:
         self._stops_in_reasoning = stops_in_reasoning
 
     def check(self, tool_use: ToolUse) -> None:
-        """Raises `BadRequest` for calls that nobody here could find in the answer."""
+        """Raises `BadRequest` for calls that nothing here could find in the answer."""
         if not tool_use.may_call:
             return
         if not self.parsers.tool_call_parser and not tool_use.must_call:
@@ -64,7 +64,7 @@ class ChatReading:
         self, body: ChatCompletionRequest, tool_use: ToolUse, prompt: str
     ) -> PieceReader | None:
         """Returns how the outputs of a rendered prompt are read for their stop strings; None when
-        nobody reads pieces."""
+        nothing reads pieces."""
         if (make := self._make(body, tool_use, prompt)) is None:
             return None
 
@@ -95,7 +95,7 @@ class ChatReading:
 
     def state_of_tokens(self, prompt: Sequence[int]) -> ReasoningState:
         """Returns the same for a prompt that is no chat. There, a model that may think is not
-        expected to: nobody would tell its thinking from the answer."""
+        expected to: nothing would tell its thinking from the answer."""
         form = self.parsers.reasoning_format
         if form is None:
             return ReasoningState.CLOSED

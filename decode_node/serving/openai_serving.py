@@ -348,7 +348,7 @@ class OpenAIServing:
         choice.resumed_logprobs = begun.logprobs or None
         if begun.end is None:
             return
-        # A stop string is found again in the text; other ends have to be told.
+        # A stop string is found again in the text; other ends have to be passed on.
         is_found = isinstance(begun.end.stop_reason, str)
         choice.replay = OutputProcessor(choice.request, self._tokenizer).process(
             begun.token_ids,

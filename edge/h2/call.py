@@ -56,7 +56,7 @@ class H2Call(ServerCall):
         self.method = method
         self._headers = headers
         self.has_ended = False
-        """Trailers are queued, or nobody wants them."""
+        """Trailers are queued, or nothing wants them."""
         self._on_over = on_over
         self._task: asyncio.Task[None] | None = None
         self._writer = writer
@@ -136,7 +136,7 @@ class H2Call(ServerCall):
         self._writer.add(self)
 
     def cancel(self) -> None:
-        """Nobody listens any more. Idempotent."""
+        """Nothing listens any more. Idempotent."""
         self.has_ended = True
         self._writer.remove(self)
         self._drop(keep_begun=False)

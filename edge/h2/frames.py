@@ -25,7 +25,7 @@ DEFAULT_WINDOW = (1 << 16) - 1
 DEFAULT_FRAME_BYTES = 1 << 14
 """Every peer takes these."""
 MAX_HEADER_BYTES = 16 << 10
-"""A call has at most so many, as they come and when they are unpacked."""
+"""A call has at most this many, as they come and when they are unpacked."""
 _MAX_PIECES = 256
 """CONTINUATION frames of one header block."""
 

@@ -33,8 +33,8 @@ class IoThreads:
         done: Callable[[T], None],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Lets a thread do the work, which raises nothing. `done` is told of the result on `loop`,
-        from which this must be called."""
+        """Lets a thread do the work, which raises nothing. `done` is notified of the result on
+        `loop`, from which this must be called."""
         if not self._threads:
             self._start()
         self._jobs.put((loop, work, done))  # type: ignore[arg-type]

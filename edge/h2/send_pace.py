@@ -17,7 +17,7 @@ _LEAST_AHEAD = 16 << 10
 _FIRST_AHEAD = 256 << 10
 _AHEAD_S = 0.02
 _UNSENT = 2
-"""So many times as much may lie unsent in the kernel, which sends while we do other things."""
+"""This many times as much may lie unsent in the kernel, which sends while we do other things."""
 
 
 class SendPace:
@@ -38,7 +38,7 @@ class SendPace:
         return self.ahead < MAX_AHEAD
 
     def sent(self, num_bytes: int, now: float, *, is_full: bool, has_more: bool) -> None:
-        """Learns that the socket took so many bytes, whether it would take no more, and whether
+        """Learns that the socket took this many bytes, whether it would take no more, and whether
         there is more to send."""
         self._taken += num_bytes
         if is_full:

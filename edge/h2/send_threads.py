@@ -30,7 +30,7 @@ def send_now(sock: Connection, buffers: Sequence[Buffer]) -> Sent:
 
 
 class SendThreads:
-    """Made on the event loop that is told of results."""
+    """Made on the event loop that is notified of results."""
 
     def __init__(self, num_threads: int) -> None:
         self._loop = asyncio.get_running_loop()

@@ -83,7 +83,7 @@ class H2ServerConnection:
         self._last_stream = 0
         self._headers = h2.HeaderReader()
         self._window = h2.DEFAULT_WINDOW
-        """The peer lets us send so much on a new stream."""
+        """The peer lets us send this much on a new stream."""
         self._received = bytearray()
         self._has_preface = False
         self._has_settings = False
@@ -103,7 +103,7 @@ class H2ServerConnection:
         )
 
     def excuse_silence(self, seconds: float) -> None:
-        """Forgives so much of it: we were held up ourselves, and have not read what was said."""
+        """Forgives this much of it: we were held up ourselves, and have not read what was said."""
         self._heard_at += seconds
 
     def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:

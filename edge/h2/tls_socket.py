@@ -21,7 +21,7 @@ from edge.h2.out_message import Buffer
 
 _RECORD_BYTES = 16 << 10
 TLS_AHEAD_BYTES = _RECORD_BYTES + 512
-"""At most so much of a record that is not complete has left the kernel."""
+"""At most this much of a record that is not complete has left the kernel."""
 _PIECE_BYTES = 64 << 10
 """Encrypted in one go, without Python's lock."""
 _SMALL_BYTES = 4 << 10

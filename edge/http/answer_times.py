@@ -2,7 +2,7 @@
 
     :t {"prompt":1234,"tokens":56,"path":"remote","queue":0.012,"prefill":0.031,"first":0.045}
 
-A decode node writes it once, at the end, and only to a router. Nobody's answer depends on it: a
+A decode node writes it once, at the end, and only to a router. No answer depends on it: a
 router that cannot read it goes without.
 """
 
@@ -22,7 +22,7 @@ class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     request; 0 for what never happened.
 
     Attributes:
-        prompt, cached: Tokens of the prompt, and those that nobody had to compute.
+        prompt, cached: Tokens of the prompt, and those that nothing had to compute.
         tokens: Of all choices.
         path: `remote` or `local`: where the prompt was computed in the end.
         queue: Until the prompt was begun.

@@ -4,7 +4,7 @@
 2. free        the first `FREE_BYTES` of each body need no room
 3. room        more is read while there is room for it
 4. full        bodies are read no further: their senders wait. One goes on all the same, that of
-               which most is here: it has `_PATIENCE_S` to end, so that nobody holds the room
+               which most is here: it has `_PATIENCE_S` to end, so that nothing holds the room
 5. given back  those of which least is here go on first
 """
 

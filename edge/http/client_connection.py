@@ -23,7 +23,7 @@ _LENGTH_DIGITS = 18
 
 
 class ClientDisconnected(Exception):
-    """The client hung up; there is nobody left to answer."""
+    """The client hung up; there is nothing left to answer."""
 
 
 class ClientGuard:

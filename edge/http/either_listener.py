@@ -1,6 +1,6 @@
 """Accepts HTTP with and without TLS on one port, for the time in which clients learn TLS.
 
-1. accepted   nobody reads yet. The first byte has `handshake_timeout_s` to come, and TLS as long
+1. accepted   nothing reads yet. The first byte has `handshake_timeout_s` to come, and TLS as long
               to be agreed on
 2. served     by a protocol, as any other connection
 -  too many wait for their first byte or in a handshake: the oldest is closed

@@ -77,7 +77,7 @@ class HttpError(Exception):
 
 
 def bug() -> HttpError:
-    """Returns what a client is told of an error that nobody foresaw."""
+    """Returns what a client gets for an error that was not expected."""
     return HttpError("the server failed; see its log", code="internal_error")
 
 

@@ -6,7 +6,7 @@
                     (`edge.http.guarded_protocol`), pieces go past the layers of the application:
                     those have to do with heads
 3. a client that reads slowly: what it has no room for waits here, and a task sends it when it can.
-   Nobody else waits. When the client takes nothing for `send_timeout_s`, the task that has opened
+   Nothing else waits. When the client takes nothing for `send_timeout_s`, the task that has opened
    the writer gets TimeoutError
 4. `end`            waits until all is sent
 

@@ -1,6 +1,6 @@
 """Says how a service looks from outside: below which path, and to pages of which other sites.
 
-A page of another site may read our answers only if its origin is allowed (CORS). Nobody's is,
+A page of another site may read our answers only if its origin is allowed (CORS). None is,
 unless settings say so. What a browser may send without asking first, forms and plain text, is never
 taken for JSON (`edge.http.client_connection`); everything else it asks for by a preflight.
 """

@@ -8,7 +8,7 @@
 3. body          read by whoever serves the request, with a clock of its own
 4. answered      the next request, or the end. Nothing behind a request is parsed before its answer
                  has ended, and what is here of it goes with the connection. An answer that ends
-                 before its request has arrived ends the connection: nobody would read the rest
+                 before its request has arrived ends the connection: nothing would read the rest
 -  refused       the answer is sent, then what still comes is thrown away for a moment: closing at
                  once would reset the connection, and the client would lose the answer. In the midst
                  of another answer it would be taken for a part of that one: then it is only closed
@@ -62,7 +62,7 @@ class HeadCheck(Protocol):
     def asks_for_key(self) -> bool: ...
 
     def admit(self, head: RequestHead) -> object | None:
-        """Returns who is calling; None for what is open to everybody. Raises `HttpError`."""
+        """Returns who is calling; None for what is open to all. Raises `HttpError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(self._too_large())
 
     def _parse(self, data: bytes) -> None:
-        """Parses requests. One that offers another protocol, which nobody here speaks, is answered
+        """Parses requests. One that offers another protocol, which nothing here speaks, is answered
         as it is."""
         while data and not self._is_ending:
             try:
@@ -304,7 +304,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return BadHead(fault) if fault else None
 
     def _judge_caller(self) -> HttpError | None:
-        """Lets the check judge. Only a path that is written plainly is open to everybody."""
+        """Lets the check judge. Only a path that is written plainly is open to all."""
         if self.check is None:
             return None
         head = RequestHead(

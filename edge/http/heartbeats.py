@@ -37,7 +37,8 @@ EVENT_END = b"\n\n"
 
 _EVENT_ENDS = (EVENT_END, b"\r\n\r\n")
 _SEND_TIMEOUT_S = 0.05
-"""A client that takes nothing for so many seconds has a full buffer, and needs no sign of life."""
+"""A client that takes nothing for this many seconds has a full buffer, and needs no sign of
+life."""
 
 
 class Head:
@@ -56,7 +57,7 @@ class Head:
                 self._is_sent = True
 
     async def take(self) -> bool:
-        """Returns whether nothing was sent: the head is the caller's then, and nobody else's."""
+        """Returns whether nothing was sent: the head is the caller's then, and no other's."""
         async with self._sending:
             was_sent, self._is_sent = self._is_sent, True
             return not was_sent
@@ -103,7 +104,7 @@ class Pulse:
             self.sent(data, time.monotonic())
 
     def sent(self, data: bytes, now: float) -> None:
-        """Hears that `data` has gone out, at monotonic seconds."""
+        """Records that `data` has gone out, at monotonic seconds."""
         self._is_within = not data.endswith(_EVENT_ENDS)
         self.sent_at = now
 

@@ -1,7 +1,7 @@
 """Counts what a JSON text holds before anything is built from it.
 
 Bytes say little about work: eight megabytes of text are read in 2 ms, eight megabytes of `[[]],`
-take a parser and a validator seconds, in which an event loop serves nobody else. So the text is
+take a parser and a validator seconds, in which an event loop serves nothing else. So the text is
 counted as it arrives, piece by piece, by a few searches of each piece that run at the speed of
 memory. What is beyond a limit is refused before a parser sees it.
 

@@ -12,7 +12,7 @@ import msgspec
 
 
 class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Is told back by the answer.
+    """Is echoed in the answer.
 
     Attributes:
         id: The response's name; empty: the node's own.
@@ -35,7 +35,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of_header(cls, text: str) -> KeptResponse | None:
-        """Returns what a router says; None where it says nothing, or what nobody understands."""
+        """Returns what a router says; None where it says nothing, or what nothing understands."""
         try:
             return msgspec.json.decode(text, type=cls) if text else None
         except msgspec.MsgspecError:

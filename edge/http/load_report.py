@@ -18,7 +18,7 @@ _DIGITS = 6
 
 
 class Load(Protocol):
-    """Holds what is told of whoever answers."""
+    """Holds what a service reports of itself in its answers."""
 
     @property
     def kv_usage(self) -> float: ...

@@ -1,7 +1,7 @@
 """Does the work on long bodies beside the event loop, one piece after the other.
 
 A thread of its own takes turns with the event loop every few milliseconds. Many threads would take
-turns with each other first: so there is one, and long bodies wait for each other, and for nobody
+turns with each other first: so there is one, and long bodies wait for each other, and for none
 else does anything take longer.
 """
 

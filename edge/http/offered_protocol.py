@@ -20,7 +20,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ParserCallbacks(Protocol):
-    """Hears what a parser finds."""
+    """Records what a parser finds."""
 
     def on_message_begin(self) -> None: ...
     def on_url(self, url: bytes) -> None: ...
@@ -51,7 +51,7 @@ def parser_of_body(callbacks: ParserCallbacks, headers: Headers) -> httptools.Ht
 
 
 class _BehindHead:
-    """Passes on what comes behind the first head, which nobody has sent."""
+    """Passes on what comes behind the first head, which nothing has sent."""
 
     def __init__(self, callbacks: ParserCallbacks) -> None:
         self._callbacks = callbacks

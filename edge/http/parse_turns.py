@@ -1,10 +1,10 @@
 """Lets connections read and parse in turns, and other work in between.
 
 1. `may_begin`   what a read brought is parsed at once, as long as `_TURN_S` of this turn of the
-                 event loop lasts and nobody waits
+                 event loop lasts and nothing waits
 2. `wait`        a connection holds more than it was given to parse at once, or came too late
 3. a turn        those that wait parse a piece each, round after round, until `_TURN_S` is over,
-                 requests that begin first; then the event loop serves everybody else, and the
+                 requests that begin first; then the event loop serves all others, and the
                  next ones follow
 4. `drain`       what a connection still sends is thrown away: it may be read once more. Few are
                  in a turn, since a read costs as much as a piece does
@@ -25,7 +25,7 @@ _DRAINED_A_TURN = 4
 
 class ParseTurns:
     """Is shared by the connections of one listener. `is_first`: a request begins; it comes before
-    those of which a part was parsed, so that nobody waits for the long bodies of others."""
+    those of which a part was parsed, so that nothing waits for the long bodies of others."""
 
     def __init__(self) -> None:
         self._first: deque[Callable[[], None]] = deque()

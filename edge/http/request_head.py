@@ -4,7 +4,7 @@
     x-api-key: KEY                 Anthropic's clients
     Authorization: Basic ...       browsers, on pages alone; any name, the key is the password
 
-A browser shows a password again without being told to, also when another site makes it ask. So a
+A browser sends a password again without being asked, also when another site makes it ask. So a
 password opens nothing but pages, which change nothing.
 """
 
@@ -67,7 +67,7 @@ def _password(encoded: str) -> str:
 
 
 def fault_of(names: Sequence[bytes]) -> str:
-    """Returns why nobody may act on a head with headers of these names, in lower case: proxies in
+    """Returns why nothing may act on a head with headers of these names, in lower case: proxies in
     front may have read another one of two. Returns "" for one that is well."""
     repeated = [name.decode() for name in _ONCE if names.count(name) > 1]
     if repeated:

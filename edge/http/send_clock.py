@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 
 HELD_UP_S = 0.25
-"""A timer that fires so much later than it should tells that this process was held up."""
+"""A timer that fires this much later than it should tells that this process was held up."""
 _WRITER_FIRST_S = 1.0
-"""Whoever writes an answer gives up by a clock of its own so much sooner, and can say why."""
+"""Whoever writes an answer gives up by a clock of its own this much sooner, and can say why."""
 
 
 class SendClock:

@@ -2,7 +2,7 @@
 
     TLS        both ends show certificates of one authority          --tls-cert-file, ...
     token      the caller shows a secret that all services know       --cluster-token-file
-    plaintext  nobody shows anything: on loopback, or by explicit flag  --allow-plaintext
+    plaintext  nothing shows anything: on loopback, or by explicit flag  --allow-plaintext
 
 TLS and token may be used together; then both are demanded. While one of them is turned on in a
 running cluster it may be missing:  --accept-missing-tls, --accept-missing-token
@@ -45,7 +45,7 @@ class SecurityError(Exception):
 
 
 class PlaintextRefused(SecurityError):
-    """Others could read along, and nobody has said that this is wanted."""
+    """Others could read along, and nothing has said that this is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

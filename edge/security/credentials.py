@@ -31,7 +31,7 @@ _MAX_ROLES = 4096
 
 
 class CallerRefused(Exception):
-    """Somebody who may not call. `is_known`: who it is was shown, but it is of the wrong kind."""
+    """A caller that may not call. `is_known`: who it is was shown, but it is of the wrong kind."""
 
     def __init__(self, message: str, *, is_known: bool) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ class Credentials:
             await self._peers.ask(address)
 
     def check_dial(self, host: str) -> None:
-        """Raises `PlaintextRefused` where nobody may be dialled without TLS."""
+        """Raises `PlaintextRefused` where nothing may be dialled without TLS."""
         self.config.check_plaintext("a connection to another service", host)
 
     def channel(
@@ -141,7 +141,7 @@ class Credentials:
     # Listening --------------------------------------------------------------------------------
 
     def check_listen(self, host: str) -> None:
-        """Raises `PlaintextRefused` where nobody may listen without TLS."""
+        """Raises `PlaintextRefused` where nothing may listen without TLS."""
         self.config.check_plaintext("listening for other services", host)
 
     def add_port(self, server: grpc.aio.Server, host: str, port: int) -> int:

@@ -1,5 +1,5 @@
-"""Tells Prometheus when the certificates of a service end, to warn when nobody renews them; and how
-often something was missing that may be missing still, to know when it no longer need be."""
+"""Tells Prometheus when the certificates of a service end, to warn when nothing renews them; and
+how often something was missing that may be missing still, to know when it no longer need be."""
 
 from __future__ import annotations
 

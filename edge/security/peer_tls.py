@@ -8,7 +8,7 @@
                   is unknown
     4. asked again by the next call after `_FRESH_S`: peers are restarted just now
 
-Somebody on the way between us can answer in a peer's place, and so make us talk in plaintext: that
+An attacker between two services can answer in a peer's place, and so make us talk in plaintext: that
 is the price of a roll without an outage, and why it is a setting that is turned off after it.
 """
 

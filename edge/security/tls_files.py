@@ -33,7 +33,7 @@ class _Loaded:
 
 
 class TlsFiles:
-    """Reads PEM files. Without authorities nobody is asked for a certificate. Raises
+    """Reads PEM files. Without authorities nothing is asked for a certificate. Raises
     `SecurityError`."""
 
     def __init__(self, certificate: str, key: str, authorities: str = "") -> None:

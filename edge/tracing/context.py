@@ -7,7 +7,7 @@ span of the request is the parent of those that it calls:
 
 traceparent: 00-<32 hex: trace>-<16 hex: the caller's span>-<2 hex: flags>
 
-Whoever begins a trace decides whether it is sampled, and everybody keeps to it.
+Whoever begins a trace decides whether it is sampled, and all keep to it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class OtlpEndpoint:
 
     @classmethod
     def find(cls, flag: str, environ: Mapping[str, str]) -> OtlpEndpoint | None:
-        """Returns None where nobody names one. Raises `OtlpError` where the flag is wrong."""
+        """Returns None where nothing names one. Raises `OtlpError` where the flag is wrong."""
         if flag:
             return cls._read(flag, environ, is_explicit=True)
         try:

@@ -56,7 +56,7 @@ class Tracer:
         return cls(file, None if endpoint is None else _export(endpoint, resource))
 
     def wants(self, trace: TraceContext | None) -> bool:
-        """Returns whether somebody reads the spans of this trace."""
+        """Returns whether something reads the spans of this trace."""
         if trace is None:
             return False
         return self._file is not None or (self._export is not None and trace.is_sampled)

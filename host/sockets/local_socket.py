@@ -1,6 +1,6 @@
 """ZeroMQ sockets between the processes of one host.
 
-Names of abstract sockets are visible to everybody on the host, so a binding socket accepts
+Names of abstract sockets are visible to all on the host, so a binding socket accepts
 processes of our own user only. No message is ever dropped: queues have no limit, and whoever
 produces is held back by what it waits for (a ring slot, a step's result, an admitted request).
 """
@@ -14,7 +14,7 @@ import zmq
 Context = zmq.Context[zmq.Socket[bytes]]
 
 _LINGER_MS = 2000
-"""How long a closing process waits for its last words to leave."""
+"""How long a closing process waits for its final messages to leave."""
 
 
 def bind_socket(context: Context, kind: zmq.SocketType, address: str) -> zmq.Socket[bytes]:

@@ -1,4 +1,5 @@
-"""Reads the messages of one socket between processes of a node, and drops what nobody of ours sent.
+"""Reads the messages of one socket between processes of a node, and drops what nothing of ours
+sent.
 
 Names of sockets are visible on the host, and any process of the same user may write to them. What
 cannot be read as a message is dropped and counted, so that junk costs a line in the log and not the
@@ -40,7 +41,7 @@ class MessageReader(Generic[T]):
                 self.drop(len(data))
 
     def drop(self, num_bytes: int) -> None:
-        """Counts a message that cannot be from one of ours. The log hears of the first ones."""
+        """Counts a message that cannot be from one of ours. The log learns of the first ones."""
         self.num_dropped += 1
         if self.num_dropped & (self.num_dropped - 1) == 0:
             logger.warning(

@@ -50,7 +50,7 @@ class ClusterShape:
     Attributes:
         block_tokens, cache_blocks: Size of a block of the prefix caches, and of each cache.
         max_waiting_tokens: A prefill node with more refuses; 0: none does.
-        gate: Admission at the routers; None: everybody is admitted.
+        gate: Admission at the routers; None: all are admitted.
         deadline_s: Time to the first token that requests name; 0: none.
         steps: Times of steps.
         batched: Steps take prompts up to `max_batched_tokens`, and decode nodes step too, with room
@@ -194,8 +194,8 @@ class SimCluster:
             self.timeline.at(next_at, self._report_all)
 
     def _next_report_at(self) -> float | None:
-        """Returns when all nodes report again; None: nobody asks any more. Routers look at reports
-        when they place a request, so while none waits, only the last one before the next is told:
+        """Returns when all nodes report again; None: nothing asks any more. Routers look at reports
+        when they place a request, so while none waits, only the last one before the next counts:
         rare requests and long answers would be simulated for ever."""
         now, every_s = self.timeline.now, self.shape.report_s
         if any(len(router.gate.line) for router in self.routers):

@@ -30,9 +30,9 @@ from planner.simulation.virtual_time import VirtualTime
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimEngine:
-    """Runs jobs. `begin` hears that a prompt is about to be computed and sets its `num_left`;
-    `first` and `end` hear of first and last tokens, `gaps` of the time between tokens, `began` that
-    prompts have ended and what follows them has begun.
+    """Runs jobs. `begin` is called when a prompt is about to be computed and sets its
+    `num_left`; `first` and `end` are called for first and last tokens, `gaps` with the time between
+    tokens, `began` when prompts have ended and what follows them has begun.
 
     Attributes:
         speed: Divides all times; 1 for an ordinary node.
@@ -74,7 +74,7 @@ class SimEngine:
     _parts: list[tuple[Job, Part]] = field(default_factory=list)
     _version: int = 0
     _telling: bool = False
-    """The steps are over and their results are being told; what comes now waits for the rest."""
+    """The steps are over and their results are being passed on; what comes now waits for the rest."""
 
     @property
     def num_running(self) -> int:
@@ -235,7 +235,7 @@ class SimEngine:
 
 
 def steps_s(count: int, first_s: float, growth_s: float) -> float:
-    """Returns the time of so many steps, each longer than the one before by `growth_s`."""
+    """Returns the time of this many steps, each longer than the one before by `growth_s`."""
     return count * first_s + growth_s * count * (count - 1) / 2
 
 

@@ -8,7 +8,7 @@ A step computes one token of each running sequence, and parts of prompts:
                    tokens in it and the reading of their KV
 
 The last is a roofline's view: GEMMs of many prompt tokens read the weights anyway, so decoding
-beside them is almost free, and what it costs is that everybody's token waits for the prompts.
+beside them is almost free, and what it costs is that every running answer waits for the prompts.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class MeasuredTimes:
         return base_s + self.kv_read_s * num_kv
 
     def tokens_s(self, num_tokens: int) -> float:
-        """Returns the time of a step with so many tokens, without attention."""
+        """Returns the time of a step with this many tokens, without attention."""
         return interpolate(self._tokens, self._token_s, num_tokens)
 
     def step_s(self, parts: Sequence[Part], num_sequences: int, num_kv: float) -> float:
@@ -107,12 +107,12 @@ class MeasuredTimes:
 
     @property
     def spread(self) -> float:
-        """Returns the 99th percentile of decode steps over their mean; 1 when nobody measured."""
+        """Returns the 99th percentile of decode steps over their mean; 1 when nothing measured."""
         found = [p.p99_seconds / p.seconds for p in self.profile.decode if p.p99_seconds]
         return max(1.0, statistics.fmean(found)) if found else 1.0
 
     def prompt_s(self, num_new: int, num_prompt: int) -> float:
-        """Returns the time of a prompt alone, of which so many tokens are not cached."""
+        """Returns the time of a prompt alone, of which this many tokens are not cached."""
         seconds, done, left = 0.0, num_prompt - num_new, num_new
         while left > 0:
             part = Part(min(left, self.profile.max_batched_tokens), done)

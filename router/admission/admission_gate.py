@@ -1,4 +1,4 @@
-"""Decides who may go on to the nodes, who waits, and who is told to come back later.
+"""Decides who may go on to the nodes, who waits, and who is asked to come back later.
 
     1. limits     the tenant's rates                                        429
     2. shedding   batch requests, more of them the longer the line is       503
@@ -68,7 +68,7 @@ class AdmissionGate:
     clock: Callable[[], float]
     rng: random.Random
     on_request: Callable[[RequestInfo], None] = lambda request: None
-    """Hears of every request within its tenant's rates, also of one that is refused then."""
+    """Records every request within its tenant's rates, also of one that is refused then."""
     line: WaitingLine = field(default_factory=WaitingLine)
     num_started: int = 0
     """Requests that have a slot."""
@@ -85,8 +85,8 @@ class AdmissionGate:
         )
 
     def offer(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
-        """Calls `admit`, now (and returns None) or when there is room. Whoever hears later that
-        nobody will answer says so (`give_back`).
+        """Calls `admit`, now (and returns None) or when there is room. Whoever learns later that
+        nothing will answer says so (`give_back`).
 
         Raises:
             RateLimited: the tenant has used up its rates.
@@ -122,7 +122,7 @@ class AdmissionGate:
             raise
 
     def give_back(self, request: RequestInfo, num_requests: int = 0) -> None:
-        """Gives its tenant the tokens of a request that nobody answers, and so many requests."""
+        """Gives its tenant the tokens of a request that nothing answers, and this many requests."""
         self._tenants.give_back(request, num_requests)
 
     def free(self) -> None:
@@ -172,7 +172,7 @@ class AdmissionGate:
         return self._pace.drains_in_s(len(self.line) + 1, self.clock(), self.num_slots())
 
     def retry_after_s(self) -> int:
-        """Returns when somebody who cannot even be let into the line should come back."""
+        """Returns when one that cannot even be let into the line should come back."""
         return self._retry_after.seconds(self.drain_s())
 
     def _check_shedding(self, request: RequestInfo) -> None:

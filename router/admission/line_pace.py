@@ -1,11 +1,11 @@
 """Measures how fast the line goes on, and says when there will be room in it.
 
-1. unknown    no slot has come free yet while somebody waited. A slot is thought to be free again
+1. unknown    no slot has come free yet while something waited. A slot is thought to be free again
               after a second, or after as long as all of them have been taken
 2. measured   the time between two slots that come free, smoothed
 3. overdue    no slot comes free for longer than that: the wait counts as it is
 
-Who is refused because the line is full is told when a place in it comes free which nobody was
+Who is refused because the line is full is given the time when a place in it comes free which nothing was
 told of before: refused clients come back one after the other, as fast as the line goes on.
 """
 
@@ -30,7 +30,7 @@ class LinePace:
     _promised_until: float = 0.0
 
     def line_begins(self, now: float) -> None:
-        """Hears that somebody waits, after nobody did."""
+        """Records that something waits, after nothing did."""
         self._since = now
 
     def slot_freed(self, now: float, *, is_waited_for: bool) -> None:
@@ -40,7 +40,7 @@ class LinePace:
         self._since = now
 
     def surely_drains_in_s(self, num_waiting: int) -> float:
-        """Returns the time until so many have gone on, at most as long as was measured: who is
+        """Returns the time until this many have gone on, at most as long as was measured: who is
         refused by it would really have come too late."""
         return num_waiting * self._smoothed_s
 

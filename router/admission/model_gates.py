@@ -46,7 +46,7 @@ class ModelGates:
         return self._gates.get(model)
 
     def retry_after_s(self) -> int:
-        """Returns when somebody should come back whose model is not known yet."""
+        """Returns when something should come back whose model is not known yet."""
         return self._retry_after.seconds(max((gate.drain_s() for gate in self._gates), default=0))
 
     def _make(self, model: str) -> AdmissionGate:

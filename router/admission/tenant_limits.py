@@ -2,7 +2,7 @@
 
 1. taken      a request takes 1, and its prompt and longest answers, from its tenant's buckets
 2. refused    one of them is empty: 429, with the time until it no longer is
-3. given back its tokens, if nobody answers it: it is refused here or by a node, before it has any;
+3. given back its tokens, if nothing answers it: it is refused here or by a node, before it has any;
               all of it, if it was only checked and comes again
 
 Each router replica grants its share and a fifth more, because requests never spread evenly: a
@@ -53,7 +53,7 @@ class TenantLimits:
             buckets.tokens.take(token_cost(request))
 
     def give_back(self, request: RequestInfo, num_requests: int = 0) -> None:
-        """Gives back the tokens that `request` took, of which none were computed, and so many
+        """Gives back the tokens that `request` took, of which none were computed, and this many
         requests. Buckets of limits that hold no more are gone."""
         buckets = self._buckets.get(request.tenant)
         if buckets is not None and buckets.tokens is not None:

@@ -32,7 +32,7 @@ _CHECK_S = 1.0
 
 
 class ApiKeys:
-    """Knows the valid keys. `text` holds comma-separated ones of nobody in particular."""
+    """Knows the valid keys. `text` holds comma-separated ones without names."""
 
     def __init__(self, text: str = "", file: Path | None = None) -> None:
         """Reads the keys; raises `ConfigurationError` if the file is wrong."""
@@ -48,15 +48,15 @@ class ApiKeys:
 
     @property
     def asks(self) -> bool:
-        """Returns whether anybody has to show a key."""
+        """Returns whether anything has to show a key."""
         return bool(self._fixed) or self._file is not None
 
     def may_change_nodes(self) -> bool:
-        """Returns whether callers of the API may act as operators: where nobody shows a key."""
+        """Returns whether callers of the API may act as operators: where nothing shows a key."""
         return not self.asks
 
     def admit(self, shown: Iterable[str]) -> Tenant | None:
-        """Returns whose key is among those that are shown, or None. With no keys at all everybody
+        """Returns whose key is among those that are shown, or None. Without any keys all
         may pass."""
         if not self.asks:
             return ANYONE

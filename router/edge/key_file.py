@@ -10,7 +10,7 @@
 
 `sha256:` is followed by the digest of the key as text: printf %s "$KEY" | sha256sum. Keys must be
 random and long; a digest of such a one cannot be turned back. Without a salt a tenant has one of
-its own and shares with nobody.
+its own and shares with none.
 """
 
 from __future__ import annotations

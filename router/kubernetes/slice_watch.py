@@ -86,7 +86,7 @@ class SliceWatch:
         if not found.items:
             self._on_failure()
             logger.warning("service %s has no EndpointSlices; what is known stays", self._service)
-            # Until the watch tells of a slice: those of before will never be told of again.
+            # Until the watch tells of a slice: those of before will never be named again.
             self._slices.replace([])
             return
         self._slices.replace(found.items)

@@ -4,8 +4,8 @@
     2. loaded      a call gave the name an adapter
     3. unloaded    a call took it away; kept, so that a node that was away does not bring it back
 
-Routers that hear the same reports remember the same, in whatever order they come; one that has
-just started hears of all calls from nodes that followed them.
+Routers that receive the same reports remember the same, in whatever order they come; one that has
+just started learns of all calls from nodes that followed them.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class AdapterSync:
     def _is_computed(
         self, decode: Node, call: AdapterCall, groups: dict[Weights, list[Node]]
     ) -> bool:
-        """Returns whether a prefill node has the adapter, or there is nobody who could."""
+        """Returns whether a prefill node has the adapter, or there is none that could."""
         partners = [n for n in partners_of(decode, groups) if self._registry.usable_of([n])]
         return not partners or any(node.has_weights(call.digest) for node in partners)
 

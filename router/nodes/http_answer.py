@@ -2,7 +2,7 @@
 
 1. awaited   until its head is here
 2. begun     `stream` hands over the bytes of each read within the event loop's call that has read
-             them: no task is woken for a token. While nobody takes them they are held, and beyond
+             them: no task is woken for a token. While nothing takes them they are held, and beyond
              `_MAX_HELD_BYTES` the node is not read from, which stops its sending
 3. whole     its connection may serve another request, whether or not all was taken
 -  lost      ended in the midst, silent for too long, or no HTTP: what came is taken first
@@ -148,7 +148,7 @@ class HttpAnswer:
     # What the parser calls ----------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Is called for the answer, and for anything behind it, which nobody asked for."""
+        """Is called for the answer, and for anything behind it, which nothing asked for."""
         if self._is_whole:
             self._keeps = False
 

@@ -34,8 +34,7 @@ _MIN_PAUSE_S = 0.2
 _MAX_PAUSE_S = 1.0
 """A node that comes back is missed by answers that wait for one."""
 _STEPS = 4
-"""A silence is waited for in so many steps, of which a standstill of this process takes one: after
-it there are reports to read."""
+"""Silence is measured in this many short sleeps, so a stall of this process costs at most one."""
 
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -46,7 +45,7 @@ _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "SSL", "handshake")
 
 
 class WatchEvents(Protocol):
-    """Hears what becomes of the watches."""
+    """Records what becomes of the watches."""
 
     def watch_failed(self, role: NodeRole) -> None: ...
 
@@ -72,7 +71,7 @@ class LoadMonitor:
         self._rng = rng or random.Random()
         self._tasks: dict[NodeAddress, asyncio.Task[None]] = {}
         self._refusals: dict[NodeAddress, str] = {}
-        """Reasons that were told."""
+        """Reasons that were reported."""
 
     def set_members(
         self, addresses: Iterable[NodeAddress], leaving: Collection[NodeAddress] = ()

@@ -158,7 +158,7 @@ class Node:
 
     def kv_usage_with(self, num_tokens: int) -> float:
         """Returns the part of the KV cache that will be in use with `num_tokens` more, counted
-        likewise; above 1 when it is more than fits. 0 for a node that has not told its size."""
+        likewise; above 1 when it is more than fits. 0 for a node that has not reported its size."""
         report = self.report
         if report is None or report.num_kv_tokens == 0:
             return 0.0
@@ -182,7 +182,7 @@ class Node:
 
     @contextmanager
     def hold_tokens(self, num_tokens: int) -> Iterator[None]:
-        """Counts so many prompt tokens of ours on the node as long as this is open."""
+        """Counts this many prompt tokens of ours on the node as long as this is open."""
         work, known_at = self.work, self.reported_at
         work.num_tokens += num_tokens
         work.recent_tokens += num_tokens

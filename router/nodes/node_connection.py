@@ -1,10 +1,10 @@
 """Is one HTTP/1.1 connection to a node, on which one answer after the other comes.
 
-1. idle      connected; bytes that nobody asked for end it
+1. idle      connected; bytes that nothing asked for end it
 2. asked     a request is written. Of one that is answered early the rest is not written
 3. answered  `router.nodes.http_answer` parses what comes
 4. idle      again, when the answer is whole and both sides keep the connection; else 5
-5. closed    whoever awaits an answer is told that the node is lost
+5. closed    whoever awaits an answer learns that the node is lost
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def partners_of(decode: Node, groups: Mapping[Weights, list[Node]]) -> list[Node
     return group_of(decode, groups, [])
 
 
-def group_of(decode: Node, groups: Mapping[Weights, _Nodes], nobody: _Nodes) -> _Nodes:
-    """Returns the group that works for `decode`, or `nobody`."""
+def group_of(decode: Node, groups: Mapping[Weights, _Nodes], others: _Nodes) -> _Nodes:
+    """Returns the group that works for `decode`, or `others`."""
     named = groups.get((decode.fingerprint, decode.model))
-    return named if named is not None else groups.get((decode.fingerprint, ""), nobody)
+    return named if named is not None else groups.get((decode.fingerprint, ""), others)

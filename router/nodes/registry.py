@@ -54,7 +54,7 @@ class NodeRegistry:
     adapters: AdapterLedger = field(default_factory=AdapterLedger)
     """Knows the calls about adapters that any node has told of."""
     on_prefixes: PrefixListener | None = None
-    """Hears of prompts that nodes say they have the KV of."""
+    """Records prompts that nodes say they have the KV of."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)
 
     def set_members(

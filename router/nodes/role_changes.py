@@ -1,7 +1,7 @@
 """Makes a node change its role, for operators: from prefill to decode, or back.
 
 The node drains and comes back as a new node of the other tier, where its reports lead the registry.
-The last decode node of a model is not taken away: nobody could answer then. Without prefill nodes
+The last decode node of a model is not taken away: nothing could answer then. Without prefill nodes
 decode nodes compute prompts themselves.
 """
 

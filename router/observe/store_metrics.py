@@ -43,12 +43,12 @@ class StoreMetrics:
             self._failures.labels(kind)
 
     def observe(self, kind: str, seconds: float, has_failed: bool) -> None:
-        """Is told of each transaction."""
+        """Counts each transaction."""
         self._seconds.labels(kind).observe(seconds)
         if has_failed:
             self._failures.labels(kind).inc()
 
     def refused(self, path: str, tenant: str, status: int) -> None:
-        """Is told of requests that do not come so far as to be placed."""
+        """Counts requests that end before they are placed."""
         self._router.requests.labels(path, status).inc()
         self._router.by_tenant.add((tenant,), str(status))

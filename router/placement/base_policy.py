@@ -92,7 +92,7 @@ class BasePolicy(ABC):
         return placement
 
     def placed(self, request: RequestInfo, placement: Placement) -> None:
-        """Hears that a decision was made."""
+        """Records that a decision was made."""
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "request %s: decode %s, prefill %s (%s), about %d new tokens, first one in %.2f s",

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from router.nodes.node import Node
 
 _DISTURBANCE = 1.3
-"""A prompt takes so much longer between decode steps."""
+"""A prompt takes this much longer between decode steps."""
 _MAX_KV_USAGE = 0.8
 _LONGER = 4
 _WORTH = 1.2
-"""A prompt is deflected if it takes so much longer by way of the prefill nodes: what is moved for
+"""A prompt is deflected if it takes this much longer by way of the prefill nodes: what is moved for
 less comes back the next moment."""
 
 

@@ -40,7 +40,7 @@ class Placement:
         num_new_tokens: Prompt tokens that the first prefill node will probably have to compute; or
             the decode node, if it is to do what prefill nodes could.
         num_kv_tokens: Tokens whose KV the decode node will probably hold at the end.
-        queue_s: Estimated seconds until the prompt is begun; 0 when nobody knows.
+        queue_s: Estimated seconds until the prompt is begun; 0 when nothing knows.
         ttft_s: Estimated seconds to the first token; likewise.
         prefix_holder: Who probably has more of the prompt's KV than the first prefill node.
     """

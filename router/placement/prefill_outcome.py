@@ -31,7 +31,7 @@ class PrefillOutcome:
 
     Attributes:
         node: `host:port` of the prefill node that computed the prompt; empty when the decode node
-            did, or nobody says.
+            did, or nothing says.
         num_prompt_tokens: 0 when unknown, and then the rest of the work is unknown too.
         num_cached_tokens: Those that `node` had in its prefix cache.
         queue_s, compute_s: Seconds on `node`, before and from the first step to the first token.

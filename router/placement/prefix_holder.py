@@ -4,7 +4,7 @@ prefill    a node that has a longer prefix
 decode     one that gave the conversation's last answer: it has the prompt of that turn, and the
            answer behind it, which routers never see. So it is named for as long a match, too
 
-A few are looked at: everybody's opening is on every node. A wrong guess costs one short call.
+A few are looked at: an opening that all prompts share is on every node. A wrong guess costs one short call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def find_holder(
     own: int, target: Node, matches: Sequence[PrefixMatch], registry: NodeRegistry
 ) -> Node | None:
     """Returns the best to ask for what `target` lacks, which has `own` blocks of the prompt; None:
-    nobody is known."""
+    nothing is known."""
     if target.report is None or not target.report.serves_prefixes:
         return None
     best: Node | None = None

@@ -71,7 +71,7 @@ class PrefixMatch:
 
     def best(self, count: int, rng: random.Random) -> list[Node]:
         """Returns at most `count` nodes of the longest match; none when there is no match. Which of
-        many is left to chance: everybody's opening is on every node."""
+        many is left to chance: an opening that all share is on every node."""
         found: list[Node] = []
         bits = self.levels[-1][1] if self.levels else 0
         start = 1 << rng.randrange(bits.bit_length() or 1)
@@ -115,7 +115,7 @@ class PrefixIndex:
                 yield index + 1, bits
 
     def note(self, node: Node, ends: Iterable[int]) -> None:
-        """Hears that `node` has the prompts that end with these blocks."""
+        """Records that `node` has the prompts that end with these blocks."""
         shelf = self._shelves.get(node) or self._new_shelf(node)
         for end in ends:
             shelf.ends[end] = None
@@ -125,7 +125,7 @@ class PrefixIndex:
             self._drop_end(shelf)
 
     def learn(self, node: Node, blocks: Sequence[int], capacity: int) -> None:
-        """Hears that `node` will have `blocks`, and `capacity` in all. Of a chain the end is
+        """Records that `node` will have `blocks`, and `capacity` in all. Of a chain the end is
         evicted first: without the blocks before it, it is of no use."""
         shelf = self._shelves.get(node) or self._new_shelf(node)
         for block in reversed(blocks):
@@ -142,7 +142,7 @@ class PrefixIndex:
             self._drop_oldest(self._next_shelf())
 
     def has_room(self, node: Node, num_blocks: int) -> bool:
-        """Returns whether `node` could take so many more blocks without dropping any."""
+        """Returns whether `node` could take this many more blocks without dropping any."""
         shelf = self._shelves.get(node)
         return shelf is None or len(shelf.blocks) + num_blocks <= shelf.capacity
 

@@ -25,7 +25,7 @@ _PRIOR_WEIGHT = 2.0
 _MEAN_OVER = 100
 _PRIOR_PROMPT = 1000
 _PRIOR_PROMPTS = 10
-"""So many of so many tokens count as seen: one slow first prompt must not frighten everybody."""
+"""Prior of 10 prompts of 1,000 tokens, so that one slow first prompt does not dominate."""
 _QUEUE_PART = 0.1
 _SWEEPS = 8
 _SCALES = (1.0, 1e-3, 1e-8)

@@ -4,10 +4,10 @@
     part          1 from a quarter of the prompt on, in proportion below; nothing cached, no margin
 
 What leaving costs is in the costs already: the tokens that the best node would compute anew. The
-margin is for what estimates do not know: loads are a moment old, and without one everybody runs
+margin is for what estimates do not know: loads are a moment old, and without one all run
 after the same idle node. It must not be there for requests that lose nothing by leaving. Costs
 grow with the queues and count computing several times, so a share of them soon exceeds whole
-prompts of queue: with a margin for everybody prompts waited at one node while another idled, and
+prompts of queue: with a margin for all prompts waited at one node while another idled, and
 at two thirds of what three nodes can compute TTFT's p99 was 3.6 times that of `least-loaded`
 (docs/routing.md).
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _FULL_PART = 0.25
-"""So much of a prompt makes it the holder's."""
+"""This much of a prompt makes it the holder's."""
 
 
 @dataclass(frozen=True, slots=True)

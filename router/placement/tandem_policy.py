@@ -196,7 +196,7 @@ class TandemPolicy(BasePolicy):
             self.knowledge(decode).answers.note(decode, request.prefix_blocks[-1:])
 
     def _note_prefixes(self, node: Node, ends: tuple[int, ...]) -> None:
-        # Nodes may come and go for long while nobody asks this router for anything.
+        # Nodes may come and go for long while nothing asks this router for anything.
         self._forget_lost_nodes()
         known = self.knowledge(node)
         is_prefill = node.address.role is NodeRole.PREFILL

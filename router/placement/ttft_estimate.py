@@ -1,4 +1,4 @@
-"""Estimates when a prefill node would have the first token, and what that costs everybody.
+"""Estimates when a prefill node would have the first token, and what that costs all.
 
     ttft = queue + service
     cost = ttft + wait for KV + (weight - 1) · time of the tokens that another candidate has cached

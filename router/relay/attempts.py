@@ -4,7 +4,7 @@
 2. attempt   `Exchange.open`; on failure, or a 429 or 503 from the node, back to 1 without it: at
              most `max_attempts` times and within the retry budget
 3. wait      no node can serve, or none that was tried: for one to come back, then 1 with
-             everybody. A node that is full has the last word
+             all. A node that is full has the last word
 4. judge     when the answer is over: it speaks for the node, or against it
 """
 
@@ -79,7 +79,7 @@ class Attempts:
         bounds the time without a live node.
 
         Raises:
-            HttpError: nobody answers.
+            HttpError: nothing answers.
         """
         self.budgets.of(request.info.model).add_request()
         tried: list[Node] = []
@@ -156,7 +156,7 @@ class Attempts:
             self.note(decode, ANSWERED)
 
     def finished(self, exchange: Exchange, info: RequestInfo, num_tokens: int) -> None:
-        """Hears that an answer of so many tokens has ended well on the node of `exchange`."""
+        """Records that an answer of this many tokens has ended well on the node of `exchange`."""
         self.judge(exchange, info)
         self.policy.finished(info, num_tokens)
         report = exchange.placement.decode.report
@@ -229,7 +229,7 @@ class Attempts:
     async def _later_placement(
         self, request: ClientRequest, failure: Failure, wait: NodeWait
     ) -> Placement | None:
-        """Returns where to try again after everybody was tried; None when no time is left, or no
+        """Returns where to try again after all were tried; None when no time is left, or no
         budget. What has not reached a node need not be paid for."""
         while await wait.pause():
             try:

@@ -6,7 +6,7 @@
 3. read…     the rest of the answer
 4. close()   nothing counts any more; if the answer is not complete, the node is hung up on,
              which makes it abort the request
--  give_up() whoever waits for the node now hears that it is lost, and why
+-  give_up() whoever waits for the node now learns that it is lost, and why
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Exchange:
         self.num_before = 0
         """Tokens of the answer that other nodes had brought before."""
         self.waiting_since: float | None = self.asked_at
-        """Monotonic seconds; None while nobody waits for the node."""
+        """Monotonic seconds; None while nothing waits for the node."""
         self.is_event_stream = False
         self.is_journaled = False
         self.journal_number = 0

@@ -6,7 +6,7 @@
 2. relay     to the client, as it comes (`router.relay.plain_relay`, `router.relay.journaled_relay`)
 3. migrate   the node is lost or stops: another one goes on behind what the client has
              (`router.relay.migration`), back to 2
-4. broken    nobody can: a stream of events ends with an error event (and without `[DONE]`), a
+4. broken    nothing can: a stream of events ends with an error event (and without `[DONE]`), a
              plain answer with an error status if nothing of it was sent, else with a cut
              connection: never a short answer that looks complete
 """

@@ -10,7 +10,7 @@ entries of a journal, numbered over the whole life of the answer, whichever node
     :t {...}                     where the time went, with the last event: kept here, as it is
     :.                           the answer is complete with the data that follow, if any; `data:
                                  [DONE]` says the same, in APIs that end so
-    :! 503 / :x 500              an error follows: another node can go on / nobody can
+    :! 503 / :x 500              an error follows: another node can go on / nothing can
 
 Life of a journal:
 

@@ -2,8 +2,8 @@
 
 1. place     anywhere but there, on a node of the same model and KV: the same tokens would follow
 2. attempt   the original body and the journal so far. Refused or lost: back to 1 without it
-3. wait      nobody is left to try: until a node comes back, or for a moment, because one may get
-             room; back to 1 with everybody
+3. wait      nothing is left to try: until a node comes back, or for a moment, because one may get
+             room; back to 1 with all
 4. go on     the node has accepted: the answer continues behind the last entry of the journal
 -  give up   after `timeout_s`, or when the request or the router has used up its migrations
 """
@@ -64,7 +64,7 @@ class Migrations:
     def _place(
         self, request: ClientRequest, fingerprint: str, tried: list[Node]
     ) -> Placement | None:
-        """Returns None when there is nobody. Nodes of another model or KV layout are added to
+        """Returns None when there is nothing. Nodes of another model or KV layout are added to
         `tried`."""
         while True:
             try:

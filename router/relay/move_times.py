@@ -1,4 +1,4 @@
-"""Measures how long the client of an answer that moves hears nothing, and what takes the time.
+"""Measures how long the client of an answer that moves receives nothing, and what takes the time.
 
     last event ─ unnoticed ─▶ lost ─ placing ─▶ asked ─ beginning ─▶ accepted ─ catching up ─▶ event
 
@@ -40,7 +40,7 @@ class MoveTimes:
         }
 
     def observe(self, histogram: Histogram) -> str:
-        """Hears that the next event is here. Returns the seconds of each phase, for the log."""
+        """Records that the next event is here. Returns the seconds of each phase, for the log."""
         phases = self.phases(time.monotonic())
         for phase, seconds in phases.items():
             histogram.labels(phase).observe(seconds)

@@ -1,6 +1,6 @@
 """Holds prompts while there is no prefill node, if one is worth waiting for.
 
-A tier that is scaled to zero starts again because somebody asks: the router says so to whoever
+A tier that is scaled to zero starts again because something asks: the router says so to whoever
 scales (`router.scaling`), and meanwhile decides for each prompt
 
     local    what decode nodes have to compute already, and this prompt, in the steps of answers
@@ -9,7 +9,7 @@ scales (`router.scaling`), and meanwhile decides for each prompt
 1. local     it is in time, or sooner than remote: the decode node computes the prompt
 2. held      remote is sooner: the prompt waits, and is looked at again whenever something changes
 3. placed    a prefill node is there
--  over      nobody came within the limit: the client is told (503, Retry-After)
+-  over      nothing came within the limit: the client gets an error (503, Retry-After)
 
 A start that takes longer than expected is thought to take as long again as it is late.
 """
@@ -33,7 +33,7 @@ from router.request.info import RequestInfo
 from router.scaling.scaling_signal import ScalingSignal
 
 _DISTURBANCE = 1.3
-"""A prompt takes so much longer in the steps of running answers."""
+"""A prompt takes this much longer in the steps of running answers."""
 _LEARN = 0.5
 
 

@@ -7,7 +7,7 @@
     in a journaled one  the node gives a sign of life at least every second: hung when it has given
                         none for `stall_s`, whatever its reports say; after half of that when
                         its reports have stopped too, which come on a way of their own
-    in another answer   hung when the node counts as down: there is nobody to go on
+    in another answer   hung when the node counts as down: there is nothing to go on
 
 Only a node that we wait for can be found hung, not one whose client reads slowly. Time in which
 this process itself stood still does not count, neither for answers nor for reports.

@@ -12,8 +12,8 @@ from router.request.trace import RequestTrace
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """Is one request. `headers` have lower-case names. `kept` is what a node is told of a response
-    that this router keeps, as a header; empty: nothing."""
+    """Is one request. `headers` have lower-case names. `kept` is what a node gets of a
+    response that this router keeps, as a header; empty: nothing."""
 
     info: RequestInfo
     headers: Mapping[str, str]

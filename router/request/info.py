@@ -80,10 +80,10 @@ class RequestInfo:
         is_later_turn: The conversation has gone on after its first question.
         num_prompt_tokens: A guess from the length of the text.
         prefix_blocks: Hash chain of the prompt's text (`router.request.prompt_blocks`).
-        tokens_per_block: About so many tokens are in each block.
+        tokens_per_block: About this many tokens are in each block.
         max_tokens: Longest answer that the client wants; 0 when it does not say.
-        num_prompts: So many it has, each with an answer of its own.
-        num_answers: So many that it wants, to all prompts together.
+        num_prompts: This many it has, each with an answer of its own.
+        num_answers: This many that it wants, to all prompts together.
         priority: Never better than the tenant's.
         ttft_deadline_s: The client's time to the first token, in seconds; 0 when it does not say.
     """

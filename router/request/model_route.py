@@ -7,8 +7,8 @@ routers agree without a word, and from run to run. With weighted rendezvous hash
 
 the highest score wins: each version wins its share, and a session goes from one version to another
 only when the weight of the second has grown against that of the first. Where 10 of 100 become 20,
-nobody leaves the version that grew. (Schindelhauer and Schomaker, Weighted Distributed Hash Tables,
-SPAA 2005.)
+nothing leaves the version that grew. (Schindelhauer and Schomaker, Weighted Distributed Hash
+Tables, SPAA 2005.)
 """
 
 from __future__ import annotations

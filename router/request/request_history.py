@@ -25,7 +25,7 @@ MAX_MOVES = 16
 
 @dataclass(slots=True)
 class Move:
-    """Is one move of an answer to another decode node, by monotonic seconds. Its client hears
+    """Is one move of an answer to another decode node, by monotonic seconds. Its client learns
     nothing from `from_at` until `until`, which is 0.0 as long as it lasts."""
 
     reason: str
@@ -40,7 +40,7 @@ class RequestHistory:
 
     Attributes:
         at: Unix seconds of the beginning.
-        on_gap: Hears the seconds between two pieces of a stream, once it is told of the first.
+        on_gap: Is called with the seconds between two pieces of a stream, from the second on.
         choice: Why the first prefill node was chosen; `predicted_s` was expected until the first
             token.
         num_tried: Decode nodes that failed the request before its first byte.
@@ -88,7 +88,7 @@ class RequestHistory:
     def placed(
         self, decode: str, prefills: Sequence[str], choice: str, ttft_s: float, num_tried: int
     ) -> None:
-        """Hears of a placement, in words. Later ones, of an answer that has begun, do not count."""
+        """Records a placement, in words. Later ones, of an answer that has begun, do not count."""
         if self.trace.answered_at:
             return
         self.decode, self.choice = decode, choice
@@ -99,19 +99,19 @@ class RequestHistory:
     def answered(
         self, asked_at: float, prefill: str, num_cached: int, queue_s: float, prefill_s: float
     ) -> None:
-        """Hears that the node that was asked then has begun, and what it says of the prompt."""
+        """Records that the node that was asked then has begun, and what it says of the prompt."""
         self.asked_at = asked_at
         self.prefill = prefill
         self.num_cached_tokens = num_cached
         self.prefill_queue_s, self.prefill_s = queue_s, prefill_s
 
     def broke(self, why: str) -> None:
-        """Hears that the answer has to end too early."""
+        """Records that the answer has to end too early."""
         self.broken, self.trace.failure = True, why
 
     def event(self, num_pieces: int, now: float, *, is_stream: bool) -> None:
-        """Hears that some of the answer is here, which has now so many pieces. Of an answer that
-        its client gets whole they come from time to time: the gaps mean nothing."""
+        """Records that some of the answer is here, which has now this many pieces. Of an answer
+        that its client gets whole they come from time to time: the gaps mean nothing."""
         if self.num_pieces:
             if is_stream:
                 self.on_gap(now - self.last_event_at)
@@ -121,8 +121,8 @@ class RequestHistory:
         self.last_event_at = now
 
     def moved(self, reason: str, node: str, asked_at: float) -> None:
-        """Hears that another node goes on. A node that is lost before it tells anything belongs to
-        the move before."""
+        """Records that another node goes on. A node that is lost before it tells anything belongs
+        to the move before."""
         self.asked_at, self.decode = asked_at, node
         if self.moves and not self.moves[-1].until:
             self.moves[-1].node = node
@@ -141,7 +141,7 @@ class RequestHistory:
 
     @property
     def queue_s(self) -> float:
-        """Returns the seconds that nobody worked on it, here and at the nodes, as far as known."""
+        """Returns the seconds that nothing worked on it, here and at the nodes, as far as known."""
         trace = self.trace
         here = trace.admitted_at - trace.started_at if trace.admitted_at else 0.0
         told = self.times.queue if self.times and not self.moves else self.prefill_queue_s

@@ -1,12 +1,12 @@
 """Works on one response in the background.
 
-1. queued        its row is in the store, and its first two events; nobody has begun an answer
+1. queued        its row is in the store, and its first two events; nothing has begun an answer
 2. in_progress   a node answers. Events are here at once, and in the store a little later
 3. over          the store has the response and its last event, which followers get after that
 -  given up      the row has another owner now, or is finished: it was cancelled or deleted. The
                  work on the nodes ends
 
-A refusal for want of room is tried again for `_PATIENCE_S`, as long as nothing was told.
+A refusal for want of room is tried again for `_PATIENCE_S`, as long as nothing was sent.
 """
 
 from __future__ import annotations

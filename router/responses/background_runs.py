@@ -3,7 +3,7 @@
 1. start      a row is added with this router as its owner, and a run begins
 2. renewed    every third of a lease, all at once, with the locks of conversations
 3. given up   a row has another owner, or is finished: its run is cancelled, within `_LOOK_S`
-4. taken      of a router that renews no more: answered again, from its row, if nobody can have
+4. taken      of a router that renews no more: answered again, from its row, if nothing can have
               seen events of it; else it ends as failed, and says why
 5. closed     runs have the time that a drain has; what is left is free for other routers at once
 

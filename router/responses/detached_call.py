@@ -79,7 +79,7 @@ async def ask(
     *,
     path: str = PATH,
 ) -> None:
-    """Has a body answered to `send`; `kept` is what a node is told of the response."""
+    """Has a body answered to `send`; `kept` is what a node gets of the response."""
     name = uuid.uuid4().hex
     trace = TraceContext.from_headers(headers, name)
     current_trace.set(trace)

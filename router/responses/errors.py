@@ -15,7 +15,7 @@ from edge.http.errors import BadRequest, ErrorDetail, HttpError, NotFound
 
 
 class NotKept(NotFound):
-    """Is the same for what never was, what has expired, and what belongs to somebody else."""
+    """Is the same for what never was, what has expired, and what belongs to another."""
 
 
 class PreviousNotFound(BadRequest):

@@ -33,7 +33,7 @@ _decode_text = msgspec.json.Decoder(str).decode
 
 
 def new_id(prefix: str) -> str:
-    """Returns an id that nobody can guess."""
+    """Returns an id that nothing can guess."""
     return f"{prefix}_{secrets.token_hex(_ID_DIGITS)}"
 
 
@@ -82,7 +82,7 @@ def references(items: Iterable[Item]) -> list[str]:
 
 def resolved(items: Sequence[Item], known: dict[str, Item], history: set[str]) -> list[Item]:
     """Returns the items with those that they name in their places. What the history has is there
-    already. Raises `BadRequest` for what nobody knows."""
+    already. Raises `BadRequest` for what nothing knows."""
     found: list[Item] = []
     own = {item.id for item in items if not is_reference(item)}
     for i, item in enumerate(items):

@@ -43,7 +43,7 @@ _JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatefulEndpoint:
-    """Is in front of `api`, which has requests answered. `refused` is told path, tenant and status
+    """Is in front of `api`, which has requests answered. `refused` is called with path, tenant and status
     of those that do not come so far."""
 
     api: ASGIApp

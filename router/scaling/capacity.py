@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 _PART = 0.01
 _LEAST_ROOM = 0.25
-"""Prompts that take longer than the objective by themselves may still wait so much of it."""
+"""Share of the TTFT objective a prompt may queue even if its own prefill exceeds it."""
 _MOST_NODES = 10_000.0
 _MEMORY = 300
 
@@ -66,7 +66,7 @@ def prefill_nodes(load: float, service: PromptWork, ttft_s: float) -> float:
 
 @dataclass(slots=True)
 class StepFit:
-    """Learns t₀ and t₁ from answers: how long tokens took with so many sequences on the node.
+    """Learns t₀ and t₁ from answers: how long tokens took with this many sequences on the node.
 
     Least squares over relative errors with a memory of `_MEMORY` answers; neither is negative.
     """

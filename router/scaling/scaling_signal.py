@@ -1,6 +1,6 @@
 """Says how many nodes of each tier this router's requests take so that the objectives hold.
 
-1. blind      nothing is said: an objective is not set, nobody has listened for long enough, the
+1. blind      nothing is said: an objective is not set, nothing has listened for long enough, the
               speed of the nodes is unknown, or their reports are lost. Absent is no zero: whoever
               scales keeps what there is
 2. starting   in the first two minutes the answer is not below this router's share of the nodes
@@ -10,7 +10,7 @@
               the objective has to be caught up with
               decode: tokens that will be asked for in a second, at the largest batch whose step
               keeps the objective
--  nobody     there is work, and not one prefill node: at least one is asked for, even while blind
+-  nothing     there is work, and not one prefill node: at least one is asked for, even while blind
 
 Every router tells its own share, not rounded. Their sum is the number of nodes.
 """
@@ -38,8 +38,8 @@ _CATCH_UP_S = 120.0
 _TOLERATED = 1.1
 """A HorizontalPodAutoscaler does nothing while no more than a tenth is missing."""
 _DEVIATIONS = 3.0
-"""Sequences vary as Poisson does; so many standard deviations more than their mean must find room,
-or prompts wait for it (square-root staffing)."""
+"""Sequences vary as Poisson does; this many standard deviations more than their mean must find
+room, or prompts wait for it (square-root staffing)."""
 _ITL_SPREAD = 1.3
 """The 99th percentile of the time between tokens over its mean, as measured on H200s."""
 _MAX_KV_USAGE = 0.9
@@ -91,7 +91,7 @@ class ScalingSignal:
     # What happens ------------------------------------------------------------------------------
 
     def arrived(self, request: RequestInfo) -> None:
-        """Hears of a request that was let in. Of its prompt as much counts as of others had to be
+        """Records a request that was let in. Of its prompt as much counts as of others had to be
         computed."""
         if not request.generates:
             return
@@ -103,8 +103,8 @@ class ScalingSignal:
         self._prompt += (request.num_prompt_tokens - self._prompt) / min(_MEMORY, len(self._works))
 
     def unfit(self, request: RequestInfo) -> None:
-        """Hears that a request that had arrived is a mistake of its client's, such as a prompt that
-        is too long: nothing of it is computed."""
+        """Records that a request that had arrived is a mistake of its client's, such as a prompt
+        that is too long: nothing of it is computed."""
         if not request.generates or not self._works:
             return
         now = self.clock()
@@ -117,7 +117,7 @@ class ScalingSignal:
         self._outputs.take_back(now, self._answer(request))
 
     def observe(self, request: RequestInfo, outcome: PrefillOutcome) -> None:
-        """Hears what was computed of a prompt."""
+        """Records what was computed of a prompt."""
         if not outcome.num_prompt_tokens:
             return
         keep = 1 - 1 / _MEMORY
@@ -125,7 +125,7 @@ class ScalingSignal:
         self._computed = keep * self._computed + outcome.num_computed_tokens
 
     def finished(self, num_tokens: int, seconds: float, num_sequences: float) -> None:
-        """Hears of a complete answer: its tokens, the time from the first to the last, and how many
+        """Records a complete answer: its tokens, the time from the first to the last, and how many
         sequences its node ran."""
         self._num_outputs += 1
         self._output += (num_tokens - self._output) / min(_MEMORY, self._num_outputs)
@@ -140,7 +140,7 @@ class ScalingSignal:
 
     @property
     def tokens_per_s(self) -> float:
-        """Returns the prompt tokens that a node computes in a second; 0 while nobody has said."""
+        """Returns the prompt tokens that a node computes in a second; 0 while nothing has said."""
         speeds = [
             report.prefill_tokens_per_s
             for role in (NodeRole.PREFILL, NodeRole.DECODE)
@@ -171,7 +171,7 @@ class ScalingSignal:
 
     def predicted_ttft_s(self) -> float | None:
         """Returns the time to the first token of a mean prompt that came now, on the node with the
-        least to do; None while nobody can say."""
+        least to do; None while nothing can say."""
         speed = self.tokens_per_s
         nodes = self.nodes(NodeRole.PREFILL)
         if not speed or not nodes or not self._works:
@@ -194,7 +194,7 @@ class ScalingSignal:
         return has_work and not self.nodes(NodeRole.PREFILL)
 
     def _reports_are_lost(self, role: NodeRole) -> bool:
-        """Returns whether there are nodes, and not one of them is heard."""
+        """Returns whether there are nodes, and none of them reports."""
         for tier in {role, NodeRole.DECODE}:
             nodes = self.nodes(tier)
             if nodes and not any(self.state(node) in _ALIVE for node in nodes):
@@ -256,6 +256,6 @@ class ScalingSignal:
         return [node.report for node in self.nodes(role) if node.report is not None]
 
     def _kv_tokens(self) -> int:
-        """Returns the room of the smallest decode node; 0 when nobody has said."""
+        """Returns the room of the smallest decode node; 0 when nothing has said."""
         sizes = [report.num_kv_tokens for report in self._reports(NodeRole.DECODE)]
         return min((size for size in sizes if size), default=0)

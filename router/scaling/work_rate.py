@@ -48,7 +48,7 @@ class WorkRate:
         return max(0.0, slow, (fast - _ERRORS * error) / fast_s)
 
     def peak(self, now: float) -> float:
-        """Returns the greatest rate of the last minute, as far as anybody asked for it."""
+        """Returns the greatest rate of the last minute, as far as anything asked for it."""
         rate = self.rate(now)
         peaks = self._peaks
         while peaks and peaks[-1][1] <= rate:

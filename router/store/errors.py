@@ -1,4 +1,4 @@
-"""Names what can go wrong with what is kept, each as the client is told it.
+"""Names what can go wrong with what is kept, each as the client gets it.
 
 HttpError
   StoreUnavailable     503     the database does not answer, or not in time

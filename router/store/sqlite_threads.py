@@ -26,7 +26,7 @@ _OWNER_ONLY = 0o600
 
 
 class _GivenUp(Exception):
-    """Nobody waits for the transaction any more."""
+    """Nothing waits for the transaction any more."""
 
 
 class SqliteThreads:

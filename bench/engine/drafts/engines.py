@@ -114,8 +114,8 @@ class Engine:
         return [fd for fd in fds if fd != -1]
 
     def plant(self, drafter: Drafter) -> None:
-        """Replaces who drafts, from the next step on. There must be somebody: without, nothing that
-        writes drafts was compiled while the engine started."""
+        """Replaces who drafts, from the next step on. There must be something: without, nothing
+        that writes drafts was compiled while the engine started."""
         drafts = self.executor._worker.runner.drafts
         assert drafts.drafter is not None
         drafts.drafter = drafter

@@ -117,7 +117,7 @@ class ExpertWeights(ABC):
     @classmethod
     @abstractmethod
     def tunings(cls, rows_per_expert: float) -> Iterator[ExpertTuning]:
-        """Yields the tiles that may be fast where experts have so many rows."""
+        """Yields the tiles that may be fast where experts have this many rows."""
 
     def _outputs(self, weights: Tensor, gated: bool) -> Tensor:
         columns = self.shape.width if gated else self.shape.hidden

@@ -43,7 +43,7 @@ class FewRowTuning:
 
     @property
     def options(self) -> dict[str, int]:
-        """Returns what the compiler is told."""
+        """Returns the compiler's options."""
         limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 

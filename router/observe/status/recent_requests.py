@@ -31,7 +31,7 @@ class RecentRequests:
         return record
 
     def end(self, record: RequestHistory, status: int) -> None:
-        """Hears that a request has ended, for its client with `status`."""
+        """Records that a request has ended, for its client with `status`."""
         del self._open[record]
         record.ended_at = time.monotonic()
         record.status = status

@@ -1,4 +1,4 @@
-"""Remembers the sessions that were heard of last: where they live, and how often they came."""
+"""Remembers the sessions that were learnt of last: where they live, and how often they came."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SessionSeen:
 
 
 class SessionTable:
-    """Holds the sessions, the one heard of last at the end."""
+    """Holds the sessions, the one learnt of last at the end."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[bytes, SessionSeen] = OrderedDict()
@@ -54,7 +54,7 @@ class SessionTable:
         return islice(reversed(self._seen.items()), count)
 
     def by_node(self, since: float) -> Counter[str]:
-        """Returns how many sessions were on each node, heard of since then."""
+        """Returns how many sessions were on each node, learnt of since then."""
         counts: Counter[str] = Counter()
         for seen in reversed(self._seen.values()):
             if seen.last_at < since:

@@ -3,9 +3,9 @@
     sources ── snapshot, once a tick for all ──▶ full    to a viewer that is new, or missed one
                                             └──▶ update  only what is not as it was
 
-1. nobody looks     nothing is made
+1. nothing looks     nothing is made
 2. a viewer comes   ticks begin; it gets a full snapshot
-3. each tick        an update for all, even if nothing changed: a page that hears none is stale
+3. each tick        an update for all, even if nothing changed: a page that receives none is stale
 4. a viewer reads   slowly: it skips ticks, and goes on with a full snapshot. It takes nothing for
                     `_SEND_TIMEOUT_S`: it is disconnected
 5. closed           the router ends: so do the streams
@@ -35,7 +35,7 @@ _NODES_PER_TICK_S = 64
 """Ticks are further apart with more nodes: a page of them all is not read in a second."""
 _SEND_TIMEOUT_S = 5.0
 _ENDED_PER_TICK = 25
-"""Requests that ended since the tick before; of more, the last. Nobody reads faster."""
+"""Requests that ended since the tick before; of more, the last. Nothing reads faster."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
