@@ -3,9 +3,8 @@
 - Every answer has an `x-request-id`: the client's, if it is a plain one, else a new one.
 - Every request has a trace: the caller's, or one that begins here. Log lines read it too.
 - A line in the log tells of each request, if it is wanted (`edge.logs.request_log`).
-- Paths lose what a proxy in front of us has left on, and pages of other sites learn whether they may
-
-  read the answer (`edge.http.front`).
+- Paths lose what a proxy in front of us has left on, and pages of other sites learn whether they
+  may read the answer (`edge.http.front`).
 - Clients connect anew where their connection has no future. An answer that begins before its
   request has arrived says so, because the rest of the request will never be read. And while a
   service drains every answer does: the next connection then goes to another one, and none is cut

@@ -15,7 +15,8 @@ from edge.security.credentials import CallerRefused, Credentials
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
-"""Services for every caller that gets a connection: they tell nothing that a probe must not know."""
+"""Services for every caller that gets a connection: they tell nothing that a probe must not
+know."""
 _NAMES = "x509_subject_alternative_name"
 
 

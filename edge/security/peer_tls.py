@@ -8,8 +8,8 @@
                   is unknown
     4. asked again by the next call after `_FRESH_S`: peers are restarted just now
 
-An attacker between two services can answer in a peer's place, and so make us talk in plaintext: that
-is the price of a roll without an outage, and why it is a setting that is turned off after it.
+An attacker between two services can answer in a peer's place, and so make us talk in plaintext:
+that is the price of a roll without an outage, and why it is a setting that is turned off after it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class SimEngine:
     _parts: list[tuple[Job, Part]] = field(default_factory=list)
     _version: int = 0
     _telling: bool = False
-    """The steps are over and their results are being passed on; what comes now waits for the rest."""
+    """The steps are over and their results are being passed on; what comes now waits for the
+    rest."""
 
     @property
     def num_running(self) -> int:

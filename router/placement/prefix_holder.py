@@ -4,7 +4,8 @@ prefill    a node that has a longer prefix
 decode     one that gave the conversation's last answer: it has the prompt of that turn, and the
            answer behind it, which routers never see. So it is named for as long a match, too
 
-A few are looked at: an opening that all prompts share is on every node. A wrong guess costs one short call.
+A few are looked at: an opening that all prompts share is on every node. A wrong guess costs one
+short call.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ _JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatefulEndpoint:
-    """Is in front of `api`, which has requests answered. `refused` is called with path, tenant and status
-    of those that do not come so far."""
+    """Is in front of `api`, which has requests answered. `refused` is called with path,
+    tenant and status of those that are refused before."""
 
     api: ASGIApp
     kept: KeptResponses
