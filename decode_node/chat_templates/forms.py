@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The efforts of reasoning that clients ask for, from the least on."""
+
 
 class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
     """The forms that a template takes. The defaults are those of most templates.
@@ -35,6 +38,7 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
         reasoning: The name of an assistant's reasoning; "parts" for a part of type `thinking` in
             the content, "" where the template shows none.
         joins_reasoning: Reasoning and content beside calls are refused; they become one text.
+        refused_efforts: Efforts of reasoning with which the template refuses any chat.
         content_parts: A content is a list of parts; one that is text is not shown.
         text_joint: What stands between two text parts of one content.
         system: Where messages of the system may stand.
@@ -58,12 +62,24 @@ class TemplateForms(msgspec.Struct, frozen=True, kw_only=True):
     tool_order: Literal["given", "sorted", "typescript"] = "given"
     reasoning: Literal["", "reasoning_content", "reasoning", "thinking", "parts"] = ""
     joins_reasoning: bool = False
+    refused_efforts: tuple[str, ...] = ()
     content_parts: bool = False
     text_joint: str = "\n"
     system: Literal["anywhere", "first", "nowhere"] = "anywhere"
     knows_developer: bool = False
     repeats_roles: bool = True
     user_after_tool: bool = True
+
+    def effort(self, given: str) -> str | None:
+        """Returns the effort of reasoning that the template takes and that is nearest to the given
+        one, a greater before a lesser; None to leave it to the template, as for no reasoning."""
+        if given not in self.refused_efforts:
+            return given
+        taken = [i for i, one in enumerate(EFFORTS) if i and one not in self.refused_efforts]
+        if given == "none" or not taken:
+            return None
+        wanted = EFFORTS.index(given)
+        return EFFORTS[min(taken, key=lambda i: (abs(i - wanted), -i))]
 
     def told(self) -> dict[str, Any]:
         """Returns the forms by name, as JSON has them."""

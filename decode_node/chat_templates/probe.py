@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from decode_node.chat_templates.forms import TemplateForms
+from decode_node.chat_templates.forms import EFFORTS, TemplateForms
 from decode_node.chat_templates.typescript_tools import TYPESCRIPT_VARIABLE
 from engine.frontend.chat_template import ChatTemplate, ChatTemplateError
 
@@ -93,6 +93,7 @@ class _Prober:
             "tool_fields": self._tool_fields(),
             "tool_order": self._tool_order(),
             "text_joint": self._text_joint(),
+            "refused_efforts": self._refused_efforts(),
         }
         return Probe(msgspec.structs.replace(forms, **fields), self._written(forms))
 
@@ -284,6 +285,19 @@ class _Prober:
         if TYPESCRIPT_VARIABLE in self._template.source:
             return "typescript"
         return "sorted" if _KIMI_TOOLS in self._template.source else "given"
+
+    def _refused_efforts(self) -> tuple[str, ...]:
+        if "reasoning_effort" not in self._template.source:
+            return ()
+        return tuple(effort for effort in EFFORTS if not self._takes_effort(effort))
+
+    def _takes_effort(self, effort: str) -> bool:
+        messages = [_in_parts(_USER) if self._has_parts else _USER]
+        try:
+            self._template.render(messages, variables={"reasoning_effort": effort})
+        except ChatTemplateError:
+            return False
+        return True
 
     def _takes_tool(self, function: Message) -> bool:
         return self._render([_USER], [{"type": "function", "function": function}]) is not None

@@ -10,8 +10,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 from decode_node.chat_templates.control_tokens import ControlTokens
+from decode_node.chat_templates.forms import TemplateForms
 from decode_node.chat_templates.history import history, shown_tools, tool_variables
 from decode_node.chat_templates.probe import probe
 from decode_node.protocol.chat import ChatCompletionRequest
@@ -22,6 +24,7 @@ from engine.frontend.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
+_EFFORT = "reasoning_effort"
 MAX_TEMPLATE = 1 << 18
 """Limit of characters of a client's own template."""
 
@@ -45,8 +48,7 @@ class ChatPrompt:
 
     def render(self, body: ChatCompletionRequest, tool_use: ToolUse) -> str:
         """Returns the text of the prompt. Raises `BadRequest`."""
-        variables = body.template_variables
-        if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+        if reserved := sorted(RESERVED_VARIABLES & body.template_variables.keys()):
             raise BadRequest(
                 f"chat_template_kwargs may not set {', '.join(reserved)}",
                 param="chat_template_kwargs",
@@ -74,7 +76,7 @@ class ChatPrompt:
                 documents=body.documents,
                 add_generation_prompt=wants_prompt,
                 continue_final_message=bool(body.continue_final_message),
-                variables=tool_variables(shown, forms) | variables,
+                variables=tool_variables(shown, forms) | _variables(body, forms),
             )
 
     def _template(self, body: ChatCompletionRequest, *, has_tools: bool) -> ChatTemplate:
@@ -104,6 +106,18 @@ class ChatPrompt:
             "a request has tools, and this model's chat template shows them to nobody: the model "
             "cannot know of them"
         )
+
+
+def _variables(body: ChatCompletionRequest, forms: TemplateForms) -> dict[str, Any]:
+    """Returns what the template gets besides messages and tools: an effort that it takes, unless
+    the client names the template's variable itself."""
+    found = dict(body.template_variables)
+    given = body.reasoning_effort
+    if given is None or _EFFORT in (body.chat_template_kwargs or {}):
+        return found
+    found.pop(_EFFORT, None)
+    effort = forms.effort(given)
+    return found if effort is None else found | {_EFFORT: effort}
 
 
 @lru_cache(maxsize=8)

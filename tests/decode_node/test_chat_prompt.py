@@ -119,6 +119,24 @@ def test_variables_of_the_template() -> None:
     assert prompt_of(template, kwargs) == "True False none "
 
 
+@pytest.mark.parametrize(
+    ("effort", "taken"),
+    [("none", "off"), ("minimal", "low"), ("low", "low"), ("medium", "high"), ("xhigh", "high")],
+)
+def test_an_effort_that_the_template_refuses_is_the_nearest_that_it_takes(
+    effort: str, taken: str
+) -> None:
+    template = (
+        "{% set effort = reasoning_effort or 'off' %}"
+        "{% if effort not in ['off', 'low', 'high'] %}{{ raise_exception('not ' + effort) }}"
+        "{% endif %}{{ messages[0].content }} {{ effort }}"
+    )
+    assert prompt_of(template, {"reasoning_effort": effort}) == f"hi {taken}"
+    own = {"chat_template_kwargs": {"reasoning_effort": "medium"}}
+    with pytest.raises(BadRequest, match="not medium"):
+        prompt_of(template, own)
+
+
 TURNS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
