@@ -281,6 +281,7 @@ CALL_FAMILIES = (
         signs=("<|tool|>", "<|/tool|>"),
         form=JsonListFormat(begin="functools"),
     ),
+    CallFamily(names=("xlam",), signs=('"func_name1"',), form=JsonListFormat()),
     CallFamily(
         names=("gigachat3",),
         signs=("<|function_call|>",),

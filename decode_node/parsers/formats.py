@@ -29,7 +29,8 @@ class JsonObjectFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonListFormat:
-    """All calls of an answer in one JSON list, between two markers.
+    """All calls of an answer in one JSON list, between two markers; without a marker it is all of
+    the answer.
 
     Attributes:
         opening, separator, closing: Stand around and between the objects.
@@ -38,7 +39,7 @@ class JsonListFormat:
         arguments_key: The key of the arguments.
     """
 
-    begin: str
+    begin: str = ""
     end: str = ""
     opening: str = "["
     separator: str = ", "

@@ -167,12 +167,20 @@ class JsonListStage(JsonStage):
         super().__init__(sink, tools, [markers.translate(form.begin)], ends)
         self.name_keys = ("name", form.name_key)
         self._is_keyed = not form.name_key
+        self._is_bare = not form.begin
+
+    def begin(self) -> Steps[None]:
+        if self._is_bare:
+            self.source.record("")
+            yield from self.call("")
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source
         is_list = (yield from source.skip_white_space()) == "["
         if is_list:
             source.take(source.at + 1)
+        elif self._is_bare:
+            return self.reject()
         read = self._keyed_call if self._is_keyed else self.object_call
         while (yield from read()):
             source.record("")

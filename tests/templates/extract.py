@@ -45,6 +45,13 @@ def from_trl(found: Path) -> None:
             shutil.copy(file.locate(), found / f"trl-{file.name}")
 
 
+def from_axolotl(found: Path) -> None:
+    """Takes the templates that Axolotl trains models with."""
+    for file in importlib.metadata.files("axolotl") or ():
+        if file.suffix == ".jinja" and file.parent.name == "templates":
+            shutil.copy(file.locate(), found / f"axolotl-{file.name}")
+
+
 def from_mistral_common(found: Path) -> None:
     """Writes Mistral's own templates, one for each version of its tokenizer."""
     for version in TokenizerVersion:
@@ -82,6 +89,7 @@ def main() -> None:
         place.mkdir()
     from_llama_cpp(environment / "sources", places[0])
     from_trl(places[0])
+    from_axolotl(places[0])
     from_mistral_common(places[0])
     tokenizers(environment, places[1])
     vocabularies.write(places[2])

@@ -598,6 +598,18 @@ def _framed_outputs() -> Iterator[Output]:
         [broken('{"city": "Par')],
         incomplete="call",
     )
+    one = f'{{"name": "get_weather", "arguments": {PARIS}, "id": "call_1"}}'
+    both = f'[{one}, {{"name": "now", "arguments": {{}}}}]\n'
+    yield Output("xlam", "two calls", both, [call(), call("now", "{}")])
+    for what, x in (
+        ("a list", '[1, {"a": 2}]'),
+        ("an object", one),
+        ("an unknown function", '[{"name": "rm", "arguments": {}}]'),
+        ("a list behind text", "It rains. " + both.strip()),
+    ):
+        yield Output("xlam", what, x, content=x)
+    cut = both[: both.index("Paris") + 3]
+    yield Output("xlam", "cut off", cut, [broken('{"city": "Par')], incomplete="call")
     family = "glm4"
     yield Output(family, "a call", f"get_weather\n{PARIS}", [call()])
     yield Output(

@@ -210,6 +210,7 @@ WRITERS: Mapping[str, Callable[[Sequence[tuple[str, Arguments]]], str]] = {
     "llama_nemotron_json": _listed("<TOOLCALL>[", "]</TOOLCALL>"),
     "minimax": _listed("<tool_calls>\n", "\n</tool_calls>", "\n"),
     "apriel": _listed("<tool_calls>[", "]</tool_calls>"),
+    "xlam": _listed("[", "]"),
     "granite": _listed("<|tool_call|>[", "]"),
     "phi4_mini_json": _listed("functools[", "]"),
     "apertus": _apertus,
