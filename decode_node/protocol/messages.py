@@ -14,6 +14,7 @@ from decode_node.protocol.messages_input import chat_messages, left_out_blocks
 from decode_node.protocol.messages_tools import MessageTools
 from decode_node.protocol.other_chat import ChatOfAnother
 from decode_node.protocol.other_names import named_fields
+from edge.http.error_forms import THREAD_UNSUPPORTED
 from edge.http.errors import BadRequest
 
 _SAME_IN_CHATS = ("model", "temperature", "top_p", "top_k", "stream", "priority", "cache_salt")
@@ -86,6 +87,8 @@ class CountTokensRequest(StrictBody):
     """Only empty: this server calls no other."""
     container: Any = None
     """Only null: this server runs no code."""
+    thread: Any = None
+    """Only null: this server holds no conversation. Clients send all turns when they learn that."""
     context_management: dict[str, Any] | None = None
     """Edits of thinking, which templates leave out of former turns by themselves. Those that clear
     results of tools or compact the turns are ignored: nothing is cleared."""
@@ -116,6 +119,12 @@ class CountTokensRequest(StrictBody):
         for name in ("mcp_servers", "container"):
             if getattr(self, name):
                 raise _refused(name, "this server answers from the request alone")
+        if self.thread is not None:
+            raise BadRequest(
+                "thread is not supported: this server holds no conversation; send all turns",
+                param="thread",
+                code=THREAD_UNSUPPORTED,
+            )
         if not all(_is_clearing(kind) or _is_of_thinking(kind) for kind in self._edits()):
             raise _refused("context_management", "edits of this type are not known")
 

@@ -145,7 +145,8 @@ class _Messages:
         if _text(item, "id", place) not in self._known:
             raise BadRequest(
                 f"{place}: no item of the input before has this id, and nothing is kept between "
-                "requests here; send the item itself (clients do with store false)",
+                "requests here; send the item itself, as clients do with store false, or ask a "
+                "router with --response-store",
                 param=f"{place}.id",
             )
 

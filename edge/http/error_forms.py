@@ -5,6 +5,9 @@ layer turns it into that API's own:
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
     {"type": "error", "error": {"type": "invalid_request_error", "message": ...}}
+
+Anthropic's clients read `details` of an error, too: they send a conversation whole when those say
+that no thread can be had.
 """
 
 from __future__ import annotations
@@ -30,14 +33,24 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Is Anthropic's own code of a request that cannot belong to a thread of messages."""
 _OTHER_CLIENT_ERROR, _OTHER_SERVER_ERROR = "invalid_request_error", "api_error"
 _FIRST_SERVER_ERROR = 500
 _decode = msgspec.json.Decoder(ErrorBody).decode
 
 
-class AnthropicErrorDetail(msgspec.Struct):
+class AnthropicErrorFacts(msgspec.Struct):
+    """Says what clients act on: `unsupported` are the fields that stand in the way."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class AnthropicErrorDetail(msgspec.Struct, omit_defaults=True):
     type: str
     message: str
+    details: AnthropicErrorFacts | None = None
 
 
 class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
@@ -75,7 +88,10 @@ class ErrorForm(Enum):
         if detail.param and detail.param not in message:
             message = f"{detail.param}: {message}"
         kind = _OTHER_SERVER_ERROR if status >= _FIRST_SERVER_ERROR else _OTHER_CLIENT_ERROR
-        found = AnthropicErrorDetail(_TYPES.get(status, kind), message)
+        facts = None
+        if detail.code == THREAD_UNSUPPORTED:
+            facts = AnthropicErrorFacts(detail.code, [detail.param or ""])
+        found = AnthropicErrorDetail(_TYPES.get(status, kind), message, facts)
         return msgspec.json.encode(AnthropicErrorBody(found))
 
     def event(self, body: bytes) -> bytes:

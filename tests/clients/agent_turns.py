@@ -46,6 +46,8 @@ FIRST_CALLS: dict[str, list[str]] = {
     ],
     "Claude": [call("Bash", command=COMMAND, description="Writes a file")],
     "opencode": [call("bash", command=COMMAND, description="Writes a file")],
+    "Cline": [call("run_commands", commands=[COMMAND])],
+    "Copilot": [call("bash", command=COMMAND, description="Writes a file")],
     "qwen": [call("run_shell_command", command=COMMAND, is_background=False)],
     "proxy": [call("write", text=TEXT)],
 }
@@ -194,6 +196,36 @@ def qwen_code(bench: Bench, work: Path) -> None:
     check_made(work, bench.run(words, work, **variables))
 
 
+def cline(bench: Bench, work: Path) -> None:
+    program = bench.binary("@cline/cli-linux-x64/bin/cline")
+    assert program is not None
+    model = ["--apikey", "none", "--modelid", MODEL, "--baseurl", f"{bench.node.url}/v1"]
+    bench.run([program, "auth", "--provider", "openai", *model], work)
+    words = [program, "--provider", "openai", "--model", MODEL]
+    check_made(work, bench.run([*words, "ask of Cline"], work))
+
+
+def copilot(bench: Bench, work: Path) -> None:
+    """GitHub's Copilot CLI with a provider of one's own, over each of the three APIs."""
+    program = bench.binary("@github/copilot-linux-x64/copilot")
+    assert program is not None
+    for kind, path, wire in (
+        ("openai", "/v1", "completions"),
+        ("openai", "/v1", "responses"),
+        ("anthropic", "", "completions"),
+    ):
+        variables = {
+            "COPILOT_OFFLINE": "true",
+            "COPILOT_MODEL": MODEL,
+            "COPILOT_PROVIDER_TYPE": kind,
+            "COPILOT_PROVIDER_BASE_URL": f"{bench.node.url}{path}",
+            "COPILOT_PROVIDER_WIRE_API": wire,
+        }
+        said = bench.run([program, "--allow-all-tools", "-p", "ask of Copilot"], work, **variables)
+        check_made(work, said)
+        (work / FILE).unlink()
+
+
 def aider(bench: Bench, work: Path) -> None:
     """aider, whose tool is the edit that it reads in the answer."""
     words = [str(bench.environments / "aider" / "bin" / "aider"), "--model", f"openai/{MODEL}"]
@@ -287,7 +319,9 @@ AGENTS: dict[str, tuple[Agent, str]] = {
     "opencode": (opencode, "agents/node_modules"),
     "litellm_proxy": (litellm_proxy, "litellm-proxy/bin"),
     "aider": (aider, "aider/bin"),
+    "copilot": (copilot, "agents/node_modules"),
     "codex": (codex, "agents/node_modules"),
+    "cline": (cline, "agents/node_modules"),
     "claude_code": (claude_code, "agents/node_modules"),
 }
 """Agents with the folder that shows that they are installed; the longest comes first."""

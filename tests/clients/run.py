@@ -36,7 +36,7 @@ CLIENTS = {
         *("lm_eval", "serving_benchmarks"),
     ),
     "openai-3": ("openai", "agents", "anthropic"),
-    "node": ("ai_sdk",),
+    "node": ("ai_sdk", "anthropic"),
 }
 """Scripts by the environment that they run in: `NAME_client.py`, for node `NAME_client.mjs`. The
 longest comes first."""

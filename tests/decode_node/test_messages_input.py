@@ -226,3 +226,24 @@ def test_the_older_name_of_the_form_is_known() -> None:
     assert (
         chat.response_format == request_of(output_config={"format": form}).to_chat().response_format
     )
+
+
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}]
+)
+async def test_a_thread_is_refused_so_that_clients_send_the_conversation(
+    thread: dict[str, Any],
+) -> None:
+    """Were it ignored, the next request would have the last turn alone."""
+    ask = {"max_tokens": 2, "messages": [USER]}
+    async with http_node() as node:
+        for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+            answer = await node.client.post(path, json={**ask, "thread": thread})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["details"] == {
+                "error_code": "thread_unsupported_request",
+                "unsupported": ["thread"],
+            }
+        answer = await node.client.post(MESSAGES, json={**ask, "thread": None})
+        assert answer.status_code == 200

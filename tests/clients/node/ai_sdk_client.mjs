@@ -1,6 +1,8 @@
-// The AI SDK, by its provider for servers of OpenAI's API: answers, streams, objects, tools.
+// The AI SDK: answers, streams, objects and tools by its provider for servers of OpenAI's API, and
+// a tool over Responses by its provider for OpenAI.
 
 import assert from "node:assert/strict";
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
@@ -59,3 +61,18 @@ assert.ok(city.safeParse(call.input.city).success);
 
 const unknown = { ...short, model: provider.chatModel("no-such-model") };
 await assert.rejects(generateText(unknown), (error) => error.statusCode === 404);
+
+// It refers to its own answers by their names, unless it is said that nothing is stored.
+const openai = createOpenAI({ baseURL: `${process.argv[2]}/v1`, apiKey: "none" });
+const responses = await generateText({
+  model: openai("demo"),
+  prompt,
+  maxRetries: 0,
+  maxOutputTokens: 900,
+  providerOptions: { openai: { store: false } },
+  tools: { weather },
+  stopWhen: stepCountIs(2),
+  prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber ? "none" : "required" }),
+});
+assert.equal(responses.steps.length, 2);
+assert.ok(responses.text);
