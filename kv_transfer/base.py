@@ -139,7 +139,7 @@ class HostTier(ABC):
 
     @abstractmethod
     def let_go(self, job: int) -> None:
-        """Lets a step go on that may wait for a load which has failed. Nobody may use its result
+        """Lets a step go on that may wait for a load which has failed. Nothing may use its result
         any more."""
 
     @abstractmethod

@@ -54,7 +54,7 @@ class KVTransferConfig:
             it is memory of the transfer processes.
         disk_tier_bytes: Space of each rank for blocks that the host tier had to forget. 0: none.
         disk_tier_path: Folder for them.
-        lease_s: Staged KV is dropped when nobody pulls it for this long.
+        lease_s: Staged KV is dropped when nothing pulls it for this long.
         stall_timeout_s: A pull that makes no progress for this long fails.
         frozen_after_s: A transfer process that gives no sign of life for this long is killed and
             started again; its transfers fail.
@@ -126,11 +126,11 @@ class KVTransferConfig:
         return "nixl" in [name.strip() for name in self.transports.split(",")]
 
     def num_host_slots(self, block_bytes: int) -> int:
-        """Returns the blocks of so many bytes that the host tier of a rank holds."""
+        """Returns the blocks of this many bytes that the host tier of a rank holds."""
         return self.host_tier_bytes // block_bytes
 
     def num_disk_blocks(self, block_bytes: int) -> int:
-        """Returns the blocks of so many bytes that the disk tier of a rank holds."""
+        """Returns the blocks of this many bytes that the disk tier of a rank holds."""
         return self.disk_tier_bytes // block_bytes
 
     @property

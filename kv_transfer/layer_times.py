@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 LayerTime = tuple[float, float]
 """A pair (ready, saved) in CLOCK_MONOTONIC seconds, 0.0 for what has not happened. To a puller that
-copies blocks itself they are saved when it is told of them."""
+copies blocks itself they are saved when it is notified of them."""
 
 _NOTHING: LayerTime = (0.0, 0.0)
 

@@ -244,7 +244,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     model_hash: str
     protocol_version: int = PROTOCOL_VERSION
     num_draft_layers: int = 0
-    """The last so many layers are those of a drafter."""
+    """The last this many layers are those of a drafter."""
     draft_hash: str = ""
     """Is equal for nodes whose drafters keep the same KV; empty: there is none that keeps any."""
     stage_starts: tuple[int, ...] = ()
@@ -354,7 +354,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return tuple(layer for layer in layers if layer < self.num_model_layers)
 
     def can_be_split(self, tp_size: int) -> bool:
-        """Returns whether each head has a rank in a node with so many ranks."""
+        """Returns whether each head has a rank in a node with this many ranks."""
         return 1 <= tp_size <= MAX_TP_SIZE and all(
             plane.can_be_split(tp_size) for group in self.groups for plane in group.planes
         )

@@ -38,7 +38,7 @@ class KVPeer(msgspec.Struct, frozen=True, kw_only=True):
     names_group: bool = False
 
     def of(self, transfer_id: str) -> KVPeer:
-        """Returns the group that holds the KV of a transfer whose group nobody named."""
+        """Returns the group that holds the KV of a transfer whose group nothing named."""
         return self.group(group_of_transfer(transfer_id, 1 + len(self.groups)))
 
     def group(self, index: int) -> KVPeer:
@@ -156,7 +156,7 @@ class LoadMeta(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """Either side: copy slot `slots[i]` of the host tier to `blocks[i]`, layer by layer. Answered
     by a HostTierEvent.
 
-    `ticket`: mark each layer that is there, and say `LoadBegun` with the first. None: nobody waits
+    `ticket`: mark each layer that is there, and say `LoadBegun` with the first. None: nothing waits
     for layers.
     """
 
@@ -236,7 +236,7 @@ class Reclaim(StrEnum):
     """Why a producer's memory of a transfer became free.
 
     RELEASED: the puller has it all. GIVEN_UP: the puller wants it no more. ABORTED: called off by
-    this node. LEASE_ENDED: nobody pulled for too long. ERROR: it could not go on.
+    this node. LEASE_ENDED: nothing pulled for too long. ERROR: it could not go on.
     """
 
     RELEASED = "released"

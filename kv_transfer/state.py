@@ -54,7 +54,7 @@ _NEXT = {
 
 
 class LateMessage(KVTransferError):
-    """It belongs to an attempt that has ended or was replaced."""
+    """Raised for a message of an attempt that has ended or been replaced."""
 
     retryable = False
 
@@ -114,7 +114,7 @@ class TransferTable(Generic[T]):
         return live.attempt if live is not None else None
 
     def state(self, transfer_id: str, attempt: int) -> KVTransferState | None:
-        """Returns None for what was never heard of, or is long forgotten."""
+        """Returns None for what was never known, or is long forgotten."""
         live = self._live.get(transfer_id)
         if live is not None and live.attempt == attempt:
             return live.state

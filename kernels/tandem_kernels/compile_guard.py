@@ -1,8 +1,8 @@
-"""Notices kernels that are compiled while somebody waits for a step.
+"""Notices kernels that are compiled while something waits for a step.
 
 1. `start()` when warm-up has ended: from now on no kernel should be new
 2. each kernel that is compiled nevertheless is logged and listed in `late`: it took a second
-   or more of somebody's time, and warm-up should have known its arguments
+   or more of waiting time, and warm-up should have known its arguments
 3. `stop()`
 """
 

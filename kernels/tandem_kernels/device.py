@@ -62,5 +62,5 @@ def enable_pdl(enabled: bool) -> None:
 
 def uses_pdl(device: torch.device, num_tokens: int = 0) -> bool:
     """Returns whether a kernel is launched before its predecessor has drained: a small one of a
-    step of so many tokens, or one to which their number makes no difference."""
+    step of this many tokens, or one to which their number makes no difference."""
     return _pdl_enabled and num_tokens <= MAX_ROWS and supports_pdl(device)

@@ -27,7 +27,7 @@ def take_turn(OVERLAP: tl.constexpr) -> None:
 
 
 def in_turn(device: torch.device, num_rows: int = 0) -> dict[str, bool]:
-    """Returns how a kernel that may be in place early is launched, for a step of so many rows; 0:
+    """Returns how a kernel that may be in place early is launched, for a step of this many rows; 0:
     their number makes no difference."""
     overlap = uses_pdl(device, num_rows)
     return {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}

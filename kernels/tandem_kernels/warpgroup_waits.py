@@ -26,7 +26,7 @@ _WAIT = tl.constexpr(
 
 
 def waits_for_products(device: torch.device, num_warps: int) -> bool:
-    """Returns whether products run on while so many warps of a program do other things."""
+    """Returns whether products run on while this many warps of a program do other things."""
     return num_warps >= 4 and has_warpgroup_mma(device)
 
 

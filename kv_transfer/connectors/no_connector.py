@@ -1,4 +1,4 @@
-"""Both halves of a connector for an engine that exchanges no KV, so that nobody need ask."""
+"""Both halves of a connector for an engine that exchanges no KV, so that nothing need ask."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class NoConnectorWorker(KVConnectorWorker):
     def register_kv_cache(
         self, layout: KVLayout, memory: Any, current_stream: Callable[[], int] | None = None
     ) -> KVCacheHandle:
-        """Returns a handle that leads to no memory: nobody maps the caches."""
+        """Returns a handle that leads to no memory: nothing maps the caches."""
         num_blocks = memory.numel() * memory.element_size() // layout.block_bytes
         return KVCacheHandle(rank=self._rank, pid=os.getpid(), num_blocks=num_blocks)
 

@@ -2,7 +2,7 @@
 
     begun ───── computed ───────── received
       │            └─ the peer has all of it: what comes now comes as fast as the path gives
-      └─ before, KV comes as it is computed: the path gives at least so much
+      └─ before, KV comes as it is computed: the path gives at least this much
 
 Transfers share a path, so what counts is what came for all of them meanwhile.
 """
@@ -21,7 +21,7 @@ _TELLING_S = 0.02
 
 
 class PathMoment(NamedTuple):
-    """When so many bytes had come over the path."""
+    """When this many bytes had come over the path."""
 
     num_bytes: int
     at: float

@@ -206,7 +206,7 @@ class KVReceiver:
     async def _run(self, transfer: RecvTransfer) -> None:
         transfer.has_begun = True
         ending = await self._outcome(transfer)
-        # Copies into our blocks may be on their way; until they are done, nobody may have them.
+        # Copies into our blocks may be on their way; until they are done, nothing may have them.
         await self._cache.copies.settled()
         is_done = ending.state is KVTransferState.DONE
         num_tokens_kept = transfer.meta.num_tokens if is_done else transfer.num_tokens_complete
@@ -302,7 +302,7 @@ class KVReceiver:
                 raise
             planned = opened.planned.only(opened.stream.job)
             again = self._open(transfer, planned, opened.others)
-            # Not before: what it should have brought is missing as long as nobody else brings it.
+            # Not before: what it should have brought is missing as long as nothing else brings it.
             transfer.replace([opened.stream])
             await all_or_none([self._complete(transfer, one) for one in again])
 

@@ -1,7 +1,7 @@
 """The transfer process: `python -m edge.program kv_transfer.control.process`, with its
 configuration on standard input.
 
-    1. malloc is told to keep its memory; then everything else is imported
+    1. malloc is asked to keep its memory; then everything else is imported
     2. the worker's KV cache is mapped
     3. if peers pull from it: the gRPC server listens. A first `ProcessReport` says that we are
        ready
@@ -215,7 +215,7 @@ class TransferProcess:
 
     async def _listen(self, sender: KVSender) -> PullServer:
         """Listens where settings say; after a restart on the port that we had before, which peers
-        know. If somebody else has that one now, any will do: peers whose pulls fail ask again.
+        know. If another has that one now, any will do: peers whose pulls fail ask again.
         Raises OSError."""
         transfer, host = self._config.transfer, own_host(self._config, self._gpu)
         service = PullService(transfer, self._me, sender)

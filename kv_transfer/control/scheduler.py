@@ -3,7 +3,7 @@
 Producer, for one transfer                       Consumer
     1. export                                        1. pull, on every process
     2. a cached prefix; then each prompt chunk       2. all RECEIVED ──▶ finished_recving,
-    3. all STAGED ──▶ finished_sending                  and the peer is told to let go
+    3. all STAGED ──▶ finished_sending                  and the peer is asked to let go
     4. all RELEASED ──▶ released
 
 FAILED on one process, or ABORTED because the puller gave up, calls the transfer off on the others;

@@ -1,4 +1,4 @@
-"""How many transfer processes and streams a node takes when nobody says, and what they need.
+"""How many transfer processes and streams a node takes when nothing says, and what they need.
 
 Measured on an H200 host: a process pair carries about 3 GB/s over gRPC. Four pairs keep up with
 everything that one GPU computes (KV is complete 1 ms after the first token, 35 ms with one pair).
@@ -19,7 +19,7 @@ from host.network import Network
 from kv_transfer.layout import KVLayout
 
 MOST_PROCESSES = 8
-"""A rank has at most so many when nobody asks for more."""
+"""A rank has at most this many when nothing asks for more."""
 PROCESS_GB_PER_S = 3.0
 _CORES_A_PROCESS = 4
 _MOST_CHECK_THREADS = 4
@@ -70,16 +70,16 @@ def choose_num_streams(num_processes: int) -> int:
 
 
 def choose_receive_threads(cores: int, processes_here: int) -> int:
-    """Returns the threads with which each of so many transfer processes receives; half of the cores
-    are for everybody else. 0 where there is no core for a second one: handing over to threads costs
-    a fifth of what receiving does, which one alone cannot gain."""
+    """Returns the threads with which each of this many transfer processes receives; half of the
+    cores are for all others. 0 where there is no core for a second one: handing over to threads
+    costs a fifth of what receiving does, which one alone cannot gain."""
     return _RECEIVE_THREADS if cores // 2 // processes_here >= _RECEIVE_THREADS else 0
 
 
 def choose_check_threads(cores: int, processes_here: int) -> int:
-    """Returns the threads with which each of so many transfer processes compares checksums of what
-    it loads from host memory. All cores, for the 30 ms that a gigabyte takes: with half of 16 it
-    took 39, and rows that decode meanwhile noticed neither."""
+    """Returns the threads with which each of this many transfer processes compares checksums of
+    what it loads from host memory. All cores, for the 30 ms that a gigabyte takes: with half of 16
+    it took 39, and rows that decode meanwhile noticed neither."""
     return max(1, min(cores // processes_here, _MOST_CHECK_THREADS))
 
 

@@ -99,7 +99,7 @@ class _TransferProcess:
         return self.child
 
     def send(self, message: bytes) -> bool:
-        """Returns False while nobody will answer soon."""
+        """Returns False while nothing will answer soon."""
         if self._commands is None or (self.report is None and self.config.start_delay_s > 0):
             return False
         self._commands.send(message)
@@ -158,7 +158,7 @@ class _TransferProcess:
 
 def _hold_port(address: str) -> socket.socket | None:
     """Returns a socket bound to it and deaf, so that no connection of this host leaves from it; who
-    listens there can share it. None: somebody was quicker, or it is a name."""
+    listens there can share it. None: another process was quicker, or it is a name."""
     host, port = split_address(address)
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -314,7 +314,7 @@ class TransferProcesses:
         os.eventfd_write(self._wakeup, 1)
 
     def send(self, process: int, command: TransferCommand) -> bool:
-        """Returns False when the process is down: nobody will answer."""
+        """Returns False when the process is down: nothing will answer."""
         return self._processes[process].send(self._encoder.encode(command))
 
     def receive(self) -> list[ProcessEvent]:

@@ -7,8 +7,8 @@
     pages     one for each of our layers
 
 A file is written under another name and renamed when it is complete; it is never changed. What a
-crash leaves is therefore whole, or has a name that nobody reads, or fails its checksums: then it is
-removed, and counted. Files of other models lie in other directories, which are left alone.
+crash leaves is therefore whole, or has a name that nothing reads, or fails its checksums: then it
+is removed, and counted. Files of other models lie in other directories, which are left alone.
 
 Everything here blocks; call it from one thread, but for `stop_scan`.
 """
@@ -93,7 +93,7 @@ class BlockFiles:
         return [name for _, name in sorted(found)]
 
     def stop_scan(self) -> None:
-        """Ends a scan early, from any thread: nobody wants to hear of it any more."""
+        """Ends a scan early, from any thread: nothing wants to be notified of it any more."""
         self._is_scan_wanted = False
 
     def write(self, slot: int) -> bool:

@@ -1,4 +1,4 @@
-"""Copies of one stream, and who wants to hear when they are done. Lives on one event loop.
+"""Copies of one stream, and who wants a notice when they are done. Lives on one event loop.
 
     1. copies are issued on `stream`
     2. `then(callback)`    called once all copies issued before are done: at once on the host, from
@@ -11,7 +11,7 @@ copies take less than the shortest sleep, then once every millisecond. Who waits
 else to wait for, and what it copied may take some milliseconds: so long there is no sleep. Other
 work of the loop goes on between any two looks. Other threads do not: beside a loop that never
 sleeps, each waits 0.15 ms for Python's lock whenever it needs it. So nothing is looked at in a row
-that nobody waits for.
+that nothing waits for.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _PAUSE_S = 0.001
 
 
 class CopyQueue:
-    """`on_error` hears of a device that failed: nothing it holds can be trusted any more."""
+    """`on_error` is called for a device that failed: nothing it holds can be trusted any more."""
 
     def __init__(self, stream: CopyStream) -> None:
         self.stream = stream
         self.on_error: Callable[[BaseException], None] = _raise
         self._waiting: deque[tuple[Fence, Callable[[], None], bool]] = deque()
-        """Fences, who wants to hear of them, and whether soon."""
+        """Fences, who wants to be notified of them, and whether soon."""
         self._num_awaited = 0
-        """So many of them want to hear soon."""
+        """This many of them want a notice soon."""
         self._is_urgent = asyncio.Event()
         self._poller: asyncio.Task[None] | None = None
         self._settle_until = 0.0
-        """Somebody is in a hurry until then."""
+        """Something is in a hurry until then."""
 
     @property
     def num_waiting(self) -> int:
@@ -53,7 +53,7 @@ class CopyQueue:
         self._add(callback, is_awaited=True)
 
     def then_sometime(self, callback: Callable[[], None]) -> None:
-        """Calls it like `then`, in the same order, but nobody is in a hurry."""
+        """Calls it like `then`, in the same order, but nothing is in a hurry."""
         self._add(callback, is_awaited=False)
 
     def _add(self, callback: Callable[[], None], is_awaited: bool) -> None:
@@ -76,13 +76,13 @@ class CopyQueue:
             await done.wait()
 
     def hurry(self) -> None:
-        """Looks without a pause for the next few milliseconds: somebody waits for nothing else."""
+        """Looks without a pause for the next few milliseconds: something waits for nothing else."""
         self._settle_until = time.monotonic() + _LOOK_FOR_S
         self._is_urgent.set()
 
     def wait_for_oldest(self) -> bool:
-        """Blocks until the first one in line can be called, and calls it. False: nobody waits.
-        For when memory is short; the copies in question depend on nobody else."""
+        """Blocks until the first one in line can be called, and calls it. False: nothing waits.
+        For when memory is short; the copies in question depend on nothing else."""
         if not self._waiting:
             return False
         self._waiting[0][0].wait()
@@ -117,7 +117,7 @@ class CopyQueue:
         return was_urgent
 
     def _call_done(self) -> bool:
-        """Returns whether anybody was called."""
+        """Returns whether anything was called."""
         was_any = False
         while self._waiting and self._waiting[0][0].is_done():
             was_any = True

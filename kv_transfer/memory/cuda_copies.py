@@ -1,9 +1,9 @@
 """Many copies by one call of the CUDA driver.
 
 A copy that is issued alone waits for the one before it: 256 KiB move at 64 GB/s between two H200,
-and at 300 GB/s and more when the driver is told of many at once, for a fifth of the processor time.
-The driver can do so since CUDA 12.8; CUDA 13 dropped an argument of that call and gave it another
-name. With an older driver, or a device that refuses it, copies are issued one by one.
+and at 300 GB/s and more when the driver is notified of many at once, for a fifth of the processor
+time. The driver can do so since CUDA 12.8; CUDA 13 dropped an argument of that call and gave it
+another name. With an older driver, or a device that refuses it, copies are issued one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ATTRIBUTES = (c_void_p, c_void_p, c_size_t)
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes. The places are hints that nobody needs for memory of devices."""
+    """CUmemcpyAttributes. The places are hints that nothing needs for memory of devices."""
 
     _fields_ = (
         ("source_order", c_int),
@@ -70,7 +70,8 @@ class CudaCopies:
         stream: int,
         portion_bytes: int = 0,
     ) -> None:
-        """Copies as `CopyStream.copy` does, in portions of so many bytes; 0: as many as can be."""
+        """Copies as `CopyStream.copy` does, in portions of this many bytes; 0: as many as can
+        be."""
         at_once = _MOST_AT_ONCE
         if portion_bytes:
             at_once = max(1, min(at_once, portion_bytes // int(sizes.max())))

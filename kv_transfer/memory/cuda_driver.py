@@ -281,7 +281,8 @@ class CudaDriver:
 
     def new_event(self) -> int:
         """Returns an event to be looked at. Whoever waits for it keeps a core busy: an event for
-        sleepers would interrupt the host each time it happens, though hardly anybody ever waits."""
+        sleepers would interrupt the host each time it happens, though a waiting thread is
+        rare."""
         event = c_void_p()
         self._do("cuEventCreate", byref(event), _EVENT_DISABLE_TIMING)
         return event.value or 0

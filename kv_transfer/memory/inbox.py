@@ -9,7 +9,7 @@
 Where copies happen at once nothing is pinned, and a payload is copied from where it lies. For a
 device half of the memory are slots for 1, the other half is a ring for 2, because copies are done
 in the order in which they were issued. When the ring is full, the oldest copies are waited for:
-they depend on nobody else, so it is a moment.
+they depend on nothing else, so it is a moment.
 
     |....|oldest ... newest|....|        |newest|......|oldest ...... |
          ^ tail            ^ head               ^ head ^ tail

@@ -9,7 +9,7 @@ processes share.
     3. the worker waits before each layer (`LoadGate`), on a GPU without stopping (`StreamGate`)
 
 A place has one load at a time, and numbers grow; so a mark that is higher than the number that
-somebody waits for lets him go too, and a mark of another place never does.
+something waits for lets him go too, and a mark of another place never does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LoadMarks(MarksPage):
         self._marks[ticket.place, layer] = ticket.number
 
     def let_go(self, ticket: LoadTicket) -> None:
-        """Lets a step go on whose result nobody will use. Nobody may write to the marks of this
+        """Lets a step go on whose result nothing will use. Nothing may write to the marks of this
         load any more."""
         self._marks[ticket.place] = ticket.number
 
@@ -68,7 +68,7 @@ class LoadMarks(MarksPage):
 
 class LoadMarksOfRanks:
     """Those of all ranks, in the engine core. Where it does not see one of them, because the rank
-    is on another host or in this very process, no step may wait: nobody could let it go. Stages of
+    is on another host or in this very process, no step may wait: nothing could let it go. Stages of
     a pipeline have layers of their own, and wait for loads as a whole."""
 
     def __init__(

@@ -74,7 +74,7 @@ class SlotChecks:
 
 
 def _tell(future: asyncio.Future[set[int]], outcome: set[int] | Exception) -> None:
-    """Nobody may be waiting any more."""
+    """Nothing may be waiting any more."""
     if future.done():
         return
     if isinstance(outcome, Exception):

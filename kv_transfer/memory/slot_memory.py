@@ -10,7 +10,7 @@
     3. `contents` after a restart
     4. `close`
 
-The file is locked while it is open: of two processes that were told the same one, the second gets
+The file is locked while it is open: of two processes that got the same one, the second gets
 `TierUnavailable`. It is readable by its owner alone, as it holds what users wrote.
 """
 

@@ -5,15 +5,15 @@ A staged chunk is the finished wire message: header and payload lie in one slot,
 of a chunk:
 
     1. `take`        a slot, before the copy begins; none when the pool is full
-    2. `publish`     the copy is done and the message complete: nothing may displace it, somebody
+    2. `publish`     the copy is done and the message complete: nothing may displace it, something
                      still needs it
     3. `mark_sent`   all pullers have it: kept for a repeat, but displaced when space is needed
     4. `drop`        its transfer has ended; or displaced by `take`
 
 Between `pin` and `unpin` a copy or a socket still uses the slot: whatever became of the chunk
-meanwhile, the slot is given to nobody else.
+meanwhile, the slot is given to nothing else.
 
-Chunks that nobody pulls yet must leave `reserve` slots free, so transfers whose puller is waiting
+Chunks that nothing pulls yet must leave `reserve` slots free, so transfers whose puller is waiting
 always get through, whatever lies staged for pullers that never come.
 """
 
@@ -129,7 +129,7 @@ class StagingPool:
             self._free.append(chunk.slot)
 
     def _displace(self) -> bool:
-        """Displaces the longest sent that nobody uses just now. False: there is none."""
+        """Displaces the longest sent that nothing uses just now. False: there is none."""
         for chunk in self._sent.values():
             if chunk.num_pins == 0:
                 self.drop(chunk)

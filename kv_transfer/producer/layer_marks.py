@@ -5,7 +5,7 @@
 On CPU the worker writes a mark when a layer is computed. On a GPU the worker's stream writes it,
 after the layer's kernels and with their results visible to all: the worker never waits for the
 device, and a copy that is issued after its mark was seen reads finished KV. Only steps whose KV
-somebody waits for leave marks.
+something waits for leave marks.
 
     1. `create` in the worker; `marks_fd` of its cache handle leads to it
     2. `attach` in each transfer process
@@ -59,7 +59,7 @@ class LayerMarker:
     """Writes marks when a worker on the CPU has computed a layer."""
 
     marks_later = False
-    """Marks appear some time after `mark`, without a word to anybody."""
+    """Marks appear some time after `mark`, without a notice."""
 
     def __init__(self, marks: LayerMarks) -> None:
         self._marks = marks

@@ -158,7 +158,7 @@ class PullService:
     async def _wait(
         self, event: asyncio.Event, transfer_id: str, attempt: int, call: ServerCall
     ) -> None:
-        """Waits for the event, or one heartbeat: then the puller hears that we live."""
+        """Waits for the event, or one heartbeat: then the puller learns that we live."""
         try:
             async with asyncio.timeout(self._heartbeat_s):
                 await event.wait()

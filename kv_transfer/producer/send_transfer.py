@@ -5,8 +5,8 @@
 
     1. `announce`   a step (or a cached prefix) will have computed tokens up to here
     2. `advance`    layers of that step are done: whole chunks become ready, layer by layer, and
-                    the transports hear of them
-    3. `narrow`     the first pull has come: what its puller holds nobody wants
+                    the transports learn of them
+    3. `narrow`     the first pull has come: what its puller holds nothing wants
 
 A chunk becomes ready when all of its tokens are computed, so a chunk that two steps share waits
 for the second.
@@ -107,7 +107,7 @@ class SendTransfer(Export):
                 part.ready(ready)
 
     def narrow(self, grid: ChunkGrid) -> None:
-        """A pull wants `grid`. The first one says what nobody wants; all pulls of a transfer hold
+        """A pull wants `grid`. The first one says what nothing wants; all pulls of a transfer hold
         the same. Raises KVTransferError for one that wants more than the first."""
         if not self._is_narrowed:
             self._is_narrowed = True
@@ -144,7 +144,7 @@ class SendTransfer(Export):
         return found
 
     def _spans_within(self, group: int, num_tokens: int) -> int:
-        """Returns behind which wanted span so many leading tokens end; the last may be short."""
+        """Returns behind which wanted span this many leading tokens end; the last may be short."""
         grid = self.grid.groups[group]
         if num_tokens >= self.num_tokens:
             return grid.wanted_spans.stop

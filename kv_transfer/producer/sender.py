@@ -1,7 +1,7 @@
 """Producer: exports KV as layers finish, and keeps it until it was pulled.
 
     1. ExportMeta     a transfer opens; its lease starts; pulls that came early go on
-    2. SendMeta,      chunks become ready, and the transports hear of them
+    2. SendMeta,      chunks become ready, and the transports learn of them
        StepProgress
     3. STAGED         no transport needs the blocks any more: they may be freed
     4. pulls          each message that leaves renews the lease
@@ -241,7 +241,7 @@ class KVSender(ExportOwner):
         self._end(export, Reclaim.ERROR, reason, retryable=False)
 
     def changed(self) -> None:
-        """Hears that what is reported has changed."""
+        """Records that what is reported has changed."""
         self._on_change()
 
     # Tasks ------------------------------------------------------------------------------------

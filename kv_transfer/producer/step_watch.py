@@ -23,7 +23,7 @@ _SLOW_AFTER_S = 1.0
 
 
 class StepWatch:
-    """`on_progress` hears of everything new, and of some things twice."""
+    """`on_progress` is called for everything new, and of some things twice."""
 
     def __init__(
         self,

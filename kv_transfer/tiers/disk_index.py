@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class DiskIndex:
-    """At most `capacity` blocks; `remove` is told of those that must go."""
+    """At most `capacity` blocks; `remove` is notified of those that must go."""
 
     def __init__(self, capacity: int, remove: Callable[[list[bytes]], None]) -> None:
         self._capacity = capacity
@@ -27,7 +27,7 @@ class DiskIndex:
         return name in self._names
 
     def took(self, num_blocks: int, seconds: float) -> None:
-        """Records that so many blocks were read for a prompt, and came."""
+        """Records that this many blocks were read for a prompt, and came."""
         self._reads.append((num_blocks, seconds))
 
     def take_reads(self) -> list[tuple[int, float]]:
@@ -50,8 +50,8 @@ class DiskIndex:
             self._remove(gone)
 
     def written(self, whole: Sequence[bytes], tried: Sequence[bytes]) -> None:
-        """Records the blocks that everybody has written, of those that were tried. Of the others
-        some may have their shares, which are removed: nobody would count them."""
+        """Records the blocks that all have written, of those that were tried. Of the others
+        some may have their shares, which are removed: nothing would count them."""
         self.add(whole)
         partial = [name for name in tried if name not in whole]
         if partial:
@@ -67,8 +67,8 @@ class DiskIndex:
             self._remove(known)
 
     def keep_common(self, told: Sequence[Iterable[bytes]]) -> None:
-        """Keeps what everybody holds of whom there is word; what only some hold is removed, with
-        the shares of those who were not asked."""
+        """Keeps blocks that every process which has reported holds; removes the rest, with
+        unreported shares."""
         shares = [set(names) for names in told]
         lost = [name for name in self._names if not all(name in one for one in shares)]
         for name in lost:

@@ -49,7 +49,7 @@ Send = Callable[[int, TierCommand], bool]
 _MOST_SPILLED = 16
 """Blocks that one job writes to disk; there is one such job at a time."""
 _SHARE_AHEAD = 8
-"""One block in so many is on disk before it is displaced."""
+"""One block in this many is on disk before it is displaced."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PooledHostTier(HostTier):
         let_go: Callable[[LoadTicket], None] | None = None,
         num_places: int = 0,
     ) -> None:
-        """`let_go`, `num_places`: so many loads can be followed layer by layer (`load_marks`)."""
+        """`let_go`, `num_places`: this many loads can be followed layer by layer (`load_marks`)."""
         self.capacity = num_slots + num_files
         self._num_slots = num_slots
         self._num_processes = num_processes

@@ -68,7 +68,7 @@ class SlotTable:
         self._since[name] = time.monotonic()
 
     def give_back(self, slot: int) -> None:
-        """Takes back a slot that holds nothing; it is free when nobody pins it."""
+        """Takes back a slot that holds nothing; it is free when nothing pins it."""
         if slot not in self.pins:
             self._free.append(slot)
 

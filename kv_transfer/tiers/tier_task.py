@@ -10,7 +10,7 @@ from kv_transfer.metadata import LoadMeta, TierJob
 
 @dataclass(slots=True)
 class TierTask:
-    """Is done when nobody is left in `unanswered`."""
+    """Is done when nothing is left in `unanswered`."""
 
     command: TierJob
     names: list[bytes]
@@ -23,7 +23,7 @@ class TierTask:
     load: LoadMeta | None = None
     """Follows a fetch."""
     is_given_up: bool = False
-    """Nobody wants that load any more."""
+    """Nothing wants that load any more."""
     unbegun: set[int] = field(default_factory=set)
     """Processes that have no layer of a load yet."""
     begun_at: float = field(default_factory=time.monotonic)
@@ -34,7 +34,7 @@ class TierTask:
 
     @property
     def whole(self) -> list[bytes]:
-        """Returns the blocks of which nobody has complained."""
+        """Returns the blocks of which nothing has complained."""
         if self.is_lost:
             return []
         slots = self.command.slots

@@ -52,8 +52,8 @@ class Export:
     Attributes:
         grid: Its chunks. Blocks that the puller holds already leave it when the first pull comes.
         share: (number of this process, processes of its rank).
-        is_staged: The engine was told that the blocks are free.
-        keeps_blocks: Somebody reads blocks where they lie, or may want copies of them once more,
+        is_staged: The engine knows that the blocks are free.
+        keeps_blocks: Something reads blocks where they lie, or may want copies of them once more,
             until the export has ended.
         end_reason: Not empty once it has ended: pulls stop with it.
     """
@@ -76,7 +76,7 @@ class Export:
         self._layout = layout
 
     def own_chunks(self) -> Iterator[int]:
-        """Yields the chunks of this process's share that anybody wants."""
+        """Yields the chunks of this process's share that anything wants."""
         return self.grid.stripe(*self.share)
 
     def blocks_of(self, place: ChunkPlace) -> list[int]:
@@ -85,16 +85,16 @@ class Export:
         return self.block_ids[place.group][blocks.start : blocks.stop]
 
     def saved(self, place: ChunkPlace) -> None:
-        """The chunk has left the blocks, or a puller was told where it lies."""
+        """The chunk has left the blocks, or a puller knows where it lies."""
         self.layer_times.saved(self._layout.groups[place.group].layers[place.layer])
 
 
 class ExportOwner(ABC):
-    """Keeps the exports, and is told of them by transports."""
+    """Keeps the exports, and is notified of them by transports."""
 
     @abstractmethod
     def was_sent(self, export: Export, num_bytes: int) -> None:
-        """A message with so many bytes of payload has left."""
+        """A message with this many bytes of payload has left."""
 
     @abstractmethod
     def left_blocks(self, export: Export) -> None:
@@ -191,11 +191,11 @@ class ConsumerTransport(ABC):
         `advertised`: what the peer said of this transport."""
 
     def note_stream(self, peer: KVPeer, bytes_per_s: float) -> None:
-        """Hears how fast KV of this peer has just come over the stream alone."""
+        """Records how fast KV of this peer has just come over the stream alone."""
         return
 
     def close_idle(self, idle_s: float) -> None:
-        """Lets go of peers whose KV nobody has fetched for so long: most of them are gone."""
+        """Lets go of peers whose KV nothing has fetched for so long: most of them are gone."""
         return
 
     def close(self) -> None:

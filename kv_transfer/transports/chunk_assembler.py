@@ -45,7 +45,8 @@ class ChunkAssembler(ABC):
         self._targets = [GroupTarget(job, group, cache) for group in range(num_groups)]
         self._share_code = shape_code(*job.source.share)
         self.on_kv: Callable[[int], None] = _nothing
-        """Is told of bytes of KV that came beside the call, after their message was accepted."""
+        """Is notified of bytes of KV that came beside the call, after their message was
+        accepted."""
         self._chunk_bytes = 0
         self._grid: ChunkGrid | None = None
         self._missing: set[int] = set()
@@ -86,7 +87,7 @@ class ChunkAssembler(ABC):
         return
 
     def stop(self) -> None:
-        """Issues no copy any more, and tells nobody of KV. Idempotent."""
+        """Issues no copy any more, and tells nothing of KV. Idempotent."""
         self.on_kv = _nothing
 
     def check(self) -> None:

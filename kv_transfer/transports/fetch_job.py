@@ -46,7 +46,7 @@ class FetchJob:
 
     def first_layer(self, group: int) -> int:
         """Returns which layer of ours of a group, within it, is the first that the peer's rank has;
-        below 0 if we lack so many of its first ones."""
+        below 0 if we lack this many of its first ones."""
         layout = self.meta.peer.layout
         theirs, ours = layout.first_layer_on(self.source.peer_rank), self.source.first_layer
         layers = layout.groups[group].layers

@@ -15,7 +15,7 @@ from kv_transfer.wire.pull_wish import PullWish
 
 @dataclass(frozen=True, slots=True)
 class PullTerms:
-    """The terms that follow from a wish.
+    """The terms that follow from a request.
 
     Attributes:
         share: What the puller takes of each block, by group.

@@ -41,7 +41,7 @@ class PullStream:
 
     `assembler`: where its chunks belong, and over which transport they come; `client` makes the
     calls. `last_heard_at`: when the peer last said anything; `last_kv_at`: when a part of a message
-    with KV last came, or KV beside the call. `on_bytes` is told of all KV.
+    with KV last came, or KV beside the call. `on_bytes` is notified of all KV.
     """
 
     def __init__(

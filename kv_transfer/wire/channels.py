@@ -3,7 +3,7 @@
 Every channel has a connection of its own (`use_local_subchannel_pool`): streams that share one
 also share its congestion window and its lock. Channels are made when first needed, closed when a
 peer is lost (so that the next attempt dials at once instead of waiting out a backoff) and when
-nobody has used them for a while.
+nothing has used them for a while.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def slot_of(stream: int, sender_processes: int) -> int:
 
 
 def new_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """Raises `PeerLost` if it would be plaintext that nobody wanted."""
+    """Raises `PeerLost` if it would be plaintext that nothing wanted."""
     try:
         return credentials.channel(address, Role.PREFILL, CLIENT_OPTIONS)
     except PlaintextRefused as error:
@@ -74,7 +74,7 @@ class ChannelPool:
         return len(self._channels)
 
     async def get(self, address: str, slot: int) -> grpc.aio.Channel:
-        """Raises `PeerLost` if it would be plaintext that nobody wanted."""
+        """Raises `PeerLost` if it would be plaintext that nothing wanted."""
         key = (address, slot)
         if key not in self._channels:
             self._channels[key] = RenewedChannel(

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kv_transfer.layout import KVLayout, PageShape
 
 MAX_CHUNK_BYTES = 4 << 20
-"""A chunk has at most so much KV, unless a single block is larger."""
+"""A chunk has at most this much KV, unless a single block is larger."""
 
 
 class ChunkPlace(NamedTuple):

@@ -26,9 +26,9 @@ from kv_transfer.metadata import KVPeer
 from tandem_pb import kv_transfer_pb2 as pb
 
 _MAX_PROCESSES = 64
-"""A rank has at most so many."""
+"""A rank has at most this many."""
 _MAX_GROUPS = 64
-"""A node has at most so many data-parallel groups besides the first."""
+"""A node has at most this many data-parallel groups besides the first."""
 _MAX_ADDRESS = 300
 _MAX_NAME = 100
 
@@ -128,7 +128,7 @@ def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
     """Checks the answer of a peer from which we want to pull.
 
     Raises:
-        PeerLost: Somebody else answers at this address, or the peer has restarted.
+        PeerLost: Another answers at this address, or the peer has restarted.
         HandshakeMismatch: The layouts differ; names the field.
     """
     ours.check_compatible(answered.layout)
@@ -146,7 +146,7 @@ def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
 
 @cache
 def host_id() -> str:
-    """Names kernel, process namespace and user. Of use to nobody who is not there as well."""
+    """Names kernel, process namespace and user. Of use to none who is not there as well."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     return f"{boot}/{namespace}/{os.getuid()}"

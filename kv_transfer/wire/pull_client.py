@@ -21,7 +21,7 @@ from kv_transfer.errors import (
 from tandem_pb import kv_transfer_pb2 as pb
 
 HEAD_BYTES = 64
-"""A sink gets so many bytes of each message first, or all of it."""
+"""A sink gets this many bytes of each message first, or all of it."""
 
 
 class MessageSink(Protocol):

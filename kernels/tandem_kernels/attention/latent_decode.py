@@ -36,7 +36,7 @@ class LatentDecodeTuning:
     Attributes:
         rows: Query rows of a program, tokens times heads.
         tile: Tokens of the context at once.
-        programs_per_sm: Contexts are cut until there are so many programs.
+        programs_per_sm: Contexts are cut until there are this many programs.
         most_splits: Parts of a context; a power of two.
         turned: Scores are computed with the context on the left.
     """
@@ -65,7 +65,7 @@ def latent_decode_tuning(num_rows: int, itemsize: int) -> LatentDecodeTuning:
 
 
 def num_splits(tuning: LatentDecodeTuning, num_tiles: int, device: torch.device) -> int:
-    """Returns into how many parts contexts are cut when there are so many tiles of rows."""
+    """Returns into how many parts contexts are cut when there are this many tiles of rows."""
     free = num_programs(device, tuning.programs_per_sm) // num_tiles
     return min(tuning.most_splits, 1 << max(free.bit_length() - 1, 0))
 

@@ -16,7 +16,7 @@ from tandem_kernels.attention.prefill_tuning import fixed_tuning
 from tandem_kernels.attention.window_attention import takes_window, window_attention
 
 _UNCUT_WINDOW = 256
-"""Up to so many positions a window is walked by one program: cutting it would take a merge, and
+"""Up to this many positions a window is walked by one program: cutting it would take a merge, and
 there is little to walk."""
 
 

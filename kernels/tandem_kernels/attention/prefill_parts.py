@@ -4,7 +4,7 @@
     2. `joined`    it leaves the state of its softmax, and counts itself as arrived; the last of a
                    tile takes all of them, in the order of positions
 
-So the result does not depend on who arrived last. Short contexts have one part, which nobody
+So the result does not depend on who arrived last. Short contexts have one part, which nothing
 keeps: how many there are is found on the device, and a recorded step fits any lengths.
 """
 

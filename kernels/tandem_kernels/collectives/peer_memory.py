@@ -8,7 +8,7 @@ Ranks write to the one behind them first, then to the next: were they all to beg
 links would be full and all others idle.
 
 Calls are counted on the device, so that a replayed graph goes on counting, and halves of the memory
-take turns: a rank in call k + 2 has seen all others in call k + 1, so nobody reads or writes what
+take turns: a rank in call k + 2 has seen all others in call k + 1, so nothing reads or writes what
 call k left. Each block waits for the same block of the other ranks alone.
 """
 
@@ -49,7 +49,7 @@ class ReduceTuning:
     num_warps: int
 
     def num_blocks(self, num_numbers: int) -> int:
-        """Returns the number of programs for so many numbers."""
+        """Returns the number of programs for this many numbers."""
         return max(1, min(self.blocks, -(-num_numbers // self.size)))
 
 

@@ -11,8 +11,8 @@
 
 One-shot writes the message once for each other rank, two-shot moves each number twice: the first
 has one wait fewer, the other fewer bytes with more than two ranks. Either way every rank gets the
-same bits, those of a sum in float32 in the order of ranks, rounded once. Writes, since nobody waits
-for them one by one, as one would for reads of other ranks' memory.
+same bits, those of a sum in float32 in the order of ranks, rounded once. Writes, since nothing
+waits for them one by one, as one would for reads of other ranks' memory.
 
 Nothing here is launched ahead of the kernel before it (PDL): the end of a call must mean that all
 of its reads are done. Calls of a rank follow each other; two streams at a time are not for them.

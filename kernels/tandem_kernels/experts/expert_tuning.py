@@ -5,7 +5,7 @@
                   GPU         experts, units of one on this rank, hidden size, format of the weights
     {"gate_up": [{"up_to": 8, "rows": 16, ...}, ..., {"up_to": null, ...}], "down": [...]}
 
-`up_to` is the mean number of rows that an expert has. A shape that nobody measured takes the table
+`up_to` is the mean number of rows that an expert has. A shape that nothing measured takes the table
 of the nearest one, and the log says so once.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TABLES = Path(__file__).parent / "expert_tables"
 MAX_SEARCHED_PAIRS = 128
-"""Up to so many (token, expert) pairs each program finds its own rows; beyond, they are sorted
+"""Up to this many (token, expert) pairs each program finds its own rows; beyond, they are sorted
 first, by one more launch."""
 _PLAIN_FORMAT, _EXACT_FORMAT = "bf16", "fp32"
 _LIKE = {"nvfp4": "mxfp4"}
@@ -39,14 +39,15 @@ class ExpertTuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         rows, cols, depth: Of a tile: pairs, outputs, and how much of the inner dimension at once.
-        group: So many row tiles in a row share their weights' tiles in the cache.
+        group: This many row tiles in a row share their weights' tiles in the cache.
         splits: Parts of the inner dimension, which different programs take; in formats that can.
         extra_rows: Of a tile besides its `rows`, in formats that can: experts seldom have just as
             many as a power of two.
         spares_extra: Tiles whose expert has no rows left for `extra_rows` do not multiply them.
         unroll: Steps of the inner dimension in one turn of the loop; `num_stages` counts turns. In
             formats that can.
-        strips: Outputs of a tile are so many products, 1 or 2, each of a multiple of 64; with 2 the
+        strips: Outputs of a tile are this many products, 1 or 2, each of a multiple of 64; with 2
+            the
             inner dimension is not split. In formats that can.
         each_pair: Every (token, expert) pair has programs of its own, and the second GEMM sums
             those of a token; in formats that can.

@@ -19,7 +19,7 @@ FORMAT = "int4"
 FIXED = ExpertTuning(rows=64, cols=64, depth=256, num_warps=4, num_stages=2)
 """One choice for all batches, where a row must have the same bits in any company."""
 LATE_ROWS = 16
-"""Tiles of at most so many rows multiply sums by scales."""
+"""Tiles of at most this many rows multiply sums by scales."""
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])

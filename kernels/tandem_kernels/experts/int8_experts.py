@@ -26,7 +26,7 @@ from tandem_kernels.gemm.fp8_activations import quantise_int8
 from tandem_kernels.gemm.integer_sums import no_sums
 
 FORMAT = "bf16"
-"""Nobody has measured tables of int8: it takes those of plain weights."""
+"""Nothing has measured tables of int8: it takes those of plain weights."""
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_row_tiles"])

@@ -2,7 +2,7 @@
 
 A norm multiplies a row by one number, so a router may sum up first and multiply by that number
 last. Each program holds whole rows, and the weights of a few experts, in registers: it adds up the
-row's squares beside its products, and nobody waits for a norm. Logits are of rows that nothing has
+row's squares beside its products, and nothing waits for a norm. Logits are of rows that nothing has
 rounded. The experts need the normed rows themselves: each program writes some of their columns.
 
 All weights are asked for before the kernel in front has ended (PDL). The next kernel may begin only

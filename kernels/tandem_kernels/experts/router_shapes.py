@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem_kernels.gemm import few_row_shapes
 
 MAX_ROUTED_ROWS = 4
-"""A router of more rows multiplies on matrix units, and so many programs would look for the same
+"""A router of more rows multiplies on matrix units, and this many programs would look for the same
 experts that a launch costs less."""
 _MAX_HIDDEN = 8192
 """A program of the router holds whole rows in registers."""

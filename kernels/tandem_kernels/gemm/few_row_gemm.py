@@ -3,7 +3,7 @@
     rows up to 4    a program multiplies a few outputs' weights where they are loaded, in registers
     more            matrix units, weights as the first operand
 
-A program goes through the whole inner dimension, so that nobody sums parts: that its outputs are
+A program goes through the whole inner dimension, so that nothing sums parts: that its outputs are
 few makes enough programs for all SMs, with loads of each in flight. Up to four rows its first
 weights are asked for before the kernel in front has ended (PDL), since they depend on nothing.
 

@@ -46,7 +46,7 @@ def _unpacked(factors: Sequence[Sequence[str]] = (), first: Sequence[str] = ()) 
         first: Instructions that fill these registers.
     """
     lines = ["{ .reg .b32 none, both, t, p; mov.b32 none, 0x80008000;", *first]
-    # (first & mask) | (second << MOVED & ~mask): what else it has nobody reads.
+    # (first & mask) | (second << MOVED & ~mask): what else it has is not read.
     lines.append(f"shl.b32 t, $17, {MOVED}; lop3.b32 both, $16, t, {_FIRST.value:#x}, 0xE4;")
     for word, last in enumerate(LAST_SHIFTS):
         own = f"${16 + word}"
@@ -295,7 +295,7 @@ def fp4_weights(
     """Loads tiles of TILE words: a part [64 * ROW_TILES, 64 * COLUMN_TILES] of a weight.
 
     Args:
-        places: As `tile_places` gives them, or so many tiles further.
+        places: As `tile_places` gives them, or this many tiles further.
         inside: [COLUMN_TILES], tiles that there are. EVEN: all.
 
     BY_WARP: inputs are ordered as one warp multiplies, else as four do together: in each 16 inputs,

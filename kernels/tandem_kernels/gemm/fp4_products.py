@@ -107,7 +107,7 @@ def products(
 
     Returns:
         [64 * ROW_TILES, ROWS] of gates and of ups, and [64 * ROW_TILES, EXTRA] of both; then the
-        same of the next strip. What nobody wants is zero.
+        same of the next strip. What nothing wants is zero.
     """
     COLUMN_TILES: tl.constexpr = DEPTH // 64
     lane = tl.arange(0, DEPTH)

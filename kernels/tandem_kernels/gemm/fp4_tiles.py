@@ -47,20 +47,20 @@ NVFP4_GROUP = 16
 """Inputs of NVFP4 that share a scale."""
 NVFP4_TILE_WORDS = 576
 NVFP4_ADDED = 224
-"""A scale's exponent, in bf16, is so much more than what its byte has of it."""
+"""A scale's exponent, in bf16, is this much more than what its byte has of it."""
 NVFP4_FACTOR = 2.0**7
 """Sums of products by tiles of NVFP4 are multiplied by this, besides the weight's factor."""
 MAX_EXPONENT = 128
 _ADDED_EXPONENT = 126
 _SCALES_LIFTED = 2.0**119
 SHIFTS = (0, 4, 10)
-"""A word is rotated by so many bits until a pair, but the fourth, is in place."""
+"""A word is rotated by this many bits until a pair, but the fourth, is in place."""
 LAST_SHIFTS = (6, 12)
-"""The word of both is rotated by so many until the fourth pair of a side is."""
+"""The word of both is rotated by this many until the fourth pair of a side is."""
 LEFT = (0, 1, 9, 10)
 """Bits of each half that three pairs leave."""
 MOVED = 2
-"""Those of the second word are so many bits further in the word of both."""
+"""Those of the second word are this many bits further in the word of both."""
 PLACES = (15, 8, 7, 6)
 """Bits that sign, exponent and fraction must come to."""
 

@@ -14,7 +14,7 @@ class Fp4Tuning:
         rows, cols, depth: Of a tile: tokens, outputs, and inputs at once; the last two are
             multiples of 64. With fewer than four warps each multiplies by itself.
         splits: Parts of the inner dimension, which different programs take.
-        ahead: So many times 128 bytes of each 64 outputs are brought into the cache before the
+        ahead: This many times 128 bytes of each 64 outputs are brought into the cache before the
             predecessor has ended; a power of two, or 0.
     """
 
@@ -39,7 +39,7 @@ _TILES = {
 }
 """Holds the tiles by their largest number of rows."""
 _PROGRAMS = {8: 1056, 16: 900, 32: 396, 64: 264, 128: 132}
-"""So many fit on the SMs of a Hopper at once."""
+"""This many fit on the SMs of a Hopper at once."""
 _LEAST_STEPS = 4
 """A part of the inner dimension is never shorter."""
 

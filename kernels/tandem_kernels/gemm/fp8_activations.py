@@ -142,8 +142,8 @@ def silu_and_mul_fp8_kernel(
     OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Activates and quantises every so many-th row in each program, of which there are fewer where
-    rows are many: with STAGES 2, the next row is on its way while one is computed."""
+    """Activates and quantises every n-th row in each program, of which there are fewer
+    where rows are many: with STAGES 2, the next row is on its way while one is computed."""
     column = tl.arange(0, BLOCK)
     inside = column < width
     if OVERLAP:

@@ -40,7 +40,7 @@ class Fp8Tuning:
         cols, depth: Outputs of a program, and how much of the inner dimension it takes at once.
         splits: Programs that share the inner dimension.
         swap: Weights are the first operand.
-        lines: So many of 128 inputs of each output are brought into the cache while the kernel
+        lines: This many of 128 inputs of each output are brought into the cache while the kernel
             before this one ends.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ALIGNED_ROWS = 4
-"""GEMMs on groups want multiples of so many rows."""
+"""GEMMs on groups want multiples of this many rows."""
 FAST_ACCUMULATION = True
 """Sums stay in the matrix units' own registers, of some 14 bits, as peers have them."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 Fp8Path = Literal["small", "unscaled", "scaled"]
 SMALL_ROWS = 8
-"""Our own kernel computes at most so many rows on scales of rows."""
+"""Our own kernel computes at most this many rows on scales of rows."""
 SMALL_BLOCK_ROWS = 64
 """The same on scales of blocks, whose products the library cannot leave unscaled."""
 _UNSCALED_ROWS = 1024

@@ -29,7 +29,7 @@ MAX_STRIPS = 1 << 14
 
 
 _LINE_BYTES = tl.constexpr(128)
-"""A prefetch brings so much: the numbers of 256 inputs."""
+"""A prefetch brings this much: the numbers of 256 inputs."""
 
 
 @triton.jit

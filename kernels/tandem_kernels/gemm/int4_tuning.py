@@ -15,7 +15,7 @@ class Int4Tuning:
         splits: Parts of the inner dimension, which different programs take.
         swapped: The weights are the first operand, from registers: then four warps multiply
             together on Hopper, and `cols` must be 64 or more there.
-        ahead: So many times 128 bytes of each output are brought into the cache before the
+        ahead: This many times 128 bytes of each output are brought into the cache before the
             predecessor has ended; a power of two, or 0.
         late: Scales multiply the sums of a group in place of its weights.
     """
@@ -44,7 +44,7 @@ _TILES = {
 _GATED_64 = Int4Tuning(64, 128, 1, True, num_warps=8, num_stages=2)
 _NARROW_128 = Int4Tuning(128, 64, 1, True, num_warps=4, num_stages=2, late=True)
 _PROGRAMS = {8: 1056, 16: 900, 32: 396, 64: 264, 128: 132}
-"""So many fit on the SMs of a Hopper at once."""
+"""This many fit on the SMs of a Hopper at once."""
 _LEAST_BLOCKS = 4
 """A part of the inner dimension is never shorter."""
 
@@ -64,7 +64,7 @@ def int4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> 
 
 
 def _tile(rows: int, width: int, *, gated: bool) -> Int4Tuning:
-    """Returns the tile of so many rows. `width`: outputs of the weights."""
+    """Returns the tile of this many rows. `width`: outputs of the weights."""
     if rows == 64 and gated:
         return _GATED_64
     if rows == 128 and 2 * (width // _NARROW_128.cols) <= _PROGRAMS[128]:

@@ -24,9 +24,9 @@ from tandem_kernels.gemm.fp8_paths import takes_small
 from tandem_kernels.gemm.persistent_tiles import place_of_tile, rounded
 
 SMALL_ROWS = 64
-"""At most so many rows are few."""
+"""At most this many rows are few."""
 _FEWEST_LARGE = 100
-"""SMs that have none of so many large tiles cost less than smaller tiles do."""
+"""SMs that have none of this many large tiles cost less than smaller tiles do."""
 TILES_DOWN = 16
 """See `persistent_tiles.place_of_tile`."""
 
@@ -43,7 +43,7 @@ class Int8Tuning:
 
 
 def int8_tuning(num_rows: int, num_outputs: int) -> Int8Tuning:
-    """Returns what suits so many rows, as measured on an H200 (`bench/results/int8.json`): where
+    """Returns what suits this many rows, as measured on an H200 (`bench/results/int8.json`): where
     tiles of many outputs would leave many SMs without any, smaller ones."""
     if -(-num_rows // 128) * -(-num_outputs // 256) >= _FEWEST_LARGE:
         return Int8Tuning(128, 256, 128, 8, 3)
@@ -148,7 +148,7 @@ def int8_gate_up(
 
 
 def is_small(num_rows: int, weight: Tensor) -> bool:
-    """Returns whether the kernel of few rows computes so many."""
+    """Returns whether the kernel of few rows computes this many."""
     return num_rows <= SMALL_ROWS and takes_small(weight)
 
 

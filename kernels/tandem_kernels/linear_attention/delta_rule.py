@@ -122,7 +122,7 @@ def delta_tokens(
 
     Args:
         out: [T, Hv, V]; rows of these requests are written.
-        tuning: None: the choice for so many requests.
+        tuning: None: the choice for this many requests.
     """
     tuning = tuning or decode_tuning(num_reqs)
     _, num_values, key_dim, value_dim = states.shape

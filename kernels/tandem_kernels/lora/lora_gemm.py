@@ -6,7 +6,7 @@
                         that they are done, what these left by B of each row's slot
 
 The first programs have a tenth of the others' work, so these seldom wait, and look for it while
-their last weights are on their way. Early on they prefetch B, for which nobody waits. The parts of
+their last weights are on their way. Early on they prefetch B, for which nothing waits. The parts of
 a tile are summed by the program that comes last, in their order: the same bits every time.
 
 Programs are numbered as they begin, by ticket. So those that others wait for run, and themselves
@@ -389,6 +389,6 @@ def _cuts(tuning: LoraGemmTuning, inner: int, columns: int, gated: bool) -> _Cut
 
 
 def _cut(steps: int, most: int) -> tuple[int, int]:
-    """Cuts steps among at most so many, of whom none is without: (steps of each, how many)."""
+    """Cuts steps among at most this many, of whom none is without: (steps of each, how many)."""
     each = triton.cdiv(steps, most)
     return each, triton.cdiv(steps, each)

@@ -85,7 +85,7 @@ def prefetch_factors(
     RANK: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """Asks for B of all slots that rows have, for the columns from `begin` on; nobody waits."""
+    """Asks for B of all slots that rows have, for the columns from `begin` on; nothing waits."""
     line: tl.constexpr = 64
     lines: tl.constexpr = (COLS * RANK + line - 1) // line
     slot = tl.arange(0, triton.next_power_of_2(SLOTS))

@@ -7,7 +7,8 @@ from torch import Tensor
 from tandem_kernels.gemm import small_m_shapes
 
 _MOST_COLUMNS = 1024
-"""A of all slots has so many at most: with more, the first programs take longer than the others."""
+"""A of all slots has this many at most: with more, the first programs take longer than the
+others."""
 
 _COUNTERS, _LEAST_COLS = 3, 32
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SMS = 132
-"""An H100 and an H200 have so many."""
+"""An H100 and an H200 have this many."""
 _LEAST_ALONE = 96
 """The fewest large programs, one on an SM: less would leave too many SMs without."""
 _PROGRAMS = 2 * _SMS
@@ -28,9 +28,9 @@ class LoraGemmTuning:
 
     Attributes:
         cols, depth: Outputs of a program, and how much of the inner dimension it takes at once.
-        shrink_programs: About so many multiply by A.
-        splits: So many programs share a tile, each with a part of the inner dimension.
-        ahead: The others look for what these left so many steps before their last one, while the
+        shrink_programs: About this many multiply by A.
+        splits: This many programs share a tile, each with a part of the inner dimension.
+        ahead: The others look for what these left this many steps before their last one, while the
             weights of those are on their way.
     """
 

@@ -48,7 +48,7 @@ def lora_shrink(
         a: [slots, P * r, K].
         token_slots: [T] int32; of tokens without a slot nothing is defined.
         fixed_order: A token's bits do not depend on the others.
-        most_pieces: K is cut in so many at most.
+        most_pieces: K is cut in this many at most.
 
     The result is the sum over its first dimension: kernels cut K in pieces.
     """

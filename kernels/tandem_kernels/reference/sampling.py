@@ -107,7 +107,7 @@ def pick_parameters(
     """Returns what `sample` reads at L places, from tables of R rows.
 
     Args:
-        idx_mapping: [L] int32, the row of each place; below 0 nobody's, which is drawn for as if it
+        idx_mapping: [L] int32, the row of each place; below 0 none's, which is drawn for as if it
             were row 0.
         seq_lens: [L] int32.
         floats: [P, R] float32, parameters of each row.

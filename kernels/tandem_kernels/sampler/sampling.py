@@ -8,7 +8,7 @@
 4. `best_of_parts`: the best of what ranks found, each in its part of the vocabulary.
 
 A row is reduced by programs of its own. How they are cut depends on the number of rows, unless a
-fixed order is asked for: then not even equal logits are told apart by the rest of the batch.
+fixed order is asked for: then not even equal logits are distinguished by the rest of the batch.
 """
 
 from __future__ import annotations

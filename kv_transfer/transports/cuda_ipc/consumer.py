@@ -72,14 +72,14 @@ class CudaIpcConsumer(ConsumerTransport):
             caller.close_connections()
 
     def _drop_unused(self) -> None:
-        """Processes that have ended took their connections with them."""
+        """Unmaps caches of peers that have exited."""
         self._callers = {
             local: caller for local, caller in self._callers.items() if not caller.is_unused
         }
 
 
 class MappedBlocks(PeerBlocks):
-    """A peer's cache that is mapped into this process. `caches` is told when it is not needed any
+    """A peer's cache that is mapped into this process. `caches` is called when it is not needed any
     more."""
 
     def __init__(self, mapped: CacheMap, caches: PeerCaches, leases: ReadLeasesFile) -> None:

@@ -4,7 +4,7 @@
     CALL     key, then PullRequest ───▶
                                    ◀─── MESSAGE   of a PullKV stream, as everywhere
                                    ◀─── END       status and why, as gRPC has it
-    PONG                           ◀──▶ PING      where nothing was heard for long
+    PONG                           ◀──▶ PING      where nothing was received for long
 
     frame    0   bytes that follow the head      4   kind
 
@@ -35,7 +35,7 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class FrameError(Exception):
-    """The peer sent what nobody of ours sends."""
+    """The peer sent what nothing of ours sends."""
 
 
 class LocalFrame(IntEnum):
@@ -59,7 +59,7 @@ class LocalAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def new(cls) -> LocalAddress:
-        """Returns an address of this process that nobody can guess."""
+        """Returns an address of this process that nothing can guess."""
         name = _NAMES + secrets.token_hex(16)
         return cls(os.getpid(), name, secrets.token_bytes(KEY_BYTES))
 

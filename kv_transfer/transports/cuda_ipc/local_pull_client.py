@@ -1,6 +1,6 @@
 """The consumer's end of local calls (`local_frames`), to one transfer process of a peer.
 
-1. `pull`   over a connection that nobody uses, or a new one, whose other end must be the process
+1. `pull`   over a connection that nothing uses, or a new one, whose other end must be the process
             that the address names, under our user
 2. the call ends, and its connection serves the next; one that is cancelled, or breaks, is closed
 3. a process that cannot be reached locally, or hangs up on a new connection without a word, is

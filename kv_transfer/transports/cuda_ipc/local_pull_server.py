@@ -1,11 +1,11 @@
 """The producer's end of local calls: PullKV without a network in between.
 
-1. `listen`   on an abstract socket with a name that nobody can guess; `address` goes to pullers
+1. `listen`   on an abstract socket with a name that nothing can guess; `address` goes to pullers
               of this host with the handshake
 2. a connection is of a process of our user, or closed at once
 3. a call     is answered by the same method that the network's calls are
 4. a connection that ends, however its process ended, cancels its call; one on which nothing was
-   heard for long is asked, and given up if it does not answer
+   received for long is asked, and given up if it does not answer
 5. `close`
 """
 
@@ -162,7 +162,7 @@ class _Connection(asyncio.Protocol):
     # What the server and its calls need -------------------------------------------------------
 
     def excuse_silence(self, seconds: float) -> None:
-        """Forgives so much of it: we were held up ourselves, and have not read what was said."""
+        """This process stalled: that time does not count against the peer."""
         self._heard_at += seconds
 
     def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:
@@ -174,7 +174,7 @@ class _Connection(asyncio.Protocol):
             self.send(LocalFrame.PING)
 
     def send(self, kind: LocalFrame, payload: bytes = b"") -> bool:
-        """Returns False when nobody is there any more."""
+        """Returns False when nothing is there any more."""
         if self._transport is None or self._transport.is_closing():
             return False
         self._transport.write(frame(kind, payload))

@@ -2,9 +2,9 @@
 
 1. `acquire`   maps a cache when it is first needed; the same mapping serves all transfers
 2. `release`   when a transfer has ended and none of its copies is on its way
-3. the process that owns the cache ends: nobody gets the mapping any more, and with its last user
+3. the process that owns the cache ends: nothing gets the mapping any more, and with its last user
    it goes; until then the memory would not be free, though its owner is dead
-4. `close_idle`   nobody has used it for long: its node may have another role, and name now
+4. `close_idle`   nothing has used it for long: its node may have another role, and name now
 
 A cache that cannot be mapped is no failure: its KV comes over the network.
 """
@@ -104,7 +104,7 @@ class PeerCaches:
         asyncio.get_running_loop().add_reader(owner, self._give_up, name)
 
     def _give_up(self, name: _Name) -> None:
-        """Gives the mapping to nobody any more."""
+        """Gives the mapping away no more."""
         mapped = self._mapped.pop(name)
         asyncio.get_running_loop().remove_reader(mapped.owner)
         os.close(mapped.owner)

@@ -1,4 +1,4 @@
-"""The producer's side of CUDA IPC: pullers of this host are told where blocks lie.
+"""The producer's side of CUDA IPC: pullers of this host get the addresses of blocks.
 
 1. `advertise`   a puller with our `host_id` gets the handle of the cache, and where it can call
                  without a network in between

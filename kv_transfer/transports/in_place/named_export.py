@@ -1,9 +1,9 @@
-"""The producer's side of transports that read blocks where they lie: pullers are told where.
+"""The producer's side of transports that read blocks where they lie: pullers get the addresses.
 
     1. `open_pull`   a read lease is taken: the blocks stay as they are until the export has ended
     2. messages      name chunks as they become ready, many in one; all layers of a span of tokens
                      lie in the same blocks, so these come once
-    3. `end`         the lease is taken back before anybody hears of the end
+    3. `end`         the lease is taken back before anything learns of the end
 
 Where all of an export was staged before the pull came, its blocks may serve another already: the
 pull is refused with `NotServed`, and comes again over the stream.

@@ -1,12 +1,13 @@
-"""Whether what a puller was told of is still as it was: blocks of a cache, or a slot of a window.
+"""Whether what a puller was given is still as it was: blocks of a cache, or a slot of a
+window.
 
 The holder may let go at any time, and a puller that reads memory itself would not notice. So the
-holder's transfer process has words in which it takes back its own before it tells anybody else:
+holder's transfer process has words in which it takes back its own before it tells any other:
 
-    words[slot] = number of the lease; 0: nobody's
+    words[slot] = number of the lease; 0: none's
 
 1. producer `ReadLeases()`; process and descriptor go with the handshake, or the address
-2. `take()`       before a puller is told; slot and number go with what it is told
+2. `take()`       before a puller gets it; slot and number go with it
 3. `let_go()`     when the transfer ends, or the slot of the window is read: before that memory can
                   serve another
 4. puller `is_held(...)`, or a read of the word, when its copies are done: if it is held, all that

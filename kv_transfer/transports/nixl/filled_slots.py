@@ -3,12 +3,12 @@
     1. `fill`       copies of chunks into a slot are issued
     2. `was_filled` they are done: a read lease says that the slot holds them, and the puller may be
                     told
-    3. `was_read`   the puller has read them; or `let_go`: nobody reads them any more. The lease
+    3. `was_read`   the puller has read them; or `let_go`: nothing reads them any more. The lease
                     ends, then the slot is free
     -  `was_late`   they are not read for long, and others wait for slots: a host that has died says
                     nothing, and its calls may stay open for a quarter of an hour
 
-A slot that is let go before 2 is free once its copies are done. Nobody hears of what they copied.
+A slot that is let go before 2 is free once its copies are done. Nothing learns of what they copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HELD_UP_S = 0.1
 
 
 class SlotUser(ABC):
-    """Fills slots for one puller, and hears what becomes of them."""
+    """Fills slots for one puller, and learns what becomes of them."""
 
     @abstractmethod
     def was_filled(self, filled: FilledSlot) -> None:
@@ -109,7 +109,7 @@ class FilledSlots:
         return True
 
     def let_go(self, filled: FilledSlot) -> None:
-        """Nobody reads it any more. Idempotent."""
+        """Nothing reads it any more. Idempotent."""
         if filled.is_let_go:
             return
         filled.is_let_go = True

@@ -6,7 +6,7 @@
                   come over the stream (`rate_trial`)
 2. `Peer.release` a stream has ended
 3. `Peer.give_up` a read failed or hung: its KV comes another way from then on
-4. `close_idle`   nobody has read it for long: its node may have been started anew
+4. `close_idle`   nothing has read it for long: its node may have been started anew
 """
 
 from __future__ import annotations

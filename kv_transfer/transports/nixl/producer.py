@@ -4,7 +4,7 @@
                  and nothing is advertised
 2. `advertise`   every puller gets what its agent needs
 3. exports       fill slots for the pulls that are there, as `nixl/window_export.py` has it
-4. `run`         lets UCX answer, and hears what was read. RDMA devices answer alone; over TCP,
+4. `run`         lets UCX answer, and learns what was read. RDMA devices answer alone; over TCP,
                  reads wait for this loop
 5. `close`       the window goes once no copy into it is on its way
 """
@@ -33,7 +33,8 @@ from kv_transfer.wire.chunk_grid import longest_chunk
 
 _CALLS_AT_ONCE = 16
 _LOOKS_IN_A_ROW = 200
-"""A slot of a window is mostly read before so many looks. After them, others get the processor."""
+"""A slot of a window is mostly read before this many looks. After them, others get the
+processor."""
 _BUSY_PAUSE_S = 0.0002
 _IDLE_PAUSE_S = 0.005
 """So long a peer's first question may have to wait."""

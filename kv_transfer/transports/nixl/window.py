@@ -5,9 +5,9 @@ process has allocated, and a cache is its worker's. And a read that has begun ca
 in a window it holds up its slot, in the cache it would hold up blocks that others need.
 
     1. `open_window`   memory is allocated and registered, once
-    2. `take`          a slot is somebody's; None: it has to wait, and is woken when it is its turn
-    3. `give_back`     the slot is nobody's; the first in line is woken, and nobody overtakes it
-       `leave`         somebody waits no more
+    2. `take`          a slot is another's; None: it has to wait, and is woken when it is its turn
+    3. `give_back`     the slot is none's; the first in line is woken, and nothing overtakes it
+       `leave`         something waits no more
     4. `close`         nothing reads or writes the window any more
 """
 

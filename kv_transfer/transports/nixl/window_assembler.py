@@ -159,7 +159,7 @@ class WindowAssembler(ChunkAssembler):
     def _ended(
         self, read: WindowRead, message: WindowMessage, part: _Part, rest: deque[_Part]
     ) -> None:
-        """Hears that `part` is in our slot, or will never be; `rest` comes then."""
+        """Records that `part` is in our slot, or will never be; `rest` comes then."""
         self._reads.discard(read)
         self._changed.set()
         if self._is_stopped or read.error or read.word != message.lease[1]:

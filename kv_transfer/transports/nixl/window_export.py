@@ -6,7 +6,7 @@
     3. messages      say which chunks a slot holds, once it is filled
     4. a slot is read, or its call has broken off, or the export ends: then it is free. A pull that
        reads nothing, while others wait for slots, is broken off
-    5. a repeat      fills slots anew, and what its stream was told before is let go
+    5. a repeat      fills slots anew, and what its stream was given before is released
 
 A call that has told of all its chunks ends; its last slots are still read then. Where all of an
 export was staged before the pull came, its blocks may serve another already: the pull is refused
@@ -149,7 +149,7 @@ class WindowPull(OpenPull, SlotUser):
         return OutMessage([message], on_end)
 
     def close(self) -> None:
-        """Its call has ended. What was told to the end may still be read."""
+        """Its call has ended. What was announced to the end may still be read."""
         self._is_closed = True
         self._filled.window.slots.leave(self)
         if not self.is_complete:
@@ -157,7 +157,7 @@ class WindowPull(OpenPull, SlotUser):
         self._drop_if_over()
 
     def let_go(self) -> None:
-        """Nobody reads its slots any more."""
+        """Nothing reads its slots any more."""
         self._is_let_go = True
         self._filled.window.slots.leave(self)
         slots, self._slots = self._slots, set()

@@ -32,11 +32,11 @@ from kv_transfer.transports.nixl.window import FairSlots, Window
 _NUM_WORDS = 1024
 """Reads that can be under way at once."""
 _READS_AT_ONCE = 2
-"""So many slots of one peer are read at once: the word of one while the data of the other are."""
+"""This many slots of one peer are read at once: the word of one while the data of the other are."""
 _LOOKS_IN_A_ROW = 30
 _PAUSE_S = 0.0005
 _LOOKS_AT_ALL = 2000
-"""Looks are seldom after so many, which take about a second: there is not much hope."""
+"""After this many polls (about 1 s), poll rarely."""
 _LONG_PAUSE_S = 0.05
 _HELD_UP_S = 0.1
 """Looks follow each other at once. What one is later than that, this process stood still."""
@@ -45,7 +45,7 @@ _HELD_UP_S = 0.1
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
     """Memory of the peer that NIXL knows by `name`: its window on `device`, and words of its leases
-    from `leases` on. `turns`: so many of its slots are read at once."""
+    from `leases` on. `turns`: this many of its slots are read at once."""
 
     name: str
     address: int
@@ -90,8 +90,8 @@ class WindowRead:
 
 
 class ReadQueue:
-    """All reads into one window. Lives on one event loop. `on_error` hears of what went wrong with
-    something that was read: nothing is looked at any more then."""
+    """All reads into one window. Lives on one event loop. `on_error` is called for what went wrong
+    with something that was read: nothing is looked at any more then."""
 
     def __init__(self, window: Window, on_error: Callable[[BaseException], None]) -> None:
         """Makes memory for words known to NIXL. Raises NixlError."""

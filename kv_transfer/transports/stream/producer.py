@@ -4,8 +4,8 @@
           ──▶ messages of `StreamPull`s; each that leaves renews the export's lease
 
 Everything runs on one event loop. On a device copies run beside it; once an export has ended, a
-copy that is on its way may still read its blocks, but nobody looks at what it read. Threads that
-send from blocks are waited for before the end is told.
+copy that is on its way may still read its blocks, but nothing looks at what it read. Threads that
+send from blocks are waited for before the end is sent.
 """
 
 from __future__ import annotations

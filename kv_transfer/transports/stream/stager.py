@@ -30,8 +30,8 @@ _WAIT_FOR_PULL_S = 0.05
 
 
 class Stager:
-    """Works for all of `parts`, which others change. `owner` hears of chunks that have left their
-    blocks, and of one that can never be staged."""
+    """Works for all of `parts`, which others change. `owner` is called for chunks that have left
+    their blocks, and of one that can never be staged."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Stager:
     def _copied(
         self, part: StreamExport, place: ChunkPlace, header: ChunkHeader, chunk: StagedChunk
     ) -> None:
-        """Hears that a chunk is copied.
+        """Records that a chunk is copied.
 
         `header`: of the blocks that were copied; the grid may have lost some meanwhile.
         """

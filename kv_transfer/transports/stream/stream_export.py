@@ -45,7 +45,7 @@ class SentChunk:
 
 class ZeroCopyChunk:
     """A chunk on its way from the blocks to a socket. `staged` is the copy that was made after
-    all, because the peer is slow; `entry` exists once nobody reads the blocks any more."""
+    all, because the peer is slow; `entry` exists once nothing reads the blocks any more."""
 
     __slots__ = ("entry", "index", "message", "place", "since", "staged")
 
@@ -169,7 +169,7 @@ class StreamExport(ProducerTransfer):
 
     @property
     def may_stage(self) -> bool:
-        """Returns whether somebody may want staged chunks now."""
+        """Returns whether something may want staged chunks now."""
         if self.pulls:
             return True
         return not self.export.keeps_blocks and time.monotonic() >= self.stage_after

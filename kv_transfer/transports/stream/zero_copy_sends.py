@@ -8,7 +8,7 @@ Where the cache lies in host memory and a puller keeps up, staging would only be
     3. `keeps_up`       a peer that takes longer than `SLOW_S` for a chunk does not: what it has not
                         taken yet is copied into staging memory, so that the blocks get free, and
                         the rest is staged as for a pull that has not come yet
-    4. `let_go`         the transfer has ended: what is on its way is copied, and nobody reads the
+    4. `let_go`         the transfer has ended: what is on its way is copied, and nothing reads the
                         blocks from then on
 """
 
@@ -38,8 +38,8 @@ SLOW_S = 0.02
 
 
 class ZeroCopySends:
-    """`was_sent(pull, entry if it was staged, payload bytes)`; `owner` hears of a chunk that has
-    left the blocks, or has to be staged after all."""
+    """`was_sent(pull, entry if it was staged, payload bytes)`; `owner` is called for a chunk that
+    has left the blocks, or has to be staged after all."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ZeroCopySends:
         return self._views is not None
 
     def suits(self, terms: PullTerms) -> bool:
-        """Returns whether a pull wants its chunks as they lie in the blocks, and nobody else
+        """Returns whether a pull wants its chunks as they lie in the blocks, and nothing else
         does."""
         return (
             self._views is not None

@@ -17,7 +17,7 @@ def format_of(tiles: Tensor) -> str:
 
 
 def takes_each_pair(tuning: ExpertTuning, num_pairs: int, num_outputs: int) -> bool:
-    """Returns whether a GEMM runs as this tuning asks: there are counters for so many tiles."""
+    """Returns whether a GEMM runs as this tuning asks: there are counters for this many tiles."""
     return tuning.each_pair and num_pairs * -(-num_outputs // tuning.cols) <= MAX_TILES
 
 

@@ -3,7 +3,7 @@
     1. gate·up, bias, activation          [pairs, I]
     2. down, bias, times the pair's weight, the sum over a token's pairs      [T, H]
 
-Few rows seldom share an expert, so nobody looks for rows of the same one: a program's place in the
+Few rows seldom share an expert, so nothing looks for rows of the same one: a program's place in the
 grid names its pair, its outputs and its part of the inner dimension. Parts are kept in float32.
 The last program to arrive sums them, in the order of pairs and parts, whichever was first; in the
 second GEMM it does so for all pairs of its token, which spares a launch and a rounding.

@@ -122,8 +122,8 @@ class H2Connection:
         sink: MessageSink,
         metadata: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Returns after a complete stream. However it ends, `sink` hears nothing more then, and
-        nothing more is written to its memory.
+        """Returns after a complete stream. However it ends, `sink` is called with nothing more
+        then, and nothing more is written to its memory.
 
         Raises:
             CallRefused: The server's status says no.
@@ -211,7 +211,7 @@ class H2Connection:
         return views, self._scratch[pending : pending + num_behind]
 
     def _received(self, num_direct: int, num_behind: int) -> None:
-        """So many bytes lie where `_room` said."""
+        """Called when `count` bytes were written into the buffer from `_room`."""
         self._filled += num_behind
         if num_direct:
             self._count_data(num_direct)

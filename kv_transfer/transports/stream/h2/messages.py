@@ -63,13 +63,13 @@ class ArrivingMessages:
         return count
 
     def tell(self, num_bytes: int) -> None:
-        """Tells the sink that so many bytes are written."""
+        """Tells the sink that this many bytes are written."""
         for view in self.rest(num_bytes):
             if self.sink is not None:
                 self.sink.fill(view)
 
     def filled(self, num_bytes: int) -> None:
-        """So many bytes are written to where the rest goes, and the sink has heard of them."""
+        """This many bytes are written to where the rest goes, and the sink has learnt of them."""
         self.num_left -= num_bytes
         self._views.drop(num_bytes)
         if self.num_left == 0 and self.sink is not None:

@@ -1,9 +1,11 @@
 """Threads that take the rest of large messages from the kernel, and check it.
 
-    1. `receive(...)`   fills memory piece by piece; of each piece the sink hears while it is in the
+    1. `receive(...)`   fills memory piece by piece; the sink is called for each piece while it is
+    in the
                         processor's cache
     2. `done`           on the event loop: all of it has come, or no more for now, or why not
-    3. `give_up`        nobody wants it any more: after the piece at hand `done` is told. Until then
+    3. `give_up`        nothing wants it any more: after the piece at hand `done` is called. Until
+    then
                         the memory is still written to
 
 A thread waits for more, since what follows is mostly there before the event loop could say so; but
@@ -40,7 +42,7 @@ class Received(NamedTuple):
 
 
 class LowWater:
-    """Lets a socket count as readable only when so much has come that reading it is worth it: few
+    """Lets a socket count as readable only when enough has come that reading it is worth it: few
     large reads cost much less than many small ones."""
 
     def __init__(self, sock: Connection) -> None:
@@ -58,7 +60,8 @@ class LowWater:
 
 
 class Reading:
-    """One job: `views` are filled, then `ahead` as far as it goes. `fill` hears of each piece."""
+    """One job: `views` are filled, then `ahead` as far as it goes. `fill` is called for each
+    piece."""
 
     def __init__(
         self,
