@@ -36,7 +36,7 @@ _READS_AT_ONCE = 2
 _LOOKS_IN_A_ROW = 30
 _PAUSE_S = 0.0005
 _LOOKS_AT_ALL = 2000
-"""After this many polls (about 1 s), poll rarely."""
+"""Polling is rare after this many polls (about 1 s)."""
 _LONG_PAUSE_S = 0.05
 _HELD_UP_S = 0.1
 """Looks follow each other at once. What one is later than that, this process stood still."""
