@@ -216,7 +216,7 @@ class NodePorts:
         host = settings.host
         credentials.check_listen(host)
         return cls(
-            listen(host, settings.port),
+            listen(host, settings.port, settings.send_timeout_s),
             NodeGrpcServer(host, settings.grpc_port, credentials, _callers(settings)),
             None if settings.metrics_port is None else ProbeServer(host, settings.metrics_port),
         )

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         if settings.check:
             return print_checked(settings)
         check_plaintext(settings)
-        listener = bind(settings.host, settings.port)
+        listener = bind(settings.host, settings.port, settings.send_timeout_s)
         admin_listener = None
         if settings.admin_port is not None:
             admin_listener = bind(settings.admin_host, settings.admin_port)

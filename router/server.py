@@ -26,6 +26,7 @@ from edge.security.credentials import Credentials
 from edge.security.server_tls import ServerTls
 from edge.security.tls_files import TlsFiles
 from edge.security.tls_http import TlsConfig, TlsServer
+from edge.silent_peers import set_silence_timeout
 from edge.supervisor import tell_supervisor
 from router.app import OuterWorld, Services, create_admin_app, create_app
 from router.config import RouterSettings
@@ -172,8 +173,9 @@ def _https(settings: RouterSettings, credentials: Credentials) -> ServerTls | No
     return ServerTls(context, credentials.plaintext_counter("https"))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a listener. Raises `OSError` when the address cannot be had.
+def bind(host: str, port: int, silence_timeout_s: float = 20.0) -> socket.socket:
+    """Returns a listener, whose clients may be silent for `silence_timeout_s`, as
+    `edge.silent_peers` says. Raises `OSError` when the address cannot be had.
 
     The protocol is named because asyncio turns off Nagle's delay only for sockets that say TCP.
     """
@@ -181,6 +183,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    set_silence_timeout(listener, silence_timeout_s)
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -21,6 +21,7 @@ from edge.h2.send_threads import Connection, SendThreads
 from edge.h2.server_connection import H2ServerConnection, Judge, welcome
 from edge.h2.tls_socket import HANDSHAKE_S, TlsSocket
 from edge.security.server_tls import ServerTls, begins_with_tls
+from edge.silent_peers import set_silence_timeout
 from edge.standstill import sleep_and_see
 
 _BACKLOG = 512
@@ -74,6 +75,7 @@ class H2Server:
 
     def serve(self, listener: socket.socket) -> None:
         """Accepts connections from a socket that listens already, which is ours from now on."""
+        set_silence_timeout(listener, self._patience_s[1])
         self._listener = listener
         self._acceptor = Acceptor(listener, self._take)
         self._check = self._loop.create_task(self._check_forever())

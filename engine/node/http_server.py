@@ -34,6 +34,7 @@ from edge.http.exposition import Exposition
 from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
 from edge.http.outer_edge import OuterEdge
 from edge.security.tls_http import TlsServer
+from edge.silent_peers import set_silence_timeout
 from engine.node.grpc_server import PortInUse
 from engine.node.status import NodeStatus
 
@@ -51,8 +52,9 @@ class HttpServer(TlsServer):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens. Raises `PortInUse`."""
+def listen(host: str, port: int, silence_timeout_s: float = 20.0) -> socket.socket:
+    """Returns a socket that listens; its clients may be silent for `silence_timeout_s`, as
+    `edge.silent_peers` says. Raises `PortInUse`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -63,6 +65,7 @@ def listen(host: str, port: int) -> socket.socket:
             f"choose another port or address"
         ) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    set_silence_timeout(listener, silence_timeout_s)
     return listener
 
 
