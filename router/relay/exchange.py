@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from http import HTTPStatus
 
 from edge.http import headers as names
 from router.errors import NodeLost
@@ -25,6 +26,8 @@ from router.placement.prefill_outcome import PrefillOutcome
 _MAX_BUFFERED_BYTES = 1 << 20
 """A plain (not streamed) answer up to this size is read whole before any of it is passed on, so
 that a node lost in the middle of it costs the client nothing."""
+
+_ERRORS = frozenset(status for status in HTTPStatus if status >= HTTPStatus.BAD_REQUEST)
 
 _PASSED = frozenset(
     b"content-type content-length cache-control retry-after x-tandem-prefill-node".split()
@@ -77,6 +80,8 @@ class Exchange:
         except TimeoutError:
             raise NodeLost(self._silence) from None
         self.status = self._response.status
+        if self.status != HTTPStatus.OK and self.status not in _ERRORS:
+            raise NodeLost(f"it has answered with the status {self.status}, as no node does")
         kind = self._header(b"content-type")
         self.is_event_stream = kind.startswith(b"text/event-stream")
         self._read_journal_header()
