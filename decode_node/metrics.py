@@ -28,8 +28,9 @@ from engine.node.metrics import (
 
 Exemplar = dict[str, str] | None
 
-_GB_PER_S_BUCKETS = (
-    0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0
+_BYTES_PER_S_BUCKETS = (
+    5e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 3e9, 5e9, 7.5e9, 1e10, 1.5e10, 2e10, 3e10, 5e10, 7.5e10, 1e11,
+    2e11,
 )  # fmt: skip
 _FINISHED = "stop", "length", "abort", "error"
 _DECISIONS = _DECODE_ONLY, _PREFILL_ONLY, _PREFILL_DECODE = (
@@ -53,7 +54,11 @@ _MEASURES = (
     ("vllm:request_prefill_kv_computed_tokens", "Of the prompt, not cached.", TOKEN_BUCKETS),
     ("vllm:request_params_n", "Answers asked for.", TOKEN_BUCKETS),
     ("tandem_kv_transfer_seconds", "First until last byte of KV.", TTFT_BUCKETS),
-    ("tandem_kv_transfer_gb_per_second", "Of a prompt's KV, in that time.", _GB_PER_S_BUCKETS),
+    (
+        "tandem_kv_transfer_bytes_per_second",
+        "Of a prompt's KV, in that time.",
+        _BYTES_PER_S_BUCKETS,
+    ),
     ("tandem_kv_ready_after_first_token_seconds", "KV complete after token one.", TTFT_BUCKETS),
     ("tandem_kv_inject_seconds", "Last byte of KV received until in its block.", TTFT_BUCKETS),
     ("tandem_join_seconds", "KV and token one here until token two.", TTFT_BUCKETS),
@@ -195,7 +200,7 @@ class DecodeMetrics:
         seconds = kv.last_byte_at - kv.first_byte_at
         histograms["tandem_kv_transfer_seconds"].observe(seconds, exemplar)
         if seconds > 0:
-            histograms["tandem_kv_transfer_gb_per_second"].observe(kv.num_bytes / seconds / 1e9)
+            histograms["tandem_kv_transfer_bytes_per_second"].observe(kv.num_bytes / seconds)
         if record.first_token_at:
             histograms["tandem_kv_ready_after_first_token_seconds"].observe(
                 max(0.0, kv.last_byte_at - record.first_token_at), exemplar

@@ -84,5 +84,5 @@ def held(values: Mapping[str, float]) -> dict[str, float]:
     metrics that are not a node's.
     """
     found = {name: values[name] for name in ZERO_WHEN_EMPTY if values.get(name)}
-    taken = values["tandem_kv_blocks_total"] - values["tandem_kv_blocks_free"]
+    taken = values["tandem_kv_blocks"] - values["tandem_kv_blocks_free"]
     return found | ({"blocks": taken} if taken else {})

@@ -5,7 +5,7 @@ Read from `SchedulerStats` at the moment of a scrape; nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
@@ -34,6 +34,7 @@ from engine.node.device_peaks import DevicePeaks, peaks_of
 from engine.node.expert_metrics import expert_metrics
 from engine.node.group_metrics import group_metrics
 from engine.node.inspection_metrics import histogram_of, residency_metrics, work_metrics
+from engine.node.kv_transfer_metrics import kv_transfer_metrics
 from engine.node.tier_metrics import tier_metrics
 
 LABELS = ("model_name", "engine")
@@ -102,7 +103,7 @@ class EngineCollector(Collector):
         yield from adapter_metrics(lora, stats.lora, known, LABELS, self._labels)
         yield from expert_metrics(stats.experts, LABELS, self._labels)
         yield from group_metrics(stats.groups, LABELS, self._labels)
-        yield from self._kv_transfer(stats.kv_transfer)
+        yield from kv_transfer_metrics(stats.kv_transfer, LABELS, self._labels)
         yield from tier_metrics(self._engine.config, stats, LABELS, self._labels)
         yield self._cache_config()
 
@@ -121,7 +122,7 @@ class EngineCollector(Collector):
             ),
             ("tandem_waiting_tokens", "Prompt tokens not yet computed.", stats.num_waiting_tokens),
             ("tandem_kv_blocks_free", "KV blocks that nobody uses.", free),
-            ("tandem_kv_blocks_total", "KV blocks.", total),
+            ("tandem_kv_blocks", "KV blocks.", total),
             ("tandem_rows_free", "Rows of the workers' tables that are free.", stats.num_free_rows),
             (
                 "tandem_delayed_frees",
@@ -270,12 +271,6 @@ class EngineCollector(Collector):
 
     def _histogram(self, name: str, text: str, durations: Durations) -> Metric:
         return histogram_of(name, text, durations, DURATION_BUCKETS, LABELS, self._labels)
-
-    def _kv_transfer(self, counters: Mapping[str, float]) -> Iterable[Metric]:
-        """Yields the connector's metrics under its own names; some fall again, so none is declared
-        a counter."""
-        for name, value in counters.items():
-            yield self._gauge(f"tandem_kv_transfer_{name}", "Of the KV data plane.", value)
 
     def _cache_config(self) -> Metric:
         blocks = str(self._engine.ready.num_blocks)

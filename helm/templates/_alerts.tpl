@@ -116,12 +116,12 @@
   severity: warning
   summary: {{ `'decode nodes compute {{ $value | humanizePercentage }} of prompts after prefill failed'` }}
 - alert: TandemKvLeasesExpire
-  expr: sum(increase(tandem_kv_transfer_leases_expired{ {{- .prefill -}} }[15m])) > 3
+  expr: sum(increase(tandem_kv_transfer_leases_expired_total{ {{- .prefill -}} }[15m])) > 3
   for: 5m
   severity: warning
   summary: KV is dropped on prefill nodes because nobody fetches it
 - alert: TandemKvCorrupt
-  expr: sum by (pod) (increase(tandem_kv_transfer_corrupt_chunks{ {{- .all -}} }[1h])) > 0
+  expr: sum by (pod) (increase(tandem_kv_transfer_corrupt_chunks_total{ {{- .all -}} }[1h])) > 0
   for: 1m
   severity: warning
   summary: {{ `'KV arrives damaged at {{ $labels.pod }}'` }}

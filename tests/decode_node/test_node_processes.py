@@ -59,7 +59,7 @@ async def until_idle(client: httpx.AsyncClient) -> None:
                 if line.startswith("tandem_") and "_bucket" not in line
             }
             if (
-                values["tandem_kv_blocks_free"] == values["tandem_kv_blocks_total"] == 256
+                values["tandem_kv_blocks_free"] == values["tandem_kv_blocks"] == 256
                 and values["tandem_rows_free"] == 16
                 and values["tandem_open_requests"] == 0
                 and values["tandem_delayed_frees"] == 0

@@ -163,7 +163,7 @@ def test_the_same_parts_are_measured() -> None:
         "vllm:request_prefill_time_seconds_sum": 1.0,
         "vllm:time_to_first_token_seconds_sum": 1.5,
         "tandem_kv_transfer_seconds_sum": 1.25,
-        "tandem_kv_transfer_gb_per_second_sum": 4.0,
+        "tandem_kv_transfer_bytes_per_second_sum": 4e9,
         "tandem_kv_inject_seconds_sum": 0.25,
         "tandem_kv_ready_after_first_token_seconds_sum": 0.5,
         "tandem_join_seconds_sum": 0.5,

@@ -240,7 +240,7 @@ async def test_an_answers_kv_goes_back_to_prefill(
 
     async def pulled() -> float:
         metrics = await read_metrics(http, cluster.prefills[0].metrics_url)
-        return metrics["tandem_kv_transfer_prefix_pulled_tokens"]
+        return metrics["tandem_kv_transfer_prefix_pulled_tokens_total"]
 
     for length in range(1100, 1500, 50):
         tokens = prompt(length)

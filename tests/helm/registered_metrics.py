@@ -65,7 +65,7 @@ def _node_series(registry: CollectorRegistry) -> frozenset[str]:
 
 def _engine() -> Any:
     """Builds as much of an engine as its metrics ask for."""
-    counters = dict.fromkeys(_transfer_counters(), 0.0)
+    counters = dict.fromkeys(transfer_figures(), 0.0)
     return SimpleNamespace(
         adapters=SimpleNamespace(known={}),
         config=SimpleNamespace(
@@ -94,7 +94,7 @@ def _engine() -> Any:
     )
 
 
-def _transfer_counters() -> set[str]:
+def transfer_figures() -> set[str]:
     """Reads the names of counters. The connector needs processes to be made, so its names are read
     from its source.
     """

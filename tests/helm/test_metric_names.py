@@ -10,8 +10,9 @@ from typing import Any
 import promql_parser
 import pytest
 
+from engine.node.kv_transfer_metrics import COUNTERS, GAUGES
 from tests.helm.helm_engine import CHART, ROOT
-from tests.helm.registered_metrics import series_of
+from tests.helm.registered_metrics import series_of, transfer_figures
 from tests.helm.scenarios import SCENARIOS, rendered, serving_pod
 
 COMPONENTS = ("router", "prefill", "decode")
@@ -154,3 +155,9 @@ def test_scrapers_find_the_port_they_name(name: str) -> None:
         pod = serving_pod(found, component)["spec"]
         ports = {port["name"] for port in pod["containers"][0]["ports"]}
         assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
+
+
+def test_each_figure_of_the_data_plane_is_a_counter_or_a_gauge_by_name() -> None:
+    counted = transfer_figures()
+    assert counted <= COUNTERS.keys() | GAUGES.keys()
+    assert not COUNTERS.keys() & GAUGES.keys()

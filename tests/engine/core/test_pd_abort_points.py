@@ -181,7 +181,11 @@ async def test_metrics_tell_what_transfers_did(pair: Pair, oracle: Oracle) -> No
         samples = (sample for family in registry.collect() for sample in family.samples)
         names = {sample.name: sample.value for sample in samples}
         prefix = "tandem_kv_transfer_"
-        return {k.removeprefix(prefix): v for k, v in names.items() if k.startswith(prefix)}
+        return {
+            k.removeprefix(prefix).removesuffix("_total"): v
+            for k, v in names.items()
+            if k.startswith(prefix)
+        }
 
     await nothing_is_left(pair, oracle)
     _, pull = pair.request(SEED)

@@ -262,7 +262,7 @@ async def plaintext_connections(serving: Serving) -> dict[str, list[float]]:
     name = "tandem_plaintext_connections_total"
     accept = {one: await scraped(one, name) for one in addresses}
     return {
-        one: counts + await scraped(one, "tandem_kv_transfer_plaintext_connections")
+        one: counts + await scraped(one, "tandem_kv_transfer_plaintext_connections_total")
         for one, counts in accept.items()
         if counts
     }
