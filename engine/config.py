@@ -135,7 +135,7 @@ class ParallelConfig:
 
     Attributes:
         tensor_parallel_size: Ranks that share each layer.
-        data_parallel_size: Groups of so many ranks, each with requests, rows and blocks of its
+        data_parallel_size: Groups of this many ranks, each with requests, rows and blocks of its
             own. They compute their steps together, as they share the experts.
         enable_expert_parallel: Each rank has some experts as a whole, in place of a slice of
             every one.
@@ -191,7 +191,7 @@ class SchedulerConfig:
         policy: Order of waiting requests and of victims of preemption.
         prompt_order: Order of prompts under one priority; see `engine.sched.prompts.prompt_order`.
             Without chunked prefill it is that of arrival.
-        full_step_tokens: A step of prompts is full with so many tokens; 0: as measured.
+        full_step_tokens: A step of prompts is full with this many tokens; 0: as measured.
         async_scheduling: Decide the next step while workers compute one. Without, the scheduler
             waits for each result.
     """
@@ -291,7 +291,7 @@ class EngineConfig:
         engine_id: Names its sockets and appears in logs.
         decode_query_len: Tokens that a decoding row computes in one step: its last one, and
             drafts of those behind it.
-        speculative: Who drafts them; None: nobody.
+        speculative: Who drafts them; None: nothing.
         lora: Room for adapters; None: there are none.
     """
 

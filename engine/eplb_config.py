@@ -11,7 +11,7 @@ class EplbConfig:
 
     Attributes:
         window_size: The last steps before a placement, whose tokens count for it.
-        step_interval: Experts are placed anew after so many steps.
+        step_interval: Experts are placed anew after this many steps.
         num_redundant_experts: Slots of each layer, on all ranks together, beyond one for each
             expert: the busiest experts have copies in them.
         log_balancedness: Each placement writes a line to the log.

@@ -5,7 +5,7 @@
                      ──▶ numbers: experts that stay on a rank stay in their slot
 
 That is the greedy form of DeepSeek's expert-parallel load balancer (its "global" policy). Pure and
-torch-free: ranks with the same numbers find the same plan, so none has to be told.
+torch-free: ranks with the same numbers find the same plan, so no message is needed.
 """
 
 from __future__ import annotations

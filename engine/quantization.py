@@ -45,7 +45,7 @@ class IntegerScheme(msgspec.Struct, frozen=True, kw_only=True):
         symmetric: There are no zero points.
         ordered_by_activation: Inputs are in groups of any order, which the checkpoint lists
             (`g_idx`).
-        zeros_are_less_by: What is stored of a zero point is so much less, modulo 2^bits.
+        zeros_are_less_by: What is stored of a zero point is this much less, modulo 2^bits.
         activations: How the publisher means a GEMM's inputs to be quantised; see `Fp8Scheme`.
         activation_numbers: In which numbers; empty: in none.
         smoothed: Inputs are multiplied by numbers of their own first, where a layer has them

@@ -63,7 +63,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         theta: The base of the frequencies.
-        dim: The first so many elements of a head turn, the others stay.
+        dim: The first this many elements of a head turn, the others stay.
         interleaved: Pair i is elements 2i and 2i + 1 in the checkpoint, not i and i + dim / 2.
     """
 

@@ -1,4 +1,4 @@
-"""Two kinds of per-row tensors, told apart by who owns the truth.
+"""Two kinds of per-row tensors, distinguished by who owns the truth.
 
     HostBackedTensor     the host owns it: write `np`, all of which goes to the device
     StagedWriteTensor    the device owns it: the host stages ragged writes, which go there

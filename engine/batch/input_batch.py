@@ -69,7 +69,7 @@ def order_batch(
     so does the first step of a request whose KV came from a peer.
 
     Raises:
-        RowError: A chunk is empty, goes beyond its prefill, or belongs to nobody.
+        RowError: A chunk is empty, goes beyond its prefill, or belongs to none.
     """
     as_decode: list[int] = []
     ending: list[PrefillChunk] = []
@@ -145,7 +145,7 @@ class InputBatch:
 
     @property
     def sampled_rows(self) -> torch.Tensor:
-        """Returns `logits_indices`; where nobody samples, one query token that nobody reads: no
+        """Returns `logits_indices`; where nothing samples, one query token that nothing reads: no
         layer computes nothing."""
         return self.logits_indices if self.order.num_sampled else self.query_start_loc[:1]
 

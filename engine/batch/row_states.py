@@ -81,12 +81,12 @@ class RowStates:
         return [self.token_ids, self.num_computed, self.total_len, self.max_len]
 
     def remove_request(self, row: int) -> None:
-        """Raises `RowError` when nobody has the row."""
+        """Raises `RowError` when nothing has the row."""
         self._check(row, live=True)
         self.is_live_np[row] = False
 
     def check_live(self, row: int) -> None:
-        """Raises `RowError` when nobody has the row."""
+        """Raises `RowError` when nothing has the row."""
         self._check(row, live=True)
 
     def check_chunk(self, row: int, length: int) -> None:

@@ -6,8 +6,8 @@ from engine.contracts.crash_facts import ExceptionFacts
 
 
 class CannotStartError(Exception):
-    """The engine cannot do what it was told with what is there. The message says what is missing
-    and what to change, so nobody needs to see where in the code it was noticed."""
+    """The engine cannot do what was asked with what is there. The message says what is missing
+    and what to change, so nothing needs to see where in the code it was noticed."""
 
 
 class EngineDeadError(Exception):

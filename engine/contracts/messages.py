@@ -226,7 +226,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False):
     """Holds what a drafter reads of the last prompt token, with a prefill node's first token."""
     group: int = -1
     """The data-parallel group that was chosen for a prompt whose KV a peer pulls, before anything
-    else is told of it; -1: this tells of none."""
+    else gets it; -1: none."""
 
 
 class KVTransferResult(msgspec.Struct, array_like=True):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.config import EngineConfig, ModelConfig
 
 PENDING = "pending"
-"""Stands for a `model_hash` that nobody has found yet, in those of drafters, too."""
+"""Stands for a `model_hash` that nothing has found yet, in those of drafters, too."""
 
 
 def identified(config: EngineConfig, found: str) -> EngineConfig:

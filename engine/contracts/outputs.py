@@ -74,7 +74,7 @@ class RowPromptLogprobs(msgspec.Struct, array_like=True):
 
 class SiblingTokens(msgspec.Struct, array_like=True):
     """The first tokens of a prompt's answers beyond the first, in the order of their seeds.
-    `logprobs` is empty when nobody asked."""
+    `logprobs` is empty when nothing asked."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
@@ -136,7 +136,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     siblings: list[RowSiblings] = []
     """Tokens of requests that draw for several answers, beyond their own."""
     drafts: StepDrafts | None = None
-    """Tells of drafts; None when nobody drafts."""
+    """Tells of drafts; None when nothing drafts."""
 
     def tokens_by_request(self) -> list[list[int]]:
         """Returns the tokens of each request, in new lists."""

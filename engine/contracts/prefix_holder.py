@@ -16,11 +16,11 @@ class PrefixHolder(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> PrefixHolder | None:
-        """Returns None for what names nobody."""
+        """Returns None for what names nothing."""
         found = _HOLDER.fullmatch(text)
         return cls(found[1] == "decode", found[2]) if found else None
 
 
 def checked_holder(text: str) -> str:
-    """Returns `text`, or nothing if it names nobody: a prompt can be computed without."""
+    """Returns `text`, or nothing if it names nothing: a prompt can be computed without."""
     return text if PrefixHolder.parse(text) is not None else ""

@@ -18,8 +18,8 @@ class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Says what is asked for; also the JSON body of `POST /start_profile`.
 
     Attributes:
-        num_steps: The profile ends after so many steps; None: after the most that settings allow.
-        seconds: And after so many seconds.
+        num_steps: The profile ends after this many steps; None: after the most that settings allow.
+        seconds: And after this many seconds.
         with_stack: Record where in the Python code each operator was called.
         record_shapes: Record the shapes of operators' inputs.
     """

@@ -172,7 +172,7 @@ class Request:
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """Returns the sampling parameters that workers are told when the request enters a row."""
+        """Returns the sampling parameters that workers get when the request enters a row."""
         if self.sampling.prompt_logprobs is None or self.needs_prompt_logprobs:
             return self.sampling
         return msgspec.structs.replace(self.sampling, prompt_logprobs=None)

@@ -58,7 +58,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     digest: str
 
     def told(self) -> dict[str, str]:
-        """Returns what operators are told of it."""
+        """Returns it as logs and records hold it."""
         return {"name": self.name, "digest": self.digest}
 
 
@@ -68,7 +68,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     Attributes:
         prompt_token_ids: The prompt, and behind it output that the client has already.
         sampling: How tokens are chosen.
-        num_resumed_tokens: So many tokens at the end of the prompt are output that another node
+        num_resumed_tokens: This many tokens at the end of the prompt are output that another node
             has given to the client. They count as output for penalties, `min_tokens`, `max_tokens`
             and bad words.
         priority: Smaller runs first, where the scheduler looks at it. 32 bits.

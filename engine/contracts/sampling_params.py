@@ -20,7 +20,7 @@ import msgspec
 from engine.contracts.errors import check
 
 MAX_LOGPROBS = 128
-"""Engines can give so many; a decode node's setting allows fewer."""
+"""Engines can give this many; a decode node's setting allows fewer."""
 DEFAULT_MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
@@ -105,8 +105,8 @@ class SamplingParams(
         stop_token_ids: Token ids that end the output, in addition to the model's own.
         ignore_eos: The model's end-of-sequence ids do not end the output.
         logprobs: None for none, k for the chosen token's and the top k log probabilities.
-        logprob_token_ids: The tokens whose log probabilities are told in place of the top k; k is
-            their number then.
+        logprob_token_ids: The tokens whose log probabilities are returned in place of the top k; k
+            is their number then.
         prompt_logprobs: The same for the prompt's tokens; the prompt is then computed in full,
             and nothing of it comes from a cache.
         allowed_token_ids: The only tokens that may be chosen; None allows all.

@@ -50,7 +50,7 @@ class StepLogHandle(msgspec.Struct, frozen=True):
 
 
 class StepLog:
-    """Records of the last `NUM_STEPS` steps. One writer; anybody may read."""
+    """Records of the last `NUM_STEPS` steps. One writer; anything may read."""
 
     def __init__(self, memory: MemoryFile) -> None:
         self._memory = memory
@@ -108,7 +108,7 @@ class StepLog:
 
 
 class NoStepLog:
-    """Records nothing: nobody can read it."""
+    """Records nothing: nothing can read it."""
 
     def issued(
         self,

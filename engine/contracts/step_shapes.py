@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FULL_TOKENS = 2048
-"""A step is full with this many tokens where nobody measured it. Steps of fewer tokens are full
+"""A step is full with this many tokens where nothing measured it. Steps of fewer tokens are full
 nowhere. Short steps of a GPU that has rested look better than they are under load: on H100s that
 found 1024, prompts of 2000 tokens took two parts of 27 ms where they take 45 ms whole."""
 

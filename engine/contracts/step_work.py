@@ -1,7 +1,7 @@
 """Counts what a step computes and moves on one GPU, from what its rows are. Torch-free.
 
     FLOPs  = tokens x linear layers + sampled x head + pairs x attention
-    reads  = weights (of experts: of those that so many tokens are expected to choose) + KV seen
+    reads  = weights (of experts: of those that this many tokens are expected to choose) + KV seen
     writes = KV of the step's tokens
 
 A pair is a query token and a token that it sees, itself included: what a causal mask or a window

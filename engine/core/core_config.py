@@ -1,4 +1,4 @@
-"""Settings that the engine core process is told at its start."""
+"""Settings that the engine core process is given at its start."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CORE_MODULE = "engine.core.core_proc"
 class CoreProcConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine core. `client_address` is where the node server listens for us;
     `life_signs` is our place, before those of the workers and transfer processes, or None when
-    nobody watches. `step_log`, `pauses`: where the last steps are noted, and what holds the core
-    up; None: nobody reads it."""
+    nothing watches. `step_log`, `pauses`: where the last steps are noted, and what holds the core
+    up; None: nothing reads it."""
 
     engine: EngineConfig
     client_address: str

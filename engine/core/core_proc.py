@@ -134,7 +134,7 @@ class EngineCoreProc:
         return 1
 
     def _facts(self, error: Exception) -> EngineFacts | None:
-        """Returns what a report says of this engine; None when nobody wants one, or nothing can be
+        """Returns what a report says of this engine; None when nothing wants one, or nothing can be
         told: then the reason alone must do."""
         if self._step_log is None or self._core is None:
             return None
@@ -158,7 +158,7 @@ class EngineCoreProc:
                     return
 
     def _serve(self, core: EngineCore) -> None:
-        """Returns when told to stop."""
+        """Returns when asked to stop."""
         termination = termination_fd()
         for source in self._poll_sources(core, termination):
             self._poller.register(source, zmq.POLLIN)

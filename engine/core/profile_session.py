@@ -2,7 +2,7 @@
 
     IDLE ──start──▶ STARTING ──all ranks have begun──▶ RUNNING ──asked to stop, or time is up──▶ ┐
      ▲                 │                                  │                                      │
-     │        a rank could not: all are told to end       └──── a rank has had all its steps ──▶ ┤
+     │        a rank could not: all are asked to end       └──── a rank has had all its steps ──▶ ┤
      │                 ▼                                                                         ▼
      └──────────── all ranks that had begun have written their files ◀──────────────────── STOPPING
 
@@ -47,7 +47,7 @@ class _State(Enum):
 
 
 class ProfileSession:
-    """Starts and stops profiles. `answer` sends what a call is told. Nothing here waits."""
+    """Starts and stops profiles. `answer` sends the answer of a call. Nothing here waits."""
 
     def __init__(
         self, config: EngineConfig, executor: Executor, answer: Callable[[ProfileAnswer], None]

@@ -6,7 +6,7 @@
                                        until the last has ended
 
 While it is emptying the engine goes on as ever: the node server gives it no new requests by then.
-What is left after its time is given up: requests that nobody asked to end, KV that a peer does not
+What is left after its time is given up: requests that nothing asked to end, KV that a peer does not
 fetch. Whatever fails while it switches ends the engine.
 """
 

@@ -2,7 +2,7 @@
 
 A step that goes out early keeps out whoever comes behind it. With two steps in flight, a request
 whose KV has come waits for the rest of one step and all of the next before its own begins. So the
-second step is held back while somebody may come, until
+second step is held back while something may come, until
 
     expected end of the step in flight - lead
     lead = what went wrong at most + what the worker's host takes to start a step
@@ -11,9 +11,9 @@ second step is held back while somebody may come, until
               take, and workers tell how long before the end of the step in front they took each
               message: `ahead`. The expected end and `ahead` give the seconds on the way between
               processes, of late timers, and by which the expectation was wrong
-2. paced      steps are held back while somebody may come: requests came a moment ago, KV is on its
+2. paced      steps are held back while something may come: requests came a moment ago, KV is on its
               way, or prompts are computed, behind which a shorter one need not wait
--  at once    nobody may come; steps like this one are not known; most of the step would be lead;
+-  at once    nothing may come; steps like this one are not known; most of the step would be lead;
               two steps in flight are not what workers have (pipeline stages, one step at a time)
 
 What went wrong in any of the last 64 steps counts, also of steps that were not held back: one step
@@ -34,7 +34,7 @@ from engine.sched.rows.in_flight import StepShape
 _NUM_STEPS = 32
 """Durations that are remembered of steps with prompts, and of others."""
 _FEWEST_STEPS = 4
-"""So many steps like one tell how long it takes."""
+"""This many steps like one tell how long it takes."""
 _FEW_TOKENS = 256
 """Fewer tokens of prompts take about as long as none."""
 _LIKE = 1.25
@@ -86,7 +86,7 @@ class _Plan(NamedTuple):
 @dataclass(slots=True)
 class _Flight:
     """A step that workers have. `plan`: for it, behind the step in front; None: there was none, or
-    nobody knew its end."""
+    nothing knew its end."""
 
     shape: StepShape
     sent_at: float
@@ -96,7 +96,7 @@ class _Flight:
 class StepPace:
     """Paces the steps of one engine, of which two may be in flight. All times are CLOCK_MONOTONIC
     seconds. `shape_of_last`: gives that of the step that was decided last; `may_join`: says whether
-    somebody waits for KV.
+    something waits for KV.
 
     Attributes:
         num_held: Steps that were held back.

@@ -28,7 +28,8 @@ from kv_transfer.base import KVCacheHandle
 
 
 class ReportProgress(Protocol):
-    """Hears what is done, how much of it in 0..1, and of how many bytes where bytes are counted."""
+    """Records what is done, how much of it in 0..1, and of how many bytes where bytes are
+    counted."""
 
     def __call__(self, stage: str, fraction: float, total_bytes: int = 0) -> None: ...
 
@@ -121,7 +122,7 @@ class Executor(ABC):
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """Returns how evenly experts were chosen; None: nobody balances them."""
+        """Returns how evenly experts were chosen; None: nothing balances them."""
         return None
 
     @property

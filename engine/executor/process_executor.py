@@ -81,7 +81,7 @@ ReplyT = TypeVar("ReplyT", WorkerLoaded, WorkerReady)
 
 class ProcessExecutor(Executor):
     """Runs each worker in a process. `step_timeout_s`: a step that takes longer counts as hanging.
-    `signs`: of all processes of the engine; None: nobody watches.
+    `signs`: of all processes of the engine; None: unwatched.
     """
 
     _death_notice_s = _LAST_WORDS_S
@@ -104,7 +104,7 @@ class ProcessExecutor(Executor):
         self._num_ranks = config.parallel.num_ranks
         self._results = GroupResults(config.parallel.data_parallel_size)
         self._failed: dict[int, str] = {}
-        """Rank to its last words."""
+        """Rank to its final messages."""
         self._exceptions: dict[str, list[ExceptionFacts]] = {}
         self._children: list[HostedProcess] = []
         """The worker processes by rank."""
@@ -143,7 +143,7 @@ class ProcessExecutor(Executor):
 
     @abstractmethod
     def _worker_config(self, rank: int, rendezvous: str) -> WorkerProcConfig:
-        """Returns what the worker is told at its start."""
+        """Returns what the worker is given at its start."""
 
     @abstractmethod
     def _enqueue(self, message: bytes) -> None:

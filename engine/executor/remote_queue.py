@@ -1,7 +1,7 @@
 """The message queue to workers on other hosts: the same promises as the ring, over TCP.
 
     writer                                         reader r
-    1. listens; readers are told where             2. connects, acknowledges 0
+    1. listens; readers get its address             2. connects, acknowledges 0
     3. waits until every reader has
        acknowledged s - limit
     4. sends (s, message) to each  ──────────────▶ 5. takes it, checks that s follows

@@ -20,7 +20,7 @@ from kv_transfer.base import KVCacheHandle
 
 
 class WorkerProcConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a worker process is told at its start.
+    """All that a worker process is given at its start.
 
     Attributes:
         rendezvous: host:port at which the ranks meet.
@@ -112,7 +112,7 @@ class WorkerProgress(msgspec.Struct, tag="progress", array_like=True):
 
 
 class WorkerLoaded(msgspec.Struct, tag="loaded", array_like=True):
-    """The model is there, and so much room is left for the KV cache."""
+    """The model is there, and this much room is left for the KV cache."""
 
     rank: int
     num_blocks: int
@@ -130,7 +130,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
     """Comes from one rank of each data-parallel group (`ParallelConfig.answers`), as all that
     sample do so alike. `host_s`, `grammar_stats`, `expert_stats` and `ahead_s`: see `Executor`;
-    None: no grammar has come yet, and nobody balances experts.
+    None: no grammar has come yet, and nothing balances experts.
     """
 
     output: ModelRunnerOutput
@@ -173,7 +173,7 @@ class WorkerAlive(msgspec.Struct, tag="alive", array_like=True):
 
 
 class WorkerFailed(msgspec.Struct, tag="failed", array_like=True):
-    """Last words, and the exceptions that led to them."""
+    """Final messages, and the exceptions that led to them."""
 
     rank: int
     reason: str

@@ -12,7 +12,7 @@ Whatever goes wrong is reported as WorkerFailed; then the process ends with exit
 never goes on after an error: its rows would not be those of the other ranks.
 
 A thread of its own gives signs of life, from the start to the end: a long step is no silence, but a
-process that is stopped, or an interpreter lock that nobody gives back, is one. The engine core
+process that is stopped, or an interpreter lock that nothing gives back, is one. The engine core
 watches whether steps come to an end.
 """
 
@@ -95,7 +95,7 @@ class WorkerProc:
         self._life = self._give_signs(config)
 
     def run(self) -> None:
-        """Returns when told to stop."""
+        """Returns when asked to stop."""
         try:
             self._start()
             while self._handle(self._next_command()):

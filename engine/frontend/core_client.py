@@ -38,8 +38,8 @@ from host.sockets.local_socket import bind_socket
 from host.sockets.message_reader import MessageReader
 
 _LAST_WORDS_S = 0.3
-"""Seconds to wait for last words: a process that has ended may have said why, and the message may
-still be on its way."""
+"""Seconds to wait for final messages: a process that has ended may have said why, and the message
+may still be on its way."""
 _LAST_WORDS_LOOKS = 6
 _SHUTDOWN_TIMEOUT_S = 15.0
 
@@ -60,10 +60,10 @@ class EngineCoreClient:
         self._ended = asyncio.Event()
         self._is_dead = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # An engine that nobody shut down must not hold up whoever collects it.
+        # An engine that nothing shut down must not hold up whoever collects it.
         self._context.setsockopt(zmq.LINGER, 0)
         address = ipc_address(config.engine_id, f"{config.epoch:x}-core")
-        # A pair has one other end: nobody else gets messages that are meant for the engine core.
+        # A pair has one other end: nothing else gets messages that are meant for the engine core.
         self._socket = bind_socket(self._context, zmq.PAIR, address)
         self._messages: MessageReader[FromEngineCore] = MessageReader(
             self._socket, FromEngineCore, "the engine core"
@@ -85,7 +85,7 @@ class EngineCoreClient:
         )
         self.pid = self._child.pid
         self.crash: CrashReporter | None = None
-        """Reports on the engine's death, if anybody wants that."""
+        """Reports on the engine's death, if anything wants that."""
         if (folder := config.inspection.crash_report_dir) is not None:
             self.crash = CrashReporter(
                 config,
@@ -102,8 +102,8 @@ class EngineCoreClient:
         self._loop.add_reader(self._child.sentinel, self._on_end)
 
     def send(self, message: ToEngineCore) -> None:
-        """Sends a message and returns at once. A dead engine hears nothing, nor one that died a
-        moment ago, of whose end we have not heard yet."""
+        """Sends a message and returns at once. A dead engine receives nothing, nor one that died a
+        moment ago, whose end is not known here yet."""
         if self._is_dead:
             return
         try:

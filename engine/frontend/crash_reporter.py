@@ -49,7 +49,7 @@ _REQUESTS_TOLD = 512
 _STEPS_TOLD = 64
 
 FrontendFacts = tuple[list[RequestFacts], SchedulerStats]
-"""The node server's own view: its open requests, and the latest statistics that it has heard."""
+"""The node server's own view: its open requests, and the latest statistics that it has received."""
 
 
 class CrashReporter:
@@ -107,7 +107,7 @@ class CrashReporter:
         self._writing = loop.create_task(self._run(head, facts, body))
 
     def on_description(self, facts: EngineFacts) -> None:
-        """Hears the engine core."""
+        """Handles a message of the engine core."""
         if self._description is not None and not self._description.done():
             self._description.set_result(facts)
 

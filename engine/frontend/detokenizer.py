@@ -25,7 +25,7 @@ REPLACEMENT = "\ufffd"
 WINDOW = 16
 """Tokens in the window before it begins anew, and of a text before it."""
 _MAX_WINDOW = 64
-"""Tokens after which a window without any complete text is no text, so that nobody waits for its
+"""Tokens after which a window without any complete text is no text, so that nothing waits for its
 end."""
 
 
@@ -63,7 +63,7 @@ class Detokenizer:
         self._window = list(before)
         text = self._decode(self._window) if self._window else ""
         if text.endswith(REPLACEMENT):
-            self._window, text = [], ""  # Nobody knows whether a character is open there.
+            self._window, text = [], ""  # Nothing knows whether a character is open there.
         self._num_given = len(text)
         """Characters of the window's text that were given already."""
         self._anchor = len(self._window)

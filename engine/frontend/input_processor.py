@@ -47,12 +47,12 @@ class GenerationRequest:
     trace: TraceContext | None = None
     text: TextOptions = field(default_factory=TextOptions)
     reader: PieceReader | None = None
-    """Reads the outputs in `RequestOutput.pieces`; None: nobody reads pieces."""
+    """Reads the outputs in `RequestOutput.pieces`; None: nothing reads pieces."""
     arrival_time: float = field(default_factory=time.monotonic)
     """The CLOCK_MONOTONIC seconds at which the request arrived."""
     choice_ids: tuple[str, ...] = ()
     prefix_holder: str = ""
-    """Names who may hold a prefix of the prompt (`contracts.prefix_holder`); empty: nobody."""
+    """Names who may hold a prefix of the prompt (`contracts.prefix_holder`); empty: nothing."""
     pixels: tuple[ImagePixels, ...] = ()
     """Holds what a vision tower is given of the prompt's images, one for each digest."""
     has_encoder: bool = False

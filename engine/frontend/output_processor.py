@@ -32,7 +32,7 @@ class RequestOutput:
         text: Certain text only: never half a character, never a part of a stop string. Empty with
             `pieces`.
         pieces: The text in pieces, with the marker tokens that the request's reader names; None
-            when nobody reads them.
+            when nothing reads them.
         num_hidden: At the end, characters that the pieces make visible behind a stop string.
         logprobs: One for each of `token_ids`, or None when not asked for.
         prompt_logprobs: With the first token: of all tokens of the prompt but its first, in parts
@@ -42,7 +42,7 @@ class RequestOutput:
         num_cached_tokens: With the first output: prompt tokens that were not computed.
         queue_s: With the first output: seconds until first scheduled.
         error: With finish_reason `error`: what was wrong and what to do. With `abort`: why only
-            another node can go on; empty: somebody wanted it to end.
+            another node can go on; empty: something wanted it to end.
         is_replay: Nothing new: what another node gave before this one took over.
         siblings: With the first token, of a request without choices of its own that draws for
             several: the first tokens of the others.

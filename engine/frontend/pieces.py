@@ -1,7 +1,7 @@
 """Pieces: the output of one request as its parser reads it.
 
 A model marks a tool call, or the end of its thinking, with tokens of their own. In text they can no
-longer be told from a quotation that spells the same, so a request may name *marker tokens*
+longer be distinguished from a quotation that spells the same, so a request may name *marker tokens*
 (`GenerationRequest.marker_token_ids`), and its outputs then carry pieces besides the text:
 
     tokens    "I'll"  " look"  <tool_call>  "\\n{"   ...
@@ -31,8 +31,8 @@ class PieceQueue:
         """Characters of the waiting pieces that are certain."""
 
     def add(self, piece: Piece, num_visible: int, num_certain: int) -> None:
-        """Appends a piece that makes so many characters visible. With it, so many characters of all
-        became certain."""
+        """Appends a piece that makes this many characters visible. With it, this many characters of
+        all became certain."""
         self._waiting.append((piece, num_visible))
         self._num_certain += num_certain
 

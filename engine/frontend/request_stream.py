@@ -119,7 +119,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 
 class KVResults:
-    """Keeps what became of a request's transfers, attempt by attempt, until somebody asks."""
+    """Keeps what became of a request's transfers, attempt by attempt, until something asks."""
 
     __slots__ = ("_params", "_results")
 

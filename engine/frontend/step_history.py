@@ -4,7 +4,7 @@
     2. `report`: the first one begins the watch of this process's event loop and garbage
     3. `close`
 
-Nobody is asked for a report: it reads the memory, also that of a core that is busy or dead.
+Nothing is asked for a report: it reads the memory, also that of a core that is busy or dead.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class PauseTold(msgspec.Struct, frozen=True):
 
 
 class HistoryReport(msgspec.Struct, frozen=True):
-    """Holds what is told. `now`: CLOCK_MONOTONIC seconds of this host, as all times here. A step is
-    [number, issued at, ended at (0: it goes on), the worker's host seconds so far, rows, tokens,
-    prompt tokens, new rows]."""
+    """Holds what is reported. `now`: CLOCK_MONOTONIC seconds of this host, as all times here. A
+    step is [number, issued at, ended at (0: it goes on), the worker's host seconds so far, rows,
+    tokens, prompt tokens, new rows]."""
 
     now: float
     steps: list[StepRecord]

@@ -26,7 +26,7 @@ from engine.grammar.tokenizer import load_grammar_tokenizer, parser_limits
 _MAX_REASON = 500
 """Characters of a library's message."""
 _STACK_BYTES = 64 << 20
-"""The library recurses with the depth of a grammar, and nobody survives the end of a stack. Only
+"""The library recurses with the depth of a grammar, and nothing survives the end of a stack. Only
 what is used takes memory."""
 
 
@@ -51,8 +51,8 @@ class GrammarCompiler:
         self._tokenizer: Future[llguidance.LLTokenizer] | None = None
 
     def prepare(self) -> None:
-        """Starts to make the tokenizer, unless that was done. What goes wrong is told to requests
-        that have a grammar."""
+        """Starts to make the tokenizer, unless that was done. What goes wrong is an error of
+        requests that have a grammar."""
         if self._tokenizer is None:
             load = partial(load_grammar_tokenizer, self._model, self._folder)
             self._tokenizer = self._threads.submit(load)

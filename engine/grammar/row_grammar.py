@@ -89,12 +89,12 @@ class RowGrammar:
     @property
     def needs_masks(self) -> bool:
         """Returns whether tokens that come next are limited. Not behind the end: what a step in
-        flight computes there is nobody's."""
+        flight computes there is none's."""
         return self._matcher is not None and not self.has_ended
 
     def append(self, token_id: int) -> bool:
         """Takes a token that became output. Returns whether the matcher is to consume it: not an
-        end, and not what stands behind one, which is nobody's."""
+        end, and not what stands behind one, which is none's."""
         if not self.needs_masks:
             return False
         self._output.append(token_id)

@@ -4,7 +4,7 @@ The node server checks a grammar with both before anything is computed, and ever
 with the same: what one accepts, the others do.
 
 Making the tokenizer of 128k tokens takes about a second, 90 MB and, all that time, the interpreter
-lock, whichever thread does it: make it at the start of a process, before anybody waits.
+lock, whichever thread does it: make it at the start of a process, before anything waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load_grammar_tokenizer(
 
 
 def without_names(tokenizer: str, vocab_size: int) -> str:
-    """Returns the text of a tokenizer.json whose special tokens have names that nobody writes, and
+    """Returns the text of a tokenizer.json whose special tokens have names that nothing writes, and
     without added tokens from `vocab_size` on: some tokenizers have tokens of images, for which the
     model has no logits, and the library refuses more tokens than logits.
 

@@ -16,7 +16,7 @@ class ImageConfig:
         max_image_tokens: Larger images are made so small; 0: as the checkpoint says.
         encoder_budget: Tokens of images that one step encodes at most, but for the largest image,
             which it always may; 0: `max_num_batched_tokens`.
-        cache_tokens: Embeddings of so many tokens are kept for prompts under way and those that
+        cache_tokens: Embeddings of this many tokens are kept for prompts under way and those that
             come; 0: four times the budget.
     """
 

@@ -15,8 +15,8 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         patch_size: Pixels of a patch's side.
-        merge_size: A token has so many patches a side.
-        temporal_patch_size: An image counts as so many equal frames.
+        merge_size: A token has this many patches a side.
+        temporal_patch_size: An image counts as this many equal frames.
         min_pixels, max_pixels: Images are resized to this many.
         mean, std: Of each channel, in 0..1.
     """
@@ -40,7 +40,7 @@ class PixelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_pixels // self.unit**2
 
     def limited(self, max_tokens: int) -> PixelSpec:
-        """Returns a copy whose images have at most so many tokens; 0: as they are."""
+        """Returns a copy whose images have at most this many tokens; 0: as they are."""
         if not max_tokens:
             return self
         most = min(self.max_pixels, max_tokens * self.unit**2)

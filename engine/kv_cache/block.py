@@ -1,4 +1,4 @@
-"""One block of the KV cache, and the queue of blocks that nobody uses.
+"""One block of the KV cache, and the queue of blocks that nothing uses.
 
 Life of a block:
     1. free, empty: in the queue, `block_hash` None

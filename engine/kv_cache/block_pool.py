@@ -5,7 +5,7 @@
     3. `get_cached_block`, `touch`: another request uses them as well
     4. `free_blocks`: one user less; without users back to the free queue, still to be found
 
-Blocks without a hash go to the front of the queue: nobody can ever ask for them. Blocks with a
+Blocks without a hash go to the front of the queue: nothing can ever ask for them. Blocks with a
 hash go to the end, a request's last block first, because a prefix is of use without its tail
 but never the other way round.
 """
@@ -75,7 +75,7 @@ class BlockPool:
         self.free_queue = FreeKVCacheBlockQueue(self.blocks)
         self._cached = BlockHashToBlockMap()
         self.on_cached: Callable[[KVCacheBlock], None] | None = None
-        """Hears of each block that can be found from now on."""
+        """Records each block that can be found from now on."""
         self.num_evicted = 0
         """Blocks that could be found and were taken for something else."""
 

@@ -26,9 +26,9 @@ BlockTables: TypeAlias = list[list[KVCacheBlock]]
 """One table a group, by logical block."""
 
 NULL_BLOCK = KVCacheBlock(0)
-"""Stands where a table has no block any more. Nobody reads there; its id is that of a block that
+"""Stands where a table has no block any more. Nothing reads there; its id is that of a block that
 exists, so that the entry is harmless wherever tables are copied as a whole. It is neither free
-nor without a hash, so nobody takes or publishes it."""
+nor without a hash, so nothing takes or publishes it."""
 NULL_BLOCK.ref_cnt = 1
 NULL_BLOCK.block_hash = b""
 
@@ -40,7 +40,7 @@ class RequestBlocks:
     Attributes:
         num_published: By group, leading entries of its table that others can find, or never will.
         borrowed: Kept states that the request begins with copies of, until those are made.
-        kept: Copies of its states that nobody can find yet, with the groups that they are of.
+        kept: Copies of its states that nothing can find yet, with the groups that they are of.
         num_kept_tokens: The tokens behind which they were copied.
     """
 
@@ -113,7 +113,7 @@ class GroupManager:
         return True
 
     def first_whole_block(self, num_received: int) -> int:
-        """Returns the first block of which a peer that sends so many tokens sends all."""
+        """Returns the first block of which a peer that sends this many tokens sends all."""
         return 0
 
     def confirm(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
@@ -188,7 +188,7 @@ class StateGroupManager(GroupManager):
     copy of that.
 
     Args:
-        stride: States are kept behind multiples of so many tokens.
+        stride: States are kept behind multiples of this many tokens.
     """
 
     def __init__(self, index: int, group: KVGroup, pool: BlockPool, stride: int) -> None:
@@ -215,7 +215,7 @@ class StateGroupManager(GroupManager):
         return []
 
     def is_kept(self, request: Request, num_tokens: int) -> bool:
-        """Returns whether a state behind so many tokens can be found already."""
+        """Returns whether a state behind this many tokens can be found already."""
         return self._pool.get_cached_block(self._name(request, num_tokens)) is not None
 
     def publish(self, request: Request, block: KVCacheBlock, num_tokens: int) -> None:

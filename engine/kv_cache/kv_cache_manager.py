@@ -42,7 +42,7 @@ from engine.kv_cache.sampled_pool import SampledBlockPool
 from kv_transfer.layout import BlockIds, KVGroup
 
 _SPARE = 4
-"""States are kept only while so many times their blocks are free: requests come first."""
+"""States are kept only while this many times their blocks are free: requests come first."""
 
 BlockCopy: TypeAlias = tuple[int, int]
 """A block to copy, over all layers: (source, target)."""
@@ -93,7 +93,7 @@ class KVCacheManager:
         return self.block_pool.num_free_blocks
 
     def residency(self) -> ResidencyStats | None:
-        """Returns how long blocks stay; None: nobody watches them."""
+        """Returns how long blocks stay; None: nothing watches them."""
         pool = self.block_pool
         return deepcopy(pool.stats) if isinstance(pool, SampledBlockPool) else None
 
@@ -110,7 +110,7 @@ class KVCacheManager:
 
         It ends where every group has full blocks. `max_tokens` is below the number of known
         tokens, because the next token can only come from computing one. The blocks belong to
-        nobody yet: `allocate_slots` takes them. Nothing for a request that needs log
+        nothing yet: `allocate_slots` takes them. Nothing for a request that needs log
         probabilities of its prompt.
 
         Args:

@@ -35,31 +35,32 @@ class GemmPolicy:
 
     Attributes:
         deterministic: A row of a GEMM does not depend on the others. Rules out all else.
-        small_m_rows: Column layers compute at most so many rows by kernels of our own.
-        fused_gate_up_rows: From so many rows on, gate·up and its activation are one GEMM of our
+        small_m_rows: Column layers compute at most this many rows by kernels of our own.
+        fused_gate_up_rows: From this many rows on, gate·up and its activation are one GEMM of our
             own; 0: never.
-        fused_qkv_rows: From so many rows on, queries, keys and values are rotated and written to
+        fused_qkv_rows: From this many rows on, queries, keys and values are rotated and written to
             the cache by the GEMM that computes them, one of our own; 0: never.
-        residual_rows: From so many rows on, row layers add to the residual stream in the GEMM; 0:
+        residual_rows: From this many rows on, row layers add to the residual stream in the GEMM; 0:
             never.
-        int4_rows: Packed 4-bit weights are multiplied by at most so many rows; for more they are
+        int4_rows: Packed 4-bit weights are multiplied by at most this many rows; for more they are
             written out in half precision first. 0: they are as they are loaded.
-        beside_rows: A shared expert of at most so many rows is computed beside the others, on a
+        beside_rows: A shared expert of at most this many rows is computed beside the others, on a
             stream of its own; 0: never.
-        few_rows: Linear layers and routers that no kernel above serves compute at most so many
+        few_rows: Linear layers and routers that no kernel above serves compute at most this many
             rows by our own kernel for any size; 0: never.
         adds_few_rows: And row layers add them to the residual stream themselves.
-        few_row_heads: Of layers that no kernel of their own serves either, at most so many rows
+        few_row_heads: Of layers that no kernel of their own serves either, at most this many rows
             become rotated heads, and keys and values in the cache, in one launch, the norm in front
             included; 0: never.
-        fused_router_rows: Mixtures of experts, whose method can, compute at most so many rows with
-            the norm in their router and the choice in their first GEMM, and add to the residual
-            stream themselves; 0: never.
-        shared_residual_rows: From so many rows on, row layers of the first of two ranks do, before
-            the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream again.
+        fused_router_rows: Mixtures of experts, whose method can, compute at most this many rows
+            with the norm in their router and the choice in their first GEMM, and add to the
+            residual stream themselves; 0: never.
+        shared_residual_rows: From this many rows on, row layers of the first of two ranks do,
+            before the ranks' parts are summed; 0: never. Not of more ranks: each rounds the stream
+            again.
         fp8: GEMMs take FP8 weights and inputs; else weights are dequantised as they are loaded.
         int8: The same of INT8.
-        int8_rows: INT8 weights beside inputs in half precision are multiplied by at most so many
+        int8_rows: INT8 weights beside inputs in half precision are multiplied by at most this many
             rows; for more they are written out first. 0: they are as they are loaded.
     """
 

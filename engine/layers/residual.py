@@ -54,7 +54,7 @@ class ResidualStream:
         self.sum = self.sum.index_select(0, rows)
 
     def value(self) -> Tensor:
-        """Returns a copy of the stream, [T, H], which goes on as if nobody had looked."""
+        """Returns a copy of the stream, [T, H], which goes on as if nothing had looked."""
         self._waiting = waiting = self._taken()
         if waiting is None:
             return self.sum.clone()

@@ -50,7 +50,7 @@ class Router(nn.Module):
     Attributes:
         own_numbers: See `tandem_kernels.reference.experts.route_tokens`; overwritten where experts
             move.
-        loads: [slots of this rank] int64, to which routed tokens are added; None: nobody counts.
+        loads: [slots of this rank] int64, to which routed tokens are added; None: nothing counts.
     """
 
     bias: nn.Parameter | None

@@ -93,7 +93,7 @@ class RowForm:
 
     Attributes:
         numbers: Their type.
-        group: So many of e4m3 share a scale; 0: all of a row.
+        group: This many of e4m3 share a scale; 0: all of a row.
     """
 
     numbers: Literal["e4m3", "int8"] = "e4m3"

@@ -82,7 +82,7 @@ class Experts(ExpertLayer):
         return self.method.apply(self, x, weights, experts)
 
     def unsummed(self, x: Tensor, weights: Tensor, experts: Tensor) -> PairOutputs | None:
-        """Computes what `forward` sums; None: the method sums so many itself."""
+        """Computes what `forward` sums; None: the method sums this many rows itself."""
         if not self.method.leaves_sums(self, experts.numel()):
             return None
         parts = self.method.apply(self, x, weights, experts, summed=False)

@@ -5,7 +5,7 @@
                                  base_model.model.<module>.lora_B.weight    [outputs, r]
 
 A module's output grows by `scale * (x A^T) B^T`. What is no plain LoRA of linear layers is refused
-by its name, since leaving out a part of an adapter would answer as a model that nobody trained.
+by its name, since an adapter without a part is not the adapter that was trained.
 Nothing of the model's own is needed here: `engine.models.lora_weights` knows its layers.
 """
 

@@ -84,7 +84,7 @@ class ForwardInputs:
             has it.
         backend: Whose kernels attend.
         on_layer: Told the index of each layer when its keys and values are in the cache.
-        taps: Filled during the pass; None: nobody asks.
+        taps: Filled during the pass; None: nothing asks.
         images: None: no token of the pass is of an image, nor of a prompt that is still among
             images.
         kept: [n], the tokens whose hidden states are asked for, in this order: behind its attention

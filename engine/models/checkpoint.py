@@ -252,7 +252,7 @@ def _name_of(folder: Path) -> str:
 
 
 def check_parallel(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raises `CheckpointError` when so many ranks cannot share the model."""
+    """Raises `CheckpointError` when this many ranks cannot share the model."""
     spec = spec_of(model)
     if parallel.enable_expert_parallel and not spec.num_experts:
         raise CheckpointError(

@@ -98,7 +98,7 @@ class ConfigFile(msgspec.Struct):
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     sliding_window_pattern: int | str | None = None
-    """One of so many layers sees everything; or "L" and "G" in turns, EXAONE's form."""
+    """One of this many layers sees everything; or "L" and "G" in turns, EXAONE's form."""
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _LEAST_STORED = 64 << 20
 """Files below this size are hashed quicker than it is worth to remember."""
 _READ_BYTES = 1 << 20
-"""So much stays in a core's cache between reading and hashing."""
+"""This much stays in a core's cache between reading and hashing."""
 _MAX_THREADS = 8
 _FORMAT = 1
 

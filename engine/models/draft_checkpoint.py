@@ -37,7 +37,7 @@ _FITTING = "choose a drafter that was made for this model"
 _NUM_TAPS = 3
 _HEAD_NORMS: dict[str | None, HeadNorm] = {None: "none", "llama": "none", "qwen3": "each"}
 """How an EAGLE-3 layer of a `model_type` normalises heads. speculators 0.9 writes Qwen3's where it
-is told no other; SafeAILab and SpecForge have Llama's alone."""
+gives no other; SafeAILab and SpecForge have Llama's alone."""
 
 
 class EagleSpec(LlamaSpec, frozen=True, kw_only=True):

@@ -31,8 +31,8 @@ def create_model(
     """Returns one rank's share, allocated on `device`, not yet loaded.
 
     Raises:
-        CheckpointError: So many ranks cannot share the model, it cannot take drafts, or parts of a
-            GEMM are quantised differently.
+        CheckpointError: This many ranks cannot share the model, it cannot take drafts, or parts of
+            a GEMM are quantised differently.
     """
     model, device = config.model, torch.device(device)
     spec = spec_of(model)

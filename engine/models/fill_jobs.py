@@ -138,8 +138,8 @@ def fill_weight(
 
 
 def fill_jobs(weight: CheckpointWeight, files: WeightFiles) -> Iterator[FillJob]:
-    """Yields what fills a parameter: a job for so many rows as make a piece, or one where all of it
-    is needed at once."""
+    """Yields what fills a parameter: a job for this many rows as make a piece, or one where all of
+    it is needed at once."""
     stored = tuple(StoredRows.of(part, files.tensors[part.name]) for part in weight.slices)
     whole, target = stored[0], weight.target
     if whole.is_turned and target.numel() == 0:

@@ -2,7 +2,7 @@
 
 1. a node reads the configuration: `model_hash` is `PENDING`, for all bytes of the weights count
 2. its workers load them, and `IdentityJob` hashes the same files meanwhile
-3. workers, engine core and node server are told the identity, before anything compares it
+3. workers, engine core and node server get the identity before anything compares it
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     1. the files are as they were when the folder was made: it is taken as it is
     2. else it is made beside its place
-    3. and moved there as a whole, so that nobody ever sees a part of it
+    3. and moved there as a whole, so that nothing ever sees a part of it
 
 They are in `tandem` of `HF_HOME`, where each kind has a folder. Torch-free.
 """

@@ -38,7 +38,7 @@ _QUANTISATION_SUFFIXES = (
 """How names end of what quantisers store beside, or in place of, weights."""
 _MIB = 1 << 20
 _REPORTS = 400
-"""The finished fraction is told about so many times."""
+"""The finished fraction is reported about this many times."""
 _MAX_THREADS = 8
 _WRONG_CONFIG = "config.json and the weights do not belong together: download the checkpoint again"
 

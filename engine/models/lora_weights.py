@@ -33,7 +33,7 @@ from tandem_kernels.lora.lora_gemm_shapes import num_counters
 
 _TWO_LAUNCHES = AdapterForm()
 _ALIGNED = 64
-"""Matrices begin at multiples of so many numbers."""
+"""Matrices begin at multiples of this many numbers."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

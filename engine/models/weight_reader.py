@@ -1,7 +1,7 @@
 """Reads ranges of bytes from a checkpoint's files, ahead of whoever takes them.
 
     1. pieces are asked for in the order of the files
-    2. threads read them, so many bytes ahead at most
+    2. threads read them, this many bytes ahead at most
     3. the caller takes them in the same order; their memory is used again
 
 It reads in place of mapping files: one that is cut off meanwhile is an error and not the end of the

@@ -30,7 +30,7 @@ class DevicePeaks(msgspec.Struct, frozen=True):
 
 def peaks_of(config: EngineConfig, device_name: str) -> DevicePeaks:
     """Returns the peaks that the engine is measured by: those of settings, else of the GPU in the
-    type in which it multiplies. What is unknown is told in the log, with the flag that helps."""
+    type in which it multiplies. What is unknown is logged, with the flag that helps."""
     given, known = config.inspection, _table().get(device_name, DevicePeaks())
     tflops = known.fp8_tflops if _multiplies_in_fp8(config) else known.tflops
     peaks = DevicePeaks(given.device_peak_tflops or tflops, given.device_peak_gbps or known.gbps)

@@ -37,7 +37,7 @@ class PortInUse(Exception):
 
 class NodeGrpcServer:
     """Serves gRPC. `server` takes further services before `start`; `callers` are their names, and
-    who may call them. Load reports are for routers, health for everybody. Raises `PortInUse`,
+    who may call them. Load reports are for routers, health for all. Raises `PortInUse`,
     `PlaintextRefused`."""
 
     def __init__(

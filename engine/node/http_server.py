@@ -6,7 +6,7 @@
     GET  /steps      the engine's last steps, and what held it up; ?since=SECONDS of its `now`
 
 The small one is plain HTTP even where services speak TLS: kubelets and scrapers have no
-certificate, and nothing of a request is told here.
+certificate, and nothing of a request is logged here.
 
     1. `ProbeServer(host, port)`: the port is taken at once
     2. `start`: serves

@@ -1,8 +1,8 @@
 """Brings a node that serves to its end.
 
-serving ── told to stop ──▶ draining ── open requests have ended, or the time is up ──▶ exit 0
+serving ── asked to stop ──▶ draining ── open requests have ended, or the time is up ──▶ exit 0
    │                           │
-   └─────── the engine dies ───┴──▶ last words: open requests end with an error ──▶ exit 1
+   └─────── the engine dies ───┴──▶ final messages: open requests end with an error ──▶ exit 1
 
 A node that shall change its role drains as one that stops; whoever runs it sees by its `RoleSwitch`
 that it goes on.
@@ -26,7 +26,7 @@ _LAST_WORDS_S = 2.0
 
 
 class NodeLifetime:
-    """`abort_all` ends every open request with an error. `changed` is called before anybody hears
+    """`abort_all` ends every open request with an error. `changed` is called before anything learns
     that the node drains, or that its engine has died."""
 
     def __init__(
@@ -46,7 +46,7 @@ class NodeLifetime:
         self._changed = changed
 
     async def run(self, stop: StopSignal) -> int:
-        """Returns the exit code once the node was told to stop, or its engine has died."""
+        """Returns the exit code once the node was asked to stop, or its engine has died."""
         dead = asyncio.create_task(self._engine.wait_dead())
         stopping = asyncio.create_task(stop.wait())
         switching = asyncio.create_task(self._status.switch.wished())

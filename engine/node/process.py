@@ -84,7 +84,7 @@ class StopSignal:
 async def start_engine(
     config: EngineConfig, tokenizer: Tokenizer | None, stop: StopSignal
 ) -> AsyncLLM | None:
-    """Returns the engine when it is ready; None when we were told to stop meanwhile. Raises
+    """Returns the engine when it is ready; None when we were asked to stop meanwhile. Raises
     EngineDeadError."""
     starting = asyncio.create_task(AsyncLLM.start(config, _report, tokenizer))
     stopping = asyncio.create_task(stop.wait())

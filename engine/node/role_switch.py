@@ -1,4 +1,4 @@
-"""The wish that a node change its role: from prefill to decode, or back.
+"""The request that a node change its role: from prefill to decode, or back.
 
 serving ── `ask` ──▶ draining ── its requests have ended, or the time is up ──▶ the engine switches
    │                                                                             │
@@ -33,7 +33,7 @@ class RoleWish:
 
 
 class RoleSwitch:
-    """Takes the wish of one life of a node. `drain_timeout_s`: the longest that it may take;
+    """Takes the request of one life of a node. `drain_timeout_s`: the longest that it may take;
     `http_port`: of the API while it is a decode node; `obstacle`: says why the node could not be
     the other one just now, empty if it could."""
 
@@ -76,7 +76,7 @@ class RoleSwitch:
         self._wished.set()
 
     async def wished(self) -> RoleWish:
-        """Returns the wish once there is one."""
+        """Returns the request once there is one."""
         await self._wished.wait()
         assert self.wish is not None
         return self.wish

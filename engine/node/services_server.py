@@ -85,7 +85,7 @@ class ServicesServer:
         self._server: H2Server | None = None
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Does nothing: `add_registered_method_handlers` is told the same."""
+        """Does nothing: `add_registered_method_handlers` gets the same."""
 
     def add_registered_method_handlers(self, service: str, handlers: Handlers) -> None:
         """Adds the methods of a service. Each must take one request."""

@@ -165,7 +165,8 @@ class SpeculativeSettings(BaseSettings):
 
 
 def _check_numbers(speculative: SpeculativeConfig, budget: int) -> None:
-    """Raises `SettingsError` where a step has no room for so many drafts, or nobody makes them."""
+    """Raises `SettingsError` where a step has no room for this many drafts, or nothing makes
+    them."""
     count = speculative.num_speculative_tokens
     if budget < count + 1:
         raise SettingsError(

@@ -41,7 +41,7 @@ _DEFAULT_INTERVAL_S = 0.25
 _MIN_INTERVAL_S = 0.02
 _SILENT_AFTER_S = 1.0
 _MAX_PREFIXES = 256
-"""Prefixes told to a watcher at most; a new one hears of the last so many."""
+"""The number of prefixes that a new watcher gets: the last ones."""
 _MAX_PLACES = 16
 """Places of drafts in a step that reports tell of."""
 _VERSION = installed_version()
@@ -95,7 +95,7 @@ class NodeStatus:
         frozen_after_s: float = 3.0,
         switch: RoleSwitch | None = None,
     ) -> None:
-        """Begins. `switch` takes the wish for another role; None: this node has one role."""
+        """Begins. `switch` takes the request for another role; None: this node has one role."""
         self.work = NodeWork()
         self.switch = switch or RoleSwitch(role)
         self.reset_prefix_cache: ResetPrefixCache = engine.reset_prefix_cache
@@ -131,7 +131,7 @@ class NodeStatus:
         return new, self._num_prefixes
 
     def notify(self) -> None:
-        """Wakes watchers: something changed that they should hear of before the next interval."""
+        """Wakes watchers: something changed that they should learn of before the next interval."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -229,7 +229,8 @@ class NodeStatus:
 
     @property
     def is_frozen(self) -> bool:
-        """Returns whether the engine has been silent for so long that nobody should wait for it."""
+        """Returns whether the engine has been silent for so long that nothing should wait for
+        it."""
         return self._engine.silence.seconds > self._frozen_after_s
 
     @property

@@ -153,7 +153,7 @@ class TransferSettings(SecuritySettings):
     def kv_transfer_config(
         self, kv_role: KVRole, host: str, ranks: int, frozen_after_s: float, *, is_check: bool
     ) -> KVTransferConfig:
-        """Returns the settings of the data plane of a node with so many ranks that listens on
+        """Returns the settings of the data plane of a node with this many ranks that listens on
         `host`.
 
         `is_check`: names of interfaces and networks stay as they are, since the node may run
@@ -161,7 +161,7 @@ class TransferSettings(SecuritySettings):
 
         Raises:
             SettingsError: They do not fit together, or to this host.
-            SecurityError: We would listen where others can hear, and nobody wanted it.
+            SecurityError: The port would be open to other hosts without TLS or a token.
         """
         wanted = tuple(one.strip() for one in (self.kv_host or host).split(","))
         hosts = wanted if is_check else self._looked_up(wanted, host)

@@ -2,7 +2,7 @@
 
 1. every rank allocates memory, and tells the others its CUDA IPC handle by the store, or why it
    has none
-2. every rank maps all others' memory, and all agree that everybody could; else none has any,
+2. every rank maps all others' memory, and all agree that all could; else none has any,
    and the log says why
 3. a `PeerReducer` or a `PeerExchanger` counts calls in it: memory is for one of them
 4. `close`

@@ -65,7 +65,7 @@ class ExchangeLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """Microseconds of a call with so many bytes of each rank, by writes and by the library."""
+    """Microseconds of a call with this many bytes of each rank, by writes and by the library."""
 
     gather: float
     library_gather: float
@@ -204,8 +204,8 @@ def _gathered_by(library: Library, x: Tensor, slots: Tensor) -> tuple[Tensor, Te
 
 
 def room_for(ranks: int, num_rows: int, row_bytes: int) -> int:
-    """Returns `MappedMemory`'s `max_bytes` for so many rows of every rank: half of the memory takes
-    two messages."""
+    """Returns `MappedMemory`'s `max_bytes` for this many rows of every rank: half of the memory
+    takes two messages."""
     needed = ranks * num_rows * (row_bytes + _SLOT_BYTES) // 2
     return min(MAX_BYTES, -(-needed // _PAGE_BYTES) * _PAGE_BYTES)
 

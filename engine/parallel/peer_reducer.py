@@ -55,7 +55,7 @@ class ReduceLimits:
         return cls(*map(int, text.split(",")))
 
     def within(self, max_bytes: int) -> ReduceLimits:
-        """Returns the same for ranks that share room for so many bytes."""
+        """Returns the same for ranks that share room for this many bytes."""
         return ReduceLimits(*(min(limit, max_bytes) for limit in astuple(self)))
 
     @property
@@ -71,7 +71,7 @@ class ReduceLimits:
 
 @dataclass(frozen=True, slots=True)
 class ReduceTimes:
-    """Microseconds of a call with so many bytes: in one shot, in two, and by the library; of the
+    """Microseconds of a call with this many bytes: in one shot, in two, and by the library; of the
     sum with residual stream and norm in one launch, and in two or more: 0 where there is no
     choice."""
 

@@ -1,7 +1,7 @@
 """Sums and exchanges of two ranks on CPU, over one connection of their own.
 
     1. rank 0 listens on its own address and tells its port and a secret in the store
-    2. rank 1 connects and says the secret; nobody listens any more
+    2. rank 1 connects and says the secret; nothing listens any more
     3. `exchange`: both send their bytes and receive the other's, each in the thread that asks
     4. `close`
 
@@ -25,7 +25,7 @@ _SECRET_BYTES = 16
 _FIRST_BYTES_S = 5.0
 """Seconds in which whoever connects says the secret."""
 _AT_ONCE = 32 << 10
-"""Bytes that any socket takes without a receiver: up to so many, both ranks send first."""
+"""Bytes that any socket takes without a receiver: up to this many, both ranks send first."""
 
 
 class RankLostError(RuntimeError):

@@ -16,7 +16,7 @@ its part alone, and the receivers gather:
     stage s   rank 0 ──[T × H / 2]──▶ rank 0 ─┐ all-gather    stage s + 1
               rank 1 ──[T × H / 2]──▶ rank 1 ─┘ [T, H]
 
-Nobody waits for a receiver: a step's activations are on their way while the next one is computed,
+Nothing waits for a receiver: a step's activations are on their way while the next one is computed,
 and a thread takes what arrives, so that it is there when its step begins. On a GPU activations go
 from device to device through NCCL, on its own stream, and only tokens pass the host. A stage that
 dies makes the others' next `receive` or `send` fail.
@@ -130,7 +130,7 @@ class StageLink:
         return found
 
     def send(self, x: Tensor) -> Tensor:
-        """Sends [T, H] to the next stage, this rank's part of it, and returns it. Nobody may write
+        """Sends [T, H] to the next stage, this rank's part of it, and returns it. Nothing may write
         to its memory any more. Raises `RuntimeError` when that stage is gone."""
         num = self._part_size(x.numel())
         part = x.flatten()[num * self._tp.rank : num * (self._tp.rank + 1)]
@@ -221,7 +221,8 @@ class _Inbox:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits a moment for the sender's farewell: an interpreter must not end in the thread."""
+        """Waits a moment for the sender's end of stream: an interpreter must not end in the
+        thread."""
         self._thread.join(_CLOSE_TIMEOUT.total_seconds())
 
     def take(self) -> Tensor:

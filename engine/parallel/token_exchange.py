@@ -49,7 +49,7 @@ class Replicated:
 class GatherScatter:
     """Groups of ranks have tokens of their own: an all-gather brings them together, padded to the
     same number in each, and the sums return by a reduce-scatter: over memory that ranks share, as
-    far as the group's `PeerExchanger` takes so many tokens, and by the library beyond.
+    far as the group's `PeerExchanger` takes this many tokens, and by the library beyond.
 
     Args:
         group: The ranks with the same place in each of the groups.

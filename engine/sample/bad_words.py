@@ -142,7 +142,7 @@ def completes_word(
     """Returns [E] bool: whether the output before a word's place ends with its beginning.
 
     `token_ids` is [rows, L], of which the first `seq_lens[place]` tokens count. A row that runs on
-    behind the end of a context may have a place beyond all L: what is chosen there is nobody's.
+    behind the end of a context may have a place beyond all L: what is chosen there is none's.
     """
     width = words.beginnings.shape[1]
     ends = seq_lens.index_select(0, words.places).unsqueeze(1)

@@ -10,7 +10,7 @@ Beams lie in seats, and a beam is better the lower its rank:
     seat           0        1        2
     rank           1        0        2
     continued by   -     2 beams   1 beam      the first successor stays in its parent's seat,
-    next rank      2        0        1         others take seats that nobody continues, in order
+    next rank      2        0        1         others take seats that nothing continues, in order
     parent seat    1        1        2
 """
 

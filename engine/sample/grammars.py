@@ -12,7 +12,7 @@ before it: the host is one step ahead of the device then, not two. Ranks do all 
 for itself, and nothing of it is on the wire.
 
 A place at which no token may be chosen is a failure of its request alone, which ends with it; the
-device goes on with some token, which nobody gets.
+device goes on with some token, which nothing gets.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class LogprobsRequest:
         self, places: Int32Array, token_ids: torch.Tensor, first_cell: int
     ) -> list[LogprobsTensors]:
         """Returns the same for other tokens [D] chosen at `places` [D], which may repeat: in one
-        part, or in none where nobody asked. Their cells are numbered from `first_cell` on."""
+        part, or in none where nothing asked. Their cells are numbered from `first_cell` on."""
         kept = np.searchsorted(self._chosen, places)
         asked = np.flatnonzero(self._chosen[np.minimum(kept, len(self._chosen) - 1)] == places)
         if not len(asked):

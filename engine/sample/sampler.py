@@ -52,13 +52,13 @@ class SamplerOutput:
     token_ids: torch.Tensor
     """[S, W] int64, what each of them gets, then -1. W is `decode_query_len`."""
     logprobs: LogprobsTensors | None
-    """Log probabilities, or None when nobody asked."""
+    """Log probabilities, or None when nothing asked."""
     siblings: SiblingTensors | None = None
     """Tokens of further answers, where rows draw for several."""
     failures: dict[int, PlaceFailure] = field(default_factory=dict)
     """Requests that cannot go on, by index in the batch."""
     num_drafts: torch.Tensor | None = None
-    """[S] int32, drafts that were proposed for this step; None when nobody drafts."""
+    """[S] int32, drafts that were proposed for this step; None when nothing drafts."""
     draft_features: torch.Tensor | None = None
     """[S, F], what a drafter on another node needs to go on; None on most nodes."""
 
@@ -209,7 +209,7 @@ class Sampler:
         seq_lens: torch.Tensor,
         has_filters: bool = True,
     ) -> torch.Tensor:
-        """Returns [L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], below 0 nobody's,
+        """Returns [L] int64 from `logits` [L, V] of the rows `idx_mapping` [L], below 0 none's,
         with `seq_lens` [L] tokens before each place: a new token's index. `has_filters`: False
         promises that no row cuts its distribution, as a part of the vocabulary does."""
         if isinstance(logits, VocabPart):

@@ -78,7 +78,7 @@ class SamplingStates:
 
     def gather(self, idx_mapping: torch.Tensor, seq_lens: torch.Tensor) -> BatchSamplingParams:
         """Returns the parameters of places. `idx_mapping`, their rows, and `seq_lens` are [L] int32
-        on the device; a row below 0 is nobody's."""
+        on the device; a row below 0 is none's."""
         tables = self._floats.tensor, self._top_k.tensor, self._seeds.tensor
         floats, top_k, seeds, positions = ops.pick_parameters(idx_mapping, seq_lens, *tables)
         return BatchSamplingParams(

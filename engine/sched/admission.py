@@ -6,7 +6,7 @@ blocks.
     choices    of a prompt that is computed: a row and a block or two are missing
     waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
                a prefix outside of the cache: likewise, and it is ready when that is here; if
-                        nobody else has anything to compute, it computes while layers come from
+                        nothing else has anything to compute, it computes while layers come from
                         host memory
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
@@ -39,9 +39,9 @@ from engine.sched.rows.row import Row
 from engine.sched.rows.running import RunningRows
 
 _HEADROOM_STEPS = 16
-"""A request is admitted only when those that decode could go on for so many steps. Its blocks are
+"""A request is admitted only when those that decode could go on for this many steps. Its blocks are
 lost to them for a while (KV is written into them, or a prompt computed); taking the last ones
-would only preempt somebody at once."""
+would only preempt another request at once."""
 
 
 class Admission:
@@ -163,7 +163,7 @@ class Admission:
             room.take(0, len(rows))
 
     def _admit_choices(self, room: StepRoom) -> bool:
-        """Returns False while a choice waits for blocks, which nobody behind it may take. Nobody
+        """Returns False while a choice waits for blocks, which nothing behind it may take. Nothing
         runs who could give any: then a fork gives up its own."""
         forks, headroom = self._forks, self._headroom()
         while forks.ready and room.left > 0 and self._running.table.num_free > 0:
@@ -214,7 +214,7 @@ class Admission:
         self.without_room = ""
 
     def _frees_some(self) -> bool:
-        """Returns whether blocks became free that beams hold, while nobody runs who could give
+        """Returns whether blocks became free that beams hold, while nothing runs that could give
         any."""
         idle = self._running.table.num_live == 0 and not self._forks.waits_for_steps
         return idle and self._forks.reclaim()

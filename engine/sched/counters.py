@@ -10,10 +10,10 @@ from typing import Any
 from engine.contracts.outputs import DraftStats, TokensPerStep
 
 _MEMORY_TOKENS = 32_768
-"""A step's weight falls to 1/e while so many prompt tokens are computed."""
+"""A step's weight falls to 1/e while this many prompt tokens are computed."""
 _LEAST_STEPS = 4
-"""The rate is unknown before so many: the first steps of a process are slow, and one of few tokens
-says little."""
+"""The rate is unknown before this many: the first steps of a process are slow, and one of few
+tokens says little."""
 
 
 class PrefillRate:
@@ -59,7 +59,7 @@ class SchedulerCounters:
     drafts: DraftStats = field(default_factory=DraftStats)
 
     def add_step(self, num_prompt_tokens: int, num_new_tokens: int, ended_at: float) -> None:
-        """Counts a step that computed so many prompt tokens and gave so many new ones."""
+        """Counts a step that computed this many prompt tokens and gave this many new ones."""
         self.prompt_tokens_computed += num_prompt_tokens
         self.num_steps += 1
         self.step_tokens.add(num_prompt_tokens + num_new_tokens)

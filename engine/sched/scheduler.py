@@ -351,7 +351,7 @@ class Scheduler:
 
     def _fail(self, row: Row, output: EngineCoreOutput, reason: str) -> list[EngineCoreOutput]:
         """Ends a request that cannot go on, unless it has ended with its new tokens: all of its
-        choices, if it computes a prompt for several. Returns what they hear."""
+        choices, if it computes a prompt for several. Returns the outputs of those that end."""
         if row.request.is_beam:
             return self._beams.end(row.request_id, RequestStatus.FINISHED_ERROR, reason)
         if output.new_token_ids:

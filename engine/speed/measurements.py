@@ -1,4 +1,4 @@
-"""Times an engine that serves nobody else: steps of a batch, prompts alone, many prompts."""
+"""Times an engine that serves nothing else: steps of a batch, prompts alone, many prompts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def prompts_alone(engine: OfflineEngine, length: int, rest_s: float = 0.0) -> li
 
 
 def prompts_together(engine: OfflineEngine, count: int, length: int) -> float:
-    """Returns the seconds until all of so many prompts have their first token."""
+    """Returns the seconds until all of this many prompts have their first token."""
     requests = [engine.request(length, 1) for _ in range(count)]
     return duration_s(engine, requests)
 

@@ -20,8 +20,8 @@ class ProfileError(ValueError):
 
 
 class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says that so many prompts of so many tokens, sent at once, all had their first token after
-    `seconds`."""
+    """Says that this many prompts of this many tokens, sent at once, all had their first token
+    after `seconds`."""
 
     prompts: int
     tokens: int
@@ -29,8 +29,8 @@ class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Says how long a decode step takes with so many sequences of `context` tokens on average: the
-    mean, and what 99 in 100 do not exceed (0: unknown)."""
+    """Says how long a decode step takes with this many sequences of `context` tokens on average:
+    the mean, and what 99 in 100 do not exceed (0: unknown)."""
 
     sequences: int
     context: float

@@ -1,7 +1,7 @@
 """A step's result on its way from the device to the host.
 
 1. `AsyncOutput(...)` starts the copies, on a stream of their own; the runner goes on.
-2. `get_output()` waits for them, or where nobody sampled for the device. Any thread may call it,
+2. `get_output()` waits for them, or where nothing sampled for the device. Any thread may call it,
    once. With the result a step is over: its blocks may be read, kept elsewhere and written anew by
    others, and the seconds until then are what it took.
 3. `wait_for_tokens()` waits, too: the next step does that where grammars need the tokens. In any
@@ -34,14 +34,14 @@ class StepTensors:
     """The result of a step, on the device or on the host."""
 
     token_ids: torch.Tensor | None
-    """[num_sampled, W] int64, of each request, then -1; None when nobody sampled."""
+    """[num_sampled, W] int64, of each request, then -1; None when nothing sampled."""
     logprobs: LogprobsTensors | None
     prompt_logprobs: list[PromptLogprobsTensors]
     siblings: SiblingTensors | None
     num_drafts: torch.Tensor | None
-    """[num_sampled] int32; None when nobody drafts."""
+    """[num_sampled] int32; None when nothing drafts."""
     draft_features: torch.Tensor | None = None
-    """[num_sampled, F]; None when nobody needs them."""
+    """[num_sampled, F]; None when nothing needs them."""
 
     def to_host(self) -> StepTensors:
         """Starts the copies, without waiting."""
@@ -108,7 +108,7 @@ class AsyncOutput:
         self._waits = copier.waits
         self._failures = {} if sampled is None else sampled.failures
         self.on_result: Callable[[ModelRunnerOutput], None] | None = None
-        """Hears of the result before whoever asks for it."""
+        """Takes the result before the thread that asks for it."""
         self._found: StepTensors | None = None
         if sampled is not None or prompt_logprobs:
             self._found = StepTensors(

@@ -8,12 +8,12 @@
 
     rows of a search      table                       that being written
     continued twice      [ b0 ][ b1 ][ b2 ]              b3 ───┐ copied
-    continued by nobody  [ b0 ][ b4 ][ b5 ]              b6 ◀──┘
+    continued by none  [ b0 ][ b4 ][ b5 ]              b6 ◀──┘
                          [ b0 ][ b1 ][ b2 ] afterwards
 
-The scheduler hears of the candidates, chooses alike, and moves its references to blocks in the same
-way (`engine.sched.choices.beams`): blocks that a row has lost are given to nobody before the steps
-that may read them are over.
+The scheduler learns of the candidates, chooses alike, and moves its references to blocks in the
+same way (`engine.sched.choices.beams`): blocks that a row has lost are given to none before the
+steps that may read them are over.
 """
 
 from __future__ import annotations

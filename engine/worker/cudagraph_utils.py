@@ -9,7 +9,7 @@
 
 A graph reads and writes fixed addresses only; what it allocates while it runs comes from one pool
 that all graphs share, because only one runs at a time. Sizes in between are padded with requests
-that are nobody's.
+that are none's.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class GraphCaptureError(CannotStartError):
 
 class GraphKey(NamedTuple):
     """Names the work of one graph: a step of `num_reqs` requests with `num_tokens` tokens in all.
-    `decode_query_len`: all of them decode, with so many tokens each; 0: prompts, each of which
+    `decode_query_len`: all of them decode, with this many tokens each; 0: prompts, each of which
     ends. `samples`: also their next tokens and the advance of their rows; without, it ends with
     their logits. `adapters`: some of the requests may have one. `num_drafts`: the work is no step,
-    but that of a drafter which guesses so many tokens of each request."""
+    but that of a drafter which guesses this many tokens of each request."""
 
     num_reqs: int
     num_tokens: int
@@ -245,7 +245,7 @@ class CudaGraphManager:
         return self.dispatch_prompts(num_reqs, int(order.query_lens.sum()), samples)
 
     def capture(self, run: Callable[[GraphKey], None], report: Callable[[float], None]) -> None:
-        """Records `run(key)` for all keys. `report` hears fractions in 0..1.
+        """Records `run(key)` for all keys. `report` is called with fractions in 0..1.
 
         Raises:
             GraphCaptureError: Something in `run` cannot be recorded.
@@ -289,7 +289,7 @@ class CudaGraphManager:
         return GraphKey.of_decodes(sizes[index], decode_query_len, samples)
 
     def dispatch_drafts(self, num_reqs: int, num_drafts: int) -> GraphKey | None:
-        """Returns the smallest graph in which so many requests are drafted for; None: none is."""
+        """Returns the smallest graph in which this many requests are drafted for; None: none is."""
         step = self.dispatch(num_reqs, num_drafts + 1, samples=True)
         if step is None or not self._has_drafter:
             return None

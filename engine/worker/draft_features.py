@@ -23,7 +23,7 @@ from engine.batch.input_batch import InputBatch
 class DraftFeatures:
     """Features of `size` numbers each, in `parts` of as many. `blocks` [num_blocks + 1, size] is
     set by `use_blocks`, as `is_known` [num_blocks + 1] is: whether all tokens up to a block's last
-    one have the drafter's KV. Their last rows are nobody's."""
+    one have the drafter's KV. Their last rows are none's."""
 
     def __init__(
         self,

@@ -50,8 +50,8 @@ class Draw(Protocol):
 
 
 class DraftPasses:
-    """`tables` and `rows`: of each KV group that the network has, the first of which is told of
-    drafts. `of_target`: the rows' tables of the model itself."""
+    """`tables` and `rows`: of each KV group that the network has, the first of which is described
+    by drafts. `of_target`: the rows' tables of the model itself."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class DraftPasses:
 
     def take_part(self, num_rows: int, num_drafts: int) -> None:
         """Computes what the drafts of other groups, `num_rows` requests in the largest, ask of this
-        rank's experts, where it drafts for nobody itself."""
+        rank's experts, where it drafts for none itself."""
         key = self._graph_of(num_rows, num_drafts)
         if self._graphs is None or key is None:
             for networks in self._networks_of_passes(num_drafts):
@@ -152,7 +152,7 @@ class DraftPasses:
         return None if self._graphs is None else self._graphs.dispatch_drafts(num_rows, num_drafts)
 
     def _networks_of_passes(self, num_drafts: int) -> list[Sequence[DraftNetwork]]:
-        """Returns the networks that run in each pass. Those whose drafts nobody asks for have
+        """Returns the networks that run in each pass. Those whose drafts nothing asks for have
         nothing to make; Medusa's heads need no pass."""
         chain = self._network.chain
         if isinstance(self._network, MedusaHeads):
@@ -160,7 +160,7 @@ class DraftPasses:
         return [(chain[i:] or chain[-1:])[: num_drafts - i] for i in range(num_drafts)]
 
     def _record(self, key: GraphKey) -> None:
-        """Runs what a graph holds. Until a batch is loaded, its rows are nobody's."""
+        """Runs what a graph holds. Until a batch is loaded, its rows are none's."""
         size, num_drafts = key.num_reqs, key.num_drafts
         nobody = np.full(size, _NO_ROW, np.int32)
         idx_mapping = self._row_ids[:size]
@@ -182,8 +182,8 @@ class DraftPasses:
         room: torch.Tensor | None,
         rows: RowTables,
     ) -> torch.Tensor:
-        """Runs all passes. `drawn`: the rows whose draws are asked for, where nobody's are some
-        other's."""
+        """Runs all passes. `drawn`: the row of each draw; padding repeats a real row. Those of none
+        are some other's."""
         network, chain = self._network, self._network.chain
         next_place = rows.total_len[drawn.long()]
         features = [part.contiguous() for part in feature.chunk(len(chain), dim=1)]

@@ -55,7 +55,7 @@ class Drafts:
 
     def num_checked(self, order: BatchOrder, idx_mapping: torch.Tensor) -> torch.Tensor | None:
         """Returns [num_sampled] int32, how many drafts a step checks of each request that samples:
-        those of decodes. None: nobody drafts. `idx_mapping` is [R], the step's."""
+        those of decodes. None: nothing drafts. `idx_mapping` is [R], the step's."""
         if self.drafter is None or order.num_decodes == 0 or order.decode_query_len == 1:
             return None
         counts = self._counts.index_select(0, idx_mapping[: order.num_sampled])

@@ -1,4 +1,4 @@
-"""Shapes of steps that nobody asked for: to measure memory, and to compile kernels ahead of time.
+"""Shapes of steps that nothing asked for: to measure memory, and to compile kernels ahead of time.
 
 A step is given by the lengths of its prompts. Kernels are compiled for each power of two of the
 number of prompts, for short and long ones, behind short and long contexts, and for what requests
@@ -158,7 +158,7 @@ def behind_contexts(num_tokens: int, max_num_reqs: int, max_model_len: int) -> D
 
 
 def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
-    """Returns the steps to run before anybody waits for one."""
+    """Returns the steps to run before anything waits for one."""
     max_num_reqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
     longest = min(max_model_len, config.scheduler.max_num_batched_tokens)
     plain, unfiltered = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
@@ -195,7 +195,7 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
 def _step_of_many_tokens(
     num_tokens: int, num_cached: int, max_num_reqs: int, max_model_len: int
 ) -> list[DummyStep]:
-    """Returns a step whose prompts have so many tokens together, if they have room. The GEMM of
+    """Returns a step whose prompts have this many tokens together, if they have room. The GEMM of
     queries, keys and values keeps keys where a library reads new ones, and behind cached tokens
     not; experts of the largest steps have tiles of their own. The profiling run has both kinds on
     some devices alone, and it does not run where the size of the cache is given."""

@@ -62,7 +62,7 @@ class ExpertBalancer:
         self.stats = ExpertStats()
 
     def begin(self) -> None:
-        """Forgets what was counted before anybody asked for something, and connects all ranks:
+        """Forgets what was counted before anything asked for something, and connects all ranks:
         libraries do that with the first call, and a step would wait for it."""
         self._loads.zero_()
         one_each = [1] * self._group.size

@@ -19,7 +19,7 @@ from engine.layers.methods.registry import UnsupportedScheme
 from engine.parallel.distributed import ParallelGroup
 
 SEND_BYTES = 256 << 20
-"""Experts are packed in so much memory, or in what one of them takes."""
+"""Experts are packed in this much memory, or in what one of them takes."""
 
 
 class ExpertMover:

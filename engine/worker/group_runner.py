@@ -6,7 +6,7 @@
     3. a rank whose group has none computes the experts of the others' tokens, layer by layer, or
        replays the graph that they replay
     4. if any group has requests that got tokens, and a drafter has weights, all ranks run its
-       passes together in the same way, whether they draft for somebody or not
+       passes together in the same way, whether they draft for something or not
 
 Groups that only decode all replay graphs of one size, which the largest needs: the collectives in
 them are the same. Other steps launch their kernels one by one.

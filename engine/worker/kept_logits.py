@@ -25,7 +25,7 @@ class KeptLogits:
         self._num_columns = self._cut.width if self._cut is not None else config.model.vocab_size
 
     def allocate(self, num_places: int, device: torch.device) -> None:
-        """Makes room for a step with so many places."""
+        """Makes room for a step with this many places."""
         shape = num_places, self._num_columns
         self._buffer = torch.empty(shape, dtype=torch.float32, device=device)
 

@@ -6,7 +6,7 @@
        one tensor
     3. `close()`
 
-How KV lies in that memory is told by `kv_transfer.layout`.
+How KV lies in that memory is described by `kv_transfer.layout`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class KVCache:
         self.pages = self.memory.view(layout.num_slots, num_blocks, layout.page_bytes)
 
     def close(self) -> None:
-        """Closes the cache; its memory goes when nobody maps it any more. Idempotent."""
+        """Closes the cache; its memory goes when nothing maps it any more. Idempotent."""
         self.layers.clear()
         self.memory = self.pages = torch.empty(0, dtype=torch.uint8)
         if self._file is not None:

@@ -1,4 +1,4 @@
-"""The runner's side of KV transfer. Without P/D it passes steps and layers on to nobody.
+"""The runner's side of KV transfer. Without P/D it passes steps and layers on to none.
 
 1. `register_kv_cache`    once, after allocation
 2. `pre_forward(step)`    a forward pass follows; returns what the model calls after a layer
@@ -29,7 +29,7 @@ def waits_for_layers(step: SchedulerOutput) -> bool:
 
 
 def _ignore_layer(layer: int) -> None:
-    """Does nothing, as nobody waits for this step's KV."""
+    """Does nothing, as nothing waits for this step's KV."""
 
 
 class KVConnector:

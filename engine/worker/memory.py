@@ -25,7 +25,7 @@ class MemoryProfiler:
         self._device = device
 
     def give_back(self) -> None:
-        """Returns to the GPU what torch holds of it and nobody uses, as after loading."""
+        """Returns to the GPU what torch holds of it and nothing uses, as after loading."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

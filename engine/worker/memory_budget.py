@@ -19,7 +19,7 @@ class MemoryBudget:
     Attributes:
         total: What the GPU has.
         share: The part of it that this worker may use, 0 to 1.
-        free: What nobody has taken, once the weights are loaded.
+        free: What nothing has taken, once the weights are loaded.
         held: Weights, and tables of all rows.
         step: What the largest step takes besides, at its peak.
         reserve: For what is not seen before it is there: contexts, CUDA graphs, NCCL.

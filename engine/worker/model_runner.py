@@ -235,7 +235,7 @@ class ModelRunner:
             self._network.passes.drop_graphs()
 
     def warm_up(self, report: Callable[[float], None]) -> None:
-        """Runs steps of many shapes, so that no kernel is compiled while somebody waits."""
+        """Runs steps of many shapes, so that no kernel is compiled while something waits."""
         attended = self.kv_caches[self._groups[0].layers[0]]
         prepare_attention(self._attention, self._config, attended)
         steps = warm_up_steps(self._config)
@@ -347,7 +347,7 @@ class ModelRunner:
         return sampled
 
     def _record_step(self, key: GraphKey) -> None:
-        """Runs what a graph holds, of decodes or of prompts, for nobody: rows are -1, lengths 0."""
+        """Runs what a graph holds, of decodes or of prompts, for none: rows are -1, lengths 0."""
         batch = self._input_buffers.load_padding(key.num_reqs, key.num_tokens, key.decode_query_len)
         self._input_buffers.gather(key.num_reqs, self._row_tables)
         self.adapters.has_any = key.adapters

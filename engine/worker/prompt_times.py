@@ -1,4 +1,4 @@
-"""Times steps of prompts before anybody waits for one: from how many tokens on is a step full?"""
+"""Times steps of prompts before anything waits for one: from how many tokens on is a step full?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def time_prompt_steps(runner: ModelRunner, config: EngineConfig) -> list[tuple[i
 
 
 def _lengths(num_tokens: int, config: EngineConfig) -> list[int]:
-    """Returns the lengths of prompts with so many tokens together; none if they do not fit."""
+    """Returns the lengths of prompts with this many tokens together; none if they do not fit."""
     length = min(_LENGTH, num_tokens, config.model.max_model_len - 1)
     count = num_tokens // length
     return [length] * count if count <= config.scheduler.max_num_seqs else []

@@ -6,7 +6,7 @@
        ▲                                                        │
        └────────── tokens of step k, once they are known ───────┘
 
-Every stage has the rows of all requests, and is told the same steps. Only the last one samples,
+Every stage has the rows of all requests, and gets the same steps. Only the last one samples,
 looks log probabilities up and has grammars. Rows of the other stages get their tokens later: a
 prompt's next chunk needs none, so chunks follow each other without a pause, but a step in which
 rows decode waits for the tokens of all steps before it.
@@ -92,7 +92,7 @@ class EarlyStageRunner(StageRunner):
 
 
 class LastStageRunner(StageRunner):
-    """The stage that samples, behind others, which hear of tokens as soon as the host does."""
+    """The stage that samples, behind others, which learn of tokens as soon as the host does."""
 
     def execute_model(self, step: SchedulerOutput) -> AsyncOutput:
         output = super().execute_model(step)

@@ -137,8 +137,8 @@ class Worker:
         self._closers.callback(self._place.close)
 
     def load_model(self, report: Callable[[float], None]) -> None:
-        """Loads the model; `report` hears fractions in 0..1, of `load_log.total_bytes`. Raises
-        `CheckpointError`, `DeviceMemoryError`.
+        """Loads the model; `report` is called with fractions in 0..1, of `load_log.total_bytes`.
+        Raises `CheckpointError`, `DeviceMemoryError`.
         """
         config = self.config
         with naming_out_of_memory("loading the model", cure_of_loading(config), self._device):
@@ -219,8 +219,8 @@ class Worker:
         return self._connector.register_kv_cache(self._layout, self._cache_memory)
 
     def capture_model(self, report: Callable[[str, float], None]) -> None:
-        """Captures the graphs; `report` hears what is done and fractions in 0..1. On the CPU there
-        are none. Then nothing is left to do that could delay a step.
+        """Captures the graphs; `report` is called with what is done and fractions in 0..1. On the
+        CPU there are none. Then nothing is left to do that could delay a step.
 
         Raises:
             DeviceMemoryError: Graphs do not fit beside the KV cache.
@@ -258,7 +258,7 @@ class Worker:
         Raises:
             MissedStepError: The step before this one never arrived.
             RowError: The message does not fit this worker's rows.
-            DeviceMemoryError: Somebody else has taken what the step needs.
+            DeviceMemoryError: Another has taken what the step needs.
         """
         if self._last_step_id is not None and step.step_id != self._last_step_id + 1:
             raise MissedStepError(

@@ -75,7 +75,8 @@ def context_ranges(chunks: Sequence[PrefillChunk], most_tokens: int) -> list[lis
 
 
 def _slices(left: list[ContextRange], most_tokens: int) -> Iterator[list[ContextRange]]:
-    """Yields ranges of `most_tokens` together, as far as there are so many. Requests of a slice lie
+    """Yields ranges of `most_tokens` together, as far as there are this many. Requests of a slice
+    lie
     together: one in between that has nothing left is there with an empty range."""
     part: list[ContextRange] = []
     room = most_tokens

@@ -98,7 +98,7 @@ class ExpertMethod(ABC):
     """Computes a layer's experts in one way.
 
     Attributes:
-        unit: So many units of an expert stay together: ranks are given multiples of it.
+        unit: This many units of an expert stay together: ranks are given multiples of it.
     """
 
     unit: int = 1
@@ -147,11 +147,11 @@ class ExpertMethod(ABC):
         """
 
     def leaves_sums(self, layer: ExpertLayer, num_pairs: int) -> bool:
-        """Returns whether outputs of so many (token, expert) pairs are summed by themselves."""
+        """Returns whether outputs of this many (token, expert) pairs are summed by themselves."""
         return True
 
     def takes_logits(self, layer: ExpertLayer, num_rows: int, top_k: int) -> bool:
-        """Returns whether `add_routed` computes so many rows."""
+        """Returns whether `add_routed` computes this many rows."""
         return False
 
     def add_routed(

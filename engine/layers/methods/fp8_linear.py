@@ -31,7 +31,7 @@ from tandem_kernels.gemm.fp8_paths import fp8_path
 from tandem_kernels.reference.fp8 import BLOCK
 
 _MULTIPLE = 16
-"""The library's GEMMs want multiples of so many inputs and outputs."""
+"""The library's GEMMs want multiples of this many inputs and outputs."""
 _ALIGNED_BLOCKS = 4
 """Scales of an output's blocks are that many, filled up: the library takes it for granted."""
 

@@ -170,7 +170,7 @@ class Int8WeightLinear(LinearMethod):
 
         def fill(*stored: Tensor) -> None:
             matrix = read(*stored).in_output_order(part.order)
-            # Ranks may cut groups: ours are of so many inputs that none is of two.
+            # Ranks may cut groups: ours are of this many inputs that none is of two.
             groups = matrix.group_of[:: weight.shape[1] // self.num_groups]
             weight.copy_(signed(matrix))
             scales.copy_(matrix.scales[:, groups].t())

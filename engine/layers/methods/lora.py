@@ -25,7 +25,7 @@ from tandem_kernels.lora import lora_gemm_shapes
 from tandem_kernels.lora.lora_tiles import MOST_PIECES
 
 _FEW_ROWS = 16
-"""The largest number of rows: with more, nobody has timed other forms than two launches."""
+"""The largest number of rows: with more, nothing has timed other forms than two launches."""
 _PIECES_BESIDE = 4
 """Beside a GEMM the shrink has time, and the expand has fewer sums to load."""
 
@@ -46,10 +46,10 @@ class AdapterForm:
     """Says how adapters are computed; without anything, by two launches for any number of rows.
 
     Attributes:
-        few_rows: At most so many rows take an expand for few rows, which gate·up's activation is
+        few_rows: At most this many rows take an expand for few rows, which gate·up's activation is
             part of. Where a graph is recorded, their shrink is on a stream of its own beside the
             layer's GEMM.
-        one_launch_rows: At most so many are computed in the launch of their layer instead, where
+        one_launch_rows: At most this many are computed in the launch of their layer instead, where
             that takes its weights: not quantised ones, nor many slots of high rank.
     """
 

@@ -40,7 +40,7 @@ def create_draft(
     """Returns one rank's share of the drafter of `config`, allocated on `device`, not yet loaded.
 
     Raises:
-        CheckpointError: So many ranks cannot share it, or the cache does not take its layers.
+        CheckpointError: This many ranks cannot share it, or the cache does not take its layers.
     """
     speculative, draft = config.speculative, config.draft
     assert speculative is not None and draft is not None

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _SHARD_BYTES = 1 << 30
 _STORED = {"bfloat16": "BF16", "float16": "F16"}
 _ROUNDED_AT_ONCE = 1 << 18
-"""So many numbers stay in a core's cache while they are rounded."""
+"""This many numbers stay in a core's cache while they are rounded."""
 _FORMAT = 1
 """Changes with what is written."""
 

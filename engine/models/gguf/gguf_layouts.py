@@ -41,7 +41,7 @@ _GEMMA_LAYER = _LAYER | {
 _ROPE_FACTORS = "rope_freqs.weight"
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _LAST_GLOBAL = 6
-"""One layer of so many sees everything in Gemma 3."""
+"""One layer of this many sees everything in Gemma 3."""
 
 
 def _llama(file: GgufFile) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _FORMS: dict[str, tuple[IntegerLayout, int]] = {
     "auto_round:gptq:exllamav2": ("gptq", 1),
     "auto_round:gptqmodel": ("gptq", 0),
 }
-"""Each packing format has somebody's layout, and stores zero points by so much less."""
+"""Each packing format has a layout of its origin, and stores zero points by this much less."""
 _FP8_FORMS = ("auto_round:fp8", "auto_round:fp8_static")
 """These are in e4m3; weights without quantised inputs have no packing format then."""
 _ACTIVATIONS = (

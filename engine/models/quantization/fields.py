@@ -1,4 +1,4 @@
-"""The fields of a `quantization_config`, each read once; what nobody reads is refused by name."""
+"""The fields of a `quantization_config`, each read once; what nothing reads is refused by name."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Fields:
         self._unread.difference_update(names)
 
     def finish(self) -> None:
-        """Raises `UnsupportedField` for a field that nobody has read."""
+        """Raises `UnsupportedField` for a field that nothing has read."""
         for name in sorted(self._unread):
             raise self.unsupported(name)
 

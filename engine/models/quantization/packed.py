@@ -125,7 +125,7 @@ def read_gptq(fields: Fields) -> Quantization:
 
 
 def with_bits(scheme: Integers, bits: int, **changes: Any) -> Integers:
-    """Returns a scheme with changes, for numbers of so many bits."""
+    """Returns a scheme with changes, for numbers of this many bits."""
     return SCHEMES[bits](**msgspec.structs.asdict(scheme) | changes)
 
 

@@ -65,7 +65,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @abstractmethod
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
-        """Raises `CheckpointError` when so many ranks cannot share the model."""
+        """Raises `CheckpointError` when this many ranks cannot share the model."""
 
     @property
     def num_experts(self) -> int:

@@ -66,8 +66,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         other_weights: Names of the checkpoint's tensors that are not read, such as layers that
             predict several tokens at once; those that begin with them.
         has_dense_layers: Layers may have an ordinary feed-forward block.
-        num_dense: So many first layers have one where config.json does not say; None: those without
-            experts are no first ones.
+        num_dense: This many first layers have one where config.json does not say; None: those
+            without experts are no first ones.
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
         attention_bias: Queries, keys and values have a bias.
         output_bias: So has the projection behind attention.
@@ -76,8 +76,8 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ranks together, or none.
         num_extra_layers: Layers behind the last that a checkpoint may have and we do not read, as
             those that predict several tokens at once.
-        sliding_window: A token sees itself and so many less one before it; None: all before it, or
-            no sequence is longer than the window.
+        sliding_window: A token sees itself and this many less one before it; None: all before it,
+            or no sequence is longer than the window.
         window_layers: The layers that the window belongs to; None: all.
         window_rotary: How those rotate; None: as all others.
         unrotated_layers: Layers that do not rotate at all.

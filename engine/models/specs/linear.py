@@ -11,7 +11,7 @@ from kv_transfer.layout import DTYPE_BYTES, Plane, attention_group
 
 _STATE_DTYPE = "float32"
 _FULL_LAYER_EVERY = 4
-"""Says which layers have attention where config.json does not: the last of so many."""
+"""Says which layers have attention where config.json does not: the last of this many."""
 
 
 class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):

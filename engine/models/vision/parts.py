@@ -15,7 +15,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 
 
 class Dense(nn.Module):
-    """[n, in] -> [n, out], with a bias unless told otherwise."""
+    """[n, in] -> [n, out], with a bias by default."""
 
     def __init__(self, size: int, out: int, shard: Shard, *, bias: bool = True) -> None:
         super().__init__()

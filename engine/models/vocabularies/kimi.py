@@ -3,9 +3,9 @@
     tiktoken.model    a line for each token: its bytes in base64, and its rank, which is its id
     tokenizer_config  added_tokens_decoder: special tokens by id, behind all others
 
-Ids that nobody names are reserved ones. The expression that finds words is in the program that Kimi
-publishes beside these files, alike in all releases from K2 to K2.7 and Kimi Linear. That program
-also cuts runs of 25,000 characters without a space; here they are one text.
+Ids that nothing names are reserved ones. The expression that finds words is in the program that
+Kimi publishes beside these files, alike in all releases from K2 to K2.7 and Kimi Linear. That
+program also cuts runs of 25,000 characters without a space; here they are one text.
 """
 
 from __future__ import annotations

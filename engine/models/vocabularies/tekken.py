@@ -1,7 +1,7 @@
 """Mistral's tokenizer: `tekken.json`.
 
     config.pattern                     the expression that finds words
-    config.default_num_special_tokens  so many ids stand in front of all others
+    config.default_num_special_tokens  this many ids stand in front of all others
     special_tokens                     their names; of the oldest files all have the same
     vocab                              tokens by rank, more than the model has: the first ones count
 

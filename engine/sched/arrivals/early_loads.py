@@ -1,6 +1,6 @@
 """Requests that compute while their KV is still being loaded from host memory, layer by layer.
 
-    HostKV: first layers are there, and nobody else has anything to compute
+    HostKV: first layers are there, and nothing else has anything to compute
         │ begin: the request gets a row; the step waits before each layer (`LoadTicket`)
         ▼
       EARLY ──── load is right, or the step's result is here ───▶ an ordinary row
@@ -8,8 +8,8 @@
         └─────── load fails ──▶ preempted; only then the step may go on, and its result is dropped
 
 A layer is marked after its checksums were found right, so a result that comes back by itself is
-right. Until one of these is known, nobody is told of the request's KV: chunks that a peer waits for
-are withheld, and its blocks cannot be found in the prefix cache.
+right. Until one of these is known, nothing is notified of the request's KV: chunks that a peer
+waits for are withheld, and its blocks cannot be found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EarlyLoads:
         """The next step waits with it."""
 
     def begin(self, request: Request, job: int, ticket: LoadTicket) -> None:
-        """Records that the request computes in the next step, and nobody else does."""
+        """Records that the request computes in the next step, and nothing else does."""
         self._early[request.request_id] = _Early(job)
         self._ticket = ticket
 

@@ -9,7 +9,7 @@ A block                                       A request
                                                                  └── EARLY (`EarlyLoads`)
 
 A request that loads has all blocks that it needs, as one whose KV comes from a peer. One that ends
-meanwhile leaves its blocks behind until nobody writes them any more.
+meanwhile leaves its blocks behind until nothing writes them any more.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kv_transfer.base import HostTier
 from kv_transfer.tier import Tier
 
 _SHARE_HELD = 8
-"""At most one block in so many is held to be stored: requests come first."""
+"""At most one block in this many is held to be stored: requests come first."""
 _READ_LIMIT_S = 30.0
-"""Nobody waits longer for a disk."""
+"""Nothing waits longer for a disk."""
 _LONGEST_LOOK_S = 1.0
 """Looks at what waits follow each other sooner, unless this process stands still."""
 
@@ -154,7 +154,7 @@ class HostKV:
 
     def _num_worth_it(self, request: Request, found: list[BlockHash], tier: HostTier) -> int:
         """Returns how many of these blocks are sooner here than computed: all of them, or those
-        before the first that lies on disk. A request is told once; it may ask before every step."""
+        before the first that lies on disk. A request gets it once; it may ask before every step."""
         on_disk = [i for i, name in enumerate(found) if tier.tier_of(name) is Tier.DISK]
         if not on_disk:
             return len(found)
@@ -188,7 +188,7 @@ class HostKV:
 
     def check_reads(self) -> None:
         """Gives up on blocks that a disk does not bring in time, before each step: their prompts
-        are computed. Time in which nobody looked counts little: the disk may have answered."""
+        are computed. Time in which nothing looked counts little: the disk may have answered."""
         now = time.monotonic()
         waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
         for load in [load for load in self._loads.values() if load.num_from_disk]:
@@ -232,7 +232,7 @@ class HostKV:
         return True
 
     def request_ended(self, request: Request) -> None:
-        """Takes the blocks of a request that loads: they are free when nobody writes them."""
+        """Takes the blocks of a request that loads: they are free when nothing writes them."""
         self.ready.remove(request)
         load = self._loads.pop(request.request_id, None)
         if load is not None:

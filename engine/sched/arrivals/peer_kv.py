@@ -1,7 +1,7 @@
 """Prefixes from peers: what a prompt lacks here and a named peer has is pulled, not computed.
 
     a request that names a peer, with blocks for all its tokens, maybe behind KV from host memory
-       │ start                      the node server is told to ask the peer (`take_asks`)
+       │ start                      the node server is asked to ask the peer (`take_asks`)
        ▼
      ASKED ── no, or computing is quicker ──────────┐
        │ `answered`                                 ▼
@@ -10,7 +10,7 @@
 
 It asks once; whatever goes wrong, the prompt is computed behind the part that is here. A peer that
 does not answer is waited for no longer than `ASK_LIMIT_S`. Blocks are asked for by hash, which
-begins with the tenant's salt, so nobody is given what another tenant computed.
+begins with the tenant's salt, so nothing is given what another tenant computed.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class PeerKV:
                 self._done(fetch, fetch.num_cached)
 
     def request_ended(self, request: Request) -> None:
-        """Takes the blocks of a request that pulls: they are free when nobody writes them."""
+        """Takes the blocks of a request that pulls: they are free when nothing writes them."""
         fetch = self._fetches.get(request.request_id)
         if fetch is None:
             return

@@ -7,7 +7,7 @@ QUEUED ──▶ RECEIVING ─┴▶ RECEIVED ──(first token)──▶ READY
              │          ▲       └─ computed here ──────┘
              └──▶ RETRYING, STOPPING ──▶ PARTIAL, FAILED
 
-QUEUED      in the waiting queue; nobody was asked for anything
+QUEUED      in the waiting queue; nothing was asked for anything
 RECEIVING   all blocks that the request needs until it runs are allocated, and transfer
             processes write them
 RETRYING    called off for another attempt, which begins when no writer is left
@@ -59,11 +59,11 @@ NEXT_STATES = {
     _S.ENDED: set[PullState](),
 }
 BEING_CALLED_OFF = (_S.RETRYING, _S.STOPPING)
-"""Writers were told to stop, and have not said that they did."""
+"""Writers were asked to stop, and have not said that they did."""
 IN_MOTION = (_S.RECEIVING, *BEING_CALLED_OFF)
 """Transfer processes may write into the blocks."""
 IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.PARTIAL, _S.READY)
-"""Nobody writes into the blocks any more, and no row has them yet."""
+"""Nothing writes into the blocks any more, and no row has them yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,9 +74,9 @@ class Pull:
         transfer_id: The same for all attempts.
         num_external_tokens: They come from the peer, after those that were here.
         is_computed: The peer of the latest attempt has computed the whole prompt.
-        is_retry: The connector has heard of an earlier attempt.
+        is_retry: The connector has learnt of an earlier attempt.
         next_params: The attempt to begin; None unless RETRYING.
-        stop_by: While STOPPING: CLOCK_MONOTONIC seconds after which nobody waits for writers.
+        stop_by: While STOPPING: CLOCK_MONOTONIC seconds after which nothing waits for writers.
     """
 
     request: Request

@@ -2,7 +2,7 @@
 
 1. `asked`      a peer has said what it holds; how long that took
 2. `pulled`     its KV is here; how many tokens, in how many seconds
-3. `is_quicker` seconds to ask and pull so many tokens, against seconds to compute them
+3. `is_quicker` seconds to ask and pull this many tokens, against seconds to compute them
 
 `SourceRate` says what is tried although it looks slower. With logs at debug each decision is
 written with the figures that made it.

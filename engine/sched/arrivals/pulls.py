@@ -125,7 +125,7 @@ class Pulls:
             self._connector.prompt_computed(request)
 
     def _has_drafts(self, request: Request) -> bool:
-        """Returns whether the peer keeps what our drafter keeps; where not, that is told, once a
+        """Returns whether the peer keeps what our drafter keeps; where not, that is logged, once a
         peer."""
         params = request.kv_transfer_params
         if not self._draft_hash or params is None or params.peer is None:
@@ -256,7 +256,7 @@ class Pulls:
     # What the connector says ------------------------------------------------------------------
 
     def received(self, transfer_id: str, stats: TransferStats) -> KVTransferResult | None:
-        """Ends a pull whose KV has all arrived. Returns None when nobody waits to hear it."""
+        """Ends a pull whose KV has all arrived. Returns None when nothing waits for it."""
         pull = self._in_motion(transfer_id)
         if pull is None:
             return None
@@ -279,8 +279,8 @@ class Pulls:
         code: str = KV_TRANSFER,
     ) -> KVTransferResult | None:
         """Ends a pull whose transfer failed or was aborted: no writer is left. `num_tokens_kept`:
-        from the prompt's beginning, with KV that is complete. Returns None when nobody waits to
-        hear it.
+        from the prompt's beginning, with KV that is complete. Returns None when nothing waits to
+        receive it.
         """
         pull = self._in_motion(transfer_id)
         if pull is None:
@@ -328,17 +328,17 @@ class Pulls:
     def _call_off(
         self, pull: Pull, state: PullState, next_params: KVTransferParams | None = None
     ) -> None:
-        """Writers were told to stop; `state` says what follows."""
+        """Writers were asked to stop; `state` says what follows."""
         if pull.state is not state:
             self._move(pull, state)
         pull.next_params = next_params
         pull.stop_by = time.monotonic() + _STOP_S
 
     def _let_go(self, pull: Pull) -> None:
-        """Takes the pull's blocks from the request: free now, or when nobody writes them."""
+        """Takes the pull's blocks from the request: free now, or when nothing writes them."""
         request = pull.request
         blocks = self._kv_cache.take_blocks(request.request_id)
-        # Said even when nothing is in motion: the peer need not keep KV that nobody will pull.
+        # Said even when nothing is in motion: the peer need not keep KV that nothing will pull.
         if pull.state in BEING_CALLED_OFF or self._connector.abort(request):
             self._held.hold(pull.transfer_id, blocks)
         else:

@@ -1,7 +1,7 @@
 """How quickly one source gives tokens, and when a slow one is tried again.
 
     1. `verdict`    shall this prefix be taken, or computed?
-    2. `took`       it was; so many tokens, so many seconds
+    2. `took`       it was; this many tokens, this many seconds
 
 What a take costs is a part that each has (connections, questions, the first copy) and one that
 grows with its tokens. Takes of different sizes tell them apart; those of one size need not.
@@ -11,7 +11,7 @@ grows with its tokens. Takes of different sizes tell them apart; those of one si
   before, since small ones say little about it. Not where it looks hopeless.
 - **On credit**: computing a prompt which the source has earns a small part of the time that it
   took. A take that looks slower than computing is tried once that pays for what it will lose: after
-  3 prompts at 1.1 times, 25 at twice. A loss that nobody foresaw is paid back first.
+  3 prompts at 1.1 times, 25 at twice. A loss that nothing foresaw is paid back first.
 - **Good news count at once**: a take much quicker than foreseen forgets those before it.
 """
 
@@ -25,14 +25,14 @@ _DECAY = 0.8
 _CREDIT = 0.04
 """Part of the time spent on computing that may be lost by tries."""
 _MOST_LOST = 2
-"""An unforeseen loss counts no more than so many times the time to compute, which 50 prompts earn:
-one stall does not make a quick source a slow one for long."""
+"""An unforeseen loss counts no more than this many times the time to compute, which 50 prompts
+earn: one stall does not make a quick source a slow one for long."""
 _FEWEST_BETWEEN = 8
 """Prompts computed before a source that is slower gets another chance, however little it costs."""
 _NUM_ON_TRUST = 2
 _MUCH_LARGER = 4
 _HOPELESS = 8
-"""Nothing is taken on trust that looks so many times as slow as computing."""
+"""Nothing is taken on trust that looks this many times as slow as computing."""
 _MUCH_QUICKER = 0.75
 _MUCH_MORE = 1.5
 _TELLING_SPREAD = 0.05
@@ -70,7 +70,8 @@ class _Takes:
         self.products = self.products * keep + num_tokens * seconds
 
     def foretell(self, num_tokens: int) -> bool:
-        """Returns whether they say how long so many tokens take. Takes of one size do not, of many
+        """Returns whether they say how long this many tokens take. Takes of one size do not, of
+        many
         more: one that is quicker than they are for its size tells the two parts apart."""
         return self._tells_apart or num_tokens * self.weight <= _MUCH_MORE * self.tokens
 
@@ -127,7 +128,7 @@ class SourceRate:
         return self._takes.parts
 
     def seconds_for(self, num_tokens: int) -> float:
-        """Returns how long it takes to get so many tokens; as good as none before the first."""
+        """Returns how long it takes to get this many tokens; as good as none before the first."""
         setup, each = self.parts
         return self.ask_s + setup + num_tokens * each
 

@@ -102,7 +102,7 @@ class BeamSearch:
         return self.live
 
     def _best_first(self, found: Sequence[TokenLogprobs], length: int) -> Iterator[_Candidate]:
-        """Merges the candidates of all beams, as far as somebody asks for them."""
+        """Merges the candidates of all beams, as far as something asks for them."""
         forbidden = self._stop_ids if length <= self._min_tokens else frozenset[int]()
         heap: list[_Candidate] = []
         places = [self._push(heap, index, of, 1, forbidden) for index, of in enumerate(found)]

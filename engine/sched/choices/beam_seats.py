@@ -2,7 +2,7 @@
 
     seat           0        1        2
     continued by   -     2 beams   1 beam      the first successor stays in its parent's seat,
-    parent seat    1        1        2         others take seats that nobody continues, in order
+    parent seat    1        1        2         others take seats that nothing continues, in order
 
 So what is copied from one row to another is never written at the same time.
 """

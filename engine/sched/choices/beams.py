@@ -6,18 +6,18 @@
              KV of its last token and tells its candidates; then it leaves the row, and its blocks
              wait. Once all beams of the step have done so, `BeamSearch` chooses the next ones: they
              fork off from the beams that they continue (`forks.py` beside it), and blocks that
-             nobody continues are free
+             nothing continues are free
     SEATED   all beams have got rows and blocks in one step, and keep them. They decode like other
              rows, step behind step; workers choose who continues whom (`engine.worker.beam_rows`).
              From the candidates that come back, `BeamSearch` comes to the same beams: references
-             to blocks move as tables have moved, and what nobody continues is free behind the steps
-             in flight
+             to blocks move as tables have moved, and what nothing continues is free behind the
+             steps in flight
     ENDED    the answers that were asked for leave at once, best first
 
     PROMPT ──▶ APART ◀──▶ SEATED ──▶ ENDED      APART if rows or blocks do not suffice for all beams
 
              step 5   [ b0 ][ b1 ][ b2 ]     [ b0 ][ b1 ][ b3 ]
-                        │ continued twice         ╳ by nobody
+                        │ continued twice         ╳ by none
              step 6   [ b0 ][ b1 ][ b2 ]     [ b0 ][ b1 ][ b4 ]     b2 copied to b4, b3 free
                                                            seated:  b2 copied to b3
 
@@ -96,7 +96,7 @@ class Beams:
         self._groups: dict[str, BeamGroup] = {}
         stages = config.parallel.pipeline_parallel_size
         self._seats_beams = config.decode_query_len == 1 and stages == 1
-        """Drafts are of one beam, and stages hear of tokens late: there beams stay APART."""
+        """Drafts are of one beam, and stages learn of tokens late: there beams stay APART."""
         self._numbers = count()
         self._branched: list[BeamGroup] = []
         """Searches whose beams have just branched off, of which none has entered a row."""
@@ -156,7 +156,7 @@ class Beams:
     def end(
         self, request_id: str, status: RequestStatus, error: str = ""
     ) -> list[EngineCoreOutput]:
-        """Ends a search before its time. Returns what those hear who wait for it."""
+        """Ends a search before its time. Returns the outputs of its request."""
         group = self._groups[request_id]
         self._forget(group)
         return [

@@ -104,14 +104,14 @@ class Choices:
         return [output for _, output in begun]
 
     def report_first(self, request: Request, output: EngineCoreOutput) -> None:
-        """Puts into a request's first output what is told once."""
+        """Puts into a request's first output what is sent once."""
         self._unreported.remove(request.request_id)
         output.num_cached_tokens = request.num_cached_tokens
         output.queue_s = max(0.0, request.first_scheduled_at - request.arrival_time)
         output.num_output_tokens_before = request.num_output_tokens - len(output.new_token_ids)
 
     def discard(self, request: Request) -> None:
-        """Removes a request that nobody hears of."""
+        """Removes a request without an output."""
         unheard = EngineCoreOutput(request.request_id, [])
         self._finish(request, RequestStatus.FINISHED_ABORTED, output=unheard)
 

@@ -17,11 +17,11 @@ as one that asks for a single token. Behind it the choices fork off, and go on a
              table of a choice      [ b0 ][ b1 ][ b7..][ b8 ]    b2 copied to b7
              table of the last one  [ b0 ][ b1 ][ b2..][ b9 ]    takes what the fork has
 
-- A choice that ends, wherever it is, concerns nobody else. With the last one that has not forked,
+- A choice that ends, wherever it is, concerns nothing else. With the last one that has not forked,
   the prompt's request is aborted, or the fork's blocks are released: shared ones stay with those
   that have forked.
 - Blocks wait with the fork as long as rows are short. When running requests cannot go on
-  otherwise, or nobody runs and a choice lacks a block, the newest fork gives up its blocks
+  otherwise, or nothing runs and a choice lacks a block, the newest fork gives up its blocks
   (`reclaim`). Its choices then wait as ordinary requests, first token and all, and each computes
   the prompt again, as after a preemption.
 - A choice that is preempted computes alone what it has. Who knows first tokens already and
@@ -140,7 +140,7 @@ class Forks:
 
     def choice_ended(self, choice: Request) -> Request | None:
         """Forgets a choice that ended, if it has not forked. Returns the prompt's request when it
-        is there for nobody now."""
+        is there for none now."""
         fork = self._of_choice.get(choice.request_id)
         if fork is None:
             return None
@@ -213,7 +213,7 @@ class Forks:
             self._end(fork)
 
     def drop(self, beam: Request) -> None:
-        """Gives up the blocks of a beam, if it is held and nobody continues it."""
+        """Gives up the blocks of a beam, if it is held and nothing continues it."""
         fork = self._forks.get(beam.request_id)
         if fork is not None and not fork.choices:
             self._end(fork)

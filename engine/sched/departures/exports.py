@@ -27,7 +27,7 @@ def is_exported(request: Request) -> bool:
 
 class Exports:
     """Keeps exports by transfer id, until the peer has released it. A new attempt replaces an older
-    one, whose blocks are held as long as its own: nobody hears when readers of the older stop."""
+    one, whose blocks are held as long as its own: nothing learns when readers of the older stop."""
 
     def __init__(self, connector: KVConnectorScheduler, fence: StepFence, held: HeldBlocks) -> None:
         self._connector = connector
@@ -48,11 +48,11 @@ class Exports:
     def request_ended(
         self, request: Request, blocks: list[KVCacheBlock], *, is_abort: bool
     ) -> None:
-        """Takes the request's blocks: free now, or when nobody reads them."""
+        """Takes the request's blocks: free now, or when nothing reads them."""
         transfer_id = _params(request).transfer_id
         newest = self._exports.get(transfer_id)
         if newest is not None and newest is not request:
-            # Who reads for an older attempt was told to stop before it heard of the newest one.
+            # Who reads for an older attempt was asked to stop before it learnt of the newest one.
             keeps = True
         elif is_abort:
             keeps = newest is request and self._abort(transfer_id)
@@ -70,13 +70,13 @@ class Exports:
                 self._held.release(transfer_id)
 
     def _abort(self, transfer_id: str) -> bool:
-        """Aborts and returns whether somebody may still read the blocks."""
+        """Aborts and returns whether something may still read the blocks."""
         return self._connector.abort(self._exports.pop(transfer_id))
 
     def failed(
         self, transfer_id: str, reason: str, retryable: bool, *, is_called_off: bool = False
     ) -> KVTransferResult | None:
-        """Returns None when nobody waits to hear it."""
+        """Returns None when nothing waits for it."""
         request = self._exports.pop(transfer_id, None)
         if request is None:
             return None

@@ -1,7 +1,7 @@
 """Blocks without a request that a transfer still touches.
 
 1. `hold`: a request ended, or went on without these blocks, while its KV was in motion
-2. `release`: the connector says that nobody writes or reads them any more
+2. `release`: the connector says that nothing writes or reads them any more
 """
 
 from __future__ import annotations

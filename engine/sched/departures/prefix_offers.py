@@ -44,7 +44,7 @@ class OfferedAnswers:
 
     @classmethod
     def of(cls, config: KVTransferConfig, num_blocks: int, num_behind: int) -> OfferedAnswers:
-        """Returns those of a cache of so many blocks, of which half may be offered, and all of
+        """Returns those of a cache of this many blocks, of which half may be offered, and all of
         those behind it."""
         return cls(num_blocks // 2 + num_behind, config.offer_answers_s)
 

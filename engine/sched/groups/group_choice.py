@@ -5,11 +5,11 @@ prompt already.
                       and those of the prompt that it has not cached
                       + `TOKENS_PER_REQUEST` for each request that it has, as each takes a row, and
                       the step of all groups is as long as that of the fullest
-    has room          a row and all blocks are free: without, nobody knows how long it waits
+    has room          a row and all blocks are free: without, nothing knows how long it waits
 
 The cheapest of the groups with room is taken. A prefix is thus followed as long as the tokens that
 it saves outweigh the longer queue, and no longer: then another group computes it once, has it too,
-and the load of a prefix that everybody asks for spreads by itself.
+and the load of a prefix that all ask for spreads by itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TOKENS_PER_REQUEST = 64
-"""A request weighs as much as so many tokens of prompts. A row costs a step less than a token of a
-prompt, but for as many steps as its answer has tokens."""
+"""A request weighs as much as this many tokens of prompts. A row costs a step less than a token of
+a prompt, but for as many steps as its answer has tokens."""
 
 
 class GroupOffer(NamedTuple):
@@ -50,7 +50,7 @@ class GroupOffer(NamedTuple):
 
 def choose_group(offers: Sequence[GroupOffer]) -> int:
     """Returns the index of the best offer. Of equals, the one with most free blocks, and of those
-    the one that has got fewest requests: so the caches of all groups fill, though nobody waits."""
+    the one that has got fewest requests: so the caches of all groups fill, though nothing waits."""
 
     def rank(index: int) -> tuple[bool, int, int, int]:
         offer = offers[index]

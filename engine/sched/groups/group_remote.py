@@ -12,7 +12,7 @@ from kv_transfer.metadata import KVTransferParams
 
 class GroupPeers:
     """Has of `PeerKV` what the engine core needs, over those of all `groups`. `group_of` returns
-    the one that has a request; None: nobody has."""
+    the one that has a request; None: nothing has."""
 
     def __init__(
         self, groups: Sequence[RemoteKV], group_of: Callable[[str], RemoteKV | None]

@@ -76,7 +76,7 @@ class GroupScheduler:
     # Requests ---------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> EngineCoreOutputs:
-        """Adds a request to the group that it names, or to the best one, which is told to the peer
+        """Adds a request to the group that it names, or to the best one, which the peer learns
         of a prompt. Raises ValueError like `Scheduler`."""
         names = request.request_id, *request.choice_ids
         for name in names:

@@ -3,7 +3,7 @@ groups are padded.
 
     1. a request enters a row with tokens to compute
     2. chunks compute them; the one that computes the last gets a token
-    3. the row decodes, and gets one in every step, until it is told to stop or ends
+    3. the row decodes, and gets one in every step, until it is asked to stop or ends
 """
 
 from __future__ import annotations

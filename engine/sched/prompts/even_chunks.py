@@ -17,7 +17,7 @@ from math import ceil, sqrt
 from engine.contracts.step_work import ModelCost
 
 _UNIT = 64
-"""Chunks that were made shorter have a multiple of so many tokens: kernels work on tiles."""
+"""Chunks that were made shorter have a multiple of this many tokens: kernels work on tiles."""
 
 
 COST_BY_TOKENS = ModelCost(

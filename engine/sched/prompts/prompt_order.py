@@ -2,7 +2,8 @@
 
 The scheduler of an engine and the simulated engine (`planner.simulation`) ask the same object.
 
-    a step is full   with so many tokens that more of them gain nothing by sharing it. Prompts that
+    a step is full   with this many tokens that more of them gain nothing by sharing it. Prompts
+    that
                      long are computed one after the other, shorter ones share a step and end in it
     a turn           before each step one of two lines begins: that of what is left to compute, the
                      shortest first, or that of what is due, the earliest first
@@ -28,15 +29,15 @@ from engine.contracts.step_shapes import FULL_TOKENS
 from engine.sched.prompts.even_chunks import EvenChunks
 
 _GAIN = 1.05
-"""A step is full when no fuller one computes a token in so much less time."""
+"""A step is full when no fuller one computes a token in this much less time."""
 _WHOLE = 2
-"""A prompt of which so many full steps are left is computed at once: another part would cost more
+"""A prompt of which this many full steps are left is computed at once: another part would cost more
 than it gains."""
 _VERY_LONG, _FINEST = 16, 4
-"""A prompt of more full steps than that is cut finer, to parts of one in so many at most: it would
-hold all that come up for so long that it pays to be slower itself."""
+"""A prompt of more full steps than that is cut finer, to parts of one in this many at most: it
+would hold all that come up for so long that it pays to be slower itself."""
 _HOLD = 2
-"""A part of such a prompt is no more than so many times the shortest prompt. One that comes while
+"""A part of such a prompt is no more than this many times the shortest prompt. One that comes while
 the part is computed then waits for no more than twice the time that it takes by itself: shorter
 prompts than half of the finest part take hardly less time than that."""
 _SHORTEST_S = 10.0
@@ -73,7 +74,7 @@ class StepRoom:
 
         Args:
             chunks: Says what tokens behind a context cost; None: as much as others.
-            full: The step is full with so much, and prompts that share it end in it; 0: prompts
+            full: The step is full with this much, and prompts that share it end in it; 0: prompts
                 fill the budget, the last one with a part.
             whole: What is left of the first prompt is computed at once if it is no more; of a
                 longer one, as much as fills the step.
@@ -125,8 +126,8 @@ class PromptOrder:
 
     Attributes:
         chunks: Says what parts cost.
-        full_tokens: A step is full with so many tokens.
-        patience: A prompt is due after so many times the time that it takes by itself.
+        full_tokens: A step is full with this many tokens.
+        patience: A prompt is due after this many times the time that it takes by itself.
     """
 
     chunks: EvenChunks

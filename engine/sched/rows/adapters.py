@@ -5,13 +5,13 @@
        └── set aside until then: others pass
 
 - A request that has left the waiting queue (it runs, or its KV is on its way) holds its adapter
-  where it is. Slot and host memory of an adapter that nobody holds go to the next one that needs
+  where it is. Slot and host memory of an adapter that nothing holds go to the next one that needs
   room.
 - A request that must wait for its adapter lets others pass (`set_aside`), but not for ever: after
   `_MAX_PASSED` of them only requests without an adapter do, so that the slots become free.
 
-All groups share one ledger of what is known and in host memory. Workers are told of slots with the
-requests that use them (`LoRASlot`).
+All groups share one ledger of what is known and in host memory. Workers are notified of slots with
+the requests that use them (`LoRASlot`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class AdapterTable:
 
     @property
     def _aside_is_due(self) -> bool:
-        """Returns whether somebody has been overtaken often enough."""
+        """Returns whether a request has been overtaken often enough."""
         return any(self._num_passed[one.request_id] >= _MAX_PASSED for one in self._aside)
 
     def _take(self, digest: str) -> bool:

@@ -76,7 +76,7 @@ class SharedDrafts(AdaptiveDrafts):
         """Learns nothing: one group does not know what the others did in that time."""
 
     def issued(self, num_rows: int, *, only_decodes: bool) -> DraftPlan:
-        """Takes note of the step for which groups have asked, and returns what they were told;
+        """Takes note of the step for which groups have asked, and returns what they got;
         `num_rows` decode in the group that has most."""
         assert self._decided is not None
         self._num_rows = num_rows

@@ -7,7 +7,7 @@
 before it are. The q with the most expected tokens per second is taken, for all rows of a step: 1
 where drafts do not pay. No answer depends on the choice.
 
-Of what was never measured nobody knows the cost: a few steps try it. Without drafts nothing is
+Of what was never measured nothing knows the cost: a few steps try it. Without drafts nothing is
 learnt of them, so a few steps in a hundred draft all the same.
 """
 
@@ -19,14 +19,14 @@ from collections import defaultdict, deque
 from engine.contracts.step_shapes import lengths_up_to
 
 _MIN_STEPS = 3
-"""A cost counts once so many steps have shown it; until then it is tried."""
+"""A cost counts once this many steps have shown it; until then it is tried."""
 _NUM_KEPT = 15
 _DECAY = 0.97
 """Weight that a step leaves to what is known of drafts."""
 _PROBE_EVERY = 200
 _PROBE_STEPS = 2
 _LEAD = 1.02
-"""A change must promise so much more than what is."""
+"""A change must promise this much more than what is."""
 
 
 class DraftLength:
@@ -96,5 +96,5 @@ class DraftLength:
 
 
 def _size(num_rows: int) -> int:
-    """Returns what batches are told apart by: powers of two."""
+    """Returns what batches are distinguished by: powers of two."""
     return num_rows.bit_length()

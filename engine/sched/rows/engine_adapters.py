@@ -3,7 +3,7 @@
     KNOWN ──a call adds it, or a request wants it──▶ LOADING ──all ranks have it──▶ LOADED
       ▲                                                 │                     in host memory
       ├── could not be read: who waits for it ends ◀────┘                           │
-      └──────────────────── least recently used, and nobody runs ◀──────────────────┘
+      └──────────────────── least recently used, and nothing runs ◀──────────────────┘
 
 - Every call has an answer. An adapter that is added is answered for once all ranks have read it,
   one that is removed when its last request has ended, or when it is added again. A read that takes
@@ -14,7 +14,7 @@
   dropped again: that it can be served is known before it is said.
 - An adapter that is removed takes no more requests and is forgotten when the last one has ended.
 
-Workers are told of it by `commands`, in order with the steps.
+Workers are notified of it by `commands`, in order with the steps.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Adapter:
     """The folder that ranks read now."""
     read_since: float = 0.0
     is_overdue: bool = False
-    """Ranks read it for too long: nobody waits for it."""
+    """Ranks read it for too long: nothing waits for it."""
     heard: list[str] = field(default_factory=list)
     """Keeps what ranks have said of the read so far: an error, or nothing."""
 

@@ -7,9 +7,9 @@ Life of an image's embeddings:
         budget and room for it              encoded in this step, before its tokens are computed
         else                                the chunk ends before the image, and waits
     the last of its tokens is scheduled     the reference is given up, though the image may come
-                                            again in the prompt: nobody who waits for room keeps
+                                            again in the prompt: none that waits for room keeps
                                             what others, or itself, wait for
-    nobody refers to them                   kept while there is room, for the next who sends it;
+    nothing refers to them                   kept while there is room, for the next who sends it;
                                             the one unused for longest goes first
 
 Embeddings are known by the image's digest. A step that drops some and one that has read them run in
@@ -122,7 +122,7 @@ class ImageEncoding:
         return True
 
     def _make_room(self, size: int) -> bool:
-        """Drops embeddings that nobody refers to, nor reads in this step, until `size` tokens fit,
+        """Drops embeddings that nothing refers to, nor reads in this step, until `size` tokens fit,
         if they then do."""
         needed = self._held_tokens + size - self._capacity
         dropped: list[bytes] = []

@@ -9,7 +9,7 @@ Life of a row:
 
     PREFILL   known tokens are computed, chunk by chunk
     JOINING   all known tokens are scheduled; needs a step's room to enter the decode set
-    DECODE    every step computes up to `decode_query_len` tokens, without being told again
+    DECODE    every step computes up to `decode_query_len` tokens, without another message
     DRAINING  its last step is scheduled; only the result is missing
     GONE      the request left; steps in flight may still carry it, their results are dropped
 
@@ -19,7 +19,7 @@ The worker knows how many tokens the row has. The scheduler knows bounds:
 
     confirmed  tokens that results have named
     certain    and one more for each step that is out
-    reserved   and all that those steps may give; blocks are there for so many
+    reserved   and all that those steps may give; blocks are there for this many
 """
 
 from __future__ import annotations

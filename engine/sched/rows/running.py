@@ -11,9 +11,9 @@ For each step, in this order:
 A row that needs a block when none is free:
 
     blocks wait for a step to retire      sit this step out, they come
-    somebody newer runs                   preempt the newest (under `priority`: the last in order)
+    something newer runs                   preempt the newest (under `priority`: the last in order)
     it is the newest itself               it is preempted
-    nobody else can yield                 reclaim KV that has no row yet: what arrived, and what
+    nothing else can yield                 reclaim KV that has no row yet: what arrived, and what
                                           waiting choices share; else sit this step out:
                                           transfers hold the rest, and end
 
@@ -202,7 +202,7 @@ class RunningRows:
     # What rows compute next -------------------------------------------------------------------
 
     def grow_decodes(self, step_id: int) -> bool:
-        """Settles who decodes in step `step_id`. False: blocks are short, admit nobody now."""
+        """Settles who decodes in step `step_id`. False: blocks are short, admit nothing now."""
         preemptions_before = self._counters.num_preemptions
         rows = self.calendar.due(step_id)
         if self._joining:
@@ -261,7 +261,7 @@ class RunningRows:
                 return False
 
     def _yield_blocks(self, wanted_by: Row) -> bool:
-        """Makes somebody give up blocks; False means that nobody can. False: nobody can."""
+        """Frees blocks by preempting the newest request. Returns False if none can be preempted."""
         able = [
             row
             for row in self.table.live()

@@ -90,8 +90,8 @@ class StepBuilder:
         self._decode_remove.append(index)
 
     def add_chunk(self, row: Row, first_token: int, num_tokens: int) -> None:
-        """Records that the step computes so many of the row's known tokens. A first token that came
-        from a peer is no prompt token.
+        """Records that the step computes this many of the row's known tokens. A first token that
+        came from a peer is no prompt token.
         """
         request, end = row.request, first_token + num_tokens
         self._num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - first_token)
@@ -109,8 +109,8 @@ class StepBuilder:
         num_decode_tokens: int,
         num_drafts: int | None = None,
     ) -> tuple[SchedulerOutput, InFlightStep]:
-        """Returns the step as workers get it, and as the scheduler remembers it. So many rows
-        decode in it, and compute so many tokens at most. `num_drafts`: see `AdaptiveOutput`."""
+        """Returns the step as workers get it, and as the scheduler remembers it. This many rows
+        decode in it, and compute this many tokens at most. `num_drafts`: see `AdaptiveOutput`."""
         output = SchedulerOutput(
             step_id,
             self._finished_rows,

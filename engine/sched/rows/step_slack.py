@@ -6,7 +6,7 @@
 2. measured   steps without prompts give `decode`, those with prompts `each`; both follow what is
               measured, and `each` rises at once and falls slowly, since a step that is too long is
               seen by every running answer
-3. alone      nobody decodes: there is nothing to protect, steps are filled
+3. alone      nothing decodes: there is nothing to protect, steps are filled
 
 A step takes `_FEWEST` tokens at least, so that what must be computed here (no prefill node is left)
 goes on whatever the objective. Who chooses whether to compute prompts here asks `tokens_per_s`.
@@ -15,11 +15,11 @@ goes on whatever the objective. Who chooses whether to compute prompts here asks
 from __future__ import annotations
 
 _PART = 0.9
-"""Steps aim at so much of the objective: half of them take longer than estimated."""
+"""Steps aim at this much of the objective: half of them take longer than estimated."""
 _FIRST = 256
 _FEWEST = 64
 _UNIT = 64
-"""Kernels work on tiles of so many tokens."""
+"""Kernels work on tiles of this many tokens."""
 _WEIGHT = 0.2
 """Weight of the last step in what is measured."""
 
@@ -33,7 +33,7 @@ class StepSlack:
         self._each_s = 0.0
 
     def limit(self, budget: int, num_decodes: int) -> int:
-        """Returns what of `budget` prompts may take of a step in which so many rows decode."""
+        """Returns what of `budget` prompts may take of a step in which this many rows decode."""
         if not self.objective_s or not num_decodes:
             return budget
         return min(budget, max(_FEWEST, self._tokens()))
