@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from edge.http import headers as names
 from tandem_pb import kv_transfer_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.decode_node.hostile_decode_node import HostileDecodeNode
+from tests.decode_node.hostile_prefix_holder import LIES, HostilePrefixHolder
 from tests.decode_node.http_node import chunks_of, sse_events
 from tests.decode_node.node_processes import TIMEOUT_S, NodeProcess, node_process
 
@@ -40,9 +41,12 @@ def body(i: int, **more: Any) -> dict[str, Any]:
     }
 
 
-async def tokens(client: httpx.AsyncClient, i: int, **headers: str) -> tuple[list[int], dict]:
+async def tokens(
+    client: httpx.AsyncClient, i: int, more: dict[str, Any] | None = None, **headers: str
+) -> tuple[list[int], dict]:
     headers = {"x-tandem-timeline": "1", **headers}
-    response = await client.post("/v1/completions", json=body(i), headers=headers)
+    content = body(i, **(more or {}))
+    response = await client.post("/v1/completions", json=content, headers=headers)
     assert response.status_code == 200, response.text
     answer = response.json()
     return answer["choices"][0]["token_ids"], answer["timeline"]
@@ -76,7 +80,16 @@ async def health(address: str) -> int:
 
 async def test_prefill_and_decode_together_then_alone(demo_checkpoint: Path) -> None:
     """Equal to one node; a killed prefill node changes nothing; draining finishes what is open."""
-    flags = ("--metrics-port", "0", "--kv-share-prefixes", "always", "--kv-lease-s", "3")
+    flags = (
+        "--metrics-port",
+        "0",
+        "--kv-share-prefixes",
+        "always",
+        "--kv-lease-s",
+        "3",
+        "--kv-stall-timeout-s",
+        "1",
+    )
     async with node_process("prefill_node", demo_checkpoint, *flags) as prefill:
         await prefill.wait_ready()
         args = ("--prefill", prefill.ready["address"])
@@ -88,6 +101,7 @@ async def test_prefill_and_decode_together_then_alone(demo_checkpoint: Path) -> 
                 await compare_remote_with_local(client)
                 us = await hear_lies(client)
                 await suffer_a_hostile_decode_node(prefill, us, client)
+                await pull_from_a_hostile_peer(prefill, client)
                 await follow_a_hostile_router(decode, client)
                 await drain_prefill(prefill, client)
                 await drain_decode(decode, client)
@@ -153,6 +167,21 @@ async def suffer_a_hostile_decode_node(
         assert await liar.hold_prefixes(200) == 256 // 8, "one block in eight is held for peers"
         await liar.hold_what_it_can()
         assert await tokens(client, 1) == (expected, ANY)
+    await until_nothing_is_held(prefill)
+    await until_idle(client)
+
+
+async def pull_from_a_hostile_peer(prefill: NodeProcess, client: httpx.AsyncClient) -> None:
+    """Whatever a peer says that it holds, the prompt is computed without."""
+    for number, (lie, answer) in enumerate(LIES):
+        async with HostilePrefixHolder.listen(lie, answer) as liar:
+            fresh = {
+                "prompt": f"Key {number} of the clockmaker opens no lock of the library. " * 12
+            }
+            expected, _ = await tokens(client, 1, fresh, **HERE)
+            holder = {"x-tandem-prefix-holder": f"decode/{liar.address}"}
+            assert (await tokens(client, 1, fresh, **holder))[0] == expected, number
+            assert liar.num_asked == 1, number
     await until_nothing_is_held(prefill)
     await until_idle(client)
 

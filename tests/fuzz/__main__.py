@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -61,12 +62,16 @@ class Runner:
 
     def search(self, name: str) -> list[str]:
         """Searches by coverage behind what failed before. Returns the target if it failed."""
-        if self._child(name, "--replay")[0] == 0:
+        code, said = self._child(name, "--replay")
+        if code == 0:
             code, said = self._child(name, "--seconds", str(self.seconds))
-            _tell(f"{name}: {said}")
-            if code == 0:
-                return []
-            self._keep(name, said)
+        if code == 0:
+            (self.kept / "current" / name).unlink(missing_ok=True)
+            found = re.search(r"number_of_executed_units: (\d+)", said)
+            _tell(f"{name}: {found[1] if found else 'no'} inputs in {self.seconds} s by coverage")
+            return []
+        _tell(f"{name}: {said}")
+        self._keep(name, said)
         return [name]
 
     def _has_failed(self, name: str) -> bool:

@@ -33,6 +33,8 @@ from tests.fuzz.targets import MODULES
 
 FAILED = 9
 """The exit status of a process whose input failed, and was written."""
+_NEVER_S = 100_000
+"""libFuzzer's own clock is on the wall: `Limits` has one of processor time."""
 _OURS = ("decode_node", "edge", "engine", "host", "kv_transfer", "prefill_node", "router")
 
 
@@ -135,7 +137,8 @@ def _search(name: str, args: argparse.Namespace) -> None:
         raise
     options = [
         f"-max_total_time={args.seconds}", f"-seed={args.seed + 1}", "-rss_limit_mb=0",
-        "-timeout=0", "-detect_leaks=0", "-verbosity=0", f"-artifact_prefix={corpus}-",
+        f"-timeout={_NEVER_S}", "-detect_leaks=0", "-print_final_stats=1",
+        f"-artifact_prefix={args.kept}/{name}-",
     ]  # fmt: skip
     atheris.Setup([sys.argv[0], *options, str(corpus)], change)
     atheris.Fuzz()
