@@ -15,6 +15,8 @@ from planner.evaluation import Forecast, Nodes, Objectives
 from planner.search import Plan
 from planner.traffic.traffic import Traffic
 
+_WIDEST = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -38,7 +40,10 @@ class Report:
     def print(self, console: Console) -> None:
         console.print(f"Traffic: {self._traffic_line()}")
         console.print(f"Speed: {self._profile_line()}", highlight=False)
-        console.print(self._table())
+        # A terminal of 80 columns breaks its lines; rich would leave columns out.
+        table = self._table()
+        needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+        console.print(table, width=max(needed, console.width), crop=False)
         for sentence in self.sentences():
             console.print(sentence, highlight=False)
 

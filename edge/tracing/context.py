@@ -23,7 +23,10 @@ REQUEST_ID = "x-request-id"
 Sampler = Callable[[str], bool]
 """Says of a trace id whether the trace that begins here is sampled."""
 
-_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+# Only versions after 00 may have more behind the flags, and ff is none.
+_PARENT = re.compile(
+    r"(?!ff)(?!00.{53}.)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
+)
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SAMPLED, _NOT_SAMPLED = "01", "00"

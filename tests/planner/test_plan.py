@@ -249,9 +249,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert best["cost_per_million_output_tokens"] == pytest.approx(per_million)
     drawn = ElementTree.fromstring(picture.read_text())
     assert f"{said['prefill']}P + {said['decode']}D" in "".join(drawn.itertext())
-    assert main(ASKED) == 0
+    assert main([*ASKED, "--price", "3"]) == 0
     table = capsys.readouterr().out
     assert "Recommended: " in table and "undivided" in table and "bottleneck" in table
+    assert "✓" in table and "1M out" in table, "all columns are there at 80 columns"
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,15 @@ async def test_spans_of_nodes_are_below_ours(cluster: Cluster, tmp_path: Path) -
     ]
 
 
+def test_a_later_version_may_have_more_behind_the_flags() -> None:
+    trace = TraceContext.from_headers({"traceparent": f"cc{PARENT[2:]}-more"})
+    assert trace.trace_id == TRACE
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        "", "00-1", PARENT.upper(), PARENT + "-more"[:0] + "x", f"ff{PARENT[2:]}",
+        "", "00-1", PARENT.upper(), PARENT + "x", PARENT + "-more", f"ff{PARENT[2:]}",
         f"00-{'0' * 32}-b7ad6b7169203331-01", f"00-{TRACE}-{'0' * 16}-01", PARENT + "\n",
     ],
 )  # fmt: skip
