@@ -82,9 +82,9 @@ BUGS = (
     ),
     Bug(
         "kept-too-long", "blocks of a part are not given back when others need them",
-        "engine/sched/arrivals/pull.py",
-        "IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.PARTIAL, _S.READY)",
-        "IDLE_WITH_BLOCKS = (_S.RECEIVED, _S.READY)",
+        "engine/sched/arrivals/arrival.py",
+        "IDLE_WITH_BLOCKS = (_S.HERE, _S.PART, _S.READY)",
+        "IDLE_WITH_BLOCKS = (_S.HERE, _S.READY)",
         ("tests/engine/sched/arrivals/test_pulls_that_fail.py",), hangs=True,
     ),
     Bug(

@@ -112,8 +112,8 @@ class EngineCore:
         """Holds steps back; None: they go out as soon as there is room for them."""
         scheduler, is_late = self.scheduler, config.device.allows("late-steps")
         if self._batch_queue_size == 2 and is_late and not isinstance(scheduler, GroupScheduler):
-            pulls = scheduler.remote.pulls
-            self.pace = StepPace(lambda: scheduler.last_shape, lambda: pulls.num_started > 0)
+            prefill = scheduler.remote.prefill
+            self.pace = StepPace(lambda: scheduler.last_shape, lambda: prefill.num_started > 0)
 
     def _even_out(self, config: EngineConfig) -> None:
         """Lets chunks of a prompt take the same time where a stage waits for the next one's."""

@@ -1,13 +1,13 @@
 """Decides which requests enter the engine next, with what running ones leave of budget, rows and
 blocks.
 
-    ready      KV and first token came from a peer: blocks are there, only a row is missing
+    ready      KV came from elsewhere, of all tokens or the first: only a row is missing
     searches   all beams of a search, where there is room for all
     choices    of a prompt that is computed: a row and a block or two are missing
-    waiting    a pull: all blocks that it needs until it runs are allocated, then KV is asked for
-               a prefix outside of the cache: likewise, and it is ready when that is here; if
-                        nothing else has anything to compute, it computes while layers come from
-                        host memory
+    waiting    KV comes from elsewhere (`Arrivals`): all blocks that the request needs until it
+                       runs are allocated, then KV is asked for, and it is ready when that is
+                       here; if nobody else has anything to compute, it computes while layers
+                       come from host memory
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
 Blocks for the whole prompt are taken at once, so only decoding rows ever ask for more. That keeps
@@ -23,15 +23,14 @@ from engine.config import SchedulerConfig
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import BeamSeat
 from engine.kv_cache.block import KVCacheBlock
-from engine.kv_cache.group_manager import BlockTables
+from engine.kv_cache.group_manager import BlockTables, RequestBlocks
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.arrivals.pull import Pull
-from engine.sched.arrivals.remote_kv import RemoteKV
 from engine.sched.choices.beams import Beams
 from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
 from engine.sched.departures.exports import is_exported
 from engine.sched.prompts.prompt_order import StepRoom
+from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
 from engine.sched.request_queue import RequestQueue, SortKey
 from engine.sched.rows.adapters import AdapterTable
@@ -65,10 +64,8 @@ class Admission:
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._running = running
-        self._pulls = remote.pulls
-        self._remote = remote
-        self._outside = remote.host.ready
-        """Requests whose prefix came from outside of the cache."""
+        self._arrivals = remote.arrivals
+        self._host = remote.host
         self._forks = forks
         self._beams = beams
         self._adapters = adapters
@@ -103,13 +100,16 @@ class Admission:
     def admit_prepared(self, room: StepRoom) -> None:
         """Admits all that have a prompt already, or KV of its beginning."""
         self._admit_ready(room)
-        self._admit_loaded(room)
         self._admit_searches(room)
         self._may_take_blocks = self._admit_choices(room)
 
     def _admit_ready(self, room: StepRoom) -> None:
-        while self._pulls.ready and not room.is_full and self._running.table.num_free > 0:
-            request = self._pulls.take_ready()
+        """Gives rows to requests whose KV is here, all of it or a beginning."""
+        ready = self._arrivals.ready
+        while ready and not room.is_full and self._running.table.num_free > 0:
+            if not self._part_of(ready.peek(), ready.peek().num_computed_tokens, room):
+                return
+            request = self._arrivals.take_ready()
             if self._limits.images.is_stranded(request, request.num_computed_tokens):
                 self._stranded.append(request.request_id)
                 continue
@@ -118,26 +118,12 @@ class Admission:
             self._kv_cache.confirm(request, request.num_computed_tokens)
             self._running.add_chunk(row, room)
 
-    def _admit_loaded(self, room: StepRoom) -> None:
-        ready = self._outside
-        while ready and not room.is_full and self._running.table.num_free > 0:
-            request = ready.peek()
-            if self._remote.peers.take_over(request):
-                ready.remove(request)
-                continue
-            if not self._part_of(request, request.num_computed_tokens, room):
-                return
-            ready.pop()
-            row = self._enter(request)
-            self._kv_cache.confirm(request, request.num_computed_tokens)
-            self._running.add_chunk(row, room)
-
     def admit_early(self) -> None:
         """Lets a request compute whose layers are still being loaded. The step may have to wait for
         them, so it is only for a time in which there is nothing else to do."""
         if self._running.table.num_live:
             return
-        request = self._remote.host.start_early()
+        request = self._host.start_early()
         if request is not None:
             room = StepRoom(self._config.max_num_batched_tokens, self._limits.max_chunk)
             self._running.add_chunk(self._enter(request), room)
@@ -197,17 +183,16 @@ class Admission:
                 continue
             if self._adapters.set_aside():
                 continue
-            pull = self._pulls.get(request)
-            if pull is not None:
-                if not self._admit_pull(pull):
+            if self._arrivals.get(request.request_id) is not None:
+                if not self._admit_arrival(request):
                     return
                 continue
             if request.spec.images and self._is_stranded(request):
                 self._waiting.pop()
                 self._stranded.append(request.request_id)
                 continue
-            found = self._cached_prefix(request) if self._remote.has_prefix_sources else None
-            if found is not None and self._admit_load(request, *found):
+            found = self._cached_prefix(request) if self._arrivals.prefix_sources else None
+            if found is not None and self._admit_arrival(request, found):
                 continue
             if not self._admit_local(request, room, found) and not self._frees_some():
                 return
@@ -234,10 +219,7 @@ class Admission:
         if not self._kv_cache.can_allocate(num_tokens, cached, self._headroom()):
             self._note_blocked(request)
             return 0
-        self._waiting.pop()
-        blocks = self._kv_cache.allocate_slots(request, num_tokens, cached)
-        request.num_computed_tokens = num_cached
-        self._note_first_scheduling(request, num_cached)
+        blocks = self._allocate(request, num_tokens, cached, num_cached)
         row = self._enter(request)
         if blocks is not None and blocks.borrowed:
             self._running.builder.copy_blocks(self._kv_cache.copies_of_states(blocks))
@@ -253,21 +235,52 @@ class Admission:
         whole = min(remaining, self._limits.max_chunk)
         return 0 if count < whole and self._must_stay_whole(whole) else count
 
-    def _admit_load(self, request: Request, cached: BlockTables, num_cached: int) -> bool:
-        """Returns whether the request left the queue, to come back with KV from elsewhere."""
-        if self._remote.num_with_blocks >= self._config.max_num_seqs:
+    def _admit_arrival(
+        self, request: Request, found: tuple[BlockTables, int] | None = None
+    ) -> bool:
+        """Returns whether the request left the queue, to come back with KV from elsewhere, or
+        became an ordinary one. `found`: its cached prefix; None: a prefill node sends its prompt,
+        and every state, wherever the cached prefix ends."""
+        if self._arrivals.num_with_blocks >= self._config.max_num_seqs:
             return False
-        source, num_loadable = self._remote.find_prefix(request, num_cached)
-        # A first token may come from a peer meanwhile.
-        most = self._limits.max_len(request) - 1
-        need = max(request.num_tokens, min(request.num_tokens + 1, most))
-        if not num_loadable or not self._kv_cache.can_allocate(need, cached, self._headroom()):
+        num_known, num_received = request.num_tokens, 0
+        if found is None:
+            num_known = num_received = request.num_prompt_tokens
+            cached, num_cached = self._kv_cache.get_computed_blocks(
+                request, num_received - 1, is_pulled=True
+            )
+            found = self._kv_cache.without_unseen(cached, num_received), num_cached
+        cached, num_cached = found
+        coming = self._arrivals.find(request, num_cached)
+        if coming is None:
+            self._arrivals.end(request)
+            return num_received > 0
+        # The next token's KV is computed here: of a first one that comes from a peer, too.
+        need = max(num_known, min(num_known + 1, self._limits.max_len(request) - 1))
+        if not self._kv_cache.can_allocate(need, cached, self._headroom()):
+            if num_received:
+                self._note_blocked(request)
             return False
-        self._waiting.pop()
-        self._kv_cache.allocate_slots(request, need, cached)
-        self._note_first_scheduling(request, num_cached)
-        source.start(request, num_cached, num_loadable)
+        self._allocate(request, need, cached, num_cached, num_received)
+        source, num_coming = coming
+        source.begin(request, num_cached, num_coming)
         return True
+
+    def _allocate(
+        self,
+        request: Request,
+        num_tokens: int,
+        cached: BlockTables,
+        num_cached: int,
+        num_received: int = 0,
+    ) -> RequestBlocks | None:
+        """Takes the first waiting request out of its queue, with blocks for `num_tokens` tokens,
+        which are free."""
+        self._waiting.pop()
+        blocks = self._kv_cache.allocate_slots(request, num_tokens, cached, num_received)
+        request.num_computed_tokens = num_cached
+        self._note_first_scheduling(request, num_cached)
+        return blocks
 
     def _cached_prefix(self, request: Request) -> tuple[BlockTables, int]:
         """Returns what the request finds in the cache; nothing, if it has room only without: kept
@@ -292,30 +305,6 @@ class Admission:
         if self._config.enable_chunked_prefill:
             return False
         return count <= self._config.max_num_batched_tokens
-
-    def _admit_pull(self, pull: Pull) -> bool:
-        """Returns False if the request must wait; True if it left the queue or became an ordinary
-        request. True: it left the queue, or became an ordinary request.
-        """
-        request = pull.request
-        if self._pulls.num_with_blocks >= self._config.max_num_seqs:
-            return False
-        max_hit = request.num_prompt_tokens - 1
-        cached, num_cached = self._kv_cache.get_computed_blocks(request, max_hit, is_pulled=True)
-        # The first token's KV is computed here, in the request's first step.
-        need = min(request.num_prompt_tokens + 1, self._limits.max_len(request) - 1)
-        cached = self._kv_cache.without_unseen(cached, request.num_prompt_tokens)
-        if not self._kv_cache.can_allocate(need, cached, self._headroom()):
-            self._note_blocked(request)
-            return False
-        num_external = self._pulls.num_external_tokens(pull, num_cached)
-        if num_external == 0:
-            return True
-        self._waiting.pop()
-        self._kv_cache.allocate_slots(request, need, cached, request.num_prompt_tokens)
-        self._note_first_scheduling(request, num_cached)
-        self._pulls.start(pull, num_cached, num_external)
-        return True
 
     def _enter(
         self, request: Request, max_len: int | None = None, beam: BeamSeat | None = None

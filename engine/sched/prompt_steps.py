@@ -15,7 +15,7 @@ from engine.config import SchedulingPolicy
 from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.admission import Admission
-from engine.sched.arrivals.pulls import Pulls
+from engine.sched.arrivals.arrivals import Arrivals
 from engine.sched.counters import PrefillRate
 from engine.sched.prompts.prompt_order import Line, PromptOrder, StepRoom
 from engine.sched.prompts.prompt_queue import PromptQueue
@@ -41,8 +41,8 @@ class PromptSteps:
         self._clock = clock
         self._queue = PromptQueue(policy, self._judge) if order is not None else None
         self.waiting: RequestQueue = RequestQueue(policy) if self._queue is None else self._queue
-        self.pulls: Pulls | None = None
-        """Knows whose prompt a peer computes."""
+        self.arrivals: Arrivals | None = None
+        """Knows whose prompt a prefill node computes."""
 
     def _judge(self, request: Request) -> None:
         """Sets what is left to compute of a request, and when it is due. One that comes back, or
@@ -57,7 +57,8 @@ class PromptSteps:
             request.due_at = self._order.due_at(self._clock(), seconds)
 
     def _work(self, request: Request) -> float:
-        is_pulled = self.pulls is not None and self.pulls.get(request) is not None
+        arrivals = self.arrivals
+        is_pulled = arrivals is not None and arrivals.get(request.request_id) is not None
         if request.num_preemptions or is_pulled:
             return 0.0
         assert self._order is not None

@@ -31,14 +31,13 @@ from engine.contracts.scheduler_output import SchedulerOutput
 from engine.contracts.step_log import NoStepLog, StepLog
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.sched.admission import Admission
-from engine.sched.arrivals.remote_kv import RemoteKV
 from engine.sched.choices.choices import Choices
 from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
-from engine.sched.groups.group_choice import GroupOffer
 from engine.sched.prompt_steps import PromptSteps
 from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.prompts.prompt_order import PromptOrder
+from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
 from engine.sched.rows.adapters import AdapterTable
 from engine.sched.rows.in_flight import StepShape, StepsInFlight
@@ -46,7 +45,7 @@ from engine.sched.rows.row import Row
 from engine.sched.rows.running import RunningRows
 from engine.sched.rows.step_slack import StepSlack
 from engine.sched.rows.work_meter import WorkMeter
-from engine.sched.scheduler_view import SchedulerView
+from engine.sched.scheduler_view import GroupOffer, SchedulerView
 from engine.sched.step_fence import StepFence
 from kv_transfer.base import KVConnectorScheduler
 from kv_transfer.metadata import KVConnectorOutput, KVTransferParams
@@ -79,12 +78,13 @@ class Scheduler:
         self.remote = self._remote = RemoteKV(
             connector, kv_cache, self._fence, self._waiting, config, rate
         )
-        self._prompts.pulls = self._remote.pulls
+        self._prompts.arrivals = self._remote.arrivals
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, config.scheduler.policy)
         self._requests: dict[str, Request] = {}
         self.adapters = AdapterTable(config, self._requests, self._waiting)
-        parts = self._limits, config, kv_cache, self._fence, self._waiting, self._remote
-        others = self._forks, self.adapters, self._counters
+        parts = self._limits, config, kv_cache, self._fence, self._waiting
+        reclaim = self._remote.arrivals.reclaim, self._forks.reclaim
+        others = self._remote.host, reclaim, self.adapters, self._counters
         self.running = self._running = RunningRows(*parts, *others)
         self._unreported: set[str] = set()
         """Requests whose first output is still to come."""
@@ -122,7 +122,7 @@ class Scheduler:
             self._kv_cache,
             self._fence,
             self._running,
-            self._remote.pulls,
+            self._remote.prefill.shareable,
             self._forks,
             self._requests,
             self._unreported,
@@ -193,7 +193,7 @@ class Scheduler:
         request.draft_feature = feature
         if request.choice_ids:
             begun = self._choices.begin(request, [token_id, *siblings])
-            self._remote.pulls.first_token_known(request)
+            self._remote.prefill.first_token_known(request)
             self._choices.share_arrived()
             return EngineCoreOutputs(outputs=[one for one in begun if one.finish_reason])
         if request.status is RequestStatus.RUNNING:
@@ -204,7 +204,7 @@ class Scheduler:
             output = EngineCoreOutput(request_id, [])
             self._finish(request, *end, output=output)
             return EngineCoreOutputs(outputs=[output])
-        self._remote.pulls.first_token_known(request)
+        self._remote.prefill.first_token_known(request)
         return EngineCoreOutputs()
 
     def supply_candidates(self, request_id: str, candidates: TokenLogprobs) -> EngineCoreOutputs:
@@ -213,26 +213,26 @@ class Scheduler:
         if request is None or request.knows_first_token:
             return EngineCoreOutputs()
         self._beams.supply(request, candidates)
-        self._remote.pulls.first_token_known(request)
+        self._remote.prefill.first_token_known(request)
         return EngineCoreOutputs(outputs=self._choices.share_arrived())
 
     def prompt_computed(self, request_id: str) -> None:
         """Records that a later attempt's peer has computed the prompt; token one is known."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._remote.pulls.prompt_computed(request)
+            self._remote.prefill.prompt_computed(request)
 
     def retry_remote(self, request_id: str, params: KVTransferParams) -> EngineCoreOutputs:
         """Starts a new attempt, maybe with another peer, unless the prompt is computed here."""
         request = self._requests.get(request_id)
-        result = self._remote.pulls.retry(request, params) if request is not None else None
+        result = self._remote.prefill.retry(request, params) if request is not None else None
         return EngineCoreOutputs(kv_results=[result] if result is not None else [])
 
     def prefill_locally(self, request_id: str) -> EngineCoreOutputs:
         """Computes the prompt here, because no KV will come, first token or not."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._remote.pulls.prefill_locally(request)
+            self._remote.prefill.prefill_locally(request)
         return EngineCoreOutputs()
 
     def reset_prefix_cache(self) -> bool:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
+from typing import NamedTuple
 
 from engine.contracts.crash_facts import EngineFacts, RequestFacts, hash_id
 from engine.contracts.outputs import SchedulerStats
 from engine.contracts.request import Request
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.arrivals.remote_kv import RemoteKV
 from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
-from engine.sched.groups.group_choice import GroupOffer
+from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_queue import RequestQueue
 from engine.sched.rows.adapters import AdapterTable
 from engine.sched.rows.in_flight import StepsInFlight
@@ -25,6 +25,26 @@ from engine.sched.step_fence import StepFence
 
 _MAX_WAITING = 256
 """Requests without a row that a crash report lists."""
+
+
+class GroupOffer(NamedTuple):
+    """Says what one group can do for a request.
+
+    Attributes:
+        num_cached_tokens: Tokens of the prompt that it need not compute.
+        num_waiting_tokens: Known tokens of other requests that it has yet to compute.
+        num_requests: Requests that it has.
+        num_free_blocks: Of its KV cache.
+        num_given: Requests that it has got so far, however they ended.
+        has_room: It could begin with the request now.
+    """
+
+    num_cached_tokens: int
+    num_waiting_tokens: int
+    num_requests: int
+    num_free_blocks: int
+    has_room: bool
+    num_given: int = 0
 
 
 class SchedulerView:
@@ -63,20 +83,18 @@ class SchedulerView:
         return SchedulerStats(
             num_running=table.num_live,
             num_waiting=len(self._waiting) + len(self._forks.ready),
-            num_waiting_for_remote_kvs=remote.pulls.num_started
-            + remote.host.num_loading
-            + remote.peers.num_loading,
+            num_waiting_for_remote_kvs=remote.arrivals.num_started,
             num_waiting_tokens=self._waiting.num_tokens + self._running.num_prompt_tokens_left,
             num_free_blocks=self._kv_cache.num_free_blocks,
             num_total_blocks=self._kv_cache.num_blocks,
             num_free_rows=table.num_free,
-            num_delayed_frees=len(remote.held),
+            num_delayed_frees=remote.held.num_transfers,
             prompt_tokens_cached=totals["prefix_cache_hits"],
             prompt_tokens_loaded=remote.host.num_loaded_tokens,
             prompt_tokens_from_disk=remote.host.num_tokens_from_disk,
             num_evicted_blocks=self._kv_cache.block_pool.num_evicted,
             prompt_tokens_pulled=remote.peers.counters.pulled_tokens,
-            prompt_tokens_transferred=remote.pulls.num_transferred_tokens,
+            prompt_tokens_transferred=remote.prefill.num_transferred_tokens,
             prefill_tokens_per_s=self._steps.prefill_rate.tokens_per_s,
             slack_tokens_per_s=self._steps.slack.tokens_per_s(self._usage()),
             kv_transfer=remote.counters,
@@ -98,7 +116,7 @@ class SchedulerView:
         kv_cache, waiting = self._kv_cache, self._waiting
         most = request.num_tokens - 1
         cached, num_cached = kv_cache.get_computed_blocks(request, most)
-        num_outside = self._remote.host.num_loadable(request, num_cached)
+        num_outside = self._remote.host.find(request, num_cached)
         fits = kv_cache.can_allocate(request.num_tokens, cached)
         return GroupOffer(
             num_cached_tokens=num_cached + num_outside,
@@ -117,8 +135,7 @@ class SchedulerView:
         left += [f"blocks of {name}" for name in self._kv_cache.request_ids()]
         for name, count in (
             ("queued requests", len(self._waiting)),
-            ("requests ready for a row", len(self._remote.pulls.ready)),
-            ("loaded requests ready for a row", len(self._remote.host.ready)),
+            ("requests ready for a row", len(self._remote.arrivals.ready)),
             ("choices ready for a row", len(self._forks.ready)),
             ("rows in the decode set", self._running.calendar.size),
             ("fenced blocks", self._fence.num_blocks),
@@ -130,7 +147,7 @@ class SchedulerView:
 
     def facts(self) -> EngineFacts:
         """Returns what a crash report says of requests, blocks and transfers: no content."""
-        table, pulls = self._running.table, self._remote.pulls
+        table, arrivals = self._running.table, self._remote.arrivals
         in_rows = [self._of_row(row) for row in table.live()]
         others = (one for one in self._requests.values() if one.row < 0)
         return EngineFacts(
@@ -145,7 +162,7 @@ class SchedulerView:
             queues={
                 "waiting": len(self._waiting),
                 "waiting_tokens": self._waiting.num_tokens,
-                "pulls_ready": len(pulls.ready),
+                "arrivals_ready": len(arrivals.ready),
                 "choices_ready": len(self._forks.ready),
                 "rows_free": table.num_free,
                 "rows_decoding": self._running.calendar.size,
@@ -153,9 +170,9 @@ class SchedulerView:
             },
             transfers={
                 **self._remote.counters,
-                **{f"pulls_{state}": count for state, count in pulls.count_by_state().items()},
+                **{f"arrivals_{s}": count for s, count in arrivals.count_by_state().items()},
                 "exports": self._remote.exports.count,
-                "delayed_frees": len(self._remote.held),
+                "delayed_frees": self._remote.held.num_transfers,
             },
         )
 

@@ -11,7 +11,6 @@ from engine.contracts.messages import EngineCoreOutput
 from engine.contracts.outputs import SiblingTokens, TokenLogprobs
 from engine.contracts.request import Request, RequestStatus
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.arrivals.pulls import Pulls
 from engine.sched.choices.beams import Beams
 from engine.sched.choices.forks import Forks
 from engine.sched.request_limits import RequestLimits
@@ -34,8 +33,8 @@ class Finish(Protocol):
 
 
 class Choices:
-    """Acts for the scheduler, whose requests these are. `unreported`: those whose first output is
-    still to come."""
+    """Acts for the scheduler, whose requests these are. `arrived`: prompts whose KV has come
+    from a peer, all of it; `unreported`: requests whose first output is still to come."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Choices:
         kv_cache: KVCacheManager,
         fence: StepFence,
         running: RunningRows,
-        pulls: Pulls,
+        arrived: list[Request],
         forks: Forks,
         requests: dict[str, Request],
         unreported: set[str],
@@ -52,7 +51,7 @@ class Choices:
     ) -> None:
         self._limits = limits
         self._running = running
-        self._pulls = pulls
+        self._arrived = arrived
         self._forks = forks
         self._requests = requests
         self._unreported = unreported
@@ -82,8 +81,8 @@ class Choices:
         """Shares prompts whose KV has come from a peer, once their first tokens are known. Returns
         the answers of beams that ended with it."""
         answers: list[EngineCoreOutput] = []
-        while self._pulls.shareable:
-            prompt = self._pulls.shareable.pop()
+        while self._arrived:
+            prompt = self._arrived.pop()
             if prompt.is_beam:
                 answers += self.beams.computed(prompt)
             else:

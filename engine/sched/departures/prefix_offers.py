@@ -131,7 +131,9 @@ class PrefixOffers:
         self._connector.update_state_after_alloc(offer, block_ids, 0)
         tier = self._connector.host_tier
         if loaded and tier is not None:
-            self._loading[tier.load(loaded, [block.block_id for block in fresh])] = offer
+            job = tier.load(loaded, [block.block_id for block in fresh])
+            self._loading[job] = offer
+            self._held.hold(job, blocks)
         else:
             self._hold(offer, self._connector.request_finished(offer))
         return transfer_id, len(blocks)
@@ -142,6 +144,7 @@ class PrefixOffers:
             offer = self._loading.pop(job, None)
             if offer is None:
                 continue
+            self._held.take(job)
             if is_right:
                 fresh = offer.blocks[len(offer.blocks) - len(offer.loaded) :]
                 self._kv_cache.block_pool.cache_full_blocks(fresh, list(offer.loaded))
@@ -164,10 +167,6 @@ class PrefixOffers:
         offer = self._offers.pop(transfer_id, None)
         if offer is not None:
             offer.has_ended = True
-
-    def blocks(self) -> list[KVCacheBlock]:
-        """Returns the blocks of offers that are being loaded; transfers hold the others."""
-        return [block for offer in self._loading.values() for block in offer.blocks]
 
     def leftovers(self) -> list[str]:
         left = [f"prefix held for a peer by transfer {name}" for name in self._offers]

@@ -15,37 +15,12 @@ and the load of a prefix that all ask for spreads by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from engine.sched.scheduler_view import GroupOffer
 
 TOKENS_PER_REQUEST = 64
 """A request weighs as much as this many tokens of prompts. A row costs a step less than a token of
 a prompt, but for as many steps as its answer has tokens."""
-
-
-class GroupOffer(NamedTuple):
-    """Says what one group can do for a request.
-
-    Attributes:
-        num_cached_tokens: Tokens of the prompt that it need not compute.
-        num_waiting_tokens: Known tokens of other requests that it has yet to compute.
-        num_requests: Requests that it has.
-        num_free_blocks: Of its KV cache.
-        num_given: Requests that it has got so far, however they ended.
-        has_room: It could begin with the request now.
-    """
-
-    num_cached_tokens: int
-    num_waiting_tokens: int
-    num_requests: int
-    num_free_blocks: int
-    has_room: bool
-    num_given: int = 0
-
-    @property
-    def cost(self) -> int:
-        """Returns the cost in tokens, short of the prompt's length, which is the same for all."""
-        load = self.num_waiting_tokens + TOKENS_PER_REQUEST * self.num_requests
-        return load - self.num_cached_tokens
 
 
 def choose_group(offers: Sequence[GroupOffer]) -> int:
@@ -54,6 +29,12 @@ def choose_group(offers: Sequence[GroupOffer]) -> int:
 
     def rank(index: int) -> tuple[bool, int, int, int]:
         offer = offers[index]
-        return not offer.has_room, offer.cost, -offer.num_free_blocks, offer.num_given
+        return not offer.has_room, _cost(offer), -offer.num_free_blocks, offer.num_given
 
     return min(range(len(offers)), key=rank)
+
+
+def _cost(offer: GroupOffer) -> int:
+    """Returns the cost in tokens, short of the prompt's length, which is the same for all."""
+    load = offer.num_waiting_tokens + TOKENS_PER_REQUEST * offer.num_requests
+    return load - offer.num_cached_tokens

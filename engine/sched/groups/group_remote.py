@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from engine.contracts.messages import PrefixAsk
 from engine.kv_cache.block_hash import BlockHash
-from engine.sched.arrivals.remote_kv import RemoteKV
+from engine.sched.remote_kv import RemoteKV
 from kv_transfer.metadata import KVTransferParams
 
 
 class GroupPeers:
-    """Has of `PeerKV` what the engine core needs, over those of all `groups`. `group_of` returns
-    the one that has a request; None: nothing has."""
+    """Has of `PeerSource` what the engine core needs, over those of all `groups`. `group_of`
+    returns the one that has a request; None: none has."""
 
     def __init__(
         self, groups: Sequence[RemoteKV], group_of: Callable[[str], RemoteKV | None]

@@ -23,12 +23,12 @@ from engine.contracts.outputs import SchedulerStats, TokenLogprobs
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.sched.admission import Admission
-from engine.sched.arrivals.remote_kv import RemoteKV
 from engine.sched.departures.exports import is_exported
 from engine.sched.groups.group_choice import choose_group
 from engine.sched.groups.group_remote import GroupRemote
 from engine.sched.groups.merged_stats import merged_stats
 from engine.sched.groups.step_sizes import StepSizes
+from engine.sched.remote_kv import RemoteKV
 from engine.sched.rows.adapters import share_ledger
 from engine.sched.rows.adaptive_drafts import DraftPlan, SharedDrafts
 from engine.sched.rows.work_meter import WorkMeter

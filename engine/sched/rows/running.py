@@ -38,8 +38,7 @@ from engine.contracts.scheduler_output import (
 )
 from engine.kv_cache.block_hash import pack_tokens
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.sched.arrivals.remote_kv import RemoteKV
-from engine.sched.choices.forks import Forks
+from engine.sched.arrivals.host_source import HostSource
 from engine.sched.counters import SchedulerCounters
 from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.prompts.prompt_order import StepRoom
@@ -58,7 +57,8 @@ from kv_transfer.metadata import KVConnectorMetadata
 
 
 class RunningRows:
-    """Preempted requests go back to `waiting`."""
+    """Preempted requests go back to `waiting`. Each of `reclaim` gives up KV that no row has, and
+    returns False where there is none."""
 
     unseat: Callable[[Row], None]
     """Preempts all rows of the beam search that one belongs to."""
@@ -70,19 +70,17 @@ class RunningRows:
         kv_cache: KVCacheManager,
         fence: StepFence,
         waiting: RequestQueue,
-        remote: RemoteKV,
-        forks: Forks,
+        host: HostSource,
+        reclaim: Sequence[Callable[[], bool]],
         adapters: AdapterTable,
         counters: SchedulerCounters,
     ) -> None:
         self._kv_cache = kv_cache
         self._fence = fence
         self._waiting = waiting
-        self._pulls = remote.pulls
-        self._host = remote.host
-        self._early = remote.early
-        self._early.preempt = lambda request: self.preempt(self.table.of(request))
-        self._forks = forks
+        self._host = host
+        self._host.preempt = lambda request: self.preempt(self.table.of(request))
+        self._reclaim = reclaim
         self._adapters = adapters
         self._counters = counters
         self.images = ImageEncoding(limits.images)
@@ -174,7 +172,7 @@ class RunningRows:
 
     def leave(self, row: Row) -> None:
         """Takes the row back; its blocks stay the request's."""
-        self._early.left(row.request)
+        self._host.left(row.request)
         if row.phase is RowPhase.PREFILL:
             self._prefilling.remove(row)
         elif row.phase is RowPhase.DECODE:
@@ -246,9 +244,8 @@ class RunningRows:
         row.phase = phase
 
     def _make_room(self, row: Row, num_tokens: int) -> bool:
-        """Takes blocks for `num_tokens`; False means not now, or that the row itself had to go.
-        False: not now, or the row itself had to go.
-        """
+        """Allocates blocks for `num_tokens` tokens. Returns False if the row must wait, or was
+        itself preempted."""
         while True:
             grown = self._kv_cache.grow(row.blocks, num_tokens)
             if grown is not None:
@@ -261,14 +258,14 @@ class RunningRows:
                 return False
 
     def _yield_blocks(self, wanted_by: Row) -> bool:
-        """Frees blocks by preempting the newest request. Returns False if none can be preempted."""
+        """Frees blocks by preempting the newest request. Returns False if none can be freed."""
         able = [
             row
             for row in self.table.live()
             if row.phase is not RowPhase.DRAINING and not row.is_exported
         ]
         if not able or able == [wanted_by]:
-            return self._pulls.reclaim() or self._host.reclaim() or self._forks.reclaim()
+            return any(reclaim() for reclaim in self._reclaim)
         self.preempt(max(able, key=_key))
         return True
 
@@ -359,7 +356,7 @@ class RunningRows:
     def confirm_chunk(self, row: Row, num_computed_tokens: int) -> None:
         """Records that the chunk's step is done and its KV exists."""
         if not row.is_gone:
-            self._early.settle(row.request)
+            self._host.settle(row.request)
             self._kv_cache.confirm(row.request, num_computed_tokens)
 
     def publish(self, row: Row) -> None:

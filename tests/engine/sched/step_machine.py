@@ -23,7 +23,7 @@ from engine.contracts.outputs import ModelRunnerOutput, PromptLogprobs
 from engine.contracts.request import Request
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.sched.arrivals.pull import IDLE_WITH_BLOCKS, IN_MOTION, PullState
+from engine.sched.arrivals.arrival import WITH_BLOCKS, ArrivalState, TransferArrival
 from engine.sched.prompts.prompt_order import PromptOrder
 from engine.sched.rows.row import RowPhase
 from engine.sched.scheduler import Scheduler
@@ -242,8 +242,7 @@ class StepMachine:
 
     def finish_loads(self) -> None:
         """Lets all that goes to host memory arrive, and all that comes from there."""
-        remote = self.scheduler.remote
-        while self.host is not None and (remote.host.leftovers() or remote.offers.blocks()):
+        while self.host is not None and self.host.tier.num_jobs:
             self.host.finish()
             self.poll_connector()
 
@@ -299,34 +298,38 @@ class StepMachine:
             users.update(block.block_id for block in held)
         users.update(block.block_id for block in scheduler._fence.waiting_blocks())
         users.update(block.block_id for block in scheduler._remote.held.blocks())
-        users.update(block.block_id for block in scheduler._remote.host.blocks())
-        users.update(block.block_id for block in scheduler._remote.offers.blocks())
         free = set(pool.free_queue.block_ids())
         assert len(free) == pool.num_free_blocks
         assert len(free) + len(users) == self.num_blocks
         for block in pool.blocks:
             assert block.ref_cnt == users[block.block_id]
             assert (block.block_id in free) == (block.ref_cnt == 0)
-        self.check_pulls()
+        self.check_arrivals()
 
-    def check_pulls(self) -> None:
-        """Checks that a pull has blocks in the states that say so, and all that lack only a row are
-        queued.
+    def check_arrivals(self) -> None:
+        """Checks that a request for which KV arrives has blocks in the states that say so, and that
+        all that lack only a row are queued for one.
         """
         scheduler = self.scheduler
-        pulls = scheduler._remote.pulls
-        found = {
-            client.request.request_id: pull
-            for client in self.clients.values()
-            if (pull := pulls.get(client.request)) is not None
+        arrivals = scheduler._remote.arrivals
+        found = arrivals._of_request
+        in_state = {state: set(arrivals._in[state]) for state in ArrivalState}
+        assert in_state == {
+            state: {name for name, one in found.items() if one.state is state}
+            for state in ArrivalState
         }
-        assert len(found) == pulls.num_started + len(pulls._in[PullState.QUEUED])
-        with_blocks = {
-            name for name, p in found.items() if p.state in (*IN_MOTION, *IDLE_WITH_BLOCKS)
-        }
-        assert with_blocks == found.keys() & set(scheduler._kv_cache.request_ids())
-        assert len(with_blocks) == pulls.num_with_blocks
-        assert {request.request_id for request in pulls.ready} == set(pulls._in[PullState.READY])
+        early, queued = in_state[ArrivalState.EARLY], in_state[ArrivalState.QUEUED]
+        with_blocks = {name for name, one in found.items() if one.state in WITH_BLOCKS}
+        assert with_blocks | early == found.keys() & set(scheduler._kv_cache.request_ids())
+        assert len(with_blocks) == arrivals.num_with_blocks
+        assert {request.request_id for request in arrivals.ready} == in_state[ArrivalState.READY]
+        assert arrivals.num_started == len(found) - len(queued) - len(early)
+        started = Counter(one.source for name, one in found.items() if name not in queued)
+        assert +arrivals._num_of == started
+        named = {one.transfer_id for one in found.values() if isinstance(one, TransferArrival)}
+        assert set(arrivals._of_transfer) == named - {""}
+        assert all(found[name].request.row >= 0 for name in early)
+        assert queued == {one.request_id for one in scheduler._waiting} & found.keys()
 
     def check_bounds(self) -> None:
         """Checks that what the worker has of each row lies between what is confirmed and what is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine.sched.arrivals.pull import NEXT_STATES, PullState
+from engine.sched.arrivals.arrival import NEXT_STATES, ArrivalState
 from engine.sched.scheduler import Scheduler
 from kv_transfer.connectors.no_connector import NoConnectorScheduler
 from tests.engine.sched.factories import (
@@ -195,16 +195,17 @@ def test_a_pulled_request_that_is_preempted_is_computed_here() -> None:
 
 def test_a_pull_changes_only_as_its_table_says(machine: StepMachine) -> None:
     client = add_and_ask(machine, pulled("a"))
-    pulls = machine.scheduler._remote.pulls
-    pull = pulls.get(client.request)
+    arrivals = machine.scheduler._remote.arrivals
+    pull = arrivals.get(client.request.request_id)
     assert pull is not None
-    for state in (PullState.QUEUED, PullState.READY, PullState.RECLAIMED):
-        with pytest.raises(ValueError, match=f"a cannot go from RECEIVING to {state.name}"):
-            pulls._move(pull, state)
+    for state in ArrivalState:
+        if state not in NEXT_STATES[ArrivalState.COMING]:
+            with pytest.raises(ValueError, match=f"a cannot go from COMING to {state.name}"):
+                arrivals.move(pull, state)
     machine.supply_first_token("a")
     finish(machine)
-    assert all(PullState.ENDED in after for state, after in NEXT_STATES.items() if after)
-    assert NEXT_STATES.keys() == set(PullState)
+    assert all(ArrivalState.ENDED in after for state, after in NEXT_STATES.items() if after)
+    assert NEXT_STATES.keys() == set(ArrivalState)
 
 
 def test_a_prefill_whose_token_is_the_whole_answer_is_not_pulled(machine: StepMachine) -> None:

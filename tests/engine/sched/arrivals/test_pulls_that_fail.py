@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import engine.sched.arrivals.pulls as pulls_module
+import engine.sched.arrivals.prefill_source as prefill_source
 from tests.engine.sched.factories import (
     make_config,
     make_request,
@@ -115,7 +115,7 @@ def test_computed_here_although_the_pull_does_not_stop(
     machine.take(machine.scheduler.prefill_locally("a"))
     assert machine.connector.pulls["t-a"].stopping
     assert machine.step() is None
-    monkeypatch.setattr(pulls_module, "_STOP_S", 0.0)
+    monkeypatch.setattr(prefill_source, "_STOP_S", 0.0)
     machine.take(machine.scheduler.prefill_locally("a"))
     step = machine.step()
     assert step is not None

@@ -12,7 +12,8 @@ import pytest
 from engine.contracts.group_step import GroupStep
 from engine.contracts.request import Request
 from engine.kv_cache.block_hash import pack_tokens
-from engine.sched.groups.group_choice import TOKENS_PER_REQUEST, GroupOffer, choose_group
+from engine.sched.groups.group_choice import TOKENS_PER_REQUEST, choose_group
+from engine.sched.scheduler_view import GroupOffer
 from tests.engine.sched.factories import BLOCK_SIZE, VOCAB_SIZE, make_config, make_request
 from tests.engine.sched.group_machine import GroupMachine
 

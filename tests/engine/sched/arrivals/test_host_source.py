@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.contracts.request import RequestStatus
-from engine.sched.arrivals import host_kv
+from engine.sched.arrivals import host_source
 from engine.worker.cudagraph_utils import PROMPT_TOKENS
 from kv_transfer.metadata import HostTierEvent, KVTransferParams, TierCommand, TierContents
 from kv_transfer.tier import Tier
@@ -364,7 +364,7 @@ def test_blocks_in_host_memory_are_loaded_where_those_behind_them_are_slow_to_re
     assert machine.host.tier.take_finished()[job]
     assert [machine.host.tier.tier_of(name) for name in names[1:3]] == [Tier.HOST, Tier.DISK]
     request = make_request("again", PROMPT)
-    assert host.num_loadable(request, 0) == 2 * BLOCK_SIZE
+    assert host.find(request, 0) == 2 * BLOCK_SIZE
 
 
 def test_a_prompt_that_waits_is_weighed_once() -> None:
@@ -373,7 +373,7 @@ def test_a_prompt_that_waits_is_weighed_once() -> None:
     host = machine.scheduler.remote.host
     host._disk_rate.took(NUM_LOADABLE, 1e6)
     request = make_request("again", PROMPT)
-    assert [host.num_loadable(request, 0) for _ in range(100)] == [0] * 100
+    assert [host.find(request, 0) for _ in range(100)] == [0] * 100
     assert host._disk_rate.num_refusals == host.num_cheaper_to_compute == 1
 
 
@@ -384,7 +384,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monke
     assert machine.host is not None
     machine.schedule()
     assert client.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    monkeypatch.setattr(host_kv, "_READ_LIMIT_S", 0.0)
+    monkeypatch.setattr(host_source, "_READ_LIMIT_S", 0.0)
     while not client.finish_reason:
         machine.step()
     assert client.tokens == client.expected and client.num_cached_tokens == 0

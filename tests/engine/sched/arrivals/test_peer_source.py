@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.contracts.request import RequestStatus
-from engine.sched.arrivals import peer_kv
+from engine.sched.arrivals import peer_source
 from engine.sched.arrivals.pull_rates import PullRates
 from engine.sched.counters import PrefillRate
 from engine.sched.departures import prefix_offers
@@ -118,7 +118,7 @@ def test_without_a_peers_help_the_prompt_is_computed(
     begin_to_ask(machine)
     if how == "no answer":
         (ask,) = machine.scheduler.remote.peers.take_asks()
-        monkeypatch.setattr(peer_kv, "ASK_LIMIT_S", 0.0)
+        monkeypatch.setattr(peer_source, "ASK_LIMIT_S", 0.0)
         machine.schedule()
         machine.scheduler.remote.peers.answered(ask.request_id, None, 0)
     else:

@@ -1,6 +1,6 @@
-"""The scheduler's side of the connector: KV that comes in (`Pulls`) and goes out (`Exports`), and
-prefixes from outside of the cache: from host memory (`HostKV`) or from peers (`PeerKV`), to whom
-this node offers its own (`PrefixOffers`).
+"""The scheduler's side of the connector: KV that comes to requests (`Arrivals`, with its sources),
+and KV that goes out: to peers that asked for it (`Exports`, `PrefixOffers`) and to host memory
+(`HostStores`).
 
 A transfer ends with one report of the connector: finished_recving or finished_sending, failed or
 aborted. Only then are blocks free that their request left behind (`HeldBlocks`).
@@ -9,22 +9,23 @@ aborted. Only then are blocks free that their request left behind (`HeldBlocks`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.contracts.messages import KVTransferResult
 from engine.contracts.request import Request
 from engine.kv_cache.block_hash import BlockHash
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.sched.arrivals.arrival import KVArrival
+from engine.sched.arrivals.arrivals import Arrivals
 from engine.sched.arrivals.block_tiers import BlockTiers
-from engine.sched.arrivals.early_loads import EarlyLoads
-from engine.sched.arrivals.host_kv import HostKV
-from engine.sched.arrivals.peer_kv import PeerKV
+from engine.sched.arrivals.host_source import HostSource
+from engine.sched.arrivals.peer_source import PeerSource
+from engine.sched.arrivals.prefill_source import PrefillSource
 from engine.sched.arrivals.pull_rates import PullRates
-from engine.sched.arrivals.pulls import Pulls
 from engine.sched.counters import PrefillRate
 from engine.sched.departures.exports import Exports, is_exported
 from engine.sched.departures.held_blocks import HeldBlocks
+from engine.sched.departures.host_stores import HostStores
 from engine.sched.departures.prefix_offers import OfferedAnswers, PrefixOffers
 from engine.sched.request_queue import RequestQueue
 from engine.sched.step_fence import StepFence
@@ -35,17 +36,8 @@ from kv_transfer.metadata import KVConnectorMetadata, KVConnectorOutput, Transfe
 _CALLED_OFF = "the peer called the transfer off"
 
 
-class PrefixSource(Protocol):
-    """Brings the KV of a prompt's beginning, if not from the cache. A request that waits
-    for it has all its blocks, and comes back in `RemoteKV.ready`. What comes is added to the
-    request's `num_cached_tokens`."""
-
-    def num_loadable(self, request: Request, num_cached_tokens: int) -> int: ...
-    def start(self, request: Request, num_cached_tokens: int, num_tokens: int) -> None: ...
-
-
 class RemoteKV:
-    """Tells each report of the connector to those whom it concerns."""
+    """Passes each report of the connector to those whom it concerns."""
 
     def __init__(
         self,
@@ -56,17 +48,13 @@ class RemoteKV:
         config: EngineConfig,
         prefill_rate: PrefillRate,
     ) -> None:
-        policy, draft_hash = config.scheduler.policy, config.draft_hash
         self._connector = connector
         self._kv_cache = kv_cache
         self._fence = fence
         self.held = HeldBlocks(fence)
-        self.exports = Exports(self._connector, fence, self.held)
-        self.pulls = Pulls(self._connector, kv_cache, fence, self.held, waiting, policy, draft_hash)
-        self.early = EarlyLoads(connector)
+        self.exports = Exports(connector, fence, self.held)
         tier = connector.host_tier
-        short = config.short_prompt
-        self.host = HostKV(tier, self.early, kv_cache, fence, waiting, policy, prefill_rate, short)
+        self.stores = HostStores(tier, kv_cache, self.held)
         transfer = config.kv_transfer
         is_shared = transfer is not None and transfer.shares_prefixes
         pulls_prefixes, answers = False, None
@@ -75,34 +63,21 @@ class RemoteKV:
             if not pulls_prefixes:
                 num_behind = tier.capacity if tier is not None else 0
                 answers = OfferedAnswers.of(transfer, kv_cache.num_blocks, num_behind)
-        is_always = transfer is not None and transfer.pulls_always
-        rates = PullRates(prefill_rate, pulls_always=is_always)
-        self.peers = PeerKV(
-            connector, kv_cache, self.held, self.host.ready, rates, is_on=pulls_prefixes
-        )
         self.offers = PrefixOffers(connector, kv_cache, fence, self.held, answers, is_on=is_shared)
         self.tiers = BlockTiers(kv_cache.block_pool, tier)
+        is_always = transfer is not None and transfer.pulls_always
+        rates = PullRates(prefill_rate, pulls_always=is_always)
+        self.arrivals = arrivals = Arrivals(
+            kv_cache, fence, self.held, waiting, config.scheduler.policy
+        )
+        self.prefill = PrefillSource(arrivals, connector, kv_cache, config.draft_hash)
+        self.host = HostSource(arrivals, connector, kv_cache, prefill_rate, config.short_prompt)
+        self.peers = PeerSource(arrivals, connector, kv_cache, rates, is_on=pulls_prefixes)
+        arrivals.prefix_sources += [one for one in (self.host, self.peers) if one.is_on]
 
     def refusal(self, request: Request) -> str:
         """Returns why this engine cannot take the request's KV parameters; empty when it can."""
         return self._connector.refusal(request)
-
-    @property
-    def has_prefix_sources(self) -> bool:
-        """Returns whether prefixes may come from outside of the cache."""
-        return self.host.is_on or self.peers.is_on
-
-    @property
-    def num_with_blocks(self) -> int:
-        """Returns the requests whose prefix comes from outside, which have blocks and no row."""
-        return self.host.num_with_blocks + self.peers.num_loading
-
-    def find_prefix(self, request: Request, num_cached_tokens: int) -> tuple[PrefixSource, int]:
-        """Returns who has what follows the cached tokens, and how many tokens that may be. This
-        host comes first, and peers are asked for what it lacks (`PeerKV.take_over`)."""
-        own = self.host.num_loadable(request, num_cached_tokens)
-        others = self.peers.num_loadable(request, num_cached_tokens + own)
-        return (self.host, own) if own else (self.peers, others)
 
     def offer(self, names: Sequence[BlockHash]) -> tuple[int, str, int]:
         """Returns 0, the group that has the blocks, and what `PrefixOffers` does."""
@@ -114,20 +89,15 @@ class RemoteKV:
             request.prefix_peer = ""
         params = request.kv_transfer_params
         if params is not None and params.do_remote_prefill and not params.first_token_only:
-            self.pulls.add(request)
+            self.prefill.add(request)
         elif is_exported(request):
             self.exports.add(request)
 
     def request_ended(self, request: Request, *, is_abort: bool) -> None:
-        """Takes the request's blocks: free now, or when no transfer touches them."""
-        self.host.request_ended(request)
-        self.peers.request_ended(request)
+        """Takes the request's blocks: free now, or when nobody writes or reads them."""
+        self.arrivals.end(request)
         if (answers := self.offers.answers) is not None and not is_abort:
             answers.add(self._kv_cache.block_names(request, request.num_tokens - 1))
-        pull = self.pulls.get(request)
-        if pull is not None:
-            self.pulls.request_ended(pull)
-            return
         blocks = self._kv_cache.take_blocks(request.request_id)
         if is_exported(request):
             self.exports.request_ended(request, blocks, is_abort=is_abort)
@@ -136,20 +106,18 @@ class RemoteKV:
 
     def begin_step(self) -> None:
         """Looks after what goes on beside steps."""
-        self.pulls.check_stopping()
+        self.prefill.check_stopping()
         self.host.check_reads()
-        self.host.store_offered()
+        self.stores.store_offered()
         self.peers.check_asked()
 
     def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
         """Takes the chunks of exports."""
-        return self.early.build_meta(step_id, chunks)
+        return self.host.build_meta(step_id, chunks)
 
     def update(self, output: KVConnectorOutput) -> list[KVTransferResult]:
         """Results in the order: arrived, failed, released."""
-        self.host.loads_begun(output.host_begun)
-        self.host.jobs_done(output.host_jobs)
-        self.offers.jobs_done(output.host_jobs)
+        self._update_jobs(output)
         results: list[KVTransferResult | None] = []
         for transfer_id in (
             *output.finished_sending, *output.finished_recving, *output.failed, *output.aborted,
@@ -159,23 +127,53 @@ class RemoteKV:
         for transfer_id in (*output.failed, *output.aborted, *output.released):
             self.offers.ended(transfer_id)
         for transfer_id in output.finished_recving:
-            self.peers.received(transfer_id)
-            results.append(self.pulls.received(transfer_id, _stats(output, transfer_id)))
-        kept = output.num_tokens_kept
-        for transfer_id in (*output.failed, *output.aborted):
-            self.peers.failed(transfer_id, kept.get(transfer_id, 0))
-        for transfer_id, why in output.failed.items():
-            part = kept.get(transfer_id, 0)
+            arrival = self.arrivals.of_transfer(transfer_id)
+            if arrival is not None:
+                stats = _stats(output, transfer_id)
+                results.append(arrival.source.received(arrival, stats))
+        for transfer_id, (reason, is_retryable) in output.failed.items():
             code = output.failure_codes.get(transfer_id, KV_TRANSFER)
-            results.append(self.pulls.failed(transfer_id, *why, part, code))
-            results.append(self.exports.failed(transfer_id, *why))
+            results.append(self._failed(output, transfer_id, reason, is_retryable, code))
+            results.append(self.exports.failed(transfer_id, reason, is_retryable))
         for transfer_id in output.aborted:
-            part = kept.get(transfer_id, 0)
-            results.append(self.pulls.failed(transfer_id, _CALLED_OFF, True, part))
+            results.append(self._failed(output, transfer_id, _CALLED_OFF, True, KV_TRANSFER))
             results.append(self.exports.failed(transfer_id, _CALLED_OFF, True, is_called_off=True))
         for transfer_id in output.released:
             results.append(self.exports.released(transfer_id, _stats(output, transfer_id)))
         return [result for result in results if result is not None]
+
+    def _update_jobs(self, output: KVConnectorOutput) -> None:
+        self.host.loads_begun(output.host_begun)
+        self.stores.jobs_done(output.host_jobs)
+        self.offers.jobs_done(output.host_jobs)
+        for job in output.host_jobs:
+            self.held.release(job)
+        self.host.jobs_done(output.host_jobs)
+        self.stores.store_offered()
+
+    def _failed(
+        self,
+        output: KVConnectorOutput,
+        transfer_id: str,
+        reason: str,
+        is_retryable: bool,
+        code: str,
+    ) -> KVTransferResult | None:
+        """Tells the source of an arrival whose transfer has ended early. Returns what the node
+        server is to be told; None: nothing."""
+        arrival = self.arrivals.of_transfer(transfer_id)
+        if arrival is None:
+            return None
+        failure = KVTransferResult(
+            arrival.request.request_id,
+            _attempt(arrival),
+            False,
+            reason=reason,
+            retryable=is_retryable,
+            code=code,
+        )
+        num_tokens_kept = output.num_tokens_kept.get(transfer_id, 0)
+        return arrival.source.failed(arrival, num_tokens_kept, failure)
 
     @property
     def counters(self) -> dict[str, float]:
@@ -191,23 +189,22 @@ class RemoteKV:
 
     def forget_cached(self) -> None:
         """Forgets what was cached outside of the cache, or offered."""
-        self.host.forget_all()
+        self.stores.forget()
+        if (tier := self._connector.host_tier) is not None:
+            tier.forget_all()
         if self.offers.answers is not None:
             self.offers.answers.clear()
 
     def leftovers(self) -> list[str]:
         """Names everything that should not be there when no request is."""
-        parts = (
-            self.pulls,
-            self.exports,
-            self.held,
-            self.host,
-            self.early,
-            self.peers,
-            self.offers,
-        )
+        parts = self.arrivals, self.host, self.exports, self.held, self.offers
         return [left for part in parts for left in part.leftovers()]
 
 
 def _stats(output: KVConnectorOutput, transfer_id: str) -> TransferStats:
     return output.stats.get(transfer_id, TransferStats())
+
+
+def _attempt(arrival: KVArrival) -> int:
+    params = arrival.request.kv_transfer_params
+    return params.attempt if params is not None else 0

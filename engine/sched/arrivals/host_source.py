@@ -1,0 +1,267 @@
+"""KV from host memory: blocks come back when a prompt needs them that the cache has forgotten. What
+lies on disk behind it is read if that is sooner done than computed, by what was seen of both.
+
+    COMING     a job of the tier copies blocks
+    NOTHING    blocks were damaged, or a disk did not answer: the prompt is computed
+    EARLY      first layers are there, and nobody else has anything to compute: the request has a
+               row, and its step waits before each layer (`LoadTicket`)
+                 the load is right, or the step's result is here ──▶ an ordinary row
+                 the load fails ──▶ preempted; only then the step may go on, and its result is
+                                    dropped
+
+A layer is marked after its checksums were found right, so a result that comes back by itself is
+right. Until one of these is known, nobody is told of the KV of a request that is EARLY: chunks that
+a peer waits for are withheld, and its blocks cannot be found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.contracts.request import Request
+from engine.kv_cache.block_hash import BlockHash
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.sched.arrivals.arrival import ArrivalState, KVArrival, WriterKey
+from engine.sched.arrivals.arrivals import Arrivals
+from engine.sched.arrivals.source_rate import SourceRate
+from engine.sched.counters import PrefillRate
+from kv_transfer.base import ChunkLike, KVConnectorScheduler
+from kv_transfer.metadata import KVConnectorMetadata, LoadTicket
+from kv_transfer.tier import Tier
+
+_READ_LIMIT_S = 30.0
+"""Nobody waits longer for a disk."""
+_LONGEST_LOOK_S = 1.0
+"""Looks at what waits follow each other sooner, unless this process stands still."""
+
+
+@dataclass(slots=True, eq=False)
+class HostLoad(KVArrival):
+    """Attributes:
+    num_from_disk: Tokens among those that come.
+    is_first: The request was not preempted before.
+    chunks: What is withheld while EARLY, with its steps.
+    """
+
+    job: int = -1
+    num_from_disk: int = 0
+    is_first: bool = True
+    waited_s: float = 0.0
+    has_begun: bool = False
+    chunks: list[tuple[int, ChunkLike]] = field(default_factory=list)
+
+
+class HostSource:
+    """Without a tier it never has anything. `preempt` takes a running request's row; set once,
+    before the first step."""
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        connector: KVConnectorScheduler,
+        kv_cache: KVCacheManager,
+        prefill_rate: PrefillRate,
+        short_tail: int = 0,
+    ) -> None:
+        """Takes `prefill_rate`, the speed of our own steps, against which reads from disk are
+        weighed. `short_tail`: prompts of which no more tokens are left wait for all of their KV,
+        since their step is recorded then, and sooner done than one that waits for layers."""
+        self._arrivals = arrivals
+        self._connector = connector
+        self._tier = connector.host_tier
+        self._kv_cache = kv_cache
+        self._prefill_rate = prefill_rate
+        self._short_tail = short_tail
+        self._disk_rate = SourceRate()
+        self._looked_at = time.monotonic()
+        self.preempt: Callable[[Request], None] = _never
+        self.num_loaded_tokens = 0
+        self.num_tokens_from_disk = 0
+        """Counts those of `num_loaded_tokens` that were on disk."""
+        self.num_tokens_loaded_again = 0
+        """Counts those of them whose requests had been preempted, and looked up before."""
+        self.num_cheaper_to_compute = 0
+        """Prompts that computed what lies on disk."""
+        self._of_job: dict[int, HostLoad] = {}
+        """Loads that go on, whatever became of their requests, unless these have ended."""
+        self._ticket: LoadTicket | None = None
+        """The next step waits with it."""
+
+    @property
+    def is_on(self) -> bool:
+        return self._tier is not None
+
+    # As a source ------------------------------------------------------------------------------
+
+    def find(self, request: Request, num_computed_tokens: int) -> int:
+        """At least one token is left to be computed."""
+        if self._tier is None or request.needs_prompt_logprobs:
+            return 0
+        block_size = self._kv_cache.least_block_size
+        names = self._kv_cache.block_names(request, request.num_tokens - 1)
+        first = num_computed_tokens // block_size
+        count = self._tier.num_found(names, first)
+        if self._tier.has_disk and count:
+            count = self._num_worth_it(request, names[first : first + count])
+        return count * block_size
+
+    def _num_worth_it(self, request: Request, found: list[BlockHash]) -> int:
+        """Returns how many of these blocks are sooner here than computed: all of them, or those
+        before the first that lies on disk. A request is told once; it may ask before every step."""
+        on_disk = [i for i, name in enumerate(found) if self._lies_on_disk(name)]
+        if not on_disk:
+            return len(found)
+        if request.reads_disk is None:
+            block_size, own = self._kv_cache.least_block_size, self._prefill_rate.tokens_per_s
+            seconds = self._disk_rate.seconds_for(len(on_disk) * block_size)
+            saved = (len(found) - on_disk[0]) * block_size
+            request.reads_disk = not own or self._disk_rate.verdict(seconds, saved / own).is_to_take
+            self.num_cheaper_to_compute += not request.reads_disk
+        return len(found) if request.reads_disk else on_disk[0]
+
+    def _lies_on_disk(self, name: BlockHash) -> bool:
+        return self._tier is not None and self._tier.tier_of(name) is Tier.DISK
+
+    def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
+        assert self._tier is not None
+        block_size = self._kv_cache.least_block_size
+        num_stop = num_computed_tokens + num_tokens
+        first, stop = num_computed_tokens // block_size, num_stop // block_size
+        names = self._kv_cache.block_names(request, stop * block_size)[first:]
+        blocks = self._kv_cache.get_block_ids(request.request_id)[0][first:stop]
+        load = HostLoad(request, self, is_first=request.num_preemptions == 0)
+        load.num_from_disk = sum(map(self._lies_on_disk, names)) * block_size
+        self._arrivals.add(load)
+        self._arrivals.begin(load, num_computed_tokens, num_tokens, ArrivalState.COMING)
+        request.num_computed_tokens = num_stop
+        if load.is_first and request.num_cached_tokens is not None:
+            request.num_cached_tokens += num_tokens
+        load.job = self._tier.load(names, blocks)
+        self._of_job[load.job] = load
+
+    def stop(self, arrival: HostLoad) -> WriterKey | None:
+        return arrival.job if self._of_job.pop(arrival.job, None) is not None else None
+
+    # What the tier says -----------------------------------------------------------------------
+
+    def check_reads(self) -> None:
+        """Gives up on blocks that a disk does not bring in time, before each step: their prompts
+        are computed. Time in which nobody looked counts little: the disk may have answered."""
+        now = time.monotonic()
+        waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        for load in [load for load in self._of_job.values() if load.num_from_disk]:
+            if load.state is not ArrivalState.COMING:
+                continue
+            load.waited_s += waited_s
+            if self._tier and load.waited_s > _READ_LIMIT_S and self._tier.give_up(load.job):
+                self._disk_rate.took(load.num_from_disk, load.waited_s)
+                load.request.reads_disk = False
+                self._load_done(self._of_job.pop(load.job), is_right=False)
+
+    def loads_begun(self, jobs: list[int]) -> None:
+        """Records that the first layers of these loads are there."""
+        for job in jobs:
+            if (load := self._of_job.get(job)) is not None:
+                load.has_begun = True
+
+    def jobs_done(self, jobs: dict[int, bool]) -> None:
+        """Goes on after jobs of the tier, of which nothing is on its way any more. By job: whether
+        it is right."""
+        if self._tier is None or not jobs:
+            return
+        for num_blocks, seconds in self._tier.take_reads():
+            self._disk_rate.took(num_blocks * self._kv_cache.least_block_size, seconds)
+        for job, is_right in jobs.items():
+            if job in self._of_job:
+                self._load_done(self._of_job.pop(job), is_right)
+            if not is_right:
+                self._tier.let_go(job)
+
+    def _load_done(self, load: HostLoad, is_right: bool) -> None:
+        self._count(load, is_right)
+        if load.state is ArrivalState.COMING and is_right:
+            self._arrivals.here(load, load.request.num_computed_tokens)
+        elif load.state is ArrivalState.COMING:
+            self._arrivals.move(load, ArrivalState.NOTHING)
+            self._arrivals.compute_all(load)
+        elif load.state is ArrivalState.EARLY and is_right:
+            self._settle(load)
+        elif load.state is ArrivalState.EARLY:
+            self.preempt(load.request)
+
+    def _count(self, load: HostLoad, is_right: bool) -> None:
+        if is_right:
+            self.num_loaded_tokens += load.num_coming
+            self.num_tokens_from_disk += load.num_from_disk
+            self.num_tokens_loaded_again += 0 if load.is_first else load.num_coming
+        elif load.is_first and load.request.num_cached_tokens is not None:
+            load.request.num_cached_tokens -= load.num_coming
+
+    # Requests that compute while layers come --------------------------------------------------
+
+    def start_early(self) -> Request | None:
+        """Returns a request that can compute while the rest of its layers come: it needs a row, and
+        the next step for itself. None: there is none."""
+        for load in self._of_job.values():
+            request = load.request
+            if load.state is not ArrivalState.COMING or request.prefix_peer:
+                continue  # A peer is asked for what follows, once all of this is here.
+            if request.num_tokens - request.num_computed_tokens <= self._short_tail:
+                continue
+            ticket = self._tier.ticket(load.job) if self._tier and load.has_begun else None
+            if ticket is not None:
+                self._ticket = ticket
+                self._arrivals.move(load, ArrivalState.EARLY)
+                return request
+        return None
+
+    def build_meta(self, step_id: int, chunks: list[ChunkLike]) -> KVConnectorMetadata | None:
+        """Tells of the chunks of exports that are certain to be right. Returns what workers must
+        know of the step."""
+        if not self._arrivals.any_in(ArrivalState.EARLY):
+            return self._connector.build_connector_meta(step_id, chunks)
+        certain, is_any_withheld = list[ChunkLike](), False
+        for chunk in chunks:
+            load = self._early(chunk.request.request_id)
+            if load is None:
+                certain.append(chunk)
+            else:
+                load.chunks.append((step_id, chunk))
+                is_any_withheld = True
+        kv = self._connector.build_connector_meta(step_id, certain)
+        ticket, self._ticket = self._ticket, None
+        if not is_any_withheld and ticket is None:
+            return kv
+        return KVConnectorMetadata(is_any_withheld or (kv is not None and kv.save_kv), ticket)
+
+    def _early(self, request_id: str) -> HostLoad | None:
+        load = self._arrivals.get(request_id)
+        return load if isinstance(load, HostLoad) and load.state is ArrivalState.EARLY else None
+
+    def settle(self, request: Request) -> None:
+        """Tells what was withheld, since the request's KV is right."""
+        if (load := self._early(request.request_id)) is not None:
+            self._settle(load)
+
+    def _settle(self, load: HostLoad) -> None:
+        self._arrivals.move(load, ArrivalState.ENDED)
+        for step_id, chunk in load.chunks:
+            self._connector.build_connector_meta(step_id, [chunk])
+
+    def left(self, request: Request) -> None:
+        """Forgets a request that leaves its row."""
+        if (load := self._early(request.request_id)) is not None:
+            self._arrivals.move(load, ArrivalState.ENDED)
+
+    def leftovers(self) -> list[str]:
+        """Names everything that should not be there when no request is."""
+        return [
+            f"load {job} for request {load.request.request_id}"
+            for job, load in self._of_job.items()
+        ]
+
+
+def _never(request: Request) -> None:
+    raise AssertionError("nobody preempts before there are rows")

@@ -1,0 +1,214 @@
+"""Prefixes from peers: what a prompt lacks here and a named peer has is pulled, not computed.
+
+    ASKED    the node server asks the peer (`take_asks`), and waits `ASK_LIMIT_S` at most
+    COMING   the peer holds it, and it is sooner here than computed
+    READY    behind whatever KV there is: all of it, a part, or nothing
+
+It asks once; whatever goes wrong, the prompt is computed behind the part that is here. Blocks are
+asked for by hash, which begins with the tenant's salt, so nobody is given what another tenant
+computed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from engine.contracts.messages import KVTransferResult, PrefixAsk
+from engine.contracts.request import Request
+from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.sched.arrivals.arrival import ArrivalState, TransferArrival, WriterKey
+from engine.sched.arrivals.arrivals import Arrivals
+from engine.sched.arrivals.pull_rates import PullRates
+from engine.sched.arrivals.source_rate import PullDecision
+from kv_transfer.base import KVConnectorScheduler
+from kv_transfer.metadata import KVTransferParams, TransferStats
+
+ASK_LIMIT_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class PeerArrival(TransferArrival):
+    """A prefix, as a connector reads a request: `num_prompt_tokens` of it."""
+
+    peer: str = ""
+    asked_at: float = 0.0
+    num_prompt_tokens: int = 0
+    kv_transfer_params: KVTransferParams | None = None
+    started_at: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+@dataclass(slots=True)
+class PeerCounters:
+    """Counts since the start, named as metrics name them."""
+
+    pulled_tokens: int = 0
+    pulls: int = 0
+    failures: int = 0
+    misses: int = 0
+    """Peers that had nothing that was lacking, or did not answer."""
+    cheaper_to_compute: int = 0
+
+    def by_name(self) -> dict[str, float]:
+        return {
+            "prefix_pulled_tokens": float(self.pulled_tokens),
+            "prefix_pulls": float(self.pulls),
+            "prefix_pull_failures": float(self.failures),
+            "prefix_misses": float(self.misses),
+            "prefix_cheaper_to_compute": float(self.cheaper_to_compute),
+        }
+
+
+class PeerSource:
+    """The prefix caches of the peers that requests name."""
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        connector: KVConnectorScheduler,
+        kv_cache: KVCacheManager,
+        rates: PullRates,
+        *,
+        is_on: bool,
+    ) -> None:
+        self.is_on = is_on
+        self.counters = PeerCounters()
+        self._arrivals = arrivals
+        self._connector = connector
+        self._kv_cache = kv_cache
+        self._rates = rates
+        self._asks: list[PrefixAsk] = []
+
+    # As a source ------------------------------------------------------------------------------
+
+    def find(self, request: Request, num_computed_tokens: int) -> int:
+        """At least one token is left to be computed."""
+        if not self.is_on or not request.prefix_peer or request.needs_prompt_logprobs:
+            return 0
+        count = self._most_tokens(request) - num_computed_tokens
+        if count <= 0:
+            request.prefix_peer = ""
+        elif not request.tries_prefix_peer and not self._is_worth_asking(request, count):
+            request.prefix_peer = ""
+            self.counters.cheaper_to_compute += 1
+        return count if request.prefix_peer else 0
+
+    def _most_tokens(self, request: Request) -> int:
+        block_size = self._kv_cache.least_block_size
+        return (request.num_tokens - 1) // block_size * block_size
+
+    def _is_worth_asking(self, request: Request, num_tokens: int) -> bool:
+        """A try is decided once, or the next look at the request, as before the peer answers and
+        after, would find the peer slower and the try spent."""
+        verdict = self._rates.verdict(request.prefix_peer, num_tokens)
+        request.tries_prefix_peer = verdict in (PullDecision.ON_TRUST, PullDecision.ON_CREDIT)
+        return verdict.is_to_take
+
+    def begin(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
+        names = self._kv_cache.block_names(request, num_computed_tokens + num_tokens)
+        peer, request.prefix_peer = request.prefix_peer, ""
+        arrival = PeerArrival(request, self, peer=peer, asked_at=time.monotonic())
+        self._arrivals.add(arrival)
+        self._arrivals.begin(arrival, num_computed_tokens, num_tokens, ArrivalState.ASKED)
+        request.num_computed_tokens = num_computed_tokens
+        self._asks.append(PrefixAsk(request.request_id, peer, names))
+
+    def stop(self, arrival: PeerArrival) -> WriterKey | None:
+        is_coming = arrival.state is ArrivalState.COMING
+        return arrival.transfer_id if is_coming and self._connector.abort(arrival) else None
+
+    def received(self, arrival: PeerArrival, stats: TransferStats) -> KVTransferResult | None:
+        seconds = time.monotonic() - arrival.started_at
+        self._rates.pulled(arrival.peer, arrival.num_coming, seconds)
+        self.counters.pulls += 1
+        self._keep(arrival, arrival.num_prompt_tokens)
+        return None
+
+    def failed(
+        self, arrival: PeerArrival, num_tokens_kept: int, failure: KVTransferResult
+    ) -> KVTransferResult | None:
+        self.counters.failures += 1
+        block_size = self._kv_cache.least_block_size
+        self._keep(arrival, max(arrival.num_before, num_tokens_kept // block_size * block_size))
+        return None
+
+    # What peers say ---------------------------------------------------------------------------
+
+    def take_asks(self) -> list[PrefixAsk]:
+        """Returns what the node server has to ask peers now."""
+        asks, self._asks = self._asks, []
+        return asks
+
+    def answered(self, request_id: str, params: KVTransferParams | None, num_blocks: int) -> None:
+        """Goes on after a peer's answer: it holds `num_blocks` from the prompt's beginning for
+        `params`. None: nothing."""
+        arrival = self._arrivals.get(request_id)
+        if not isinstance(arrival, PeerArrival) or arrival.state is not ArrivalState.ASKED:
+            self._refuse(request_id, params)
+            return
+        num_tokens = num_blocks * self._kv_cache.least_block_size
+        if params is None or num_tokens <= arrival.num_before:
+            self._refuse(request_id, params)
+            self.counters.misses += 1
+            self._go_on(arrival, arrival.num_before)
+            return
+        self._rates.asked(arrival.peer, time.monotonic() - arrival.asked_at)
+        num_lacking = num_tokens - arrival.num_before
+        is_decided = arrival.request.tries_prefix_peer
+        if not is_decided and not self._rates.is_quicker(arrival.peer, num_lacking, has_asked=True):
+            self._refuse(request_id, params)
+            self.counters.cheaper_to_compute += 1
+            self._go_on(arrival, arrival.num_before)
+            return
+        self._pull(arrival, params, min(num_tokens, self._most_tokens(arrival.request)))
+
+    def _pull(self, arrival: PeerArrival, params: KVTransferParams, num_tokens: int) -> None:
+        self._arrivals.name_transfer(arrival, params.transfer_id)
+        arrival.kv_transfer_params = params
+        arrival.num_prompt_tokens = num_tokens
+        arrival.started_at = time.monotonic()
+        num_coming = num_tokens - arrival.num_before
+        self._arrivals.begin(arrival, arrival.num_before, num_coming, ArrivalState.COMING)
+        block_ids = self._kv_cache.get_block_ids(arrival.request_id)
+        self._connector.update_state_after_alloc(arrival, block_ids, num_coming)
+        self._connector.prompt_computed(arrival)
+
+    def _refuse(self, request_id: str, params: KVTransferParams | None) -> None:
+        """Lets the peer's blocks go."""
+        if params is not None:
+            self._connector.abort(_Nobody(request_id, params))
+
+    def _keep(self, arrival: PeerArrival, num_tokens: int) -> None:
+        num_kept, request = num_tokens - arrival.num_before, arrival.request
+        self.counters.pulled_tokens += num_kept
+        if request.num_cached_tokens is not None:
+            request.num_cached_tokens += num_kept
+        self._go_on(arrival, num_tokens)
+
+    def _go_on(self, arrival: PeerArrival, num_tokens: int) -> None:
+        """Lets the request go on behind `num_tokens` tokens. What it waited for counts as queue."""
+        arrival.request.first_scheduled_at = time.monotonic()
+        self._arrivals.here(arrival, num_tokens)
+
+    def check_asked(self) -> None:
+        """Gives up on peers that do not answer, before each step."""
+        if not self._arrivals.any_in(ArrivalState.ASKED):
+            return
+        latest = time.monotonic() - ASK_LIMIT_S
+        for arrival in self._arrivals.in_state(ArrivalState.ASKED):
+            if isinstance(arrival, PeerArrival) and arrival.asked_at < latest:
+                self.counters.misses += 1
+                self._go_on(arrival, arrival.num_before)
+
+
+@dataclass(slots=True)
+class _Nobody:
+    """Stands for a pull that never began."""
+
+    request_id: str
+    kv_transfer_params: KVTransferParams | None
+    num_prompt_tokens: int = 0
