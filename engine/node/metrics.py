@@ -117,7 +117,7 @@ class EngineCollector(Collector):
             ("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", 1 - free / max(total, 1)),
             (
                 "tandem_requests_waiting_for_remote_kvs",
-                "Requests whose KV is on its way from a prefill node.",
+                "Requests whose KV comes from elsewhere, until they run.",
                 stats.num_waiting_for_remote_kvs,
             ),
             ("tandem_waiting_tokens", "Prompt tokens not yet computed.", stats.num_waiting_tokens),

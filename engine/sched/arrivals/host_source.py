@@ -10,7 +10,7 @@ lies on disk behind it is read if that is sooner done than computed, by what was
                                     dropped
 
 A layer is marked after its checksums were found right, so a result that comes back by itself is
-right. Until one of these is known, nobody is told of the KV of a request that is EARLY: chunks that
+right. Until one of these is known, no peer learns of the KV of a request that is EARLY: chunks that
 a peer waits for are withheld, and its blocks cannot be found in the prefix cache.
 """
 

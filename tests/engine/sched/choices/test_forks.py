@@ -13,6 +13,7 @@ import pytest
 
 from engine.contracts.request import RequestStatus
 from engine.kv_cache.block import KVCacheBlock
+from engine.sched.choices.forks import Forks
 from engine.sched.scheduler import Scheduler
 from tests.engine.sched.factories import make_config, make_request, remote_prefill
 from tests.engine.sched.step_machine import StepMachine
@@ -327,17 +328,16 @@ def forget_ended(machine: StepMachine) -> None:
 def test_the_traffic_of_random_steps_is_rough_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64)
     totals = Counter[str]()
+    reclaim = Forks.reclaim
+
+    def counted(forks: Forks) -> bool:
+        found = reclaim(forks)
+        totals["reclaimed"] += found
+        return found
+
+    monkeypatch.setattr(Forks, "reclaim", counted)
     for seed in range(8):
         machine = StepMachine(config, 13, depth=2, seed=seed)
-        forks = machine.scheduler._forks
-        reclaim = forks.reclaim
-
-        def counted(reclaim=reclaim) -> bool:  # type: ignore[no-untyped-def]
-            found = bool(reclaim())
-            totals["reclaimed"] += found
-            return found
-
-        monkeypatch.setattr(forks, "reclaim", counted)
         Traffic(machine, seed, ["choices", "local", "pull"]).run()
         totals["copied"] += machine.worker.num_copies
         totals["transferred"] += machine.scheduler.stats().prompt_tokens_transferred
