@@ -6,8 +6,8 @@ blocks.
     choices    of a prompt that is computed: a row and a block or two are missing
     waiting    KV comes from elsewhere (`Arrivals`): all blocks that the request needs until it
                        runs are allocated, then KV is asked for, and it is ready when that is
-                       here; if nobody else has anything to compute, it computes while layers
-                       come from host memory
+                       here; if nothing else has anything to compute, it computes while
+                       layers come from host memory
                else:   cached prefix, blocks for all known tokens, a row, the first chunk
 
 Blocks for the whole prompt are taken at once, so only decoding rows ever ask for more. That keeps

@@ -94,7 +94,7 @@ class RemoteKV:
             self.exports.add(request)
 
     def request_ended(self, request: Request, *, is_abort: bool) -> None:
-        """Takes the request's blocks: free now, or when nobody writes or reads them."""
+        """Takes the request's blocks: free now, or when no writer or reader is left."""
         self.arrivals.end(request)
         if (answers := self.offers.answers) is not None and not is_abort:
             answers.add(self._kv_cache.block_names(request, request.num_tokens - 1))
@@ -159,8 +159,8 @@ class RemoteKV:
         is_retryable: bool,
         code: str,
     ) -> KVTransferResult | None:
-        """Tells the source of an arrival whose transfer has ended early. Returns what the node
-        server is to be told; None: nothing."""
+        """Tells the source of an arrival whose transfer has ended early. Returns a result for
+        the node server; None: it needs none."""
         arrival = self.arrivals.of_transfer(transfer_id)
         if arrival is None:
             return None

@@ -77,7 +77,7 @@ NEXT_STATES = {
     _S.ENDED: set[ArrivalState](),
 }  # fmt: skip
 BEING_CALLED_OFF = (_S.RETRYING, _S.STOPPING)
-"""Writers were told to stop, and have not said that they did."""
+"""Writers were asked to stop, and have not reported that they did."""
 IN_MOTION = (_S.COMING, *BEING_CALLED_OFF)
 """The source's writers may write into the blocks."""
 IDLE_WITH_BLOCKS = (_S.HERE, _S.PART, _S.READY)
@@ -141,7 +141,8 @@ class TransferSource(KVSource[A_contra], Protocol[A_contra]):
     """One whose KV a transfer of the connector brings. Others learn of the end by themselves."""
 
     def received(self, arrival: A_contra, stats: TransferStats) -> KVTransferResult | None:
-        """All of it is here. Returns what the node server is to be told."""
+        """All of it is here. Returns a result for the node server; None: it
+        needs none."""
 
     def failed(
         self, arrival: A_contra, num_tokens_kept: int, failure: KVTransferResult

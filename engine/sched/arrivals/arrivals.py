@@ -189,7 +189,7 @@ class Arrivals:
         self._waiting.add(request)
 
     def release_blocks(self, arrival: KVArrival) -> None:
-        """Releases the request's blocks, which nobody writes any more."""
+        """Releases the request's blocks, which have no writer any more."""
         self._fence.release(self._kv_cache.take_blocks(arrival.request.request_id))
 
     def _stop(self, arrival: KVArrival) -> None:

@@ -3,8 +3,8 @@ lies on disk behind it is read if that is sooner done than computed, by what was
 
     COMING     a job of the tier copies blocks
     NOTHING    blocks were damaged, or a disk did not answer: the prompt is computed
-    EARLY      first layers are there, and nobody else has anything to compute: the request has a
-               row, and its step waits before each layer (`LoadTicket`)
+    EARLY      first layers are there, and no other request has anything to compute: the request
+               has a row, and its step waits before each layer (`LoadTicket`)
                  the load is right, or the step's result is here ──▶ an ordinary row
                  the load fails ──▶ preempted; only then the step may go on, and its result is
                                     dropped
@@ -32,7 +32,7 @@ from kv_transfer.metadata import KVConnectorMetadata, LoadTicket
 from kv_transfer.tier import Tier
 
 _READ_LIMIT_S = 30.0
-"""Nobody waits longer for a disk."""
+"""No request waits longer for a disk."""
 _LONGEST_LOOK_S = 1.0
 """Looks at what waits follow each other sooner, unless this process stands still."""
 
@@ -109,7 +109,8 @@ class HostSource:
 
     def _num_worth_it(self, request: Request, found: list[BlockHash]) -> int:
         """Returns how many of these blocks are sooner here than computed: all of them, or those
-        before the first that lies on disk. A request is told once; it may ask before every step."""
+        before the first that lies on disk. It is decided once a request,
+        which may ask before every step."""
         on_disk = [i for i, name in enumerate(found) if self._lies_on_disk(name)]
         if not on_disk:
             return len(found)
@@ -148,7 +149,7 @@ class HostSource:
 
     def check_reads(self) -> None:
         """Gives up on blocks that a disk does not bring in time, before each step: their prompts
-        are computed. Time in which nobody looked counts little: the disk may have answered."""
+        are computed. Time between two looks counts little: the disk may have answered."""
         now = time.monotonic()
         waited_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
         for load in [load for load in self._of_job.values() if load.num_from_disk]:
@@ -264,4 +265,4 @@ class HostSource:
 
 
 def _never(request: Request) -> None:
-    raise AssertionError("nobody preempts before there are rows")
+    raise AssertionError("no load can fail before there are rows")

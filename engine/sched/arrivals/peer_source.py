@@ -5,8 +5,8 @@
     READY    behind whatever KV there is: all of it, a part, or nothing
 
 It asks once; whatever goes wrong, the prompt is computed behind the part that is here. Blocks are
-asked for by hash, which begins with the tenant's salt, so nobody is given what another tenant
-computed.
+asked for by hash, which begins with the tenant's salt, so no tenant is given what another
+one computed.
 """
 
 from __future__ import annotations

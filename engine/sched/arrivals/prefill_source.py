@@ -34,9 +34,9 @@ _STOP_S = 1.0
 class Pull(TransferArrival):
     """Attributes:
     is_computed: The peer of the latest attempt has computed the whole prompt.
-    is_retry: The connector has heard of an earlier attempt.
+    is_retry: The connector knows an earlier attempt.
     next_params: The attempt to begin; None unless RETRYING.
-    stop_by: While STOPPING: CLOCK_MONOTONIC seconds after which nobody waits for writers.
+    stop_by: While STOPPING: CLOCK_MONOTONIC seconds after which writers are not waited for.
     """
 
     is_computed: bool = False
@@ -106,7 +106,7 @@ class PrefillSource:
             self._connector.prompt_computed(request)
 
     def _has_drafts(self, request: Request) -> bool:
-        """Returns whether the peer keeps what our drafter keeps; where not, that is told, once a
+        """Returns whether the peer keeps what our drafter keeps; where not, that is logged, once a
         peer."""
         params = request.kv_transfer_params
         if not self._draft_hash or params is None or params.peer is None:
@@ -124,7 +124,7 @@ class PrefillSource:
         return has_drafts
 
     def stop(self, arrival: Pull) -> WriterKey | None:
-        # Said even when nothing is in motion: the peer need not keep KV that nobody will pull.
+        # Said even when nothing is in motion: the peer need not keep KV that will not be pulled.
         if arrival.state in BEING_CALLED_OFF or self._connector.abort(arrival.request):
             return arrival.transfer_id
         return None
@@ -243,7 +243,7 @@ class PrefillSource:
     def _call_off(
         self, pull: Pull, state: ArrivalState, next_params: KVTransferParams | None = None
     ) -> None:
-        """Writers were told to stop; `state` says what follows."""
+        """Writers were asked to stop; `state` says what follows."""
         if pull.state is not state:
             self._arrivals.move(pull, state)
         pull.next_params = next_params

@@ -2,7 +2,7 @@
 
 1. `hold`: a request ended, or went on without these blocks, while its KV was in motion; or a prefix
    of the cache goes out by itself: to a peer, or to host memory
-2. `release`: nobody writes or reads them any more
+2. `release`: they have no writer or reader any more
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from engine.sched.departures.held_blocks import HeldBlocks
 from kv_transfer.base import HostTier
 
 _SHARE_HELD = 8
-"""At most one block in so many is held to be stored: requests come first."""
+"""At most one block in this many is held to be stored: requests come first."""
 
 
 class HostStores:
