@@ -34,12 +34,15 @@ class CallFamily:
         names: Names of the parser on the command line.
         signs: Texts that the chat template has, or tokens of the model, all of them.
         frames: What stands around parts of an answer and is no part of any.
+        told: A text by which chat templates tell the model to call so. Such a template may write
+            the calls of earlier turns in another way.
     """
 
     names: tuple[str, ...]
     signs: tuple[str, ...]
     form: CallFormat
     frames: tuple[str, ...] = ()
+    told: str = ""
 
 
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
@@ -280,8 +283,9 @@ CALL_FAMILIES = (
         names=("phi4_mini_json",),
         signs=("<|tool|>", "<|/tool|>"),
         form=JsonListFormat(begin="functools"),
+        told="functools[",
     ),
-    CallFamily(names=("xlam",), signs=('"func_name1"',), form=JsonListFormat()),
+    CallFamily(names=("xlam",), signs=('"tool_call_name"',), form=JsonListFormat()),
     CallFamily(
         names=("gigachat3",),
         signs=("<|function_call|>",),
@@ -339,7 +343,12 @@ CALL_FAMILIES = (
         signs=("<|header_start|>", "[func_name1("),
         form=PythonicFormat(begin="<|python_start|>", end="<|python_end|>"),
     ),
-    CallFamily(names=("pythonic",), signs=("[func_name1(",), form=PythonicFormat()),
+    CallFamily(
+        names=("pythonic",),
+        signs=("[func_name1(",),
+        form=PythonicFormat(),
+        told="[func_name1(",
+    ),
     CallFamily(
         names=("llama4_json",),
         signs=("<|header_start|>", "parameters"),

@@ -163,7 +163,8 @@ class OutputParsers:
     ) -> OutputParsers:
         """Chooses parsers by their names; `auto` recognises the format in the chat template's
         source, and "" is none. With a call that the template wrote, `auto` takes the parser that
-        reads it, and none where none does. Raises `UnknownParser`."""
+        reads it, or else the one whose calls the template describes, and none where there is
+        neither. Raises `UnknownParser`."""
         known = tokenizer.added_token_ids
         if reasoning_parser == AUTO:
             reasoning = next((f for f in REASONING_FAMILIES if _fits(f, template, known)), None)
@@ -173,14 +174,16 @@ class OutputParsers:
             calls = _named(CALL_FAMILIES, tool_call_parser, "tool call")
             return cls(known, reasoning, calls)
         likely = [f for f in CALL_FAMILIES if _has_signs(f, template, known)]
+        told = [f for f in CALL_FAMILIES if f.told and f.told in template]
         if written is None or not written.text:
-            return cls(known, reasoning, next(iter(likely), None))
-        for family in (*likely, *(f for f in CALL_FAMILIES if f not in likely)):
+            return cls(known, reasoning, next(iter([*likely, *told]), None))
+        others = () if told else (f for f in CALL_FAMILIES if f not in likely)
+        for family in (*likely, *others):
             found = cls(known, reasoning, family)
             if found.reads(written):
                 return found
-        found = cls(known, reasoning)
-        found.is_unread = True
+        found = cls(known, reasoning, told[0] if told else None)
+        found.is_unread = not told
         return found
 
     def reads(self, written: WrittenCall) -> bool:

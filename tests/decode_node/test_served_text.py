@@ -51,6 +51,30 @@ def test_a_format_with_the_signs_of_a_family_that_does_not_read_it_is_unknown() 
     assert named.tool_call_parser == "hermes", "the operator knows better"
 
 
+@pytest.mark.parametrize(
+    ("told", "written", "family"),
+    [
+        (
+            "functools[",
+            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}',
+            "phi4_mini_json",
+        ),
+        (
+            "[func_name1(",
+            "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+            "{{ k }}={{ v | tojson }}{% endfor %})]",
+            "pythonic",
+        ),
+    ],
+)
+def test_a_template_that_tells_how_to_call_need_not_write_calls_so(
+    told: str, written: str, family: str
+) -> None:
+    """vLLM's templates for Phi-4-mini (no marker) and Gemma 3 (no commas) are such ones."""
+    parsers = create_parsers(settings(), tokenizer("{# " + told + " #}" + written))
+    assert (parsers.tool_call_parser, parsers.is_unread) == (family, False)
+
+
 async def test_tools_of_an_unknown_format_are_refused_by_name_unless_a_call_is_forced() -> None:
     call = '{"name": "get_weather", "arguments": {"city": "Bonn"}}'
     body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
