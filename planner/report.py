@@ -40,12 +40,17 @@ class Report:
     def print(self, console: Console) -> None:
         console.print(f"Traffic: {self._traffic_line()}")
         console.print(f"Speed: {self._profile_line()}", highlight=False)
-        # A terminal of 80 columns breaks its lines; rich would leave columns out.
-        table = self._table()
-        needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
-        console.print(table, width=max(needed, console.width), crop=False)
+        self._print_whole(self._table(), console)
         for sentence in self.sentences():
             console.print(sentence, highlight=False)
+
+    def _print_whole(self, table: Table, console: Console) -> None:
+        """A narrow terminal breaks the table's lines; rich would leave columns out."""
+        width = console.width
+        needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+        console.width = max(width, needed)
+        console.print(table)
+        console.width = width
 
     def sentences(self) -> Iterator[str]:
         yield self._recommendation()
