@@ -14,6 +14,7 @@ _MODULES = {
     "clients": ["bodies", "routed_bodies", "key_files"],
     "grammars": ["schemas", "grammars", "expressions"],
     "media": ["images", "image_urls", "chat_templates"],
+    "own_sockets": ["own_sockets"],
     "stored_kv": ["block_files", "slots_files"],
     "http2": ["http2_server", "http2_client", "http2_headers"],
     "checkpoint_files": [
