@@ -100,6 +100,8 @@ class DecodeNode:
             settings.frozen_after_s,
             switch,
         )
+        self._status.own_fault = credentials.watched_fault(Role.DECODE)
+        self._state.own_fault = self._status.own_fault
         self._client = create_prefill_client(settings, engine, credentials)
         self._proxy = create_proxy(settings, engine, self._client)
         self._status.reset_prefix_cache = self._proxy.reset_prefix_cache

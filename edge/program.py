@@ -24,6 +24,8 @@ def run(module_name: str) -> NoReturn:
     """Ends this process with what the module's `main()` says."""
     code: object = 1
     try:
+        # Its library writes a line for each peer whose handshake fails, which calls tell as well.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         gc.disable()
         module = importlib.import_module(module_name)
         gc.freeze()

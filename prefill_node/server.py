@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from edge.address import join_address
 from edge.logs.request_log import RequestLog
+from edge.security.config import Role
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.tracing.metrics import TracerCollector
@@ -66,6 +67,7 @@ class PrefillNode:
             settings.frozen_after_s,
             switch,
         )
+        self._status.own_fault = credentials.watched_fault(Role.PREFILL)
         self._metrics = metrics = PrefillMetrics(engine.config)
         metrics.registry.register(EngineCollector(engine))
         metrics.registry.register(CredentialsCollector(credentials))

@@ -26,6 +26,7 @@ from edge.http.outer_edge import OuterEdge
 from edge.http.service_routes import service_routes
 from edge.http.unknown_path import serve
 from edge.logs.request_log import RequestLog
+from edge.security.config import Role
 from edge.security.credentials import Credentials
 from edge.security.metrics import CredentialsCollector
 from edge.tracing.metrics import TracerCollector
@@ -234,7 +235,8 @@ def _bare_app(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
 
 
 def _probe_routes(services: Services) -> APIRouter:
-    return probe_routes(services.registry, lambda: services.draining)
+    fault = services.credentials.watched_fault(Role.ROUTER)
+    return probe_routes(services.registry, lambda: services.draining, fault)
 
 
 def make_services(settings: RouterSettings, world: OuterWorld) -> Services:

@@ -50,11 +50,12 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class ApiState:
     """Says whether this node takes requests, and which it has taken. `unhealthy` holds why it
-    cannot serve, and is empty when it can. `open`: those whose answer has not ended, be their
-    prompt known or not."""
+    cannot serve, and is empty when it can; `own_fault` tells why others refuse it. `open`: those
+    whose answer has not ended, be their prompt known or not."""
 
     draining: bool = False
     unhealthy: str = ""
+    own_fault: Callable[[], str] = str
     open: OpenRequests = field(default_factory=OpenRequests)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
 
@@ -196,12 +197,14 @@ def _add_state(router: APIRouter, api: Api) -> None:
     async def health() -> Response:
         """Answers 200 while the process answers and its engine works."""
         api.state.check_alive()
-        return Response(status_code=200)
+        return Response(api.state.own_fault(), media_type="text/plain")
 
     @router.get("/ready")
     async def ready() -> Response:
         """Answers 200 while new requests are welcome."""
         api.state.check_accepting()
+        if fault := api.state.own_fault():
+            raise Unavailable(f"others refuse this node: {fault}")
         return Response(status_code=200)
 
 

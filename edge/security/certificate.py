@@ -24,11 +24,18 @@ _ALTERNATIVE_NAMES = bytes.fromhex("551d11")
 """The object id 2.5.29.17."""
 
 
+def valid_between(pem: bytes) -> tuple[float, float]:
+    """Returns begin and end of the first certificate, in seconds of Unix time. Raises
+    `SecurityError`."""
+    with _readable():
+        times = _elements(_fields(pem)[_FIELDS_BEFORE_VALIDITY][1])
+        begin, end = (_seconds(kind, text.decode("ascii")) for kind, text in times)
+        return begin, end
+
+
 def expires_at(pem: bytes) -> float:
     """Returns the end of the first certificate, in seconds of Unix time. Raises `SecurityError`."""
-    with _readable():
-        _, (kind, until) = _elements(_fields(pem)[_FIELDS_BEFORE_VALIDITY][1])
-        return _seconds(kind, until.decode("ascii"))
+    return valid_between(pem)[1]
 
 
 def dns_names(pem: bytes) -> list[str]:

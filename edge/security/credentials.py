@@ -9,16 +9,19 @@ Certificates and tokens are read again when their files change; no restart.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from edge.address import join_address, split_address
-from edge.security.certificate import dns_names
+from edge.security.certificate import dns_names, valid_between
 from edge.security.cluster_token import TOKEN_HEADER, ClusterToken
 from edge.security.config import Role, SecurityConfig, SecurityError, roles_of
 from edge.security.peer_tls import PeerTls
@@ -26,6 +29,8 @@ from edge.security.server_tls import ServerTls
 from edge.security.tls_files import TlsFiles
 
 Metadata = tuple[tuple[str, str], ...]
+
+logger = logging.getLogger(__name__)
 
 _MAX_ROLES = 4096
 
@@ -78,6 +83,32 @@ class Credentials:
         """Returns the DNS names of our certificate as its file is now, or None without TLS. Raises
         `SecurityError`."""
         return None if self._tls is None else dns_names(self._tls.pems()[0])
+
+    def own_fault(self, role: Role) -> str:
+        """Returns why others will not believe that we are of this role; empty if they will."""
+        if self._tls is None:
+            return ""
+        pem, path = self._tls.pems()[0], self.config.tls_cert_file
+        begin, end = (datetime.fromtimestamp(at, UTC) for at in valid_between(pem))
+        now = datetime.now(UTC)
+        if now > end:
+            return f"the certificate {path} has expired on {end:%Y-%m-%d %H:%M} UTC; renew it"
+        if now < begin:
+            return (
+                f"the certificate {path} is not valid before {begin:%Y-%m-%d %H:%M} UTC; is this "
+                f"host's clock right?"
+            )
+        names = dns_names(pem)
+        if role not in roles_of(names) and (roles_of(names) or self.config.tls_identity == "role"):
+            told = ", ".join(names) or "nobody"
+            return f"the certificate {path} is for {told}, and not for {role.certificate_name}"
+        return ""
+
+    def watched_fault(self, role: Role) -> Callable[[], str]:
+        """Returns what tells it from now on. One that is there is logged at once."""
+        if fault := self.own_fault(role):
+            logger.error("others refuse this service: %s", fault)
+        return partial(self.own_fault, role)
 
     # Dialling ---------------------------------------------------------------------------------
 

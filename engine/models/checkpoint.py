@@ -219,6 +219,8 @@ def _read_config(
             file = msgspec.convert(text_config(wrapper, whole), ConfigFile)
         except msgspec.ValidationError as error:
             raise CheckpointError(path, f"{error} in text_config", "correct the field") from error
+    if fault := file.size_fault():
+        raise CheckpointError(path, fault, "correct the field")
     if weights is not None:
         file.tie_word_embeddings = _is_tied(
             file.tie_word_embeddings, weights, is_part=bool(wrapper)

@@ -10,6 +10,23 @@ import msgspec
 
 DEFAULT_ROPE_THETA = 10_000.0
 
+_MOST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "moe_intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+    "moe_num_experts": 1 << 14,
+    "max_position_embeddings": 1 << 28,
+}
+"""Sizes far above those of any model: beyond them memory would end before a sentence is told."""
+
 
 class RopeFields(msgspec.Struct):
     rope_type: str | None = None
@@ -189,6 +206,14 @@ class ConfigFile(msgspec.Struct):
         if self.quantization_config is None and self.compression_config is not None:
             return "compression_config", self.compression_config
         return "quantization_config", self.quantization_config
+
+    def size_fault(self) -> str:
+        """Returns which size no model has; empty if all are possible."""
+        for name, most in _MOST.items():
+            size = getattr(self, name)
+            if size is not None and not 0 <= size <= most:
+                return f"says that {name} is {size}, and no model has more than {most}"
+        return ""
 
     def base_frequency(self) -> float:
         return self.rope.rope_theta or self.rope_theta or DEFAULT_ROPE_THETA

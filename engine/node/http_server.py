@@ -107,10 +107,12 @@ class ProbeServer:
 def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
     async def health(request: Request) -> Response:
         report = status.crash_report
-        return _verdict(status.fault() + (f" (crash report: {report})" if report else ""))
+        fault = status.fault() + (f" (crash report: {report})" if report else "")
+        return _verdict(fault, status.own_fault())
 
     async def ready(request: Request) -> Response:
-        return _verdict(status.fault() or ("stopping" if status.work.draining else ""))
+        stopping = "stopping" if status.work.draining else ""
+        return _verdict(status.fault() or stopping or status.own_fault())
 
     exposition = Exposition(metrics)
 
@@ -129,5 +131,5 @@ def _routes(status: NodeStatus, metrics: CollectorRegistry) -> list[Route]:
     return [Route(path, answer) for path, answer in routes.items()]
 
 
-def _verdict(fault: str) -> Response:
-    return Response(fault, status_code=503 if fault else 200, media_type="text/plain")
+def _verdict(fault: str, remark: str = "") -> Response:
+    return Response(fault or remark, status_code=503 if fault else 200, media_type="text/plain")

@@ -105,6 +105,8 @@ class NodeStatus:
         self.serves_prefixes = False
         self.kv_paths: Callable[[], Iterable[node_pb2.KVPath]] = tuple
         """Tells of the paths of KV to this node."""
+        self.own_fault: Callable[[], str] = str
+        """Tells why others refuse this node, though it works; empty if they do not."""
         self._engine = engine
         self._config = engine.config
         """Belongs to this life of the node: its engine may be another's while this one ends."""

@@ -58,7 +58,7 @@ _STABLE_S = 10.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 
-_QUIET_GRPC = {"GRPC_VERBOSITY": "ERROR"}
+_QUIET_GRPC = {"GRPC_VERBOSITY": "NONE"}
 """Otherwise a peer that goes away writes lines to our log; we report it ourselves."""
 
 

@@ -25,12 +25,16 @@ from router.nodes.registry import NodeRegistry
 from router.observe.metrics import RouterMetrics
 
 
-def probe_routes(registry: NodeRegistry, is_draining: Callable[[], bool]) -> APIRouter:
+def probe_routes(
+    registry: NodeRegistry, is_draining: Callable[[], bool], own_fault: Callable[[], str] = str
+) -> APIRouter:
+    """Returns the routes. `own_fault` tells why nodes refuse this router."""
     routes = APIRouter()
 
     @routes.get("/health")
     async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+        fault = own_fault()
+        return JSONResponse({"status": "ok", **({"fault": fault} if fault else {})})
 
     @routes.get("/ready")
     async def ready() -> JSONResponse:

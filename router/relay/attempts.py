@@ -83,7 +83,7 @@ class Attempts:
         """
         self.budgets.of(request.info.model).add_request()
         tried: list[Node] = []
-        num_tried = 0
+        asked = list[Node]()
         placement = await self._first_placement(request, wait)
         check(placement)
         while True:
@@ -93,14 +93,14 @@ class Attempts:
             if failure is None:
                 return exchange
             tried.append(placement.decode)
-            num_tried += 1
+            asked.append(placement.decode)
             exchange.close()
             following = self._next_placement(request, tried)
             if following is None and exchange.status != _FULL:
                 tried = []
                 following = await self._later_placement(request, failure, wait)
             if following is None:
-                return _last_word(exchange, failure, num_tried)
+                return _last_word(exchange, failure, asked)
             placement = following
             self.metrics.retries.labels(failure).inc()
 
@@ -254,12 +254,14 @@ class Attempts:
         return self.budgets.of(request.info.model).try_take()
 
 
-def _last_word(exchange: Exchange, failure: Failure, num_tried: int) -> Exchange:
+def _last_word(exchange: Exchange, failure: Failure, asked: Sequence[Node]) -> Exchange:
     """Returns a node's own refusal, which is the best answer there is, and here as a whole; else
     raises the router's."""
     if failure is Failure.REFUSED:
         return exchange
-    nodes = "The decode node" if num_tried == 1 else f"{num_tried} decode nodes"
+    count = len({node.address for node in asked})
+    nodes = "The decode node" if count == 1 else f"{count} decode nodes"
+    tries = "" if len(asked) == count else f" in {len(asked)} tries"
     raise NoNodeAvailable(
-        f"{nodes} did not answer, and there is no other to try. Try again shortly."
+        f"{nodes} did not answer{tries}, and there is no other to try. Try again shortly."
     )

@@ -82,3 +82,14 @@ async def test_a_key_of_the_api_profiles_nothing(tmp_path: Path) -> None:
             assert refused.status_code == 403
         as_router = {TOKEN_HEADER: "t" * 32}
         assert (await node.client.post("/start_profile", headers=as_router)).status_code == 200
+
+
+async def test_a_node_that_others_refuse_says_so_and_gets_no_requests() -> None:
+    async with http_node() as node:
+        for path in ("/health", "/ready"):
+            answer = await node.client.get(path)
+            assert (answer.status_code, answer.text) == (200, "")
+        node.state.own_fault = lambda: "the certificate has expired"
+        health, ready = await node.client.get("/health"), await node.client.get("/ready")
+        assert (health.status_code, health.text) == (200, "the certificate has expired")
+        assert ready.status_code == 503 and "the certificate has expired" in ready.text

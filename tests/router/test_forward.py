@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,8 @@ async def test_all_decode_nodes_dead_is_a_clear_503_and_ends_when_one_is_back(
         error = (await response.json())["error"]
     assert error["type"] == "service_unavailable"
     assert "decode node" in error["message"]
+    tried = re.search(r"(\d+) decode nodes did not answer", error["message"])
+    assert tried is None or int(tried[1]) <= len(nodes), "tries are no nodes"
     await nodes[0].restart()
     await router.wait_usable(decode=1, prefill=0)
     assert (await router.text(BODY)).encode() == FULL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import trustme
@@ -27,13 +28,18 @@ class Authority:
         role: Role | None = None,
         addresses: tuple[str, ...] = LOOPBACK,
         other_roles: tuple[Role, ...] = (),
+        days: tuple[int, int] = (-1, 365),
     ) -> Path:
-        """Writes a folder with tls.crt, tls.key and ca.crt, over what was there."""
+        """Writes a folder with tls.crt, tls.key and ca.crt, over what was there. `days`: from when
+        to when it is valid, counted from now."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         roles = [*([role] if role else []), *other_roles]
         names = [*addresses, *(role.certificate_name for role in roles)]
-        issued = self._authority.issue_cert(*names, key_type=trustme.KeyType.ECDSA)
+        begin, end = (datetime.now(UTC) + timedelta(days=day) for day in days)
+        issued = self._authority.issue_cert(
+            *names, not_before=begin, not_after=end, key_type=trustme.KeyType.ECDSA
+        )
         for file in ("tls.crt", "tls.key", "ca.crt"):
             (folder / file).unlink(missing_ok=True)
         issued.private_key_pem.write_to_path(str(folder / "tls.key"))

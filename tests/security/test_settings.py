@@ -199,3 +199,25 @@ def test_the_end_of_the_certificate_in_use_is_a_metric(authority: Authority):
     assert metric() == expires_at((folder / "tls.crt").read_bytes())
     credentials = Credentials()
     assert metric() is None
+
+
+@pytest.mark.parametrize(
+    ("made", "identity", "words"),
+    [
+        ({"role": Role.PREFILL}, "address", ""),
+        ({"role": Role.PREFILL}, "role", ""),
+        ({"role": Role.ROUTER, "other_roles": (Role.PREFILL,)}, "role", ""),
+        ({}, "address", ""),
+        ({}, "role", "and not for tandem-prefill"),
+        ({"role": Role.DECODE}, "address", "tandem-decode, and not for tandem-prefill"),
+        ({"role": Role.PREFILL, "days": (-9, -2)}, "address", "has expired on 20"),
+        ({"role": Role.PREFILL, "days": (2, 9)}, "address", "is not valid before 20"),
+    ],
+    ids=["good", "by role", "two roles", "address alone", "no role", "other", "expired", "early"],
+)
+def test_a_service_knows_why_others_refuse_it(made, identity, words, tmp_path, caplog):
+    folder = Authority(tmp_path).service("it", **made)
+    fault = Credentials(tls_config(folder, identity)).watched_fault(Role.PREFILL)
+    assert fault() == "" if not words else words in fault()
+    assert len(caplog.records) == bool(words)
+    assert Credentials().watched_fault(Role.PREFILL)() == ""

@@ -558,6 +558,26 @@ def test_broken_header(copy: Callable[[str], Path]) -> None:
     check_error(caught.value, path, "broken header")
 
 
+@pytest.mark.parametrize(
+    ("field", "size"),
+    [
+        ("vocab_size", 10**12),
+        ("num_hidden_layers", 10**9),
+        ("max_position_embeddings", 10**15),
+        ("hidden_size", 10**10),
+        ("num_attention_heads", -1),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_name(
+    copy: Callable[[str], Path], field: str, size: int
+) -> None:
+    folder = copy("llama")
+    edit_config(folder, **{field: size})
+    with pytest.raises(CheckpointError) as caught:
+        load_model_config(folder)
+    check_error(caught.value, folder / "config.json", field, str(size), "correct the field")
+
+
 def test_weights_cut_off_after_the_config_was_read(copy: Callable[[str], Path]) -> None:
     """A worker starts later than the node server has looked."""
     folder = copy("llama")
