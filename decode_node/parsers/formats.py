@@ -131,6 +131,7 @@ class XmlFormat:
         has_lines: Tags and values have a line each; a line break at either end of a value is not
             part of it.
         has_own_sections: Each call has a section of its own.
+        escapes_keys: `&` and `"` in the names of parameters are written as in XML.
         messages: Each call is a message to its function.
     """
 
@@ -153,7 +154,16 @@ class XmlFormat:
     is_json: bool = False
     has_lines: bool = False
     has_own_sections: bool = False
+    escapes_keys: bool = False
     messages: AddressFormat | None = None
+
+    def written_key(self, key: str) -> str:
+        """Returns the name of a parameter as models write it."""
+        return key.replace("&", "&amp;").replace('"', "&quot;") if self.escapes_keys else key
+
+    def read_key(self, key: str) -> str:
+        """Returns the name of a parameter that a model has written."""
+        return key.replace("&quot;", '"').replace("&amp;", "&") if self.escapes_keys else key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,8 @@ class TaggedParameters:
             return repeat(text.rule("parameter", sequence(*parts)))
         parts = []
         for name, schema in properties.items():
-            head, value = spell(self._markers, before + name), self._value(tool, name, schema)
+            head = spell(self._markers, before + self._form.written_key(name))
+            value = self._value(tool, name, schema)
             rule = text.rule("parameter", sequence(head, value))
             parts.append(rule if name in _required(tool) else optional(rule))
         return sequence(*parts)

@@ -121,7 +121,7 @@ class XmlStage(CallStage):
             attributes, end = yield from source.read(self._value_begins, MAX_NAME)
         if not end:
             return False
-        key = self._plain(key.strip())
+        key = form.read_key(self._plain(key.strip()))
         self._given.add(key)
         self.sink.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
         types = parameter_types(tool, key)
@@ -203,7 +203,7 @@ class XmlStage(CallStage):
         key, end = yield from source.read(self._key_ends, MAX_NAME)
         source.feed_again(source.forget())
         properties = tool.parameters.get("properties")
-        name = self._plain(key.strip())
+        name = self._form.read_key(self._plain(key.strip()))
         is_known = isinstance(properties, Mapping) and name in properties
         return bool(end) and is_known and name not in self._given
 

@@ -43,6 +43,7 @@ KIMI_K3 = XmlFormat(
     other_mark=' type="(number|boolean|null|object|array)"',
     gap="",
     inner_gap="",
+    escapes_keys=True,
 )
 
 GLM45 = XmlFormat(

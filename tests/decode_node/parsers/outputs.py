@@ -647,6 +647,13 @@ def _framed_outputs() -> Iterator[Output]:
         is_open=True,
     )
     yield Output(family, "content", f"{said}<|close|>message{sep}", content="Yes.")
+    odd = days.replace('key="days"', 'key="a &quot;b&quot; &amp;lt;"')
+    yield Output(
+        family,
+        "a key that is escaped",
+        f'<|open|>tools{sep}<|open|>call tool="now" index="1"{sep}{odd}<|close|>call{sep}',
+        [call("now", '{"a \\"b\\" &lt;": 3}')],
+    )
     cut = city[: city.index(' "b"')]
     yield Output(
         family,

@@ -169,6 +169,23 @@ SLOW = {
     "a header": ("openai", lambda n: "<|channel|>" + "a " * n),
     "pythonic": ("pythonic", lambda n: "[get_weather(city='" + "\\'" * n + "')]"),
     "a list": ("pythonic", lambda n: "[get_weather(places=[" + "'a'," * (n // 4) + "])]"),
+    "elements": (
+        "minimax_m3",
+        lambda n: (
+            ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<places>'
+            + "]<]minimax[>[<item>a]<]minimax[>[</item>" * (n // 40)
+        ),
+    ),
+    "ends of elements": (
+        "minimax_m3",
+        lambda n: (
+            ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>'
+            + "]<]minimax[>[</city> \n" * (n // 20)
+        ),
+    ),
+    "messages to somebody": ("muse_glimmer", lambda n: " to=user<|message|>a<|eom|>" * (n // 25)),
+    "a header of a message": ("muse_glimmer", lambda n: " to=" + "a" * n),
+    "lines": ("glm4", lambda n: "now\n" * (n // 4)),
     "array": ("mistral", lambda n: "[TOOL_CALLS][" + '{"name": "now"},' * (n // 16)),
 }
 
