@@ -5,6 +5,7 @@ traceback for an answer that it cannot read, and gives None to whoever asked.
 
     stub = PrefixesStub(QuietChannel(channel))      logs nothing
     reply = readable(await stub.Offer(request))     raises `GarbledAnswer`
+    words_of(error)                                 what it says of a call that it has ended
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any, TypeAlias, TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from edge.printable import printable
+
+_MAX_WORDS = 1000
 _Message = TypeVar("_Message")
 _Read: TypeAlias = Callable[[bytes], _Message]
 
@@ -53,6 +57,12 @@ def readable(answer: _Message | None) -> _Message:
     if answer is None:
         raise GarbledAnswer
     return answer
+
+
+def words_of(error: grpc.aio.AioRpcError) -> str:
+    """Returns why a peer ended a call, in so many of its own words as others may be shown."""
+    said = error.details() or "it does not say why"
+    return f"{error.code().name}: {printable(said[:_MAX_WORDS])}"
 
 
 def _or_none(read: _Read[_Message]) -> _Read[_Message | None]:

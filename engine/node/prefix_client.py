@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import grpc
 
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.security.renewed_channel import RenewedChannel
@@ -60,7 +60,7 @@ class PrefixClient:
         try:
             return await self._offer(holder, ask.names[:MAX_NAMES])
         except grpc.aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}"
+            why = words_of(error)
         except _NO_ANSWER as error:
             why = str(error)
         self._avoid_until[holder] = time.monotonic() + _AVOID_S

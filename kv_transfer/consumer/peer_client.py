@@ -12,7 +12,7 @@ import logging
 import grpc
 import grpc.aio
 
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.security.credentials import Credentials
 from kv_transfer.errors import PeerLost
 from kv_transfer.metadata import KVPeer, ReleaseMeta
@@ -131,4 +131,4 @@ class PeerClient:
 
 
 def _lost(address: str, error: grpc.aio.AioRpcError) -> PeerLost:
-    return PeerLost(f"{address}: {error.code().name}: {error.details()}")
+    return PeerLost(f"{address}: {words_of(error)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from router.nodes.node import Node
@@ -72,6 +72,6 @@ class AdapterAsker:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 return NodeAnswer(OUTDATED)
             logger.warning("%s: %s for an adapter", node.address, error.code().name)
-            return failure(error.details() or error.code().name)
+            return failure(words_of(error))
         except (GarbledAnswer, PlaintextRefused) as error:
             return failure(str(error))

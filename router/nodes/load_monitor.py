@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
 from edge.standstill import is_done_within
@@ -138,7 +138,7 @@ class LoadMonitor:
         except GarbledAnswer as error:
             self._log_loss(address, num_reports, str(error), is_refusal=True)
         except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
+            reason = words_of(error)
             is_refusal = any(word in reason for word in _REFUSALS)
             self._log_loss(address, num_reports, reason, is_refusal=is_refusal)
         finally:

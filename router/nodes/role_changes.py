@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable
+from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
 from edge.http.errors import NotFound
 from edge.security.config import PlaintextRefused, Role
 from edge.security.credentials import Credentials
@@ -84,8 +84,9 @@ class RoleChanges:
                 readable(await stub.SwitchRole(request, timeout=_TIMEOUT_S, metadata=metadata))
         except grpc.aio.AioRpcError as error:
             logger.warning("%s does not change its role: %s", node.address, error.code().name)
-            said = error.details() or error.code().name
-            raise NodesRefused(f"{node.address} does not change its role: {said}") from None
+            raise NodesRefused(
+                f"{node.address} does not change its role: {words_of(error)}"
+            ) from None
         except GarbledAnswer as error:
             raise NodesRefused(f"{node.address} does not change its role: {error}") from None
         except PlaintextRefused as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grpc.aio
 import pytest
 
+from edge.grpc_answers import words_of
 from edge.printable import printable
 from kv_transfer.errors import CorruptChunk, HandshakeMismatch, PeerLost
 from router.nodes.report import NodeReport
@@ -30,6 +32,15 @@ def test_what_layouts_differ_in_has_a_bound() -> None:
     error = HandshakeMismatch("model_hash", "ours", ESCAPE * 10_000)
     assert str(error).isprintable() and len(str(error)) < 1000
     assert error.field == "model_hash"
+
+
+def test_what_a_peer_says_of_a_call_has_a_bound() -> None:
+    none = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, ESCAPE * 10_000)
+    said = words_of(error)
+    assert said.startswith("INTERNAL: a") and said.isprintable() and len(said) < 7000
+    silent = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none)
+    assert words_of(silent) == "UNKNOWN: it does not say why"
 
 
 def test_names_that_nodes_report() -> None:
