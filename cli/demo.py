@@ -18,7 +18,7 @@ from cli.local_cluster.cluster import UpSettings
 from cli.local_cluster.node_args import NodeArgs, read_args
 from cli.local_cluster.supervisor import ServiceFailed
 from cli.openai_client import ApiError, first_model
-from cli.up import StopWish, running_cluster
+from cli.up import StopRequest, running_cluster
 from kv_transfer.memory.device import DeviceError
 
 _SYSTEM = "You are a friendly guide to a small village."
@@ -39,17 +39,17 @@ async def _talk(url: str, console: Console) -> None:
                 await conversation.say(text)
 
 
-async def _run(console: Console, node_args: NodeArgs, wish: StopWish) -> None:
+async def _run(console: Console, node_args: NodeArgs, stop_request: StopRequest) -> None:
     settings = UpSettings(port=0)
-    async with running_cluster(settings, node_args, console, wish) as supervisor:
+    async with running_cluster(settings, node_args, console, stop_request) as supervisor:
         await _talk(supervisor.services[0].spec.endpoint, console)
         console.rule("stopping")
 
 
 async def _until_stopped(console: Console, node_args: NodeArgs) -> int:
-    wish = StopWish.from_signals()
-    stop_wanted = asyncio.create_task(wish.stop.wait())
-    demo = asyncio.create_task(_run(console, node_args, wish))
+    stop_request = StopRequest.from_signals()
+    stop_wanted = asyncio.create_task(stop_request.stop.wait())
+    demo = asyncio.create_task(_run(console, node_args, stop_request))
     await asyncio.wait({stop_wanted, demo}, return_when=asyncio.FIRST_COMPLETED)
     interrupted = not demo.done()
     demo.cancel()

@@ -44,7 +44,7 @@ class ProfileSettings(NodeCallSettings):
     )
     seconds: float = Field(default=5.0, gt=0, description="Seconds to record.")
     num_steps: int | None = Field(
-        default=None, ge=1, description="End after so many steps, if that is sooner."
+        default=None, ge=1, description="End after this many steps, if that is sooner."
     )
     with_stack: bool = Field(
         default=False, description="Record where in the Python code operators are called. Slower."

@@ -56,12 +56,12 @@ async def switch_role(settings: SwitchSettings, credentials: Credentials) -> flo
     """Returns the seconds that it took. Raises `NoSwitch`."""
     started_at = time.monotonic()
     async with node_stub(credentials, settings.node) as stub:
-        wish = node_pb2.SwitchRoleRequest(
+        request = node_pb2.SwitchRoleRequest(
             role=_ROLES[settings.to], drain_timeout_s=settings.drain_timeout_s
         )
         try:
             before: node_pb2.SwitchRoleAnswer = await stub.SwitchRole(
-                wish, timeout=_CALL_TIMEOUT_S, metadata=credentials.metadata()
+                request, timeout=_CALL_TIMEOUT_S, metadata=credentials.metadata()
             )
         except grpc.aio.AioRpcError as error:
             raise NoSwitch(reason(error)) from None

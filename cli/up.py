@@ -33,19 +33,19 @@ _KILL_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class StopWish:
+class StopRequest:
     """Notes Ctrl-C and SIGTERM: the first asks to `stop`, the next to `hurry`."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def from_signals(cls) -> StopWish:
-        wish = cls()
+    def from_signals(cls) -> StopRequest:
+        stop_request = cls()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, wish._ask)
-        return wish
+            loop.add_signal_handler(signum, stop_request._ask)
+        return stop_request
 
     def _ask(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()
@@ -53,7 +53,7 @@ class StopWish:
 
 @contextlib.asynccontextmanager
 async def running_cluster(
-    settings: UpSettings, node_args: NodeArgs, console: Console, wish: StopWish
+    settings: UpSettings, node_args: NodeArgs, console: Console, stop_request: StopRequest
 ) -> AsyncIterator[Supervisor]:
     """Yields a cluster that is ready; it is stopped cleanly on the way out, whatever happens.
 
@@ -73,12 +73,12 @@ async def running_cluster(
         yield supervisor
     finally:
         display.end_loading()
-        await _stop(supervisor, wish)
+        await _stop(supervisor, stop_request)
 
 
-async def _stop(supervisor: Supervisor, wish: StopWish) -> None:
+async def _stop(supervisor: Supervisor, stop_request: StopRequest) -> None:
     stopping = asyncio.create_task(supervisor.stop())
-    hurry = asyncio.create_task(wish.hurry.wait())
+    hurry = asyncio.create_task(stop_request.hurry.wait())
     await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
     hurry.cancel()
     while not stopping.done():
@@ -102,9 +102,9 @@ async def wait_routable(url: str, settings: UpSettings) -> None:
 
 
 async def _up(settings: UpSettings, node_args: NodeArgs, console: Console) -> None:
-    wish = StopWish.from_signals()
-    stop_wanted = asyncio.create_task(wish.stop.wait())
-    cluster = asyncio.create_task(_serve(settings, node_args, console, wish))
+    stop_request = StopRequest.from_signals()
+    stop_wanted = asyncio.create_task(stop_request.stop.wait())
+    cluster = asyncio.create_task(_serve(settings, node_args, console, stop_request))
     await asyncio.wait({stop_wanted, cluster}, return_when=asyncio.FIRST_COMPLETED)
     if not cluster.done():
         console.print("stopping ... (once more to stop at once)")
@@ -115,9 +115,9 @@ async def _up(settings: UpSettings, node_args: NodeArgs, console: Console) -> No
 
 
 async def _serve(
-    settings: UpSettings, node_args: NodeArgs, console: Console, wish: StopWish
+    settings: UpSettings, node_args: NodeArgs, console: Console, stop_request: StopRequest
 ) -> None:
-    async with running_cluster(settings, node_args, console, wish) as supervisor:
+    async with running_cluster(settings, node_args, console, stop_request) as supervisor:
         url = supervisor.services[0].spec.endpoint
         console.print(f"serving at [bold]{url}/v1[/] (OpenAI API). Stop with Ctrl-C.")
         if settings.switchable:

@@ -150,7 +150,7 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
     sanitize_control_tokens: bool = Field(
         default=False,
         description="Read control tokens that users and tools write in chats, such as <|im_end|>, "
-        "as the text that they spell, so that nobody forges a turn.",
+        "as the text that they spell, so that turns cannot be forged.",
     )
     system_turns: Literal["first", "in-place"] = Field(
         default="first",

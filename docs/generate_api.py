@@ -211,7 +211,7 @@ Besides endpoints and fields that are not built, a client of vLLM can notice:
 - `/v1/completions` without `max_tokens` goes on as long as the context allows; vLLM and OpenAI stop
   after 16 tokens.
 - `top_p` may be 0, as in OpenAI's API: the most likely token.
-- What nobody asked for (`prompt_logprobs`, `prompt_token_ids`, `token_ids`) is absent, not null.
+- What was not asked for (`prompt_logprobs`, `prompt_token_ids`, `token_ids`) is absent, not null.
 - -1 for `top_logprobs` or `prompt_logprobs`, the whole vocabulary, is a 400: one answer could be
   gigabytes.
 - `strict` in `response_format` has OpenAI's demands on a schema checked; without it the answer

@@ -110,7 +110,7 @@ class RoleNode:
         node = self._node(engine, ports, tracer, switch)
         try:
             code = await node.run(stop)
-            if code or stop.is_set or switch.wish is None:
+            if code or stop.is_set or switch.request is None:
                 return code, None
             role: RoleName = "prefill" if self._role == "decode" else "decode"
             settings, tokenizer = self._settings, self._tokenizer(role)

@@ -1,4 +1,4 @@
-"""Docstrings open with a sentence: somebody does or is something.
+"""Docstrings open with a sentence, and words are the field's.
 
 "Of the last step, by row" or "What is needed of a tokenizer" can only be understood with the name
 below; "Returns ..." or "The part of ..." can be read alone.
@@ -7,7 +7,9 @@ below; "Returns ..." or "The part of ..." can be read alone.
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +82,52 @@ def test_docstrings_open_with_a_sentence(place: str) -> None:
         if FRAGMENT.match(text.strip())
     ]
     assert not wrong, "open with a subject and a verb:\n" + "\n".join(wrong)
+
+
+GLOSSARY = {
+    r"(no|some|any|every)body": "a process is no person: nothing, another request, all ranks",
+    r"(over)?hear(s|d|ing)?": "receives, learns of, is called with, records",
+    r"(is|are|was|were|be|been|being) told": "gets, is called with, is notified of, is asked to",
+    r"unless told otherwise": "by default",
+    r"obey(s|ed|ing)?": "follows, handles",
+    r"farewells?": "end of stream",
+    r"last words": "final messages",
+    r"wish(es|ed)?": "request, preference, wanted",
+    r"so (many|much)(?! that)": "a name (`num_tokens`), this many, a number",
+    r"foretells?": "predicts",
+    r"frightens?": "dominates",
+    r"for(gives?|gave|given) .{0,20}silence": "extends the deadline",
+}
+"""Words that docstrings, comments and pages do without, each with the field's."""
+
+PRODUCT = (
+    "bench", "cli", "decode_node", "edge", "engine", "host", "kernels", "kv_transfer", "planner",
+    "prefill_node", "release", "role_node", "router",
+)  # fmt: skip
+
+
+def prose_of(path: Path) -> Iterator[str]:
+    """Yields the lines of a page, or those of a module's docstrings and comments."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield from text.splitlines()
+        return
+    for _, docstring in docstrings(path):
+        yield from docstring.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def test_words_are_the_fields() -> None:
+    forbidden = re.compile(rf"\b({'|'.join(f'(?:{word})' for word in GLOSSARY)})\b", re.IGNORECASE)
+    modules = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
+    pages = [*sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("*.md"), ROOT / "bench/README.md"]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()[:100]}"
+        for path in modules + pages
+        if path.name != "CHANGELOG.md" and "_pb2" not in path.name
+        for line in prose_of(path)
+        if forbidden.search(line)
+    ]
+    assert not found, "say it with the words of GLOSSARY:\n" + "\n".join(found)

@@ -237,14 +237,14 @@ class KVPair:
         caches, num_tokens = self.caches, self.caches.num_tokens
         self._transfer_id = transfer_id = uuid.uuid4().hex
         export = KVTransferParams(do_remote_decode=True, transfer_id=transfer_id)
-        wish = KVTransferParams(
+        request = KVTransferParams(
             do_remote_prefill=True, transfer_id=transfer_id, peer=self._producer.peer_info
         )
         sent = Prompt("prefill", num_tokens, export)
         self._steps += 1
         self._producer.update_state_after_alloc(sent, (), 0)
         self._consumer.update_state_after_alloc(
-            Prompt("decode", num_tokens, wish), (caches.target_blocks,), num_tokens - self._held
+            Prompt("decode", num_tokens, request), (caches.target_blocks,), num_tokens - self._held
         )
         self._producer.build_connector_meta(
             self._steps, [PromptChunk(sent, 0, num_tokens, (caches.source_blocks,))]

@@ -50,33 +50,39 @@ class Hpa:
     tolerance: float = 0.1
     up: Rules = DEFAULT_UP
     down: Rules = DEFAULT_DOWN
-    _wishes: deque[tuple[float, int]] = field(default_factory=deque)
+    _wanted: deque[tuple[float, int]] = field(default_factory=deque)
     _changes: deque[tuple[float, int]] = field(default_factory=deque)
 
     def decide(self, now: float, replicas: int, total: float | None) -> int:
         """Returns the number of pods there should be, with `replicas` and the metric's sum."""
         if total is None:
             return replicas
-        wish = self._bounded(self._wish(replicas, total))
-        self._wishes.append((now, wish))
+        bounded = self._bounded(self._recommended(replicas, total))
+        self._wanted.append((now, bounded))
         longest = max(self.up.window_s, self.down.window_s)
-        while self._wishes[0][0] < now - longest:
-            self._wishes.popleft()
-        wanted = self._limited(now, replicas, self._stabilised(now, replicas, wish))
+        while self._wanted[0][0] < now - longest:
+            self._wanted.popleft()
+        wanted = self._limited(now, replicas, self._stabilised(now, replicas, bounded))
         wanted = self._bounded(wanted)
         if wanted != replicas:
             self._changes.append((now, wanted - replicas))
         return wanted
 
-    def _wish(self, replicas: int, total: float) -> int:
+    def _recommended(self, replicas: int, total: float) -> int:
         if abs(total / (self.target * replicas) - 1) <= self.tolerance:
             return replicas
         return math.ceil(total / self.target)
 
-    def _stabilised(self, now: float, replicas: int, wish: int) -> int:
-        least = min((w for at, w in self._wishes if at > now - self.up.window_s), default=wish)
-        most = max((w for at, w in self._wishes if at > now - self.down.window_s), default=wish)
-        return min(max(replicas, min(least, wish)), max(most, wish))
+    def _stabilised(self, now: float, replicas: int, bounded: int) -> int:
+        least = min(
+            (w for at, w in self._wanted if at > now - self.up.window_s),
+            default=bounded,
+        )
+        most = max(
+            (w for at, w in self._wanted if at > now - self.down.window_s),
+            default=bounded,
+        )
+        return min(max(replicas, min(least, bounded)), max(most, bounded))
 
     def _limited(self, now: float, replicas: int, wanted: int) -> int:
         if wanted > replicas:

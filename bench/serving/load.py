@@ -199,7 +199,7 @@ class Load:
             )
             if not outcome.complete:
                 return
-            conversation.hear(outcome)
+            conversation.add_answer(outcome)
 
     async def _drain(self, tasks: list[asyncio.Task[None]], since: float) -> None:
         if not tasks:

@@ -70,14 +70,14 @@ class Conversation:
         self._first_body = self._first(session.turns[0])
 
     def body(self, index: int) -> bytes:
-        """Returns the body: for turn 0 made beforehand; for later turns after `hear`."""
+        """Returns the body: for turn 0 made beforehand; for later turns after `add_answer`."""
         if index == 0:
             return self._first_body
         turn = self.session.turns[index]
         self._add(turn.new_tokens)
         return self._make_body(turn)
 
-    def hear(self, outcome: Outcome) -> None:
+    def add_answer(self, outcome: Outcome) -> None:
         """Appends an answer. A server that gives no token ids gets random ones back."""
         if self._style.style == "chat":
             self._messages.append({"role": "assistant", "content": outcome.text})

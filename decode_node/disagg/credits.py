@@ -45,7 +45,7 @@ class ClaimSize:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupWish:
+class GroupPreference:
     """Says what is better in which data-parallel group.
 
     Attributes:
@@ -57,7 +57,7 @@ class GroupWish:
     only: Sequence[int] = ()
 
 
-ANYWHERE = GroupWish()
+ANYWHERE = GroupPreference()
 
 
 class Claim:
@@ -105,7 +105,7 @@ class _Waiter:
     """Waits for room; `admitted` is the group that has it."""
 
     size: ClaimSize
-    wish: GroupWish
+    preference: GroupPreference
     admitted: asyncio.Future[int]
 
 
@@ -162,13 +162,13 @@ class KVCredits:
         num_prompt_tokens: int,
         max_tokens: int,
         num_choices: int = 1,
-        wish: GroupWish = ANYWHERE,
+        preference: GroupPreference = ANYWHERE,
     ) -> Claim:
         """Waits for room. Whatever its size, a request is admitted when it is alone."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
-        group = None if self._waiters else self._fitting(size, wish)
+        group = None if self._waiters else self._fitting(size, preference)
         if group is None:
-            group = await self._wait(size, wish)
+            group = await self._wait(size, preference)
         else:
             self._admit(size, group)
         return Claim(self, size, group)
@@ -178,11 +178,11 @@ class KVCredits:
         num_prompt_tokens: int,
         max_tokens: int,
         num_choices: int = 1,
-        wish: GroupWish = ANYWHERE,
+        preference: GroupPreference = ANYWHERE,
     ) -> Claim:
         """Claims without waiting, whatever is free."""
         size = self._first_claim(num_prompt_tokens, max_tokens, num_choices)
-        group = self._ranked(wish)[0]
+        group = self._ranked(preference)[0]
         self._admit(size, group)
         return Claim(self, size, group)
 
@@ -202,8 +202,8 @@ class KVCredits:
         self._groups[group].num_claims -= 1
         self._admit_waiters()
 
-    async def _wait(self, size: ClaimSize, wish: GroupWish) -> int:
-        waiter = _Waiter(size, wish, asyncio.get_running_loop().create_future())
+    async def _wait(self, size: ClaimSize, preference: GroupPreference) -> int:
+        waiter = _Waiter(size, preference, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         try:
             return await waiter.admitted
@@ -218,7 +218,7 @@ class KVCredits:
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.admitted.cancelled():
-                group = self._fitting(waiter.size, waiter.wish)
+                group = self._fitting(waiter.size, waiter.preference)
                 if group is None:
                     return
                 self._admit(waiter.size, group)
@@ -229,18 +229,22 @@ class KVCredits:
         self._groups[group].num_claims += size.num_choices
         self._groups[group].num_blocks += size.num_blocks
 
-    def _ranked(self, wish: GroupWish) -> list[int]:
+    def _ranked(self, preference: GroupPreference) -> list[int]:
         """Returns the groups that will do, the best first."""
 
         def rank(group: int) -> tuple[int, int]:
-            cached = wish.cached_tokens[group] // self.block_size if wish.cached_tokens else 0
+            cached = (
+                preference.cached_tokens[group] // self.block_size
+                if preference.cached_tokens
+                else 0
+            )
             return self._groups[group].num_blocks - cached, self._groups[group].num_claims
 
-        return sorted(wish.only or range(len(self._groups)), key=rank)
+        return sorted(preference.only or range(len(self._groups)), key=rank)
 
-    def _fitting(self, size: ClaimSize, wish: GroupWish) -> int | None:
+    def _fitting(self, size: ClaimSize, preference: GroupPreference) -> int | None:
         """Returns the best group that has room; None: none has."""
-        return next((group for group in self._ranked(wish) if self._fits(size, group)), None)
+        return next((group for group in self._ranked(preference) if self._fits(size, group)), None)
 
     def _fits(self, size: ClaimSize, group: int) -> bool:
         claimed = self._groups[group]

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
-from decode_node.disagg.credits import ANYWHERE, Claim, GroupWish, KVCredits
+from decode_node.disagg.credits import ANYWHERE, Claim, GroupPreference, KVCredits
 from decode_node.disagg.kv_paths import KVPaths
 from decode_node.disagg.prompt_kv import LocalSpeed, PromptKV
 from decode_node.disagg.remote_prefill import (
@@ -216,7 +216,7 @@ class DisaggProxy:
         """
         if self._is_stopping:
             raise _stopping()
-        addresses, wish = self._choose_addresses(request, prefill_nodes)
+        addresses, preference = self._choose_addresses(request, prefill_nodes)
         prefill = choices[0].record.prefill
         self.open.enter()
         claim: Claim | None = None
@@ -224,7 +224,7 @@ class DisaggProxy:
         delivery: Delivery[ChoiceT] | None = None
         task: asyncio.Task[None] | None = None
         try:
-            claim = await self._admit(request, wish, is_remote=bool(addresses))
+            claim = await self._admit(request, preference, is_remote=bool(addresses))
             request.group = claim.group
             prefill.admitted_at = time.monotonic()
             remote = self._remote_prefill(request, addresses, prefill)
@@ -290,7 +290,7 @@ class DisaggProxy:
 
     def _choose_addresses(
         self, request: GenerationRequest, prefill_nodes: Sequence[str] | None
-    ) -> tuple[Sequence[str], GroupWish]:
+    ) -> tuple[Sequence[str], GroupPreference]:
         """Returns the nodes to ask, none when the part of the prompt that is not cached here is
         short enough; and in which of our groups that is so."""
         spec = request.spec
@@ -306,10 +306,10 @@ class DisaggProxy:
         cached = self._prefix_index.num_cached_tokens(prompt, spec)
         least = len(prompt) - self._local_prefill_threshold
         here = [group for group, count in enumerate(cached) if count >= least]
-        return () if here else remote, GroupWish(cached, here)
+        return () if here else remote, GroupPreference(cached, here)
 
     async def _admit(
-        self, request: GenerationRequest, wish: GroupWish, *, is_remote: bool
+        self, request: GenerationRequest, preference: GroupPreference, *, is_remote: bool
     ) -> Claim:
         """Claims room. A request that our engine computes waits in the engine's own queue, but does
         not overtake those that wait here."""
@@ -318,8 +318,8 @@ class DisaggProxy:
         spec = request.spec
         size = (len(spec.prompt_token_ids), spec.sampling.max_tokens, spec.num_rows)
         if is_remote or self._credits.num_waiting:
-            return await self._credits.acquire(*size, wish)
-        return self._credits.claim_now(*size, wish)
+            return await self._credits.acquire(*size, preference)
+        return self._credits.claim_now(*size, preference)
 
     async def _choose_node(self, remote: RemotePrefill) -> KVTransferParams | None:
         """Returns what `remote` chooses. Raises `Unavailable` when the node stops meanwhile, or in

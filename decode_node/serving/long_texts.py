@@ -1,7 +1,7 @@
 """Tokenises very long texts one after the other: each takes some 140 bytes a character meanwhile.
 
 1. `run`      with a text longer than `VERY_LONG`. At most `_MAX_WAITING` wait for their turn
-2. its turn   the shortest goes first, so that nobody waits for the books of others
+2. its turn   the shortest goes first, so that none waits for the books of others
 3. ended      the next one begins, also when the client has left: a thread cannot be stopped
 """
 

@@ -39,7 +39,7 @@ class CallAborted(Exception):
 class H2Call(ServerCall):
     """One call on one stream of a server connection.
 
-    `window`: what the peer lets us send on this stream at first. `on_over` is told when the
+    `window`: what the peer lets us send on this stream at first. `on_over` is called when the
     handler has ended and nothing is left to send.
     """
 

@@ -97,7 +97,7 @@ def settings_frame(settings: dict[Setting, int]) -> bytes:
 
 
 def parse_settings(payload: bytes) -> Iterable[tuple[int, int]]:
-    """Yields (setting, value). Unknown ones are told too."""
+    """Yields (setting, value). Unknown ones are yielded too."""
     if len(payload) % 6:
         raise H2Error("SETTINGS of a wrong size", ErrorCode.FRAME_SIZE_ERROR)
     return struct.iter_unpack(">HI", payload)

@@ -57,7 +57,7 @@ def welcome(
 
 
 class H2ServerConnection:
-    """`on_closed` is told once."""
+    """`on_closed` is called once."""
 
     def __init__(
         self,

@@ -156,7 +156,7 @@ class H2Writer:
         for message in {id(s.message): s.message for s, _ in self._out if s.message}.values():
             message.dropped()
         self._out.clear()
-        # Its owner is told no more. Without this the two would wait for the garbage collector,
+        # Its owner gets no more events. Without this the two would wait for the garbage collector,
         # which comes seldom, and peers that come and go would fill the memory.
         self._on_lost = _nobody
         if not self._thread_bytes:

@@ -27,7 +27,7 @@ class SecuritySettings(BaseSettings):
     tls_identity: TlsIdentity = Field(
         default="address",
         description="What certificates of other services must name. address: a server's, the "
-        "address that was dialled. role: everybody's, tandem-router, tandem-prefill or "
+        "address that was dialled. role: each one's, tandem-router, tandem-prefill or "
         "tandem-decode as a DNS name, whatever the address.",
     )
     cluster_token_file: Path | None = Field(

@@ -63,7 +63,7 @@ class ExpertSettings(BaseSettings):
         default=None,
         description="With --enable-eplb, as JSON: num_redundant_experts (copies of busy experts "
         "in each layer, on all workers together, default 0), step_interval (experts are placed "
-        "anew after so many steps, default 3000), window_size (the last steps before, whose "
+        "anew after this many steps, default 3000), window_size (the last steps before, whose "
         "tokens count, default 1000), log_balancedness (true: log each placement).",
     )
 

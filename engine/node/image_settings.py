@@ -25,8 +25,8 @@ class ImageSettings(BaseSettings):
     max_image_tokens: int = Field(
         default=0,
         ge=0,
-        description="Larger images are made so small that they have at most so many tokens. 0: as "
-        "the checkpoint says. Prefill and decode nodes must agree.",
+        description="Larger images are made so small that they have at most this many tokens. 0: "
+        "as the checkpoint says. Prefill and decode nodes must agree.",
     )
     image_encoder: Literal["auto", "on", "off"] = Field(
         default="auto",

@@ -28,7 +28,7 @@ COUNTERS = {
     "bytes": "KV of transfers that ended well, in bytes.",
     "bytes_moved": "Payload sent or received, in bytes.",
     "corrupt_chunks": "Chunks that were refused for their checksum.",
-    "leases_expired": "Exports that nobody fetched in time.",
+    "leases_expired": "Exports that were not fetched in time.",
     "reclaimed_released": "Exports that their puller released.",
     "reclaimed_given_up": "Exports that their puller gave up.",
     "reclaimed_aborted": "Exports that ended with their request.",

@@ -49,7 +49,7 @@ class NodeLifetime:
         """Returns the exit code once the node was asked to stop, or its engine has died."""
         dead = asyncio.create_task(self._engine.wait_dead())
         stopping = asyncio.create_task(stop.wait())
-        switching = asyncio.create_task(self._status.switch.wished())
+        switching = asyncio.create_task(self._status.switch.requested())
         ends = {dead, stopping, switching}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -4,7 +4,7 @@ serving ── `ask` ──▶ draining ── its requests have ended, or the t
    │                                                                             │
    └─ refused: nothing changes                  a new node of the other tier ◀───┘
 
-A switch belongs to one life of a node in one role. Whoever runs the node waits for `wished` and
+A switch belongs to one life of a node in one role. Whoever runs the node waits for `requested` and
 makes the next life; a node that dies in between starts in the role that its command line names.
 """
 
@@ -25,7 +25,7 @@ NAMES: dict[node_pb2.NodeRole, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class RoleWish:
+class RoleRequest:
     """Says what the node shall be, and the seconds for what it has begun."""
 
     role: node_pb2.NodeRole
@@ -46,10 +46,10 @@ class RoleSwitch:
     ) -> None:
         self.role = role
         self.http_port = http_port
-        self.wish: RoleWish | None = None
+        self.request: RoleRequest | None = None
         self._drain_timeout_s = drain_timeout_s
         self._obstacle = obstacle
-        self._wished = asyncio.Event()
+        self._requested = asyncio.Event()
 
     def ask(self, role: node_pb2.NodeRole, drain_timeout_s: float = 0.0) -> None:
         """Asks for another role. `drain_timeout_s` 0: as long as settings allow. Raises
@@ -61,9 +61,9 @@ class RoleSwitch:
                 f"this node is a {NAMES[self.role]} node for good: only one that was started by "
                 "`tandem node` changes its role"
             )
-        if self.wish is not None:
+        if self.request is not None:
             raise RoleSwitchRefused(
-                f"this node changes its role already: it will be a {NAMES[self.wish.role]} node"
+                f"this node changes its role already: it will be a {NAMES[self.request.role]} node"
             )
         if role == self.role:
             raise RoleSwitchRefused(f"this node is a {NAMES[role]} node already")
@@ -72,11 +72,11 @@ class RoleSwitch:
         if obstacle := self._obstacle():
             raise RoleSwitchRefused(obstacle)
         limit = self._drain_timeout_s
-        self.wish = RoleWish(role, min(drain_timeout_s, limit) if drain_timeout_s else limit)
-        self._wished.set()
+        self.request = RoleRequest(role, min(drain_timeout_s, limit) if drain_timeout_s else limit)
+        self._requested.set()
 
-    async def wished(self) -> RoleWish:
+    async def requested(self) -> RoleRequest:
         """Returns the request once there is one."""
-        await self._wished.wait()
-        assert self.wish is not None
-        return self.wish
+        await self._requested.wait()
+        assert self.request is not None
+        return self.request

@@ -30,7 +30,7 @@ from kv_transfer.transfer_id import is_transfer_id
 from kv_transfer.transports.open_pull import OpenPull
 from kv_transfer.wire.chunk import ChunkKind, mark
 from kv_transfer.wire.handshake import peer_from_proto, peer_to_proto
-from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.pull_spec import PullSpec
 from kv_transfer.wire.service_paths import PULL_PATH, SERVICE
 from tandem_pb import kv_transfer_pb2 as pb
 
@@ -115,7 +115,7 @@ class PullService:
         return transfer
 
     def _open(self, transfer: SendTransfer, request: pb.PullRequest) -> OpenPull:
-        wish = PullWish(
+        spec = PullSpec(
             rank=request.rank,
             tp_size=request.tp_size,
             stream=request.stream_index,
@@ -126,7 +126,7 @@ class PullService:
             transport=request.transport,
             layers=range(request.first_layer, request.stop_layer or ALL_LAYERS.stop),
         )
-        return self._sender.open_pull(transfer, wish)
+        return self._sender.open_pull(transfer, spec)
 
     async def _write_stream(self, transfer: SendTransfer, pull: OpenPull, call: ServerCall) -> None:
         while True:

@@ -10,7 +10,7 @@
     -  a Release may come before its export, which ends at once then
 
 Everything runs on one event loop. Threads that transports let read blocks are waited for before the
-end is told.
+end is sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kv_transfer.transports.base import Export, ExportOwner, TransportId
 from kv_transfer.transports.open_pull import OpenPull, PullTerms
 from kv_transfer.transports.registry import producer_transports
 from kv_transfer.wire.chunk_grid import ChunkGrid
-from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.pull_spec import PullSpec
 
 logger = logging.getLogger(__name__)
 
@@ -168,24 +168,24 @@ class KVSender(ExportOwner):
             raise LateMessage(f"transfer {transfer_id} attempt {attempt} has ended")
         return self._transfers.find(transfer_id, attempt)
 
-    def open_pull(self, transfer: SendTransfer, wish: PullWish) -> OpenPull:
+    def open_pull(self, transfer: SendTransfer, spec: PullSpec) -> OpenPull:
         """Raises KVTransferError when this process does not hold what is asked for."""
-        wish.check(self._layout, self._index, self._config.num_processes, transfer.num_tokens)
-        share = self._layout.share(self._rank, wish.rank, wish.tp_size)
+        spec.check(self._layout, self._index, self._config.num_processes, transfer.num_tokens)
+        share = self._layout.share(self._rank, spec.rank, spec.tp_size)
         if not any(page.num_bytes for page in share):
-            raise KVTransferError(f"rank {wish.rank} of {wish.tp_size} takes nothing from this one")
-        part = transfer.parts.get(wish.transport)
+            raise KVTransferError(f"rank {spec.rank} of {spec.tp_size} takes nothing from this one")
+        part = transfer.parts.get(spec.transport)
         if part is None:
-            raise NotServed(f"transport {wish.transport} is not open here")
+            raise NotServed(f"transport {spec.transport} is not open here")
         chunk_bytes, num_tokens = self._config.chunk_bytes, transfer.num_tokens
-        grid = ChunkGrid.of(self._layout, chunk_bytes, wish.first_token, num_tokens)
-        layers = tuple(positions_of(group.layers, wish.layers) for group in self._layout.groups)
-        stripe = grid.stripe_of(share, wish.stream, wish.num_streams, layers)
-        if wish.repeat and not wish.repeat.issubset(stripe):
+        grid = ChunkGrid.of(self._layout, chunk_bytes, spec.first_token, num_tokens)
+        layers = tuple(positions_of(group.layers, spec.layers) for group in self._layout.groups)
+        stripe = grid.stripe_of(share, spec.stream, spec.num_streams, layers)
+        if spec.repeat and not spec.repeat.issubset(stripe):
             raise KVTransferError("a chunk is asked for again that this stream does not carry")
         transfer.narrow(grid)
-        num_pullers = self._num_pullers(wish.tp_size)
-        pull = part.open_pull(PullTerms(wish, share, num_pullers, grid, layers))
+        num_pullers = self._num_pullers(spec.tp_size)
+        pull = part.open_pull(PullTerms(spec, share, num_pullers, grid, layers))
         transfer.pulls.add(pull)
         transfer.num_pulls_seen += 1
         self._transfers.activate(transfer.transfer_id, transfer.attempt)
@@ -197,7 +197,7 @@ class KVSender(ExportOwner):
 
     def close_pull(self, transfer: SendTransfer, pull: OpenPull) -> None:
         transfer.pulls.discard(pull)
-        part = transfer.parts.get(pull.wish.transport)
+        part = transfer.parts.get(pull.spec.transport)
         if part is not None:
             part.close_pull(pull)
         self.num_pulls -= 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from edge.h2.out_message import OutMessage
 from kv_transfer.layout import PageShape
 from kv_transfer.wire.chunk_grid import ChunkGrid
-from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.pull_spec import PullSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PullTerms:
         layers: Those that are wanted, within each group; None: all.
     """
 
-    wish: PullWish
+    spec: PullSpec
     share: tuple[PageShape, ...]
     num_pullers: tuple[int, ...]
     grid: ChunkGrid
@@ -35,17 +35,17 @@ class OpenPull(ABC):
     """Knows what the call still wants. `wake` is set when there is more to see."""
 
     def __init__(self, terms: PullTerms) -> None:
-        self.wish = terms.wish
+        self.spec = terms.spec
         self.share = terms.share
         self.grid = terms.grid
         self.num_pullers = terms.num_pullers
         self.wake = asyncio.Event()
         self.is_writing = False
         self._wanted = set(
-            terms.grid.stripe_of(self.share, self.wish.stream, self.wish.num_streams, terms.layers)
+            terms.grid.stripe_of(self.share, self.spec.stream, self.spec.num_streams, terms.layers)
         )
-        if self.wish.repeat:
-            self._wanted &= self.wish.repeat
+        if self.spec.repeat:
+            self._wanted &= self.spec.repeat
         self._chunk_bytes = terms.grid.mean_bytes(self.share)
 
     @abstractmethod

@@ -6,7 +6,7 @@
 3. overdue    no slot comes free for longer than that: the wait counts as it is
 
 Who is refused because the line is full is given the time when a place in it comes free which
-nothing was told of before: refused clients come back one after the other, as fast as the line goes
+none was given before: refused clients come back one after the other, as fast as the line goes
 on.
 """
 

@@ -138,7 +138,7 @@ def test_each_prompt_continues_the_one_before() -> None:
     first = json.loads(talk.body(0))
     assert (len(first["prompt"]), first["max_tokens"]) == (10, 3)
     assert set(first["prompt"]) <= set(range(10, 20))
-    talk.hear(outcome(0.2, tokens=3, token_ids=[11, 12, 13]))
+    talk.add_answer(outcome(0.2, tokens=3, token_ids=[11, 12, 13]))
     second = json.loads(talk.body(1))
     assert second["prompt"][:13] == [*first["prompt"], 11, 12, 13]
     assert len(second["prompt"]) == 18
@@ -152,7 +152,7 @@ def test_a_chat_keeps_its_messages_in_turn() -> None:
     session = Session("s", 0.0, 4, (Turn(0, 6, 3), Turn(0, 5, 2)))
     talk = Conversation(session, _style("chat"), seed=1)
     json.loads(talk.body(0))
-    talk.hear(outcome(0.2, tokens=3, text="Yes."))
+    talk.add_answer(outcome(0.2, tokens=3, text="Yes."))
     roles = [message["role"] for message in json.loads(talk.body(1))["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
 

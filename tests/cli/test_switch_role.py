@@ -67,7 +67,7 @@ async def test_it_waits_for_the_next_life(
 ) -> None:
     switch = await lives.begin(PREFILL)
     asking = asyncio.create_task(run(lives, "decode", "--drain-timeout-s", "3"))
-    wish = await switch.wished()
+    wish = await switch.requested()
     assert (wish.role, wish.drain_timeout_s) == (DECODE, 3.0)
     await lives.begin(becomes)
     assert await asking == code

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_node.disagg.credits import Claim, GroupWish, KVCredits
+from decode_node.disagg.credits import Claim, GroupPreference, KVCredits
 from decode_node.server import create_credits, create_prefix_index
 from engine.config import CacheConfig, EngineConfig, KVLayers, SchedulerConfig
 from engine.contracts.request_spec import RequestSpec
@@ -229,15 +229,17 @@ async def test_each_group_has_blocks_and_seats_of_its_own() -> None:
 
 async def test_a_prefix_is_followed_until_another_group_has_so_much_more_room() -> None:
     credits = KVCredits(num_blocks=20, block_size=8, max_claims=8, num_groups=2)
-    has_prefix = GroupWish(cached_tokens=(0, 48))
-    first = await credits.acquire(80, 0, wish=has_prefix)
+    has_prefix = GroupPreference(cached_tokens=(0, 48))
+    first = await credits.acquire(80, 0, preference=has_prefix)
     assert first.group == 1
     assert (await credits.acquire(24, 0)).group == 0, "nothing is known of it"
-    assert (await credits.acquire(8, 0, wish=has_prefix)).group == 0, "three against ten less six"
-    assert (await credits.acquire(24, 0, wish=has_prefix)).group in (0, 1)
-    only = GroupWish(cached_tokens=(0, 0), only=(1,))
-    assert credits.claim_now(400, 0, wish=only).group == 1, "whatever is free"
-    waiting = asyncio.create_task(credits.acquire(8, 0, wish=only))
+    assert (await credits.acquire(8, 0, preference=has_prefix)).group == 0, (
+        "three against ten less six"
+    )
+    assert (await credits.acquire(24, 0, preference=has_prefix)).group in (0, 1)
+    only = GroupPreference(cached_tokens=(0, 0), only=(1,))
+    assert credits.claim_now(400, 0, preference=only).group == 1, "whatever is free"
+    waiting = asyncio.create_task(credits.acquire(8, 0, preference=only))
     await asyncio.sleep(0)
     assert not waiting.done(), "the other group would have room"
     waiting.cancel()
@@ -248,5 +250,5 @@ async def test_a_prefix_is_followed_until_another_group_has_so_much_more_room() 
 async def test_the_best_group_without_room_leaves_the_request_to_the_next() -> None:
     credits = KVCredits(num_blocks=10, block_size=8, max_claims=1, num_groups=2)
     assert (await credits.acquire(8, 0)).group == 0
-    second = await credits.acquire(16, 0, wish=GroupWish(cached_tokens=(64, 0)))
+    second = await credits.acquire(16, 0, preference=GroupPreference(cached_tokens=(64, 0)))
     assert second.group == 1, "no seat is left where the prefix is"

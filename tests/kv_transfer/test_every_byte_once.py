@@ -60,7 +60,7 @@ from kv_transfer.wire.chunk import (
     fill_header,
 )
 from kv_transfer.wire.chunk_grid import ChunkGrid, longest_chunk
-from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.pull_spec import PullSpec
 
 TRANSFER = "ab" * 16
 Way = tuple[ChunkAssembler, Iterator[Chunk]]
@@ -206,7 +206,7 @@ class Call:
         self._export = SendTransfer(meta, layout, case.chunk_bytes, (0, 1))
         longest = HEADER.size + longest_chunk(layout, case.chunk_bytes)
         self._owner = Owner(StagingPool(longest * self._export.grid.num_chunks, longest))
-        wish = PullWish(
+        wish = PullSpec(
             rank=job.source.rank,
             tp_size=job.source.tp_size,
             stream=job.stream,

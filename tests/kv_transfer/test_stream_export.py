@@ -14,7 +14,7 @@ from kv_transfer.transports.base import Export
 from kv_transfer.transports.open_pull import PullTerms
 from kv_transfer.transports.stream.stream_export import StreamExport, StreamPull
 from kv_transfer.wire.chunk_grid import ChunkGrid
-from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.pull_spec import PullSpec
 
 SHAPE = layout(num_layers=2)
 NUM_TOKENS = 96
@@ -52,7 +52,7 @@ def new_export() -> tuple[Export, StreamExport]:
 def pull(
     part: StreamExport, stream: int, first_token: int = 0, repeat: frozenset[int] = frozenset()
 ) -> StreamPull:
-    wish = PullWish(
+    wish = PullSpec(
         rank=0,
         tp_size=1,
         stream=stream,

@@ -43,16 +43,16 @@ async def test_one_wish_of_one_life() -> None:
     ):
         with pytest.raises(RoleSwitchRefused, match=why):
             switch.ask(role, seconds)
-    assert switch.wish is None
+    assert switch.request is None
     switch.ask(DECODE, 500.0)
-    wish = await switch.wished()
+    wish = await switch.requested()
     assert (wish.role, wish.drain_timeout_s) == (DECODE, 30.0)
     for role in (PREFILL, DECODE):
         with pytest.raises(RoleSwitchRefused, match="changes its role already.*decode"):
             switch.ask(role)
     short = RoleSwitch(DECODE, drain_timeout_s=30.0, http_port=8100)
     short.ask(PREFILL, 0.5)
-    assert (await short.wished()).drain_timeout_s == 0.5
+    assert (await short.requested()).drain_timeout_s == 0.5
 
 
 @pytest.mark.asyncio

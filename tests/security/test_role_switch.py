@@ -101,15 +101,15 @@ async def test_a_node_of_one_certified_role_refuses_before_it_drains(
         move_service(authority.service("narrow", Role.PREFILL), folder)
         assert await ask(address, router, identity) == 1
         assert "names tandem-prefill, and peers would refuse it" in capsys.readouterr().err
-        assert switch.wish is None
+        assert switch.request is None
         decode = authority.service("decode", Role.DECODE)
         assert await ask(address, decode, identity) == 1
         assert "this is for tandem-router only" in capsys.readouterr().err
-        assert switch.wish is None
+        assert switch.request is None
         both(authority)
         assert await ask(address, router, identity) == 1
         assert "is not a decode node after" in capsys.readouterr().err
-        assert switch.wish is not None and switch.wish.role == DECODE
+        assert switch.request is not None and switch.request.role == DECODE
 
 
 async def test_prefill_nodes_take_prompts_of_a_node_that_may_be_decode(

@@ -2,9 +2,8 @@
 
 The scheduler of an engine and the simulated engine (`planner.simulation`) ask the same object.
 
-    a step is full   with this many tokens that more of them gain nothing by sharing it. Prompts
-    that
-                     long are computed one after the other, shorter ones share a step and end in it
+    a step is full   where more tokens gain nothing by sharing it. Prompts of that length are
+                     computed one after the other, shorter ones share a step and end in it
     a turn           before each step one of two lines begins: that of what is left to compute, the
                      shortest first, or that of what is due, the earliest first
     due              when a prompt has waited `patience` times as long as it takes by itself.

@@ -84,7 +84,7 @@ class WindowExport(ProducerTransfer):
         self.export.keeps_blocks = True
         pull = WindowPull(self, self._filled, terms)
         for other in self._pulls:
-            if terms.wish.repeat and other.stream == pull.stream:
+            if terms.spec.repeat and other.stream == pull.stream:
                 other.let_go()
         self._pulls.append(pull)
         return pull
@@ -110,7 +110,7 @@ class WindowPull(OpenPull, SlotUser):
 
     def __init__(self, part: WindowExport, filled: FilledSlots, terms: PullTerms) -> None:
         super().__init__(terms)
-        self.stream = terms.wish.rank, terms.wish.tp_size, terms.wish.stream
+        self.stream = terms.spec.rank, terms.spec.tp_size, terms.spec.stream
         self._part = part
         self._filled = filled
         self._shape = shape_code(*self.share)

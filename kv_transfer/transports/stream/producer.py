@@ -114,7 +114,7 @@ class StreamProducer(ProducerTransport):
     def _sent(self, pull: StreamPull, entry: SentChunk | None, num_bytes: int) -> None:
         """Notes that a chunk left; without `entry` it went zero-copy from the blocks."""
         self._owner.was_sent(pull.part.export, num_bytes)
-        if pull.wish.repeat or entry is None:
+        if pull.spec.repeat or entry is None:
             return
         entry.num_sent += 1
         if entry.num_sent >= pull.num_pullers[pull.grid.position(entry.index).group]:

@@ -68,7 +68,7 @@ class ZeroCopySends:
             self._views is not None
             and terms.share == self._pages
             and max(terms.num_pullers) == 1
-            and not terms.wish.repeat
+            and not terms.spec.repeat
         )
 
     def next_message(self, pull: StreamPull) -> OutMessage | None:

@@ -22,7 +22,7 @@ from kv_transfer.errors import CorruptChunk, KVTransferError
 from kv_transfer.layout import KVLayout
 from kv_transfer.wire.chunk import ChunkHeader, ChunkKind, decode_chunk, encode_chunk
 from kv_transfer.wire.handshake import check_endpoints, peer_from_proto, peer_to_proto
-from kv_transfer.wire.pull_wish import PullWish
+from kv_transfer.wire.pull_spec import PullSpec
 from prefill_node.metrics import PrefillMetrics
 from prefill_node.service import PrefillServicer, Refused
 from router.nodes.address import NodeRole
@@ -193,7 +193,7 @@ def _check_pull(data: bytes) -> None:
     wish = _read(kv_transfer_pb2.PullRequest, data)
     if wish is None:
         return
-    asked = PullWish(
+    asked = PullSpec(
         rank=wish.rank,
         tp_size=wish.tp_size,
         stream=wish.stream_index,

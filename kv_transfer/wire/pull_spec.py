@@ -10,7 +10,7 @@ from kv_transfer.stages import ALL_LAYERS, positions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PullWish:
+class PullSpec:
     """One PullKV call asks for this.
 
     Attributes:
@@ -40,7 +40,10 @@ class PullWish:
         if self.rank >= self.tp_size:
             raise KVTransferError(f"there is no rank {self.rank} of {self.tp_size}")
         if self.num_streams < 1 or self.num_streams % num_processes != 0:
-            raise KVTransferError(f"{self.num_streams} streams, but {num_processes} processes here")
+            raise KVTransferError(
+                f"num_streams ({self.num_streams}) must be a multiple of this rank's processes "
+                f"({num_processes})"
+            )
         if self.stream >= self.num_streams or self.stream % num_processes != process:
             raise KVTransferError(f"stream {self.stream} is not for process {process}")
         if self.num_tokens != num_tokens:
@@ -51,5 +54,5 @@ class PullWish:
             raise KVTransferError(f"none of the layers {self.layers} is here")
         if self.first_token > num_tokens:
             raise KVTransferError(
-                f"tokens from {self.first_token} on are asked for, of {num_tokens} in all"
+                f"first_token {self.first_token} is beyond the prompt ({num_tokens} tokens)"
             )
