@@ -35,6 +35,8 @@ class KVTransferConfig:
             consumer's connects from its own if there are several.
         named_hosts: What `hosts` were looked up from, if any of it was a name (`interface:eth1`):
             ranks on other hosts look it up there. Empty: they use the address of their host.
+        advertised_hosts: Addresses by which peers reach those of `hosts`, in their order, behind a
+            mapping of ports. Empty: the same.
         network_status: File by which names of networks are looked up.
         port: Of a producer's first transfer process; those of all ranks follow. 0: any free ones.
         security: How transfer processes make sure of those of peers.
@@ -77,6 +79,7 @@ class KVTransferConfig:
     offer_answers_s: float = 600.0
     hosts: tuple[str, ...] = ("127.0.0.1",)
     named_hosts: tuple[str, ...] = ()
+    advertised_hosts: tuple[str, ...] = ()
     network_status: str = ""
     port: int = 0
     security: SecurityConfig = field(default_factory=SecurityConfig)

@@ -44,6 +44,13 @@ class TransferSettings(SecuritySettings):
         "network:fabric/rail0 the pod's in that network of Multus, by --kv-network-status. "
         "Default: --host.",
     )
+    kv_advertise_host: str = Field(
+        default="",
+        description="Address or name by which peers reach --kv-host, if that is another: behind a "
+        "mapping of ports, or where --kv-host is every address (0.0.0.0). Several, comma "
+        "separated, in the order of --kv-host. Ports are the same on both sides, so --kv-port "
+        "has to be set. Default: --kv-host.",
+    )
     kv_network_status: Path = Field(
         default=NETWORK_STATUS_FILE,
         description="File with the pod's annotation k8s.v1.cni.cncf.io/network-status, for "
@@ -175,6 +182,7 @@ class TransferSettings(SecuritySettings):
             offer_answers_s=self.kv_offer_answers_s,
             hosts=hosts,
             named_hosts=wanted if any(map(is_named, wanted)) else (),
+            advertised_hosts=self._checked_advertised(hosts),
             network_status=str(self.kv_network_status),
             port=self._checked_port(processes, ranks),
             security=self._checked_security(kv_role, host, hosts),
@@ -247,11 +255,27 @@ class TransferSettings(SecuritySettings):
 
     def _check_reachable(self, kv_role: KVRole, hosts: tuple[str, ...]) -> None:
         for host in hosts:
-            if self._sends(kv_role) and host in _EVERY_ADDRESS:
+            if self._sends(kv_role) and host in _EVERY_ADDRESS and not self.kv_advertise_host:
                 raise SettingsError(
                     f"a node that listens on {host} does not know by which address others reach "
-                    f"its KV; name one with --kv-host (or TANDEM_KV_HOST)"
+                    f"its KV; name one with --kv-host (or TANDEM_KV_HOST), or with "
+                    f"--kv-advertise-host"
                 )
+
+    def _checked_advertised(self, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        if not self.kv_advertise_host:
+            return ()
+        advertised = tuple(one.strip() for one in self.kv_advertise_host.split(","))
+        if len(advertised) != len(hosts) or "" in advertised:
+            raise SettingsError(
+                f"--kv-advertise-host names {len(advertised)} addresses for the {len(hosts)} of "
+                f"--kv-host; name one for each, in the same order"
+            )
+        if not self.kv_port:
+            raise SettingsError(
+                "--kv-advertise-host needs --kv-port: peers dial the port that is listened on"
+            )
+        return advertised
 
     def _checked_security(
         self, kv_role: KVRole, host: str, hosts: tuple[str, ...]

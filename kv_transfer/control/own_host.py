@@ -8,11 +8,13 @@ with equally many processes and addresses the first of one side talks to the fir
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from host.named_addresses import NamedAddresses
 from host.network import Network
 from kv_transfer.control.process_config import TransferProcessConfig
+from kv_transfer.errors import KVTransferError
 
 
 def own_host(config: TransferProcessConfig, gpu: str, network: Network | None = None) -> str:
@@ -29,6 +31,27 @@ def own_host(config: TransferProcessConfig, gpu: str, network: Network | None = 
     nearest = (network or Network()).nearest(hosts, gpu)
     number = config.index if len(nearest) < len(hosts) else config.process
     return nearest[number % len(nearest)]
+
+
+def advertised_host(config: TransferProcessConfig, host: str) -> str:
+    """Returns the address by which peers reach `host`, which is one of this process's hosts."""
+    advertised = config.transfer.advertised_hosts
+    return advertised[_hosts(config).index(host)] if advertised else host
+
+
+def check_own(hosts: Sequence[str]) -> None:
+    """Raises `KVTransferError` for an address at which this host cannot listen."""
+    for host in hosts:
+        try:
+            info = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(info[0], info[1]) as probe:
+                probe.bind(info[4])
+        except OSError as error:
+            raise KVTransferError(
+                f"KV cannot be served at {host}, which is no address of this host "
+                f"({error.strerror}): name one of its own with --kv-host, and the one by which "
+                f"others reach it with --kv-advertise-host"
+            ) from error
 
 
 def _hosts(config: TransferProcessConfig) -> tuple[str, ...]:

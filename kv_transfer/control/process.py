@@ -36,7 +36,7 @@ from host.sockets.message_reader import MessageReader
 from host.termination import termination_fd
 from kv_transfer.consumer.receiver import KVReceiver
 from kv_transfer.control.control_channel import connect_events, listen_for_commands
-from kv_transfer.control.own_host import own_host, source_host
+from kv_transfer.control.own_host import advertised_host, own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.control.sizing import available_cores, choose_check_threads
 from kv_transfer.layer_times import behind_others
@@ -230,7 +230,7 @@ class TransferProcess:
                 raise
             logger.warning("port %d is lost, so peers learn another: %s", self._config.port, error)
             port = await server.listen(host, 0)
-        self._address = join_address(host, port)
+        self._address = join_address(advertised_host(self._config, host), port)
         return server
 
     def _obey(self, command: TransferCommand) -> None:

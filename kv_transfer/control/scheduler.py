@@ -20,6 +20,7 @@ from host.process_host import ProcessHost
 from kv_transfer.base import ChunkLike, KVCacheHandle, KVConnectorScheduler, RequestLike
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.node_transfer import NodeTransfer, Outcome
+from kv_transfer.control.own_host import check_own
 from kv_transfer.control.transfer_processes import TransferProcesses
 from kv_transfer.layout import BlockIds, KVLayout
 from kv_transfer.memory.load_marks import LoadMarksOfRanks
@@ -66,6 +67,8 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         signs: LifeSigns | None = None,
     ) -> None:
         self._sends = config.sends
+        if config.sends and not any(host.link for host in hosts):
+            check_own(config.hosts)
         self._engine_id = engine_id
         self._epoch = epoch
         self._layout = layout

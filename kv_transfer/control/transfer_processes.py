@@ -279,11 +279,10 @@ class TransferProcesses:
             return msgspec.structs.replace(config, life_sign=self._signs.handle(config.process))
         if not self._remote_events_address:
             self._remote_events_address = listen(self._events, link.core_address, link.key)
+        named = config.transfer.named_hosts or (link.host_address,)
         return msgspec.structs.replace(
             config,
-            transfer=replace(
-                config.transfer, hosts=config.transfer.named_hosts or (link.host_address,)
-            ),
+            transfer=replace(config.transfer, hosts=named, advertised_hosts=()),
             link=link,
             remote_events_address=self._remote_events_address,
         )

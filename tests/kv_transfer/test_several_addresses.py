@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from kv_caches import layout
 
@@ -14,7 +16,7 @@ from edge.security.credentials import Credentials
 from host.network import Network, interfaces_by_address
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.control.own_host import own_host, source_host
+from kv_transfer.control.own_host import advertised_host, check_own, own_host, source_host
 from kv_transfer.control.process_config import TransferProcessConfig
 from kv_transfer.control.sizing import (
     available_cores,
@@ -22,7 +24,7 @@ from kv_transfer.control.sizing import (
     choose_num_streams,
     choose_receive_threads,
 )
-from kv_transfer.errors import PeerLost
+from kv_transfer.errors import KVTransferError, PeerLost
 from kv_transfer.transports.stream.h2.dial import dial
 
 ROOT_A, ROOT_B = "pci0000:16", "pci0000:97"
@@ -143,6 +145,21 @@ def test_one_address_is_left_to_the_kernel_and_foreign_ones_are_refused() -> Non
     assert source_host(process(("127.0.0.1", "127.0.0.2"), 0, 1), "") == "127.0.0.2"
     with pytest.raises(OSError):
         source_host(process(("127.0.0.1", "192.0.2.77"), 0, 1), "")
+
+
+def test_peers_are_told_the_advertised_address_of_each() -> None:
+    config = process(("127.0.0.1", "127.0.0.2"), 0, 0)
+    assert advertised_host(config, "127.0.0.2") == "127.0.0.2"
+    transfer = replace(config.transfer, advertised_hosts=("gpu7.example", "192.0.2.7"))
+    config = msgspec.structs.replace(config, transfer=transfer)
+    assert advertised_host(config, "127.0.0.1") == "gpu7.example"
+    assert advertised_host(config, "127.0.0.2") == "192.0.2.7"
+
+
+def test_a_foreign_address_is_refused_with_the_cure() -> None:
+    check_own(["127.0.0.1", "0.0.0.0"])
+    with pytest.raises(KVTransferError, match="192.0.2.77, which is no address of this host"):
+        check_own(["127.0.0.1", "192.0.2.77"])
 
 
 async def test_connections_leave_from_the_address_they_were_told() -> None:

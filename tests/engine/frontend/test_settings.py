@@ -155,6 +155,25 @@ def test_a_prefill_node_on_every_address_must_say_where_its_kv_is(demo_checkpoin
     assert hosts("127.0.0.1", "10.0.0.5, fd00::5") == ("10.0.0.5", "fd00::5")
 
 
+def test_peers_may_reach_kv_at_another_address(demo_checkpoint: Path) -> None:
+    def advertised(**given: Any) -> tuple[str, ...]:
+        settings = PrefillNodeSettings(
+            model=str(demo_checkpoint), host="0.0.0.0", allow_plaintext=True, **given
+        )
+        transfer = settings.to_engine_config("kv_producer").kv_transfer
+        assert transfer is not None
+        return transfer.advertised_hosts
+
+    assert advertised(kv_host="10.0.0.5") == ()
+    assert advertised(kv_advertise_host="gpu7.example", kv_port=7000) == ("gpu7.example",)
+    two = {"kv_host": "10.0.0.5,10.0.1.5", "kv_port": 7000}
+    assert advertised(kv_advertise_host="a, b", **two) == ("a", "b")
+    with pytest.raises(SettingsError, match="1 addresses for the 2 of --kv-host"):
+        advertised(kv_advertise_host="a", **two)
+    with pytest.raises(SettingsError, match="needs --kv-port"):
+        advertised(kv_advertise_host="a")
+
+
 @pytest.mark.parametrize("given", [{"host": "10.0.0.6"}, {"kv_host": "10.0.0.6"}])
 def test_listening_for_others_in_plaintext_must_be_wanted(
     given: dict[str, Any], demo_checkpoint: Path
