@@ -11,11 +11,11 @@ from typing import Any
 from hpack import Decoder, Encoder, HPACKError
 from hypothesis import strategies as st
 
+from edge.h2 import frames as h2
 from edge.h2.rpc_method import RpcMethod, ServerCall
 from edge.h2.server import H2Server
 from edge.security.credentials import Credentials
 from kv_transfer.errors import KVTransferError
-from kv_transfer.transports.stream.h2 import frames as h2
 from kv_transfer.transports.stream.h2.pull_client import H2PullClient
 from tandem_pb import kv_transfer_pb2 as pb
 from tests.fuzz.damage import damaged
