@@ -103,6 +103,6 @@ class GgufHeader:
         name = self._string()
         num_dims = self._number("I")
         if num_dims > 4:
-            raise ValueError(f"{name} has {num_dims} dimensions")
+            raise ValueError(f"{name[:100]!r} has {num_dims} dimensions")
         shape = tuple(self._number("Q") for _ in range(num_dims))
         return name, shape[::-1], self._number("I"), self._number("Q")

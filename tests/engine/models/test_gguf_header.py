@@ -39,3 +39,11 @@ def test_an_alignment_that_is_none(data: bytes) -> None:
 
 def test_a_real_alignment_counts() -> None:
     assert GgufHeader(memoryview(alignment(UINT32, struct.pack("<I", 64)))).tensors == []
+
+
+def test_a_name_in_an_error_is_short_and_printable() -> None:
+    name = "\x05" * 100_000
+    data = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + text(name) + struct.pack("<I", 4_653_056)
+    with pytest.raises(ValueError, match="has 4653056 dimensions") as caught:
+        GgufHeader(memoryview(data))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
