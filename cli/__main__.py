@@ -31,7 +31,8 @@ a checkpoint
   download      gets it from the hub, before anything serves it
   calibrate-kv  finds the scales of an FP8 KV cache
 
-sizes
+sizes and choices
+  explain   says which kernels compute a step of a model, on a device that need not be here
   bench     measures the speed of a node on this machine's GPUs
   plan      says how many prefill and decode nodes some traffic needs
 
@@ -44,7 +45,12 @@ _SERVICES = {
     "decode": "decode_node",
     "node": "role_node",
 }
-_TOOLS = {"calibrate-kv": "engine.calibration", "plan": "planner", "bench": "engine.speed"}
+_TOOLS = {
+    "calibrate-kv": "engine.calibration",
+    "plan": "planner",
+    "bench": "engine.speed",
+    "explain": "engine.explain",
+}
 _COMMANDS = {
     "demo": "demo",
     "up": "up",

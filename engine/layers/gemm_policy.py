@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import DeviceConfig
-from tandem_kernels.device import has_warpgroup_mma, multiplies_halves, supports_pdl
+from tandem_kernels.device import has_warpgroup_mma, is_gpu, multiplies_halves, supports_pdl
 from tandem_kernels.experts.router_shapes import MAX_ROUTED_ROWS
 from tandem_kernels.gemm.few_row_shapes import REGISTER_ROWS
 
@@ -97,8 +97,8 @@ class GemmPolicy:
         small_m = config.allows("small-m-gemm") and supports_pdl(device)
         gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
         qkv = config.allows("fused-qkv") and has_warpgroup_mma(device)
-        beside = config.allows("side-stream") and device.type == "cuda"
-        residual = config.allows("residual-gemm") and device.type == "cuda"
+        beside = config.allows("side-stream") and is_gpu(device)
+        residual = config.allows("residual-gemm") and is_gpu(device)
         few_rows = config.allows("few-row-gemm") and supports_pdl(device)
         heads = config.allows("few-row-qkv") and supports_pdl(device)
         fused_router = config.allows("fused-router") and supports_pdl(device)

@@ -29,6 +29,7 @@ from engine.contracts.errors import CannotStartError
 from engine.contracts.group_step import GroupStep, Step
 from engine.contracts.model_identity import identified
 from engine.contracts.outputs import ExpertStats, GrammarStats, ModelRunnerOutput
+from engine.explain.start_log import log_choices
 from engine.models.drafts.factory import config_of_draft, create_draft
 from engine.models.factory import create_model, create_tower
 from engine.models.loader import load_weights
@@ -161,6 +162,8 @@ class Worker:
                 self.runner = GroupRunner(self._place, *parts)
             else:
                 self.runner = create_runner(self._place.pp, self._layout, *parts)
+        if self.rank == 0:
+            log_choices(config, self._device)
         self._closers.callback(self.runner.sampler.grammars.close)
         if self._place.pp.is_last:
             self.runner.sampler.grammars.prepare()

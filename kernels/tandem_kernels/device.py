@@ -1,7 +1,13 @@
-"""Questions that launchers ask the device."""
+"""Questions that launchers and policies ask the device.
+
+`as_on` answers them as another GPU would, so that choices can be explained where it is not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -9,24 +15,85 @@ import torch
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
 
-def num_programs(device: torch.device, programs_per_sm: int) -> int:
-    """Returns the size of a grid that depends on nothing but the device."""
-    if device.type != "cuda":
-        return 2 * programs_per_sm
-    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """Holds what choices depend on.
+
+    Attributes:
+        name: As tables of tunings have it, `NVIDIA_H200`.
+        capability: Compute capability.
+        num_sms: Streaming multiprocessors.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+
+
+KNOWN_GPUS = {
+    "h100": GpuFacts("NVIDIA_H100_80GB_HBM3", (9, 0), 132),
+    "h200": GpuFacts("NVIDIA_H200", (9, 0), 132),
+}
+"""GPUs that need not be present to be explained. Both as `torch.cuda` describes the SXM boards."""
+
+_assumed: GpuFacts | None = None
+
+
+@contextmanager
+def as_on(gpu: GpuFacts | None) -> Iterator[None]:
+    """Answers as on `gpu` inside the context, for every device of this process. None: as ever.
+    Nothing may be launched there."""
+    global _assumed
+    before, _assumed = _assumed, gpu
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def gpu_facts(device: torch.device) -> GpuFacts | None:
+    """Returns the facts of a device; None: it is no GPU."""
+    if _assumed is not None:
+        return _assumed
+    return _facts_of(device) if device.type == "cuda" else None
 
 
 @cache
+def _facts_of(device: torch.device) -> GpuFacts:
+    properties = torch.cuda.get_device_properties(device)
+    return GpuFacts(
+        properties.name.replace(" ", "_"),
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+    )
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Returns whether kernels of the Triton column run there."""
+    return gpu_facts(device) is not None
+
+
+def num_programs(device: torch.device, programs_per_sm: int) -> int:
+    """Returns the size of a grid that depends on nothing but the device."""
+    gpu = gpu_facts(device)
+    return programs_per_sm * (2 if gpu is None else gpu.num_sms)
+
+
 def gpu_name(device: torch.device) -> str:
     """Returns the GPU's name as tables of tunings have it, `NVIDIA_H200`; of no GPU, `cpu`."""
-    if device.type != "cuda":
-        return device.type
-    return torch.cuda.get_device_name(device).replace(" ", "_")
+    gpu = gpu_facts(device)
+    return device.type if gpu is None else gpu.name
+
+
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """Returns whether a GPU has at least this compute capability."""
+    gpu = gpu_facts(device)
+    return gpu is not None and gpu.capability >= least
 
 
 def supports_pdl(device: torch.device) -> bool:
     """Returns whether a kernel may start before its predecessor has drained (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return has_capability(device, (9, 0))
 
 
 def has_copy_engine(device: torch.device) -> bool:
@@ -36,18 +103,19 @@ def has_copy_engine(device: torch.device) -> bool:
 
 def has_e4m3(device: torch.device) -> bool:
     """Returns whether instructions convert numbers of that format (Ada, Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return has_capability(device, (8, 9))
 
 
 def multiplies_halves(device: torch.device) -> bool:
     """Returns whether matrix units take bfloat16, and two halves are one operand of any instruction
     (Ampere and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return has_capability(device, (8, 0))
 
 
 def has_warpgroup_mma(device: torch.device) -> bool:
     """Returns whether four warps multiply together, from shared memory (Hopper alone)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    gpu = gpu_facts(device)
+    return gpu is not None and gpu.capability[0] == 9
 
 
 _pdl_enabled = True

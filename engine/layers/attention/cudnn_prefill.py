@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
+from tandem_kernels.device import has_capability
 
 BUCKET = 256
 
@@ -28,10 +29,9 @@ class CudnnPrefill(DensePrefill):
     def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
         """Returns whether it is the faster one here: on Hopper and later, in half precision."""
         return (
-            device.type == "cuda"
+            has_capability(device, (9, 0))
             and dtype in (torch.float16, torch.bfloat16)
             and head_dim in (64, 96, 128)
-            and torch.cuda.get_device_capability(device) >= (9, 0)
             and torch.backends.cudnn.enabled
         )
 

@@ -16,7 +16,7 @@ from engine.layers.attention.flash_attention import FlashPrefill, FlashRagged
 from engine.layers.attention.latent_backend import LatentBackend, LatentShape
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
-from tandem_kernels.device import has_e4m3
+from tandem_kernels.device import gpu_name, has_e4m3, is_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def choose_attention(
         return PagedBackend(flash_attention.flash_attention)
     dense = _dense_prefill(*shape, has_sinks=has_sinks) if wanted == "auto" else None
     if dense is None:
-        logger.info("attention: %s", "Triton" if device.type == "cuda" else "torch")
+        logger.info("attention: %s", "Triton" if is_gpu(device) else "torch")
         return PagedBackend(fixed_order=config.device.deterministic)
     which = "uncached" if dense.ragged is None else "long"
     logger.info("attention of %s prompts: %s; of all others: Triton", which, dense.name)
@@ -102,7 +102,7 @@ def _latent_backend(
         else:
             logger.info("attention of latents: expanded FlashAttention 3, absorbed Triton")
             return LatentBackend(shape=latent, ragged=ragged, recorded_tokens=recorded_tokens)
-    logger.info("attention of latents: %s", "Triton" if device.type == "cuda" else "torch")
+    logger.info("attention of latents: %s", "Triton" if is_gpu(device) else "torch")
     return LatentBackend(shape=latent, recorded_tokens=recorded_tokens)
 
 
@@ -112,9 +112,9 @@ def _check_fp8_cache(wanted: AttentionBackendName, device: torch.device) -> None
             "attention_backend flash-attn does not read an FP8 KV cache; choose auto or triton, or "
             "bfloat16 as kv_cache_dtype"
         )
-    if device.type == "cuda" and not has_e4m3(device):
+    if is_gpu(device) and not has_e4m3(device):
         raise AttentionBackendError(
-            f"{torch.cuda.get_device_name(device)} has no instructions for FP8; choose bfloat16 as "
+            f"{gpu_name(device)} has no instructions for FP8; choose bfloat16 as "
             "kv_cache_dtype (FP8 needs compute capability 8.9: Ada, Hopper or later)"
         )
 

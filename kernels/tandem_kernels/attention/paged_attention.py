@@ -4,6 +4,7 @@ window is small by one of their own."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,21 @@ from tandem_kernels.attention.window_attention import takes_window, window_atten
 _UNCUT_WINDOW = 256
 """Up to this many positions a window is walked by one program: cutting it would take a merge, and
 there is little to walk."""
+
+
+DecodeKernel = Literal["window", "decode", "prefill"]
+
+
+def decode_kernel(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> DecodeKernel:
+    """Returns which kernel attends decodes. In fixed order, and with drafts, it is that of long
+    queries, together with those; a window that is small but does not fit into registers is not
+    worth cutting either."""
+    if metadata.fixed_order or metadata.decode_query_len > 1:
+        return "prefill"
+    if takes_window(q, kv_cache, metadata.window):
+        return "window"
+    is_small = metadata.window is not None and metadata.window <= _UNCUT_WINDOW
+    return "prefill" if is_small else "decode"
 
 
 def paged_attention(
@@ -46,9 +62,10 @@ def paged_attention(
         return out
     if num_decodes > 0:
         queries, attended = q[:num_decodes], out[:num_decodes]
-        if takes_window(q, kv_cache, metadata.window):
+        kernel = decode_kernel(q, kv_cache, metadata)
+        if kernel == "window":
             window_attention(queries, kv_cache, metadata, scale, attended, softcap, sinks)
-        elif metadata.window is not None and metadata.window <= _UNCUT_WINDOW:
+        elif kernel == "prefill":
             alone = _decodes_alone(metadata)
             prefill_attention(queries, kv_cache, alone, scale, attended, None, *rare, overlaps=True)
         else:

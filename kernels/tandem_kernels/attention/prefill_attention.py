@@ -315,7 +315,7 @@ def prefill_attention(
     group = num_q_heads // num_kv_heads
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     block_dim = triton.next_power_of_2(head_dim)
-    tuning = tuning or _tuning_of(q, kv_cache, metadata)
+    tuning = tuning or tuning_of(q, kv_cache, metadata)
     rows = max(tuning.rows, triton.next_power_of_2(group))
     tiles = triton.cdiv(num_tokens - first_req, rows // group)
     kept = _room_for_parts(q, kv_cache, metadata, tiles, rows) if tuning.in_parts else PartsKept()
@@ -359,7 +359,8 @@ def prefill_attention(
     )
 
 
-def _tuning_of(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> PrefillTuning:
+def tuning_of(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> PrefillTuning:
+    """Returns the choice for the requests of a step behind its decodes."""
     num_tokens, num_q_heads, head_dim = q.shape
     return prefill_tuning(
         metadata.max_query_len * (num_q_heads // kv_cache.shape[2]),

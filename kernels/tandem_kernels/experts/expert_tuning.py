@@ -208,16 +208,7 @@ def nearest_table(shape: ExpertShape, gpu: str, tables: Path) -> ExpertTable:
     """Returns the table of a shape, or of the nearest one: of the same format if any GPU has one,
     because formats differ in the tiles that they allow, and of the same GPU if it has one.
     """
-    found = _list_tables(tables)
-    measured_gpu, measured = min(
-        found,
-        key=lambda place: (
-            _unlikeness(place[1].weights, shape.weights),
-            place[0] != gpu,
-            shape.distance(place[1]),
-            place[1].file_name,
-        ),
-    )
+    measured_gpu, measured = nearest_shape(shape, gpu, tables)
     if (measured_gpu, measured) != (gpu, shape):
         logger.warning(
             "experts of shape %s on %s have no table of tiles, and take that of %s/%s; %s",
@@ -228,6 +219,19 @@ def nearest_table(shape: ExpertShape, gpu: str, tables: Path) -> ExpertTable:
             _RETUNE,
         )
     return ExpertTable.from_json((tables / measured_gpu / measured.file_name).read_bytes())
+
+
+def nearest_shape(shape: ExpertShape, gpu: str, tables: Path) -> tuple[str, ExpertShape]:
+    """Returns GPU and shape of the table that `nearest_table` reads."""
+    return min(
+        _list_tables(tables),
+        key=lambda place: (
+            _unlikeness(place[1].weights, shape.weights),
+            place[0] != gpu,
+            shape.distance(place[1]),
+            place[1].file_name,
+        ),
+    )
 
 
 def _unlikeness(tabled: str, weights: str) -> int:

@@ -23,6 +23,7 @@ from engine.models.registry import spec_of
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.device import GpuFacts, as_on
 from tests.engine.tiny_model import tiny_model
 
 CPU = torch.device("cpu")
@@ -91,14 +92,14 @@ def test_each_shape_has_its_operation(
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_the_policy_follows_device_and_settings(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gpu = torch.device("cuda")
+def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> None:
+    gpu = GpuFacts("a GPU", capability, 132)
 
-    def choose(tp_size: int = 1, **settings: Any) -> GemmPolicy:
-        return GemmPolicy.choose(DeviceConfig(device="cuda", **settings), gpu, tp_size)
+    def choose(
+        tp_size: int = 1, dtype: torch.dtype = torch.bfloat16, **settings: Any
+    ) -> GemmPolicy:
+        with as_on(gpu):
+            return GemmPolicy.choose(DeviceConfig(device="cuda", **settings), CPU, tp_size, dtype)
 
     small_m = 16 if capability >= (9, 0) else 0
     gate_up = 1024 if capability[0] == 9 else 0
@@ -116,7 +117,7 @@ def test_the_policy_follows_device_and_settings(
     two = replace(four, shared_residual_rows=1024)
     assert choose(tp_size=2) == two
     assert choose(tp_size=2, disabled_fast_paths=("residual-gemm",)) == four
-    assert not GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float16).fp8
+    assert not choose(dtype=torch.float16).fp8
     assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=128)
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
@@ -134,7 +135,7 @@ def test_the_policy_follows_device_and_settings(
     ):
         assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()
-    exact = GemmPolicy.choose(DeviceConfig(device="cuda"), gpu, 1, torch.float32)
+    exact = choose(dtype=torch.float32)
     assert exact.int4_rows == exact.int8_rows == 0
 
 

@@ -69,7 +69,7 @@ def tunings_of(
     """Returns the tunings that a step takes of `prefill_attention_kernel`. `requests`: (tokens,
     cached tokens) of each; those of one token decode. `min_tokens`: from which a library attends;
     0: there is none."""
-    from tandem_kernels.attention.prefill_attention import _tuning_of
+    from tandem_kernels.attention.prefill_attention import tuning_of
 
     found: set[tuple[int, ...]] = set()
     block_size, ranks = config.cache.block_size, config.parallel.tensor_parallel_size
@@ -78,7 +78,7 @@ def tunings_of(
 
     def kernel(q: Tensor, kv_cache: Tensor, metadata: Any, scale: float) -> Tensor:
         if metadata.num_decodes < len(metadata.seq_lens):
-            tuning = _tuning_of(q, cache, metadata)
+            tuning = tuning_of(q, cache, metadata)
             found.add((tuning.rows, tuning.tile, tuning.num_warps, tuning.num_stages))
         return q
 

@@ -1,0 +1,285 @@
+"""Explains which kernels compute a step of a model on a device, which need not be present.
+
+1. the model is built of fake tensors, as on that device
+2. one pass over a batch asks for its kernels, which are recorded (`launches`)
+3. layers that ask for the same are one row of the answer, with tiles and reasons
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.batch.input_batch import BatchOrder, InputBatch
+from engine.config import EngineConfig
+from engine.explain.launches import LIBRARY, Launch, Launches
+from engine.explain.reasons import reason
+from engine.layers.attention.backend import AttentionBackend
+from engine.layers.gemm_policy import GemmPolicy
+from engine.models.base import CausalLM, ForwardInputs
+from engine.models.factory import create_model
+from engine.models.registry import spec_of
+from engine.parallel.distributed import ParallelGroup
+from engine.parallel.place import ParallelPlace
+from engine.worker.attention_of_model import attention_of, group_inputs
+from engine.worker.cudagraph_utils import capture_sizes, longest_prompt, recorded_prompts
+from engine.worker.kv_cache import layer_views
+from tandem_kernels.device import GpuFacts, as_on
+
+_TELL_AT_START = ("engine.models.factory", "engine.layers.attention.selection")
+"""Loggers that say once what an engine does, which must not be said of an explanation."""
+_NUM_BLOCKS = 8
+_HOST = torch.device("cpu")
+_TELLING = ("attention.", "experts.", "gemm.", "linear_attention.")
+"""Rooms of kernels between which a device, a model or a batch chooses."""
+_SMALL = (
+    "add_sinks",
+    "gather_",
+    "latent_rope_and_cache",
+    "merge_attention",
+    "pairs_add_rms_norm",
+    "quantise_",
+    "rms_norm_",
+    "rope_and_cache",
+    "route_tokens",
+    "scale_product",
+    "silu_and_mul_",
+    "sum_pairs",
+)
+"""Operations of those rooms that are the same whatever is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """One choice.
+
+    Attributes:
+        part: Of the model.
+        operation: In `tandem_kernels.ops`; or a library's.
+        module: Where its kernels are, in `tandem_kernels`; empty: a library's.
+    """
+
+    part: str
+    kernel: str
+    tile: str
+    why: str
+    operation: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The choices for a step.
+
+    Attributes:
+        step: What it computes.
+        backend: Who attends.
+        graph: Which CUDA graph it is, and why.
+        choices: By the layers that choose alike: their numbers, and what they choose. The head is
+            numbered behind the last.
+    """
+
+    step: str
+    backend: str
+    graph: str
+    choices: tuple[tuple[tuple[int, ...], tuple[KernelChoice, ...]], ...]
+
+
+class _OneOf(ParallelGroup):
+    """The first of `size` ranks, without the others: for shares of layers and for policies."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, 1)
+        self.size = size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step: `num_decodes` requests with `context` tokens each, and prompts of these lengths,
+    none of which is cached."""
+
+    num_decodes: int = 0
+    context: int = 1024
+    prompts: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + sum(self.prompts)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.num_decodes:
+            parts.append(f"{self.num_decodes} decodes of {self.context} tokens")
+        if self.prompts:
+            parts.append(f"prompts of {', '.join(map(str, self.prompts))} tokens")
+        return " and ".join(parts)
+
+
+def explain(
+    config: EngineConfig, gpu: GpuFacts | None, batches: Sequence[Batch], *, has_flash: bool = True
+) -> list[Explanation]:
+    """Returns what the first rank of an engine does in these steps. Nothing is launched, and no
+    weights are read.
+
+    Args:
+        gpu: Of each rank; None: the engine is on CPU.
+        has_flash: FlashAttention 3 is installed there.
+
+    Raises:
+        CannotStartError: The engine could not start either; says why.
+    """
+    launches = Launches()
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(as_on(gpu))
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(launches.recording(has_flash=has_flash and gpu is not None))
+        parallel = config.parallel
+        place = ParallelPlace(range(config.model.num_layers), _OneOf(parallel.tensor_parallel_size))
+        model = create_model(config, place, _HOST)
+        launches.know(model)
+        dtype = getattr(torch, config.model.dtype)
+        policy = GemmPolicy.choose(config.device, _HOST, place.tp.size, dtype)
+        return [_explained(config, gpu, model, policy, batch, launches) for batch in batches]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in _TELL_AT_START]
+    before = [one.disabled for one in loggers]
+    for one in loggers:
+        one.disabled = True
+    try:
+        yield
+    finally:
+        for one, was in zip(loggers, before, strict=True):
+            one.disabled = was
+
+
+def _explained(
+    config: EngineConfig,
+    gpu: GpuFacts | None,
+    model: CausalLM,
+    policy: GemmPolicy,
+    batch: Batch,
+    launches: Launches,
+) -> Explanation:
+    launches.by_layer, launches.layer = {}, 0
+    many = spec_of(config.model).has_many_launches
+    recorded = recorded_prompts(config, many_launches=many) if gpu else []
+    attention = attention_of(config, _HOST, longest_prompt(recorded))
+    _run(config, model, attention, batch, launches)
+    kinds: dict[tuple[KernelChoice, ...], list[int]] = {}
+    for layer, found in launches.by_layer.items():
+        rows = tuple(_row(one, policy, gpu) for one in found if _is_telling(one))
+        kinds.setdefault(rows, []).append(layer)
+    name = type(attention).__name__
+    if dense := getattr(attention, "dense", None):
+        name += f": {dense.name} for prompts from {dense.min_tokens} tokens on, else paged"
+    graph = _graph(config, gpu, batch, attention, longest_prompt(recorded))
+    choices = tuple((tuple(layers), rows) for rows, layers in kinds.items())
+    return Explanation(str(batch), name, graph, choices)
+
+
+def _is_telling(launch: Launch) -> bool:
+    if launch.name.startswith(_SMALL):
+        return False
+    return not launch.module or launch.module.startswith(_TELLING)
+
+
+def _row(launch: Launch, policy: GemmPolicy, gpu: GpuFacts | None) -> KernelChoice:
+    part = launch.part or launch.module.partition(".")[0] or "attention"
+    if gpu is None:
+        kernel = "torch" if launch.name == LIBRARY else f"reference {launch.name}"
+        return KernelChoice(part, kernel, "", "a CPU computes by torch", launch.name, launch.module)
+    from engine.explain.tiles import describe
+
+    kernel, tile = describe(launch)
+    return KernelChoice(part, kernel, tile, reason(launch, policy), launch.name, launch.module)
+
+
+def _graph(
+    config: EngineConfig,
+    gpu: GpuFacts | None,
+    batch: Batch,
+    attention: AttentionBackend,
+    longest: int,
+) -> str:
+    if gpu is None or config.device.enforce_eager:
+        return "none: " + ("a CPU has no graphs" if gpu is None else "enforce_eager")
+    if batch.prompts:
+        if batch.num_tokens > longest:
+            return f"none: {batch.num_tokens} tokens with prompts, recorded up to {longest}"
+        if not attention.graph_ok(_order(batch)):
+            return "none: the attention backend attends this step apart"
+        return f"of a step with prompts, which are recorded up to {longest} tokens"
+    sizes = capture_sizes(config, config.scheduler.max_num_seqs)
+    index = bisect.bisect_left(sizes, batch.num_decodes)
+    if index == len(sizes):
+        return f"none: {batch.num_decodes} decodes, recorded up to {sizes[-1]}"
+    return f"of {sizes[index]} decodes"
+
+
+def _order(batch: Batch) -> BatchOrder:
+    decodes = batch.num_decodes
+    queries = np.array([1] * decodes + [*batch.prompts], dtype=np.int32)
+    contexts = np.array([batch.context] * decodes + [*batch.prompts], dtype=np.int32)
+    rows = np.arange(len(queries), dtype=np.int32)
+    return BatchOrder(rows, queries, contexts, decodes, len(queries))
+
+
+def _run(
+    config: EngineConfig,
+    model: CausalLM,
+    attention: AttentionBackend,
+    batch: Batch,
+    launches: Launches,
+) -> None:
+    """Passes a batch through the model."""
+    order, layout = _order(batch), config.kv_layout
+    count, num_tokens = len(order.rows), batch.num_tokens
+    blocks = -(-config.model.max_model_len // config.cache.block_size)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    seen = InputBatch(
+        order,
+        num_tokens,
+        zeros(count),
+        zeros(count + 1),
+        zeros(num_tokens),
+        zeros(num_tokens, dtype=torch.int64),
+        zeros(num_tokens, dtype=torch.int64),
+        zeros(count),
+        zeros(count, blocks),
+    )
+    by_group = [replace(seen, window=group.window) for group in layout.groups]
+    pages = torch.empty(layout.num_slots * _NUM_BLOCKS * layout.page_bytes, dtype=torch.uint8)
+
+    def next_layer(layer: int) -> None:
+        launches.layer = layer + 1
+
+    hidden = model(
+        ForwardInputs(
+            seen.input_ids,
+            seen.positions,
+            group_inputs(layout.groups, by_group, attention),
+            layer_views(pages, layout),
+            attention,
+            next_layer,
+        )
+    )
+    model.compute_logits(hidden[:count])

@@ -1,0 +1,219 @@
+"""Records which kernels a model asks for, without a GPU and without memory: tensors are fake
+(`torch._subclasses.fake_tensor`), so methods, backends and policies choose as they do on the GPU
+that `tandem_kernels.device.as_on` names, and what they would launch is written down instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from engine.layers.attention import flash_attention
+from tandem_kernels import ops
+
+LIBRARY = "library"
+"""Stands for a GEMM of torch: cuBLAS on a GPU."""
+_GEMMS = {F.linear, torch.mm, torch.addmm, Tensor.addmm_, torch.bmm, torch.baddbmm, Tensor.bmm}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One operation of a pass.
+
+    Attributes:
+        name: Of the operation in `tandem_kernels.ops`; or `LIBRARY`, "FlashAttention 3", "cuDNN".
+        module: Of its kernels in `tandem_kernels`; empty: a library's.
+        part: The module of the model whose weights it reads, like "self_attn.qkv_proj"; or "".
+        arguments: As it was given them.
+    """
+
+    name: str
+    module: str
+    part: str
+    arguments: tuple[Any, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Returns the rows of what it is given: tokens, or requests of the head."""
+        return len(self.arguments[0])
+
+
+class Launches:
+    """The launches of a pass, by layer; those in front of the first are of layer -1, and those
+    behind the last of layer `num_layers`."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, list[Launch]] = {}
+        self.layer = -1
+        self._parts: dict[int, str] = {}
+        self._turned: dict[int, tuple[Tensor, Tensor]] = {}
+        """Transposed weights and the weights, by the identity of the first."""
+        self._depth = 0
+
+    def know(self, model: nn.Module) -> None:
+        """Names parts by the parameters of `model`."""
+        for name, parameter in model.named_parameters():
+            path = name.split(".")[:-1]
+            numbers = [index for index, word in enumerate(path) if word.isdecimal()]
+            self._parts[id(parameter)] = ".".join(path[numbers[0] + 1 if numbers else 0 :])
+
+    def add(self, name: str, module: str, arguments: tuple[Any, ...]) -> None:
+        """Writes one down, unless it is part of another."""
+        if self._depth > 0:
+            return
+        given = tuple(
+            self._turned[id(one)][1] if id(one) in self._turned else one for one in arguments
+        )
+        part = next((self._parts[id(one)] for one in given if id(one) in self._parts), "")
+        self.by_layer.setdefault(self.layer, []).append(Launch(name, module, part, given))
+
+    def turn(self, weight: Tensor, turned: Tensor) -> None:
+        """A weight is read transposed."""
+        if id(weight) in self._parts:
+            self._turned[id(turned)] = turned, weight
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Counts what is asked for inside as part of the launch before."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def recording(self, *, has_flash: bool) -> Iterator[None]:
+        """Records what is asked for inside. `has_flash`: FlashAttention 3 counts as installed."""
+        with ExitStack() as stack:
+            stack.enter_context(ops.standing_in(self._stand_in))
+            stack.enter_context(_Library(self))
+            if has_flash:
+                stack.enter_context(flash_attention.standing_in(self._flash))
+            yield
+
+    def _stand_in(self, op: ops.Op[..., Any]) -> Callable[..., Any]:
+        name, meaning = op.reference.__name__, op.reference
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            self.add(name, op.kernel_module, args)
+            with self.inside():
+                shape = _RESULTS.get(name)
+                return meaning(*args, **kwargs) if shape is None else shape(*args, **kwargs)
+
+        return record
+
+    def _flash(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, _, v = args[:3]
+        self.add("FlashAttention 3", "", args)
+        sums = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+        return q.new_empty((*q.shape[:2], v.shape[-1])), sums, sums, sums
+
+
+class _Library(TorchFunctionMode):
+    """Records what torch's libraries are asked for."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is Tensor.t:
+            turned = func(*args)
+            self._launches.turn(args[0], turned)
+            return turned
+        if func is Tensor.data_ptr:
+            # Of a fake tensor only the offset is known; memory itself is aligned.
+            return args[0].storage_offset() * args[0].element_size()
+        if func in _GEMMS:
+            has_sum = func in (torch.addmm, torch.baddbmm, Tensor.addmm_)
+            self._launches.add(LIBRARY, "", args[1:] if has_sum else args)
+            with self._launches.inside():
+                if func is torch.mm and "out_dtype" in given:
+                    return func(*args).to(given["out_dtype"])
+                return func(*args, **given)
+        if func is F.scaled_dot_product_attention:
+            self._launches.add("cuDNN", "", args)
+            return torch.empty_like(args[0])
+        return func(*args, **given)
+
+
+def _expert_outputs(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns [T, H], or [T * k, H] of pairs that are not summed."""
+    experts = next(one for one in args if isinstance(one, Tensor) and one.dtype == torch.int32
+                   and one.dim() == 2 and len(one) == len(x))  # fmt: skip
+    summed = kwargs.get("summed", True)
+    flags = [one for one in args if isinstance(one, bool)]
+    if "summed" not in kwargs and len(flags) > 1:
+        summed = flags[1]
+    return torch.empty_like(x) if summed else x.new_empty((experts.numel(), x.shape[1]))
+
+
+def _routed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Returns the weights and numbers of what was chosen, [T, k]."""
+    logits, top_k = args[1], args[7]
+    weights = logits.new_empty((len(logits), top_k), dtype=torch.float32)
+    return weights, weights.to(torch.int32)
+
+
+def _gathered_context(
+    kv_cache: Tensor, tables: Tensor, first: Tensor, bounds: Tensor, num_keys: int,
+    dtype: torch.dtype, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    keys = kv_cache.new_empty((num_keys, kv_cache.shape[2], kv_cache.shape[4]), dtype=dtype)
+    return keys, torch.empty_like(keys)
+
+
+def _gathered_latents(
+    kv_cache: Tensor, tables: Tensor, first: Tensor, bounds: Tensor, keys: Tensor, *rest: Any
+) -> Tensor:
+    return keys.new_empty((len(keys), kv_cache.shape[-1] - keys.shape[2]))
+
+
+def _ragged(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty((q.shape[1], len(q)))
+
+
+def _heads(x: Tensor, weight: Tensor, bias: Any, positions: Tensor, table: Tensor,
+           kv_cache: Tensor, *rest: Any) -> Tensor:  # fmt: skip
+    return x.new_empty((len(x), len(weight) // kv_cache.shape[-1], kv_cache.shape[-1]))
+
+
+def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+_RESULTS: dict[str, Callable[..., Any]] = {
+    "paged_attention": _like_first,
+    "latent_attention": _like_first,
+    "rope_and_cache": _like_first,
+    "latent_rope_and_cache": _nothing,
+    "few_row_qkv": _heads,
+    "fused_qkv": _heads,
+    "gather_context": _gathered_context,
+    "gather_latents": _gathered_latents,
+    "ragged_attention": _ragged,
+    "merge_attention": _nothing,
+    "add_sinks": _nothing,
+    "fused_experts": _expert_outputs,
+    "fp8_experts": _expert_outputs,
+    "int8_experts": _expert_outputs,
+    "int4_experts": _expert_outputs,
+    "fp4_experts": _expert_outputs,
+    "fp4_routed_experts": _routed,
+    "causal_conv": _like_first,
+}
+"""Shapes of results whose meaning reads numbers, which fake tensors have not."""

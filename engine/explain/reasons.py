@@ -1,0 +1,93 @@
+"""Says why a launch is what it is: the thresholds of `GemmPolicy`, and what else decides."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.explain.launches import LIBRARY, Launch
+from engine.layers.gemm_policy import GemmPolicy
+from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.gemm import small_m_shapes
+from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS
+
+
+def reason(launch: Launch, policy: GemmPolicy) -> str:
+    """Returns the rule in words, with the number that it has on this device."""
+    if launch.name == LIBRARY:
+        return _of_library(launch, policy)
+    if launch.name == "paged_attention":
+        return _of_paged(*launch.arguments[:3])
+    rule = _RULES.get(launch.name)
+    if rule is None:
+        return ""
+    text, field = rule
+    if not field:
+        return text
+    limit = getattr(policy, field)
+    return text.format(rows=launch.num_rows, limit=limit)
+
+
+def _of_paged(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> str:
+    from tandem_kernels.attention.paged_attention import decode_kernel
+
+    if metadata.fixed_order:
+        return "deterministic: one kernel and one tile for all queries"
+    if metadata.num_decodes == 0:
+        return "a prompt that no library attends: short, recorded, or seen through a window"
+    kernel = decode_kernel(q, kv_cache, metadata)
+    if kernel == "window":
+        return "a window whose keys fit into registers (window_attention.py)"
+    if kernel == "prefill":
+        return "drafts, or a small window whose keys do not fit into registers"
+    return "decodes over whole contexts, which are cut into runs for all SMs"
+
+
+def _of_library(launch: Launch, policy: GemmPolicy) -> str:
+    most, num_rows = max(policy.small_m_rows, policy.few_rows), launch.num_rows
+    if most == 0:
+        return "no kernel of our own for plain weights on this device"
+    if num_rows > most:
+        return f"rows {num_rows} > small_m_rows and few_rows {most}: the library is faster"
+    x, weight = launch.arguments[:2]
+    if weight.dim() != 2:
+        return "one product for each head"
+    if small_m_shapes.takes(x, weight):
+        return "whole tiles of a row layer, or of the head: the library is faster (few_rows.py)"
+    if len(weight) > MANY_OUTPUTS:
+        return f"rows {num_rows} of more than {MANY_OUTPUTS} outputs: they keep the library busy"
+    return "sizes that no kernel of our own takes"
+
+
+_RULES: dict[str, tuple[str, str]] = {
+    "small_m_gemm": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
+    "small_m_gate_up": ("rows {rows} <= small_m_rows {limit}, whole tiles", "small_m_rows"),
+    "few_row_gemm": ("rows {rows} <= few_rows {limit}, sizes that small_m leaves", "few_rows"),
+    "few_row_qkv": ("rows {rows} <= few_row_heads {limit}", "few_row_heads"),
+    "fused_qkv": ("rows {rows} >= fused_qkv_rows {limit}", "fused_qkv_rows"),
+    "fused_gate_up": ("rows {rows} >= fused_gate_up_rows {limit}", "fused_gate_up_rows"),
+    "int4_gemm": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
+    "int4_gate_up": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
+    "fp4_gemm": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
+    "fp4_gate_up": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
+    "int4_dequantise": ("rows {rows} > int4_rows {limit}: written out first", "int4_rows"),
+    "fp4_dequantise": ("rows {rows} > int4_rows {limit}: written out first", "int4_rows"),
+    "int8_weight_gemm": ("rows {rows} <= int8_rows {limit}", "int8_rows"),
+    "fp4_routed_experts": (
+        "rows {rows} <= fused_router_rows {limit}, and the table has each pair by itself",
+        "fused_router_rows",
+    ),
+    "normed_router": ("rows {rows} <= fused_router_rows {limit}", "fused_router_rows"),
+    "fp8_gemm": ("FP8 weights, and the device multiplies FP8 (fp8_paths.py)", ""),
+    "fp8_gate_up": ("FP8 weights of few rows (fp8_paths.py)", ""),
+    "fp8_product": ("FP8 weights; whoever reads the product applies the scales", ""),
+    "invariant_gemm": ("deterministic: a row does not depend on the others", ""),
+    "latent_attention": ("latents as they lie in the cache: absorbed", ""),
+    "ragged_attention": ("expanded latents of long prompts", ""),
+    "FlashAttention 3": ("long prompts: faster than our kernel (selection.py)", ""),
+    "cuDNN": ("long uncached prompts, without FlashAttention 3 (selection.py)", ""),
+    "fused_experts": ("experts in the model's own dtype", ""),
+    "fp8_experts": ("experts stay FP8 where instructions convert it", ""),
+    "fp4_experts": ("experts stay four-bit floats where halves are multiplied", ""),
+    "int4_experts": ("experts stay packed integers where halves are multiplied", ""),
+    "int8_experts": ("experts stay INT8", ""),
+}

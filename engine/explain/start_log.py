@@ -1,0 +1,36 @@
+"""Tells in the log of an engine that starts which kernels its steps will take."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.config import EngineConfig
+from engine.explain.explanation import Batch, explain
+from engine.explain.report import summary
+from engine.layers.attention import flash_attention
+from tandem_kernels.device import gpu_facts
+
+logger = logging.getLogger(__name__)
+
+_DECODES = (1, 16)
+_PROMPT = 2048
+
+
+def log_choices(config: EngineConfig, device: torch.device) -> None:
+    """Logs a line for a few steps on a GPU. A CPU has nothing to choose. Never keeps an engine
+    from starting."""
+    gpu = gpu_facts(device)
+    if gpu is None:
+        return
+    decodes = [Batch(n) for n in _DECODES if n <= config.scheduler.max_num_seqs]
+    longest = min(_PROMPT, config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    packages = (flash_attention.PACKAGE, flash_attention.PREFILL_PACKAGE)
+    has_flash = any(flash_attention.is_installed(package) for package in packages)
+    batches = [*decodes, Batch(prompts=(longest,))]
+    try:
+        for line in summary(explain(config, gpu, batches, has_flash=has_flash)):
+            logger.info("kernels of %s", line)
+    except Exception as error:
+        logger.warning("the choice of kernels cannot be explained here: %s", error)

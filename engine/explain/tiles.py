@@ -1,0 +1,161 @@
+"""Names the kernels and tiles of a launch, by the functions that the launchers themselves ask.
+
+Kernels' modules import triton, so this does where a GPU is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from engine.explain.launches import Launch
+from tandem_kernels.device import gpu_name
+from tandem_kernels.experts.expert_tuning import (
+    FIXED,
+    TABLES,
+    ExpertShape,
+    ExpertTuning,
+    gemm_tunings,
+    nearest_shape,
+    weight_format,
+)
+
+
+def describe(launch: Launch) -> tuple[str, str]:
+    """Returns the kernels of a launch and their tiles; tiles that do not depend on shapes are
+    left to the kernel's file."""
+    known = _KNOWN.get(launch.name)
+    if known is None:
+        return launch.name, ""
+    return known(*launch.arguments)
+
+
+def _fields(tuning: Any, *names: str) -> str:
+    return ", ".join(f"{name.removeprefix('num_')} {getattr(tuning, name)}" for name in names)
+
+
+def _paged(q: Tensor, kv_cache: Tensor, metadata: Any, *rest: Any) -> tuple[str, str]:
+    from tandem_kernels.attention.decode_tuning import decode_tuning
+    from tandem_kernels.attention.paged_attention import decode_kernel
+    from tandem_kernels.attention.prefill_attention import tuning_of
+    from tandem_kernels.attention.prefill_tuning import fixed_tuning
+
+    kernels, tiles = [], []
+    decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
+    kind = decode_kernel(q, kv_cache, metadata) if decodes else "prefill"
+    if kind == "window":
+        kernels.append("window_attention_kernel")
+        tiles.append(f"the window of {metadata.window} at once, {decodes} x {kv_cache.shape[2]}")
+    elif kind == "decode":
+        tuning = decode_tuning(decodes * kv_cache.shape[2], q.shape[-1], kv_cache.dtype)
+        kernels.append("decode_attention_kernel, merge_kernel")
+        tiles.append(_fields(tuning, "tile", "num_warps", "num_stages", "programs_per_sm"))
+    if kind == "prefill" or decodes < requests:
+        fixed = metadata.fixed_order
+        long = fixed_tuning(q.shape[-1], q.dtype) if fixed else tuning_of(q, kv_cache, metadata)
+        kernels.append("prefill_attention_kernel")
+        tiles.append(_fields(long, "rows", "tile", "num_warps", "num_stages"))
+    return "; ".join(kernels), "; ".join(tiles)
+
+
+def _latent(q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: Any, *rest: Any) -> Any:
+    from tandem_kernels.attention.latent_attention import latent_tuning
+    from tandem_kernels.attention.latent_decode import latent_decode_tuning
+
+    size = q_latent.element_size()
+    if metadata.num_decodes and not metadata.fixed_order:
+        rows = q_latent.shape[1] * metadata.decode_query_len
+        tuning = latent_decode_tuning(rows, size)
+        return (
+            "latent_decode_kernel, latent_merge_kernel",
+            _fields(tuning, "rows", "tile", "num_warps", "num_stages"),
+        )
+    long = latent_tuning(size)
+    return "latent_attention_kernel", _fields(long, "rows", "tile", "num_warps", "num_stages")
+
+
+def _few_rows(x: Tensor, weight: Tensor, *rest: Any) -> tuple[str, str]:
+    from tandem_kernels.gemm.few_row_gemm import few_row_tuning
+
+    tuning = few_row_tuning(len(x), len(weight))
+    return "few_row_gemm_kernel", _fields(tuning, "cols", "depth", "num_warps", "num_stages")
+
+
+def _small_m(gated: bool) -> Callable[..., tuple[str, str]]:
+    def of(*arguments: Any) -> tuple[str, str]:
+        from tandem_kernels.gemm.small_m_gemm import small_m_tuning
+
+        fields = "cols", "depth", "num_warps", "num_stages"
+        return "small_m_gemm_kernel", _fields(small_m_tuning(gated), *fields)
+
+    return of
+
+
+def _fp8(x: Tensor, scales: Tensor, weight: Tensor, w_scales: Tensor, *rest: Any) -> Any:
+    from tandem_kernels.gemm.fp8_paths import fp8_path
+
+    path = fp8_path(len(x), weight, w_scales)
+    return ("fp8_gemm_kernel" if path == "small" else "library FP8 GEMM"), f"path {path}"
+
+
+def _plain_experts(
+    x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor, *rest: Any
+) -> tuple[str, str]:
+    shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], weight_format(x.dtype))
+    return "fused_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
+
+
+def _fp8_experts(x: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, weights: Tensor,
+                 experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
+    shape = ExpertShape(len(w2), w2.shape[2], w2.shape[1], "fp8")
+    return "fp8_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
+
+
+def _fp4_experts(x: Tensor, w13: Tensor, w2: Tensor, width: int, weights: Tensor,
+                 experts: Tensor, *rest: Any) -> tuple[str, str]:  # fmt: skip
+    from tandem_kernels.experts.fp4.pair_shapes import format_of
+
+    shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
+    return "fp4_experts kernels", _experts(shape, experts, bool(rest and rest[0]))
+
+
+def _fp4_routed(x: Tensor, logits: Tensor, slots: Tensor, residual: Tensor, w13: Tensor,
+                w2: Tensor, width: int, top_k: int, **rest: Any) -> tuple[str, str]:  # fmt: skip
+    from tandem_kernels.experts.fp4.pair_shapes import format_of
+
+    shape = ExpertShape(len(w2), width, x.shape[1], format_of(w13))
+    tunings = gemm_tunings(shape, len(x) * top_k, gpu_name(x.device))
+    return "fp4_pair_kernel, choice in the first", _both(shape, *tunings, x)
+
+
+def _experts(shape: ExpertShape, experts: Tensor, is_fixed: bool) -> str:
+    if is_fixed:
+        return _tile(FIXED)
+    gpu = gpu_name(experts.device)
+    return _both(shape, *gemm_tunings(shape, experts.numel(), gpu), experts)
+
+
+def _both(shape: ExpertShape, first: ExpertTuning, second: ExpertTuning, on: Tensor) -> str:
+    gpu, table = nearest_shape(shape, gpu_name(on.device), TABLES)
+    name = f"{gpu}/{table.file_name.removesuffix('.json')}"
+    return f"gate·up {_tile(first)}; down {_tile(second)}; table {name}"
+
+
+def _tile(tuning: ExpertTuning) -> str:
+    return f"{tuning.rows} x {tuning.cols} x {tuning.depth}, warps {tuning.num_warps}"
+
+
+_KNOWN: dict[str, Callable[..., tuple[str, str]]] = {
+    "paged_attention": _paged,
+    "latent_attention": _latent,
+    "few_row_gemm": _few_rows,
+    "small_m_gemm": _small_m(gated=False),
+    "small_m_gate_up": _small_m(gated=True),
+    "fp8_gemm": _fp8,
+    "fused_experts": _plain_experts,
+    "fp8_experts": _fp8_experts,
+    "fp4_experts": _fp4_experts,
+    "fp4_routed_experts": _fp4_routed,
+}
