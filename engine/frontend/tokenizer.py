@@ -39,6 +39,8 @@ _TEMPLATE_FILES = {
     _DEFAULT: "chat_template.jinja",
     _WITH_TOOLS: "additional_chat_templates/tool_use.jinja",
 }
+_FIRST_WORDS = "The quick brown fox, 1 Ünïcode 日本\n"
+"""A file counts as read when this could be encoded."""
 _CUT_MARGIN = 1024
 """Characters before those that may be needed, because a text is split otherwise near a cut."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -124,7 +126,11 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
+            backend.encode(_FIRST_WORDS)
+        except BaseException as error:
+            # The library raises plain Exception, and panics where parts of a file do not fit.
+            if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+                raise
             raise TokenizerError(
                 f"{file} cannot be read: {error}; copy the checkpoint's files again"
             ) from error

@@ -11,7 +11,6 @@ The chat template is what the library mistral-common makes of the same file (ext
 from __future__ import annotations
 
 import base64
-import binascii
 import logging
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def read_tekken(path: Path) -> tokenizers.Tokenizer:
             for token in file.vocab
             if token.rank < size
         }
-    except binascii.Error as error:
+    except ValueError as error:  # no base64, or no text in ASCII
         raise CheckpointError(path, f"has a token that is none: {error}", _AGAIN) from error
     if sorted(ranks.values()) != list(range(size)):
         raise CheckpointError(path, "lacks tokens between others", _AGAIN)

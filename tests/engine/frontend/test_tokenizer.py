@@ -276,6 +276,24 @@ def test_a_file_of_other_types_is_named(tmp_path: Path, name: str, content: byte
         Tokenizer.from_folder(tmp_path)
 
 
+class PanicException(BaseException):
+    """Stands for what the library raises where it has not thought of a case."""
+
+
+@pytest.mark.parametrize("kind", [PanicException, KeyError])
+def test_a_file_with_which_nothing_can_be_encoded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    class Broken:
+        def encode(self, text: str) -> None:
+            raise kind("no entry found")
+
+    save(tmp_path, byte_level_backend())
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", lambda file: Broken(), raising=False)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read: .*no entry found"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_what_a_file_says_is_printable_in_errors(tmp_path: Path) -> None:
     save(tmp_path, byte_level_backend(), "{{ \x1b[2J }}")
     with pytest.raises(TokenizerError) as caught:

@@ -161,6 +161,20 @@ def test_a_template_is_what_the_library_makes(
         ("tiktoken.model", "YQ== 0\nnothing\n", "line 2"),
         ("tiktoken.model", "YQ== 0\nYg== 2\n", "lacks tokens"),
         ("tekken.json", "{}", "config"),
+        (
+            "tekken.json",
+            json.dumps(
+                {
+                    "config": {
+                        "pattern": "a",
+                        "default_vocab_size": 2,
+                        "default_num_special_tokens": 1,
+                    },
+                    "vocab": [{"rank": 0, "token_bytes": "é"}],
+                }
+            ),
+            "a token that is none",
+        ),
     ],
 )
 def test_a_broken_file_is_named(name: str, text: str, words: str, tmp_path: Path) -> None:
