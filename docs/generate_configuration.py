@@ -25,9 +25,107 @@ HEAD = """\
 # Configuration
 
 Every setting is a flag and an environment variable; a flag wins. This page is generated from the
-settings classes by `make docs`.
+settings classes by `make docs`. Settings of each command are in three groups: those that **one
+sets** for nearly every cluster, those that one **may set** for a need of one's own, and those for
+**experts**, whose defaults were measured or are derived from the machine.
 
 """
+
+SET = frozenset(
+    [
+        "model",
+        "host",
+        "port",
+        "grpc_port",
+        "metrics_port",
+        "prefill",
+        "decode",
+        "tp",
+        "device",
+        "api_key",
+        "api_keys",
+        "api_key_file",
+        "cluster_token_file",
+        "tls_cert_file",
+        "tls_key_file",
+        "tls_ca_file",
+        "served_model_name",
+        "max_model_len",
+        "gpu_memory_utilization",
+        "tensor_parallel_size",
+        "quantization",
+        "kv_cache_dtype",
+        "enable_prefix_caching",
+        "log_level",
+        "log_format",
+        "response_store",
+        "switchable",
+        "num_routers",
+        "reasoning_parser",
+        "tool_call_parser",
+        "max_num_seqs",
+    ]
+)
+"""Settings that nearly every cluster has of its own."""
+EXPERT = frozenset(
+    [
+        "ejection_failures",
+        "ejection_base_s",
+        "ejection_max_s",
+        "ejection_max_fraction",
+        "retry_burst",
+        "migration_burst",
+        "resume_timeout_s",
+        "watch_interval_s",
+        "dns_linger_s",
+        "upstream_keepalive_s",
+        "decode_choices",
+        "max_prefill_candidates",
+        "default_prefill_tokens_per_s",
+        "short_prompt_tokens",
+        "max_index_entries",
+        "prefill_start_s",
+        "prefill_hold_s",
+        "stall_after_s",
+        "all_reduce",
+        "num_threads",
+        "kv_chunk_bytes",
+        "kv_streams",
+        "kv_processes",
+        "kv_pull_transport",
+        "kv_offer_answers_s",
+        "kv_lease_s",
+        "kv_stall_timeout_s",
+        "kv_cache_metrics_sample",
+        "device_peak_tflops",
+        "device_peak_gbps",
+        "image_cache_tokens",
+        "encoder_budget",
+        "frozen_after_s",
+        "handshake_timeout_s",
+        "disabled_fast_paths",
+        "deterministic",
+        "attention_backend",
+        "max_header_bytes",
+        "header_timeout_s",
+        "body_timeout_s",
+        "send_timeout_s",
+        "max_connections_without_key",
+        "trace_file_max_bytes",
+        "trace_file_backups",
+        "retry_budget",
+        "max_migrations",
+        "stream_stall_s",
+        "stuck_after_s",
+        "full_step_tokens",
+        "cudagraph_capture_sizes",
+        "kv_nixl_window_bytes",
+        "kv_staging_bytes",
+        "response_lease_s",
+        "num_blocks",
+    ]
+)
+"""Settings whose defaults were measured, or follow from the machine."""
 
 SERVICES: list[tuple[str, type[BaseSettings]]] = [
     ("tandem up", UpSettings),
@@ -71,29 +169,71 @@ def default(field: FieldInfo) -> str:
     return "" if value in (None, "") else f"`{value}`"
 
 
-def section(title: str, settings: type[BaseSettings]) -> str:
+def row(prefix: str, name: str, field: FieldInfo) -> str:
+    meaning = (field.description or "").replace("|", "\\|").replace("\n", " ")
+    return (
+        f"| `{flag(name, field)}` | `{(prefix + name).upper()}` | {type_name(field)} "
+        f"| {default(field)} | {meaning} |"
+    )
+
+
+def rows(settings: type[BaseSettings]) -> dict[str, str]:
+    """Returns the row of each setting, by its name."""
     prefix = settings.model_config.get("env_prefix", "")
-    parent = PARENTS.get(settings)
-    lines = [
-        f"## {title}",
-        "",
-        *([f"All settings of `{parent}`, and:", ""] if parent else []),
-        "| flag | environment | type | default | meaning |",
-        "|---|---|---|---|---|",
-    ]
-    for name, field in settings.model_fields.items():
-        if parent and name not in settings.__annotations__:
-            continue
-        meaning = (field.description or "").replace("|", "\\|").replace("\n", " ")
-        lines.append(
-            f"| `{flag(name, field)}` | `{(prefix + name).upper()}` | {type_name(field)} "
-            f"| {default(field)} | {meaning} |"
-        )
-    return "\n".join(lines) + "\n"
+    return {
+        name: row(prefix, name, field)
+        for name, field in settings.model_fields.items()
+        if settings not in PARENTS or name in settings.__annotations__
+    }
+
+
+def tables(found: dict[str, str]) -> list[str]:
+    """Returns the lines of up to three tables: one sets, may set, expert."""
+    groups = {
+        "One sets": [text for name, text in found.items() if name in SET],
+        "May set": [text for name, text in found.items() if name not in SET | EXPERT],
+        "Expert": [text for name, text in found.items() if name in EXPERT],
+    }
+    lines: list[str] = []
+    for title, texts in groups.items():
+        if texts:
+            lines += [f"**{title}**", "", "| flag | environment | type | default | meaning |"]
+            lines += ["|---|---|---|---|---|", *texts, ""]
+    return lines
+
+
+def section(title: str, found: dict[str, str], before: str = "") -> str:
+    lines = [f"## {title}", "", *([before, ""] if before else []), *tables(found)]
+    return "\n".join(lines)
+
+
+def sections() -> list[str]:
+    """Returns the section of each command; prefill and decode nodes have one together."""
+    shared = {
+        name: text
+        for name, text in rows(PrefillNodeSettings).items()
+        if rows(DecodeNodeSettings).get(name) == text
+    }
+    made = []
+    for title, settings in SERVICES:
+        found = rows(settings)
+        before = ""
+        if settings is PrefillNodeSettings:
+            made.append(section("tandem prefill and tandem decode", shared))
+        if settings in (PrefillNodeSettings, DecodeNodeSettings):
+            found = {name: text for name, text in found.items() if name not in shared}
+            before = "All settings of `tandem prefill and tandem decode`, and:"
+        if parent := PARENTS.get(settings):
+            before = f"All settings of `{parent}`, and:"
+        made.append(section(title, found, before))
+    return made
 
 
 def main() -> None:
-    PAGE.write_text(HEAD + "\n".join(section(t, s) for t, s in SERVICES), encoding="utf-8")
+    known = {name for _, settings in SERVICES for name in settings.model_fields}
+    if unknown := (SET | EXPERT) - known:
+        raise SystemExit(f"no such settings: {', '.join(sorted(unknown))}")
+    PAGE.write_text(HEAD + "\n".join(sections()).rstrip() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
                      ──▶ ranks: heaviest copy first, each to the least loaded rank with a free slot
                      ──▶ numbers: experts that stay on a rank stay in their slot
 
-That is the greedy form of DeepSeek's expert-parallel load balancer (its "global" policy). Pure and
+That is the greedy form of DeepSeek's expert-parallel load balancer (its "global" policy; EPLB,
+github.com/deepseek-ai/EPLB). Pure and
 torch-free: ranks with the same numbers find the same plan, so no message is needed.
 """
 

@@ -2,7 +2,8 @@
 
 Pair i of a head turns by `position * theta ** (-2 i / dim)`; pair i is elements i and
 i + head_dim / 2 ("neox" order). Checkpoints in another order are reordered when they are loaded
-(`engine.rope.Rotary.head_order`). Source: Su et al., RoFormer, 2021.
+(`engine.rope.Rotary.head_order`). Sources: Su et al., RoFormer, 2021;
+Peng et al., YaRN (arXiv 2309.00071).
 """
 
 from __future__ import annotations

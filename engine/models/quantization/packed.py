@@ -1,4 +1,8 @@
-"""Reads `quant_method`s awq, gptq and mxfp4."""
+"""Reads `quant_method`s awq, gptq and mxfp4.
+
+Sources: Lin et al., AWQ (arXiv 2306.00978), packed as AutoAWQ does; Frantar et al., GPTQ (arXiv
+2210.17323), packed as AutoGPTQ does; OCP Microscaling Formats 1.0 for MXFP4.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,9 @@ state is complete: in the program that owns a whole head, or in the merge.
 On Hopper both kernels launch before their predecessor has drained (programmatic dependent
 launch) and wait for its writes where they first need them. Of few requests, programs ask for their
 first tile before that: see `decode_ahead`.
+
+Sources: Kwon et al., PagedAttention (arXiv 2309.06180); Dao et al., FlashAttention (arXiv
+2205.14135) and Flash-Decoding, whose parts of a context these runs are.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ Decodes that come this way overlap their predecessor, as in `decode_attention`.
 On Hopper the unmasked walk loads whole tiles by the copy engine (a tensor descriptor over
 [block, row of a block, D]); a tile must lie in one block. The masked walk always uses pointers,
 because a block's unwritten tail may hold NaN and must not be loaded.
+
+Sources: Dao, FlashAttention-2 (arXiv 2307.08691); Kwon et al., PagedAttention (arXiv 2309.06180).
 """
 
 from __future__ import annotations
