@@ -11,7 +11,37 @@ _SCHEMA = "failed to compile JSON schema: "
 _KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _FORMAT = re.compile(r"Unknown format: (.*)")
 _IN_REGEX = re.compile(r"(?:lookarounds not supported yet|^error: (?P<reason>.*))", re.MULTILINE)
-_EMPTY_REGEX = re.compile(r"Regex is empty:.*")
+_SAID = [
+    (r"Regex is empty:.*", "no text matches its patterns"),
+    (r"Invalid type: (.*)", r"\1 is no type of a JSON schema"),
+    (
+        r"schema must be an object or boolean",
+        "a schema within it is neither an object nor a boolean",
+    ),
+    (r"Pointer '(.*)' does not exist", r"a $ref names \1, which is not in the schema"),
+    (r"Expected (.*) for '(.*)', got (.*)", r"\2: \1 expected, not \3"),
+    (r"Resource '(.*)' is not present .*", r"\1 is named, and no other document is read"),
+    (r"Value for '(.*)' has too many digits: .*", r"\1 has too many digits"),
+    (
+        r"Failed to generate regex for (?:integer|float) range: .*",
+        "minimum or maximum is too large, or no number lies between them",
+    ),
+    (
+        r"Unsatisfiable schema: anyOf is empty",
+        "no document follows it: enum or anyOf has no option",
+    ),
+    (
+        r"Unsatisfiable schema: schema is false",
+        "no document follows it: a schema within it is false",
+    ),
+    (
+        r"Unsatisfiable schema: required property (.*) is unsatisfiable",
+        r"no document follows it: the property \1 is required, and can have no value",
+    ),
+    (r"Unsatisfiable schema: (.*)", r"no document follows it: \1"),
+]
+_WORDS = [(re.compile(said), words) for said, words in _SAID]
+"""What the library says of a schema, and what clients get."""
 _LONGEST = 300
 _PANIC = (
     "the grammar library failed at it; check the schema or the grammar for values of wrong types"
@@ -45,4 +75,7 @@ def _in_plain_words(message: str) -> str:
         return _ONE_OF
     if message.startswith("unknown special token"):
         message = message.partition(";")[0]
-    return _EMPTY_REGEX.sub("no text matches its patterns", message)
+    for said, words in _WORDS:
+        if said.fullmatch(message):
+            return said.sub(words, message)
+    return message

@@ -13,6 +13,7 @@ from decode_node.grammar.structured_output import express, find_constraint
 from decode_node.protocol.parse_body import parse_body
 from decode_node.protocol.structured_output import StructuredFields
 from edge.http.errors import BadRequest
+from tests.decode_node.grammar.conformance import compiled
 from tests.decode_node.grammar.hostile import nested_objects
 from tests.decode_node.grammar.matching import CALL, END_CALL, SPECIAL, accepts, id_of
 
@@ -383,6 +384,26 @@ def test_counts_of_names_that_an_answer_may_repeat_are_refused(
     else:
         error = refused(body)
         assert error.param == "guided_json" and "minProperties counts" in error.message
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"type": "frog"}}}, "frog is no type of a JSON schema"),
+        ({"properties": {"a": 5}}, "a schema within it is neither an object nor a boolean"),
+        ({"$ref": "#/none"}, "a $ref names /none, which is not in the schema"),
+        ({"type": "string", "minLength": -1}, "minLength: positive integer expected, not -1"),
+        ({"enum": []}, "no document follows it: enum or anyOf has no option"),
+        (
+            {"type": "array", "minItems": 5, "maxItems": 2},
+            "no document follows it: minItems (5) is greater than maxItems (2)",
+        ),
+        ({"type": "integer", "minimum": 1e30}, "minimum or maximum is too large"),
+    ],
+)
+def test_what_the_library_says_of_a_schema_is_said_in_our_words(schema: Any, words: str) -> None:
+    refused = compiled(schema)
+    assert isinstance(refused, str) and words in refused
 
 
 @pytest.mark.parametrize("said", ["panic: at `\x1b[2J`", "3(4): \x07 is unknown"])
