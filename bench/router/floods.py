@@ -34,7 +34,7 @@ from typing import TypeAlias
 
 from bench.record import write_result
 from bench.router.overhead import child, cpu_seconds, peak_rss_mib
-from cli.cluster import DEMO_CHECKPOINT
+from cli.local_cluster.cluster import DEMO_CHECKPOINT
 
 Begun: TypeAlias = "multiprocessing.Queue[bool]"
 

@@ -16,6 +16,13 @@ exit status says whether all of it was so.
 With --all-tiers prompts are turns of conversations, and caches are small: what they forget comes
 from host memory and from disk, which hold more but not all, from other prefill nodes, and from the
 decode node that gave the answer.
+
+With --everything there are adapters, drafts, grammars and data-parallel groups besides, and a node
+that changes its role (`soak_everything`). With --record FILE the run saves where it is, and one
+that was interrupted goes on there; memory's growth in MiB an hour is in the result, its plot in
+NAME.svg.
+
+    python -m bench.serving.soak --everything --kill-every-s 10 --requests 100000 --record /tmp/r
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +45,18 @@ from typing import Any
 
 import aiohttp
 
-from bench.record import write_result
+from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import held, read_metrics
-from bench.serving.process_tree import Usage, transfer_processes, usage
+from bench.serving.process_tree import transfer_processes
+from bench.serving.soak_everything import (
+    DECODE_ARGS,
+    NODE_ARGS,
+    Operator,
+    request_of,
+    text_of,
+    write_adapters,
+)
+from bench.serving.soak_record import Record, plot, told
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
@@ -51,34 +67,33 @@ _SETTLE_S = 60.0
 _ASK_AGAIN = (429, 503)
 _ASK_AGAIN_S = 0.5
 _PROGRESS_EVERY_S = 15.0
-_LOOKS = 10
-"""So often, evenly over the requests, memory and open files are looked at, and at the end."""
+_LOOK_EVERY_S = 10.0
 _TOLD_AT_THE_END = (
     "vllm:num_preemptions_total",
     "tandem_prefill_attempt_failures_total",
     "tandem_local_prefill_fallbacks_total",
-    "tandem_kv_transfer_transfers_total",
-    "tandem_kv_transfer_failures_total",
-    "tandem_kv_transfer_aborts_total",
-    "tandem_kv_transfer_bytes_moved_total",
-    "tandem_kv_transfer_process_restarts_total",
-    "tandem_kv_transfer_corrupt_chunks_total",
-    "tandem_kv_transfer_reclaimed_released_total",
-    "tandem_kv_transfer_reclaimed_given_up_total",
-    "tandem_kv_transfer_reclaimed_aborted_total",
-    "tandem_kv_transfer_reclaimed_lease_ended_total",
-    "tandem_kv_transfer_reclaimed_error_total",
-    "tandem_kv_transfer_host_tier_loaded_blocks_total",
-    "tandem_kv_transfer_host_tier_spilled_blocks_total",
-    "tandem_kv_transfer_host_tier_fetched_blocks_total",
-    "tandem_kv_transfer_host_tier_damaged_blocks_total",
-    "tandem_kv_transfer_disk_tier_evicted_blocks_total",
-    "tandem_kv_transfer_disk_tier_damaged_files_total",
-    "tandem_kv_transfer_prefix_pulled_tokens_total",
-    "tandem_kv_transfer_prefix_pull_failures_total",
-    "tandem_kv_transfer_prefix_misses_total",
-    "tandem_kv_transfer_prefix_offered_tokens_total",
-    "tandem_kv_transfer_prefix_offered_tokens_loaded_total",
+    "tandem_kv_transfer_transfers",
+    "tandem_kv_transfer_failures",
+    "tandem_kv_transfer_aborts",
+    "tandem_kv_transfer_bytes_moved",
+    "tandem_kv_transfer_process_restarts",
+    "tandem_kv_transfer_corrupt_chunks",
+    "tandem_kv_transfer_reclaimed_released",
+    "tandem_kv_transfer_reclaimed_given_up",
+    "tandem_kv_transfer_reclaimed_aborted",
+    "tandem_kv_transfer_reclaimed_lease_ended",
+    "tandem_kv_transfer_reclaimed_error",
+    "tandem_kv_transfer_host_tier_loaded_blocks",
+    "tandem_kv_transfer_host_tier_spilled_blocks",
+    "tandem_kv_transfer_host_tier_fetched_blocks",
+    "tandem_kv_transfer_host_tier_damaged_blocks",
+    "tandem_kv_transfer_disk_tier_evicted_blocks",
+    "tandem_kv_transfer_disk_tier_damaged_files",
+    "tandem_kv_transfer_prefix_pulled_tokens",
+    "tandem_kv_transfer_prefix_pull_failures",
+    "tandem_kv_transfer_prefix_misses",
+    "tandem_kv_transfer_prefix_offered_tokens",
+    "tandem_kv_transfer_prefix_offered_tokens_loaded",
 )
 _ALL_TIERS = (
     "--enable-prefix-caching",
@@ -93,13 +108,14 @@ class Soak:
     """One run against one cluster."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, seed: int, *, has_turns: bool = False
+        self, session: aiohttp.ClientSession, url: str, seed: int, *, tiers: bool, everything: bool
     ) -> None:
-        self._has_turns = has_turns
+        self._has_turns = tiers
+        self._has_all = everything
         self._session = session
         self._url = url
         self._random = random.Random(seed)
-        self._texts: dict[int, str] = {}
+        self.texts: dict[str, str] = {}
         self._took_s: dict[int, float] = {}
         """The seconds of the last request with a prompt that was not left."""
         self.outcomes: Counter[str] = Counter()
@@ -111,17 +127,12 @@ class Soak:
     def num_done(self) -> int:
         return self.outcomes.total()
 
-    async def run(
-        self, num_requests: int, num_clients: int, on_request: Callable[[int], None]
-    ) -> None:
-        """Runs; `on_request` is called with the number of each request that begins."""
+    async def run(self, num_requests: int, num_clients: int) -> None:
         numbers = iter(range(num_requests))
-        clients = (self._client(numbers, on_request) for _ in range(num_clients))
-        await asyncio.gather(*clients)
+        await asyncio.gather(*(self._client(numbers) for _ in range(num_clients)))
 
-    async def _client(self, numbers: Iterator[int], on_request: Callable[[int], None]) -> None:
-        for number in numbers:
-            on_request(number)
+    async def _client(self, numbers: Iterator[int]) -> None:
+        for _ in numbers:
             is_left = self._random.random() < _LEFT_PART
             prompt = self._random.randrange(_NUM_PROMPTS)
             limit_s = self._random.random() * self._took_s.get(prompt, 1.0)
@@ -146,8 +157,11 @@ class Soak:
             "seed": prompt,
             "ignore_eos": True,
         }
+        path = "/v1/completions"
+        if self._has_all:
+            path, body = request_of(prompt, body)
         while True:
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            async with self._session.post(f"{self._url}{path}", json=body) as response:
                 answer: dict[str, Any] = await response.json()
             if response.status not in _ASK_AGAIN:
                 break
@@ -155,8 +169,8 @@ class Soak:
             await asyncio.sleep(_ASK_AGAIN_S)
         if response.status != 200:
             return f"status {response.status}: {answer['error']['message'][:120]}"
-        text = answer["choices"][0]["text"]
-        known = self._texts.setdefault(prompt, text)
+        text = text_of(answer)
+        known = self.texts.setdefault(str(prompt), text)
         return "complete" if text == known else "other tokens than before"
 
     @staticmethod
@@ -218,50 +232,65 @@ async def until_nothing_is_held(
         await asyncio.sleep(0.2)
 
 
-def resources(nodes: list[Service]) -> dict[str, Usage]:
-    return {
-        f"{node.spec.name} {module}": used
-        for node in nodes
-        if node.pid
-        for module, used in sorted(usage(node.pid).items())
-    }
+async def look_forever(soak: Soak, nodes: list[Service], record: Record, path: Path | None) -> None:
+    """Notes what the nodes hold, and where the run is, every `_LOOK_EVERY_S`."""
+    started = time.monotonic()
+    while True:
+        record.look(round(time.monotonic() - started, 1), [node.pid for node in nodes],
+                    [node.spec.name for node in nodes])  # fmt: skip
+        record.num_done = soak.num_done
+        record.outcomes, record.kills = dict(soak.outcomes), dict(soak.kills)
+        if path is not None:
+            record.save(path)
+        await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def over_time(looks: list[dict[str, Usage]], name: str) -> dict[str, list[float | None]]:
-    """Lists figures by process, None where it was being started again."""
-    processes = sorted({process for look in looks for process in look})
-    return {
-        process: [getattr(look.get(process), name, None) for look in looks] for process in processes
-    }
+def operated(operator: Operator, nodes: list[Service]) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yields what an operator does beside requests, for ever."""
+    yield operator.churn_forever()
+    for node in nodes:
+        if node.spec.name.startswith("node-"):
+            yield operator.switch_forever(node.spec.endpoint.removeprefix("grpc://"))
 
 
 async def hurt(
     session: aiohttp.ClientSession, url: str, nodes: list[Service], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Does the whole run against a cluster that is ready."""
-    soak = Soak(session, url, args.seed, has_turns=args.all_tiers)
+    record = Record.read(args.record) if args.record else Record()
+    record.runs.append([])
+    soak = Soak(session, url, args.seed, tiers=args.all_tiers, everything=args.everything)
+    soak.texts = record.texts
+    soak.outcomes.update(record.outcomes)
+    soak.kills.update(record.kills)
+    operator = Operator(session, url, args.seed)
     beside = [
-        asyncio.create_task(soak.kill_forever(nodes, args.kill_every_s)),
-        asyncio.create_task(soak.tell_progress(args.requests)),
+        soak.kill_forever(nodes, args.kill_every_s),
+        soak.tell_progress(args.requests),
+        look_forever(soak, nodes, record, args.record),
     ]
-    looks: list[dict[str, Usage]] = []
-
-    def look(number: int) -> None:
-        if number % max(1, args.requests // _LOOKS) == 0:
-            looks.append(resources(nodes))
-
+    if args.everything:
+        await operator.load_all()
+        beside += operated(operator, nodes)
+    tasks = [asyncio.create_task(one) for one in beside]
     started = time.monotonic()
     try:
-        await soak.run(args.requests, args.clients, look)
+        async with asyncio.timeout(args.seconds or None):
+            await soak.run(max(0, args.requests - record.num_done), args.clients)
+    except TimeoutError:
+        print(f"{args.seconds:g} s are over", file=sys.stderr)
     finally:
-        for task in beside:
+        for task in tasks:
             task.cancel()
     seconds = time.monotonic() - started
     settled_s, left = await until_nothing_is_held(session, nodes)
     at_the_end = {node.spec.name: await read_metrics(session, metrics_url(node)) for node in nodes}
+    if args.name:
+        (RESULTS / f"{args.name}.svg").write_text(plot(record.runs[-1]))
     return {
         "outcomes": dict(soak.outcomes),
         "asked_to_wait": soak.asked_to_wait,
+        "operator": dict(operator.outcomes),
         "kills": dict(soak.kills),
         "restarts_of_nodes": sum(node.restarts for node in nodes),
         "seconds": round(seconds, 1),
@@ -271,14 +300,20 @@ async def hurt(
             name: {key: values[key] for key in _TOLD_AT_THE_END if key in values}
             for name, values in at_the_end.items()
         },
-        "private_mib": over_time([*looks, resources(nodes)], "private_mib"),
-        "open_files": over_time([*looks, resources(nodes)], "fds"),
+        **told(record),
     }
 
 
 def with_disk(spec: ServiceSpec, folder: Path) -> ServiceSpec:
     """Gives a node a folder of its own."""
     return replace(spec, argv=(*spec.argv, "--kv-disk-path", str(folder / spec.name)))
+
+
+def always_decoding(spec: ServiceSpec) -> ServiceSpec:
+    """Gives a node that always decodes drafts and data-parallel groups."""
+    if not spec.name.startswith("decode"):
+        return spec
+    return replace(spec, argv=(*spec.argv, *DECODE_ARGS))
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -292,6 +327,7 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         prefill=args.prefill,
         decode=args.decode,
         device=args.device,
+        switchable=int(args.everything),
         port=0,
         _cli_parse_args=[],
     )
@@ -299,7 +335,12 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     node_args = ["--kv-transports", args.kv_transports, *caching]
     logs: deque[str] = deque(maxlen=args.log_lines)
     listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
+    if args.everything:
+        write_adapters(folder / "adapters", Path(settings.model))
+        node_args += [*NODE_ARGS, "--lora-dir", str(folder / "adapters")]
     router, *nodes = cluster_specs(settings, [*node_args, *args.node_args.split()])
+    if args.everything:
+        nodes = [always_decoding(one) for one in nodes]
     specs = [router, *(with_disk(one, folder) if args.all_tiers else one for one in nodes)]
     supervisor = Supervisor(specs, listener)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -327,13 +368,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-transports", default="auto")
     parser.add_argument("--node-args", default="", help="more flags for every node, in one word")
     parser.add_argument("--all-tiers", action="store_true", help="KV from everywhere")
+    parser.add_argument("--everything", action="store_true", help="with all features, and tiers")
+    parser.add_argument("--record", type=Path, help="file of a run that may be interrupted")
+    parser.add_argument("--seconds", type=float, default=0.0, help="the longest; 0: no limit")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--kill-every-s", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-lines", type=int, default=0, help="last of the nodes' logs to show")
     parser.add_argument("--name", default="soak", help="of the result file; empty: none")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.all_tiers |= args.everything
+    return args
 
 
 def main() -> int:
@@ -341,7 +387,8 @@ def main() -> int:
     figures = asyncio.run(run(args))
     print(json.dumps(figures, indent=1))
     if args.name:
-        print("written:", write_result(args.name, {"settings": vars(args), **figures}))
+        settings = {**vars(args), "record": str(args.record or "")}
+        print("written:", write_result(args.name, {"settings": settings, **figures}))
     is_good = not figures["left"] and set(figures["outcomes"]) <= {"complete", "left"}
     return 0 if is_good and not figures["restarts_of_nodes"] else 1
 

@@ -1,0 +1,153 @@
+"""Asks of a cluster, and does to it, what `bench.serving.soak --everything` adds to the usual.
+
+Requests by their number: plain ones, adapters, grammars, streams of what repeats itself (for
+drafts), turns of conversations. Beside them an adapter comes and goes under a further name, and the
+node that can be both changes its role. All answers are pure functions of the request's number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from safetensors.torch import load_file, save_file
+
+from cli.switch_role import NoSwitch, SwitchSettings, switch_role
+from edge.security.config import SecurityConfig
+from edge.security.credentials import Credentials
+
+NODE_ARGS = (
+    "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "8",
+)  # fmt: skip
+DECODE_ARGS = (
+    "--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3}),
+    "--data-parallel-size", "2",
+)  # fmt: skip
+"""Are for nodes that always decode: one that changes its role takes neither."""
+_NUM_ADAPTERS = 3
+"""One more than host memory holds: they are read again and again."""
+_RANK = 8
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Bo", "Cy"]}, "age": {"enum": [1, 22, 333]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_CHURN_S = 4.0
+_SWITCH_S = 40.0
+
+
+def write_adapters(folder: Path, model: Path) -> None:
+    """Writes adapters `g0` ... for the attention of a checkpoint."""
+    weights = load_file(model / "model.safetensors")
+    for seed in range(_NUM_ADAPTERS):
+        noise = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for name, weight in weights.items():
+            module = name.removesuffix(".weight")
+            if module.endswith(("q_proj", "v_proj")):
+                outputs, inputs = weight.shape
+                a, b = (
+                    0.1 * torch.randn(shape, generator=noise)
+                    for shape in ((_RANK, inputs), (outputs, _RANK))
+                )
+                tensors[f"base_model.model.{module}.lora_A.weight"] = a
+                tensors[f"base_model.model.{module}.lora_B.weight"] = b
+        path = folder / f"g{seed}"
+        path.mkdir(parents=True)
+        save_file(tensors, path / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "r": _RANK,
+            "lora_alpha": 16,
+            "target_modules": ["q_proj", "v_proj"],
+            "bias": "none",
+        }
+        (path / "adapter_config.json").write_text(json.dumps(config))
+
+
+def request_of(number: int, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns path and body of a request whose plain form is `body`."""
+    match number % 5:
+        case 1:
+            return "/v1/completions", {**body, "model": f"g{number // 5 % _NUM_ADAPTERS}"}
+        case 2:
+            message = {"role": "user", "content": f"Tell me about {number}."}
+            form = {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
+            chat = {"model": "demo", "messages": [message], "response_format": form}
+            sampling = {"max_tokens": 60, "temperature": 0.8, "seed": number}
+            return "/v1/chat/completions", {**chat, **sampling}
+        case 3:
+            repeated = [20 + number, 30, 40, 50 + number] * 12
+            return "/v1/completions", {**body, "prompt": repeated, "max_tokens": 40}
+    return "/v1/completions", body
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    """Returns an answer's text. One that is JSON must be what its schema says."""
+    choice = answer["choices"][0]
+    if "message" not in choice:
+        text: str = choice["text"]
+        return text
+    text = choice["message"]["content"]
+    if choice["finish_reason"] == "stop":
+        assert json.loads(text).keys() == {"name", "age"}, text
+    return text
+
+
+class Operator:
+    """Loads and unloads, and changes roles, while others ask.
+
+    Attributes:
+        outcomes: What became of the calls.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
+        self._session = session
+        self._url = url
+        self._random = random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+
+    async def load_all(self) -> None:
+        """Raises `RuntimeError` where an adapter cannot be loaded."""
+        for index in range(_NUM_ADAPTERS):
+            status = await self._call("load", lora_name=f"g{index}", lora_path=f"g{index}")
+            if status != 200:
+                raise RuntimeError(f"adapter g{index} cannot be loaded: status {status}")
+
+    async def churn_forever(self) -> None:
+        """Gives one adapter's weights a second name, and takes it away."""
+        while True:
+            path = f"g{self._random.randrange(_NUM_ADAPTERS)}"
+            await self._call("load", lora_name="other", lora_path=path, load_inplace=True)
+            await asyncio.sleep(_CHURN_S)
+            await self._call("unload", lora_name="other")
+            await asyncio.sleep(_CHURN_S)
+
+    async def switch_forever(self, node: str) -> None:
+        """Changes the role of the node at this gRPC address, there and back."""
+        credentials = Credentials(SecurityConfig())
+        while True:
+            for role in ("decode", "prefill"):
+                await asyncio.sleep(_SWITCH_S)
+                wish = SwitchSettings(
+                    node=node, to=role, drain_timeout_s=20.0, wait_s=120.0, _cli_parse_args=[]
+                )
+                try:
+                    await switch_role(wish, credentials)
+                    self.outcomes[f"role {role}"] += 1
+                except NoSwitch as error:
+                    self.outcomes[f"no role: {str(error)[:100]}"] += 1
+
+    async def _call(self, what: str, **body: Any) -> int:
+        url = f"{self._url}/v1/{what}_lora_adapter"
+        async with self._session.post(url, json=body) as response:
+            detail = "" if response.status == 200 else f": {(await response.text())[:160]}"
+        self.outcomes[f"{what} {response.status}{detail}"] += 1
+        return response.status
