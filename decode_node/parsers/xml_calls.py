@@ -147,7 +147,7 @@ class XmlStage(CallStage):
     def _value(self, tool: Tool, key: str, emit: Callable[[str], object]) -> Steps[bool]:
         """Gives the value to `emit` and takes its end tag; says whether that came."""
         source, wrong_end = self.source, f"</{key}>"
-        give = _Lines(emit) if self._form.has_lines else emit
+        give = _Lines(emit, are_written=self._form.has_lines)
         marks = MarkerSet([*self._value_marks, wrong_end])
         num_calls = num_keys = 0
         """Calls and parameters that the value quotes, and has not closed."""
@@ -169,9 +169,11 @@ class XmlStage(CallStage):
             else:
                 is_end, taken = yield from self._ends(marker, tool, is_quoting=num_keys > 0)
                 if is_end:
+                    give.end()
                     return True
                 num_keys -= num_keys > 0
                 give(taken)
+        give.end()
         return False
 
     def _ends(self, marker: str, tool: Tool, *, is_quoting: bool) -> Steps[tuple[bool, str]]:
@@ -209,11 +211,13 @@ class XmlStage(CallStage):
 
 
 class _Lines:
-    """Passes text on without one line break at either end."""
+    """Passes the text of a value on, without the line break behind one that no tag ends, and, where
+    forms write values on lines of their own (`are_written`), without one at either end."""
 
-    def __init__(self, emit: Callable[[str], object]) -> None:
+    def __init__(self, emit: Callable[[str], object], *, are_written: bool) -> None:
         self._emit = emit
-        self._is_at_beginning = True
+        self._are_written = are_written
+        self._is_at_beginning = are_written
         self._kept = ""
 
     def __call__(self, text: str) -> None:
@@ -226,3 +230,9 @@ class _Lines:
         self._kept = "\n" if text.endswith("\n") else ""
         if text := text.removesuffix("\n"):
             self._emit(text)
+
+    def end(self) -> None:
+        """The value has its end tag, or will have none."""
+        if self._kept and not self._are_written:
+            self._emit(self._kept)
+            self._kept = ""
