@@ -14,12 +14,12 @@ import grpc.aio
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_loopback import until
 
 from edge.h2 import frames as h2
 from edge.h2.out_message import OutMessage
 from edge.h2.rpc_method import RpcMethod, ServerCall
 from edge.h2.server import H2Server
+from tests.edge.awaited import until
 from tests.edge.full_listener import FullListener
 
 HEADERS, DATA = h2.FrameKind.HEADERS, h2.FrameKind.DATA

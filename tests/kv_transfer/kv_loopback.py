@@ -10,7 +10,6 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
 
 from kv_caches import Blocks, GroupBlocks, RankCache, by_group
 
@@ -39,6 +38,7 @@ from kv_transfer.transports.nixl.producer import NixlProducer
 from kv_transfer.transports.stream.ends import new_pull_server
 from kv_transfer.transports.stream.producer import StreamProducer
 from kv_transfer.wire.pull_server import PullServer
+from tests.edge.awaited import until as until
 
 TIMEOUT_S = 60.0
 _ENDS = set(TransferEventKind) - {TransferEventKind.STAGED, TransferEventKind.FIRST_BYTE}
@@ -46,12 +46,6 @@ _ENDS = set(TransferEventKind) - {TransferEventKind.STAGED, TransferEventKind.FI
 
 def new_transfer_id() -> str:
     return uuid.uuid4().hex
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def all_tasks_are_held_up(seconds: float) -> None:
