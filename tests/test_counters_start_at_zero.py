@@ -18,12 +18,13 @@ from tests.decode_node.test_traces import tiny_config
 LATER = {
     "tandem_router_node_answers",
     "tandem_router_model_requests",
+    "tandem_router_tenant_requests",
     "tandem_router_time_to_first_byte_seconds",
     "tandem_missing_tokens",
     "tandem_plaintext_connections",
 }
-"""Counts of nodes and models are there as soon as these are known; of callers without credentials,
-while a setting accepts them."""
+"""Counts of nodes and models are there as soon as these are known; of tenants, who may be many,
+when they call; of callers without credentials, while a setting accepts them."""
 
 
 def samples(registry: CollectorRegistry, kind: str) -> Iterator[tuple[str, list[float]]]:

@@ -28,13 +28,13 @@ def reason(launch: Launch, policy: GemmPolicy) -> str:
 
 
 def _of_paged(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> str:
-    from tandem_kernels.attention.paged_attention import decode_kernel
+    from tandem_kernels.attention.paged_attention import kernel_of_decode
 
     if metadata.fixed_order:
         return "deterministic: one kernel and one tile for all queries"
     if metadata.num_decodes == 0:
         return "a prompt that no library attends: short, recorded, or seen through a window"
-    kernel = decode_kernel(q, kv_cache, metadata)
+    kernel = kernel_of_decode(q, kv_cache, metadata)
     if kernel == "window":
         return "a window whose keys fit into registers (window_attention.py)"
     if kernel == "prefill":

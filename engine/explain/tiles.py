@@ -38,13 +38,13 @@ def _fields(tuning: Any, *names: str) -> str:
 
 def _paged(q: Tensor, kv_cache: Tensor, metadata: Any, *rest: Any) -> tuple[str, str]:
     from tandem_kernels.attention.decode_tuning import decode_tuning
-    from tandem_kernels.attention.paged_attention import decode_kernel
+    from tandem_kernels.attention.paged_attention import kernel_of_decode
     from tandem_kernels.attention.prefill_attention import tuning_of
     from tandem_kernels.attention.prefill_tuning import fixed_tuning
 
     kernels, tiles = [], []
     decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
-    kind = decode_kernel(q, kv_cache, metadata) if decodes else "prefill"
+    kind = kernel_of_decode(q, kv_cache, metadata) if decodes else "prefill"
     if kind == "window":
         kernels.append("window_attention_kernel")
         tiles.append(f"the window of {metadata.window} at once, {decodes} x {kv_cache.shape[2]}")

@@ -261,6 +261,6 @@ def test_ids_have_the_form_that_the_model_takes_back() -> None:
 
 def test_every_parser_is_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs/tool_calls.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(\w+)`", page.split("## What is what")[0]))
+    named = set(re.findall(r"`([\w-]+)`", page.split("## What is what")[0]))
     families = (*CALL_FAMILIES, *REASONING_FAMILIES)
     assert {name for family in families for name in family.names} <= named

@@ -24,7 +24,7 @@ there is little to walk."""
 DecodeKernel = Literal["window", "decode", "prefill"]
 
 
-def decode_kernel(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> DecodeKernel:
+def kernel_of_decode(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> DecodeKernel:
     """Returns which kernel attends decodes. In fixed order, and with drafts, it is that of long
     queries, together with those; a window that is small but does not fit into registers is not
     worth cutting either."""
@@ -62,7 +62,7 @@ def paged_attention(
         return out
     if num_decodes > 0:
         queries, attended = q[:num_decodes], out[:num_decodes]
-        kernel = decode_kernel(q, kv_cache, metadata)
+        kernel = kernel_of_decode(q, kv_cache, metadata)
         if kernel == "window":
             window_attention(queries, kv_cache, metadata, scale, attended, softcap, sinks)
         elif kernel == "prefill":

@@ -254,7 +254,7 @@ def test_decodes_are_launched_as_the_rule_says(
     q = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
     kv_cache = torch.zeros(2, 2, 2, 16, 128, dtype=torch.bfloat16)
     paged_attention.paged_attention(q, kv_cache, metadata, 1.0)
-    assert ran == [paged_attention.decode_kernel(q, kv_cache, metadata)]
+    assert ran == [paged_attention.kernel_of_decode(q, kv_cache, metadata)]
 
 
 def test_assumed_gpus_end_with_their_context() -> None:
