@@ -109,4 +109,4 @@ def test_whatever_a_killed_node_was_writing_no_block_is_wrong(tmp_path: Path) ->
         num_found += check(memory, files)
         memory.close()
         files.close()
-    assert num_found > 4
+    assert num_found >= 4

