@@ -99,7 +99,7 @@ def test_whatever_a_killed_node_was_writing_no_block_is_wrong(tmp_path: Path) ->
     for _ in range(4):
         with other_node(tmp_path, 10.0) as (process, said):
             assert said == "mine"
-            while not list((tmp_path / IDENTITY.hex()[:16]).glob("??/*.kv")):
+            while len(list((tmp_path / IDENTITY.hex()[:16]).glob("??/*.kv"))) < 2:
                 assert process.poll() is None
             for _ in range(draw.randrange(20_000)):
                 pass
@@ -109,4 +109,4 @@ def test_whatever_a_killed_node_was_writing_no_block_is_wrong(tmp_path: Path) ->
         num_found += check(memory, files)
         memory.close()
         files.close()
-    assert num_found >= 4
+    assert num_found > 4

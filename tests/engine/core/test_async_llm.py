@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 import pytest_asyncio
 
 from engine.contracts.errors import EngineDeadError
-from engine.contracts.messages import LoadProgress
+from engine.contracts.messages import EngineCoreOutput, LoadProgress
 from engine.contracts.profiles import ProfileOptions, ProfileRefused
 from engine.contracts.request_spec import RequestSpec
+from engine.frontend import output_delivery
 from engine.frontend.async_llm import AsyncLLM
 from engine.inspection_config import InspectionConfig
 from tests.engine.core.tiny_engine import (
@@ -85,11 +87,25 @@ async def _tokens(llm: AsyncLLM, request_id: str, seed: int) -> list[int]:
     ]
 
 
-async def test_stream(llm: AsyncLLM, oracle: Oracle) -> None:
+async def test_stream(llm: AsyncLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step's token is an output of the engine core, and each of its messages is passed on at
+    once. On a busy machine a message has several steps, whose tokens come together."""
+    monkeypatch.setattr(output_delivery, "_SLICE_S", math.inf)
+    messages: list[list[EngineCoreOutput]] = []
+    take = llm._delivery.take
+
+    def seen(outputs: Iterable[EngineCoreOutput]) -> None:
+        messages.append([one for one in outputs if one.request_id == "stream"])
+        take(outputs)
+
+    monkeypatch.setattr(llm._delivery, "take", seen)
     outputs = [output async for output in llm.generate(make_request("stream", 20))]
     assert [t for o in outputs for t in o.token_ids] == oracle.tokens(20)
-    # What comes while this process waits for a core is handed over together.
-    assert len(outputs) > len(oracle.tokens(20)) // 2, "tokens come as they are made"
+    steps = [one for message in messages for one in message]
+    assert len(steps) == len(oracle.tokens(20)), "tokens come one by one"
+    firsts = [one for one in steps if one.num_cached_tokens is not None]
+    later = [any(one.num_cached_tokens is None for one in message) for message in messages]
+    assert len(outputs) == len(firsts) + sum(later), "and none waits for the next"
     assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
     assert "".join(o.text for o in outputs) == Letters().decode(oracle.tokens(20))
     assert outputs[0].num_cached_tokens is not None
