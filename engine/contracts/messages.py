@@ -155,7 +155,7 @@ class ShutdownEngine(msgspec.Struct, tag="shutdown"):
     pass
 
 
-ToEngineCore = (
+RequestMessage = (
     EngineCoreRequest
     | AbortRequests
     | SupplyFirstToken
@@ -164,6 +164,10 @@ ToEngineCore = (
     | RetryRemotePrefill
     | PrefillLocally
     | PrefixAnswer
+)
+
+ToEngineCore = (
+    RequestMessage
     | OfferPrefix
     | ResetPrefixCache
     | StartProfile

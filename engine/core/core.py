@@ -28,6 +28,7 @@ from engine.contracts.messages import (
     PrefillLocally,
     PrefixAnswer,
     PromptComputed,
+    RequestMessage,
     RetryRemotePrefill,
     SupplyCandidates,
     SupplyFirstToken,
@@ -47,17 +48,6 @@ from engine.sched.groups.group_scheduler import GroupScheduler
 from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.rows.work_meter import WorkMeter
 from host.life_signs import LifeSigns
-
-RequestMessage = (
-    EngineCoreRequest
-    | AbortRequests
-    | SupplyFirstToken
-    | SupplyCandidates
-    | PromptComputed
-    | RetryRemotePrefill
-    | PrefillLocally
-    | PrefixAnswer
-)
 
 
 def steps_in_flight(config: EngineConfig) -> int:

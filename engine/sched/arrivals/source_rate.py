@@ -71,8 +71,7 @@ class _Takes:
 
     def foretell(self, num_tokens: int) -> bool:
         """Returns whether they say how long this many tokens take. Takes of one size do not, of
-        many
-        more: one that is quicker than they are for its size tells the two parts apart."""
+        many more: one that is quicker than they are for its size tells the two parts apart."""
         return self._tells_apart or num_tokens * self.weight <= _MUCH_MORE * self.tokens
 
     @property
