@@ -33,7 +33,7 @@ from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.contracts.errors import EngineDeadError
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.detokenizer import Decoder
+from engine.frontend.detokenizer import TokenDecoder
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import StopSignal, start_engine
 from engine.node.role_switch import RoleSwitch
@@ -143,7 +143,7 @@ class SwitchedEngine(Protocol):
     """The part of `AsyncLLM` that changes its role."""
 
     async def switch_role(
-        self, config: EngineConfig, tokenizer: Decoder | None, empty_within_s: float
+        self, config: EngineConfig, tokenizer: TokenDecoder | None, empty_within_s: float
     ) -> None: ...
 
 

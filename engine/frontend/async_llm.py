@@ -49,7 +49,7 @@ from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingToke
 from engine.frontend.adapter_calls import AdapterCalls
 from engine.frontend.core_client import EngineCoreClient
 from engine.frontend.crash_reporter import FrontendFacts
-from engine.frontend.detokenizer import Decoder
+from engine.frontend.detokenizer import TokenDecoder
 from engine.frontend.engine_calls import EngineCalls
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_delivery import OutputDelivery
@@ -78,7 +78,7 @@ class AsyncLLM:
         self,
         config: EngineConfig,
         on_progress: OnProgress | None = None,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
     ) -> None:
         self.config = config
         self.stats = SchedulerStats()
@@ -112,7 +112,7 @@ class AsyncLLM:
         cls,
         config: EngineConfig,
         on_progress: OnProgress | None = None,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
     ) -> AsyncLLM:
         """Returns when the engine can serve. Raises EngineDeadError, with nothing left running."""
         llm = cls(config, on_progress, tokenizer)
@@ -292,7 +292,7 @@ class AsyncLLM:
         return await self.prefixes.reset()
 
     async def switch_role(
-        self, config: EngineConfig, tokenizer: Decoder | None, empty_within_s: float
+        self, config: EngineConfig, tokenizer: TokenDecoder | None, empty_within_s: float
     ) -> None:
         """Becomes the engine of `config`, of which the workers have everything already; what is
         open after `empty_within_s` is aborted. Raises `RoleSwitchRefused`, `EngineDeadError`."""

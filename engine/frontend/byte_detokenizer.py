@@ -13,7 +13,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from engine.frontend.detokenizer import Decoder, Detokenizer, TokenJoiner
+from engine.frontend.detokenizer import Detokenizer, TokenDecoder, TokenJoiner
 from engine.frontend.text_options import TextOptions
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -77,7 +77,7 @@ class _ByteLevel(Protocol):
 
 
 def create_detokenizer(
-    decoder: Decoder, options: TextOptions, before: Sequence[int]
+    decoder: TokenDecoder, options: TextOptions, before: Sequence[int]
 ) -> TokenJoiner:
     """Returns what forms the text of one output, behind the text of the tokens `before`."""
     texts = decoder.byte_texts if isinstance(decoder, _ByteLevel) else None

@@ -29,7 +29,7 @@ _MAX_WINDOW = 64
 end."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The part of a tokenizer that a detokenizer needs."""
 
     def decode(
@@ -56,7 +56,7 @@ class Detokenizer:
     that it goes on with."""
 
     def __init__(
-        self, decoder: Decoder, options: TextOptions = PLAIN_TEXT, before: Sequence[int] = ()
+        self, decoder: TokenDecoder, options: TextOptions = PLAIN_TEXT, before: Sequence[int] = ()
     ) -> None:
         self._decoder = decoder
         self._options = options

@@ -18,7 +18,7 @@ from typing import Protocol
 from engine.contracts.outputs import PromptLogprobs, SiblingTokens, TokenLogprobs
 from engine.frontend.answer_text import PieceText, PlainText
 from engine.frontend.byte_detokenizer import create_detokenizer
-from engine.frontend.detokenizer import WINDOW, Decoder
+from engine.frontend.detokenizer import WINDOW, TokenDecoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.pieces import Piece
 from engine.frontend.stop_strings import StopStringMatcher, VisibleStops
@@ -87,7 +87,7 @@ class OutputProcessor:
     """Finds the text and the end of one request. Without a `tokenizer` there is no text, and stop
     strings never match."""
 
-    def __init__(self, request: GenerationRequest, tokenizer: Decoder | None) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: TokenDecoder | None) -> None:
         self.request_id = request.request_id
         sampling = self._sampling = request.spec.sampling
         self._eos_token_ids = () if sampling.ignore_eos else request.eos_token_ids
@@ -201,7 +201,7 @@ class OutputProcessor:
         return len(token_ids)
 
 
-def _text(request: GenerationRequest, tokenizer: Decoder) -> PlainText | PieceText:
+def _text(request: GenerationRequest, tokenizer: TokenDecoder) -> PlainText | PieceText:
     options, stop = request.text, request.spec.sampling.stop
     detokenizer = create_detokenizer(tokenizer, options, _before(request))
     keeps_match = options.include_stop_str_in_output

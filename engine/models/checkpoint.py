@@ -168,7 +168,7 @@ def load_model_config(
     folder = Path(folder)
     path = config_path(folder)
     architecture, wrapper = find_architecture(path)
-    kind = MODELS[architecture].spec
+    kind = MODELS[architecture]
     weights = None
     if load_format == "safetensors":
         weights = WeightFiles(folder, wrapper, kind.renamed_tensors)

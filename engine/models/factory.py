@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
 from typing import cast
 
 import torch
@@ -15,9 +14,11 @@ from engine.layers.methods.base import LinearLayer
 from engine.layers.methods.weight_format import Dequantised
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM
+from engine.models.decoder import Decoder
 from engine.models.errors import CheckpointError
 from engine.models.quantization.fused_layers import mixed_schemes
-from engine.models.registry import MODELS, spec_of
+from engine.models.registry import spec_of
+from engine.models.specs.dense import DenseSpec
 from engine.models.vision.tower import VisionTower
 from engine.parallel.place import ParallelPlace
 from engine.quantization import IntegerScheme, MixedSchemes, Quantization
@@ -46,16 +47,15 @@ def create_model(
     dtype = getattr(torch, model.dtype)
     gemms = GemmPolicy.choose(config.device, device, place.tp.size, dtype)
     shard = Shard(place, dtype, device, gemms, model.quantization)
-    module, _, name = MODELS[model.architecture].model.partition(":")
     try:
-        created = getattr(import_module(module), name)(config, spec, shard)
+        created = Decoder(config, cast(DenseSpec, spec), shard)
     except MixedSchemes as error:
         raise mixed_schemes(model.path, error) from error
     if place.tp.rank == 0:
         _tell_of_plain_inputs(model.quantization)
     if device.type == "cuda":
         _tell_of_plain_layers(created)
-    return cast(CausalLM, created.eval())
+    return created.eval()
 
 
 def create_tower(

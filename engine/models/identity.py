@@ -31,7 +31,7 @@ def model_hash_of(model: ModelConfig) -> str:
     if model.load_format == "dummy":
         digest.update(b"dummy")
     else:
-        renamed = MODELS[model.architecture].spec.renamed_tensors
+        renamed = MODELS[model.architecture].renamed_tensors
         files = WeightFiles(Path(model.path), model.wrapper, renamed)
         digest.update(files.fingerprint(with_tower=model.vision is not None))
     return digest.hexdigest()

@@ -111,7 +111,7 @@ def load_weights(
 
 def files_of(model: ModelConfig) -> WeightFiles:
     """Returns the files of a model, or of a drafter. Raises `CheckpointError`."""
-    renamed = MODELS[model.architecture].spec.renamed_tensors
+    renamed = MODELS[model.architecture].renamed_tensors
     return WeightFiles(Path(model.path), model.wrapper, renamed)
 
 

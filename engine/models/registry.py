@@ -1,10 +1,9 @@
-"""Maps an architecture's name to its spec and its model, in the only list. Torch-free: a model's
-module is imported when a worker builds it.
+"""Maps an architecture's name to its spec, in the only list. Torch-free; `engine.models.decoder` is
+what computes each of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -46,64 +45,50 @@ from engine.models.specs.seed_oss import SeedOssSpec
 from engine.models.specs.smollm3 import SmolLM3Spec
 from engine.models.wrappers import WRAPPERS, text_architecture
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One architecture.
-
-    Attributes:
-        model: "module:class" of its `engine.models.base.CausalLM`.
-    """
-
-    spec: type[ModelSpec]
-    model: str
-
-
-_LLAMA = "engine.models.llama:LlamaForCausalLM"
-MODELS: dict[str, Entry] = {
-    "AfmoeForCausalLM": Entry(AfmoeSpec, _LLAMA),
-    "BailingMoeV2ForCausalLM": Entry(BailingMoeV2Spec, _LLAMA),
-    "DeepseekV2ForCausalLM": Entry(DeepseekV2Spec, _LLAMA),
-    "DeepseekV3ForCausalLM": Entry(DeepseekV3Spec, _LLAMA),
-    "Dots1ForCausalLM": Entry(Dots1Spec, _LLAMA),
-    "Ernie4_5ForCausalLM": Entry(Ernie45Spec, _LLAMA),
-    "Ernie4_5_MoeForCausalLM": Entry(Ernie45MoeSpec, _LLAMA),
-    "Exaone4ForCausalLM": Entry(Exaone4Spec, _LLAMA),
-    "Gemma2ForCausalLM": Entry(Gemma2Spec, _LLAMA),
-    "Gemma3ForCausalLM": Entry(Gemma3Spec, _LLAMA),
-    "Glm4ForCausalLM": Entry(Glm4Spec, _LLAMA),
-    "Glm4MoeForCausalLM": Entry(Glm4MoeSpec, _LLAMA),
-    "Glm4MoeLiteForCausalLM": Entry(Glm4MoeLiteSpec, _LLAMA),
-    "GraniteForCausalLM": Entry(GraniteSpec, _LLAMA),
-    "GptOssForCausalLM": Entry(GptOssSpec, _LLAMA),
-    "HYV3ForCausalLM": Entry(HYV3Spec, _LLAMA),
-    "IQuestCoderForCausalLM": Entry(IQuestCoderSpec, _LLAMA),
-    "InternLM3ForCausalLM": Entry(InternLM3Spec, _LLAMA),
-    "LlamaForCausalLM": Entry(LlamaSpec, _LLAMA),
-    "MiMoForCausalLM": Entry(MiMoSpec, _LLAMA),
-    "MiniMaxM2ForCausalLM": Entry(MiniMaxM2Spec, _LLAMA),
-    "Ministral3ForCausalLM": Entry(Ministral3Spec, _LLAMA),
-    "Mistral4ForCausalLM": Entry(Mistral4Spec, _LLAMA),
-    "MistralForCausalLM": Entry(MistralSpec, _LLAMA),
-    "MistralLarge3ForCausalLM": Entry(MistralLarge3Spec, _LLAMA),
-    "MistralNativeForCausalLM": Entry(MistralNativeSpec, _LLAMA),
-    "MixtralForCausalLM": Entry(MixtralSpec, _LLAMA),
-    "Olmo2ForCausalLM": Entry(Olmo2Spec, _LLAMA),
-    "Olmo3ForCausalLM": Entry(Olmo3Spec, _LLAMA),
-    "Phi3ForCausalLM": Entry(Phi3Spec, _LLAMA),
-    "Qwen2ForCausalLM": Entry(Qwen2Spec, _LLAMA),
-    "Qwen2MoeForCausalLM": Entry(Qwen2MoeSpec, _LLAMA),
-    "Qwen3ForCausalLM": Entry(Qwen3Spec, _LLAMA),
-    "Qwen3MoeForCausalLM": Entry(Qwen3MoeSpec, _LLAMA),
-    "SarvamMLAForCausalLM": Entry(SarvamMlaSpec, _LLAMA),
-    "SarvamMoEForCausalLM": Entry(SarvamMoeSpec, _LLAMA),
-    "SeedOssForCausalLM": Entry(SeedOssSpec, _LLAMA),
-    "SolarOpenForCausalLM": Entry(SolarOpenSpec, _LLAMA),
-    "SmolLM3ForCausalLM": Entry(SmolLM3Spec, _LLAMA),
-    "TeleChat3ForCausalLM": Entry(TeleChat3Spec, _LLAMA),
-    "Qwen3NextForCausalLM": Entry(Qwen3NextSpec, _LLAMA),
-    "Qwen3_5ForCausalLM": Entry(Qwen35Spec, _LLAMA),
-    "Qwen3_5MoeForCausalLM": Entry(Qwen35MoeSpec, _LLAMA),
+MODELS: dict[str, type[ModelSpec]] = {
+    "AfmoeForCausalLM": AfmoeSpec,
+    "BailingMoeV2ForCausalLM": BailingMoeV2Spec,
+    "DeepseekV2ForCausalLM": DeepseekV2Spec,
+    "DeepseekV3ForCausalLM": DeepseekV3Spec,
+    "Dots1ForCausalLM": Dots1Spec,
+    "Ernie4_5ForCausalLM": Ernie45Spec,
+    "Ernie4_5_MoeForCausalLM": Ernie45MoeSpec,
+    "Exaone4ForCausalLM": Exaone4Spec,
+    "Gemma2ForCausalLM": Gemma2Spec,
+    "Gemma3ForCausalLM": Gemma3Spec,
+    "Glm4ForCausalLM": Glm4Spec,
+    "Glm4MoeForCausalLM": Glm4MoeSpec,
+    "Glm4MoeLiteForCausalLM": Glm4MoeLiteSpec,
+    "GraniteForCausalLM": GraniteSpec,
+    "GptOssForCausalLM": GptOssSpec,
+    "HYV3ForCausalLM": HYV3Spec,
+    "IQuestCoderForCausalLM": IQuestCoderSpec,
+    "InternLM3ForCausalLM": InternLM3Spec,
+    "LlamaForCausalLM": LlamaSpec,
+    "MiMoForCausalLM": MiMoSpec,
+    "MiniMaxM2ForCausalLM": MiniMaxM2Spec,
+    "Ministral3ForCausalLM": Ministral3Spec,
+    "Mistral4ForCausalLM": Mistral4Spec,
+    "MistralForCausalLM": MistralSpec,
+    "MistralLarge3ForCausalLM": MistralLarge3Spec,
+    "MistralNativeForCausalLM": MistralNativeSpec,
+    "MixtralForCausalLM": MixtralSpec,
+    "Olmo2ForCausalLM": Olmo2Spec,
+    "Olmo3ForCausalLM": Olmo3Spec,
+    "Phi3ForCausalLM": Phi3Spec,
+    "Qwen2ForCausalLM": Qwen2Spec,
+    "Qwen2MoeForCausalLM": Qwen2MoeSpec,
+    "Qwen3ForCausalLM": Qwen3Spec,
+    "Qwen3MoeForCausalLM": Qwen3MoeSpec,
+    "SarvamMLAForCausalLM": SarvamMlaSpec,
+    "SarvamMoEForCausalLM": SarvamMoeSpec,
+    "SeedOssForCausalLM": SeedOssSpec,
+    "SolarOpenForCausalLM": SolarOpenSpec,
+    "SmolLM3ForCausalLM": SmolLM3Spec,
+    "TeleChat3ForCausalLM": TeleChat3Spec,
+    "Qwen3NextForCausalLM": Qwen3NextSpec,
+    "Qwen3_5ForCausalLM": Qwen35Spec,
+    "Qwen3_5MoeForCausalLM": Qwen35MoeSpec,
 }
 
 
@@ -122,4 +107,4 @@ def find_architecture(path: Path) -> tuple[str, str]:
 
 def spec_of(model: ModelConfig) -> ModelSpec:
     """Returns what only the architecture reads of `model`, as an instance of its spec."""
-    return msgspec.convert(model.spec, MODELS[model.architecture].spec)
+    return msgspec.convert(model.spec, MODELS[model.architecture])

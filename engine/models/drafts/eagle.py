@@ -12,10 +12,10 @@ from engine.layers.linear import ReplicatedLinear
 from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.models.base import CausalLM, ForwardInputs
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.draft_checkpoint import EagleSpec
 from engine.models.drafts.base import DraftNetwork, behind_first
 from engine.models.layer_kinds import LayerKinds
-from engine.models.llama_layer import LlamaDecoderLayer
 
 
 class EagleHead(DraftNetwork):
@@ -32,7 +32,7 @@ class EagleHead(DraftNetwork):
         super().__init__(target)
         size = spec.hidden_size
         self.fc = ReplicatedLinear(2 * size, size, shard.at("fc"), bias=draft.options["bias"])
-        self.layer = LlamaDecoderLayer(config, spec, shard.at("layers.0"), 0)
+        self.layer = DecoderLayer(config, spec, shard.at("layers.0"), 0)
         self.kinds = LayerKinds(config, spec, [0], shard.device)
 
     def forward(self, step: ForwardInputs, features: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.base import CausalLM, ForwardInputs
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.drafts.base import DraftNetwork, behind_first
 from engine.models.layer_kinds import LayerKinds
-from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
 from engine.models.stacked_experts import StackableExperts
 
@@ -54,7 +54,7 @@ class MtpLayer(DraftNetwork):
             RMSNorm(size, eps, shard, offset=spec.norm_offset) for _ in range(3)
         )
         self.eh_proj = ReplicatedLinear(2 * size, size, at.at("eh_proj"))
-        self.layer = LlamaDecoderLayer(config, spec, at, self.index)
+        self.layer = DecoderLayer(config, spec, at, self.index)
         self.kinds = LayerKinds(config, spec, [place], shard.device)
         self.behind: MtpLayer | None = None
         if place + 1 < draft.num_layers:

@@ -13,9 +13,11 @@ numbers that every rank has whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -32,8 +34,9 @@ from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rotary import cos_sin_cache
 from engine.layers.shard import CheckpointWeight, Shard
+from engine.models import factory
 from engine.models.base import CausalLM, ForwardInputs
-from engine.models.registry import MODELS, Entry
+from engine.models.registry import MODELS
 from engine.models.specs.base import ModelSpec
 from engine.parallel.place import ParallelPlace
 from engine.rope import Rotary
@@ -199,9 +202,14 @@ class GroupedLM(CausalLM):
         yield from self.lm_head.checkpoint_weights("lm_head")
 
 
-def register() -> None:
-    """Registers the model in this process."""
-    MODELS[ARCHITECTURE] = Entry(GroupedSpec, f"{__name__}:GroupedLM")
+@contextmanager
+def registered() -> Iterator[None]:
+    """Has this process build the model where a checkpoint names its architecture."""
+    with (
+        patch.dict(MODELS, {ARCHITECTURE: GroupedSpec}),
+        patch.object(factory, "Decoder", GroupedLM),
+    ):
+        yield
 
 
 def model_config(folder: Path, window: int) -> ModelConfig:

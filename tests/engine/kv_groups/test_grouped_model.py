@@ -12,14 +12,12 @@ import pytest
 from torch import Tensor
 
 from engine.executor import process_executor
-from engine.models.registry import MODELS
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.dense_oracle import DenseOracle
 from tests.engine.kv_groups.grouped_model import (
-    ARCHITECTURE,
     VOCAB,
     model_config,
-    register,
+    registered,
     write_weights,
 )
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
@@ -37,13 +35,11 @@ class Checkpoint:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
-    register()
     folder = tmp_path_factory.mktemp("grouped")
     weights = write_weights(folder)
-    with pytest.MonkeyPatch.context() as patch:
+    with registered(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_executor, "_WORKER_MODULE", "tests.engine.kv_groups.worker")
         yield Checkpoint(folder, weights, DenseOracle(weights, WINDOW))
-    del MODELS[ARCHITECTURE]
 
 
 def prompt_of(length: int) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine.executor import worker_proc
-from tests.engine.kv_groups.grouped_model import register
+from tests.engine.kv_groups.grouped_model import registered
 
 
 def main() -> None:
     """Runs a worker."""
-    register()
-    worker_proc.main()
+    with registered():
+        worker_proc.main()

@@ -18,7 +18,7 @@ from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import Shard
 from engine.models.base import CausalLM, ForwardInputs, GroupInputs
-from engine.models.llama import LlamaForCausalLM
+from engine.models.decoder import Decoder
 from engine.models.registry import spec_of
 from engine.parallel.place import ParallelPlace
 from tandem_kernels import ops
@@ -164,7 +164,7 @@ def _model(policy: GemmPolicy, dtype: str, size: int) -> CausalLM:
     )  # fmt: skip
     config = EngineConfig(engine_id="dispatch", epoch=1, model=model)
     shard = Shard(ParallelPlace(range(LAYERS)), getattr(torch, dtype), CPU, policy)
-    made = LlamaForCausalLM(config, spec_of(model), shard).eval()
+    made = Decoder(config, spec_of(model), shard).eval()
     for parameter in made.parameters():
         parameter.normal_(std=0.05)
     return made

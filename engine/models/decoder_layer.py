@@ -1,4 +1,4 @@
-"""One layer of the decoder in `engine.models.llama`."""
+"""One layer of the decoder in `engine.models.decoder`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.models.expert_block import expert_weights, sparse_mlp
 from engine.models.specs.dense import DenseSpec
 
 
-class LlamaDecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward, each between the norms that the architecture has there."""
 
     before_attention: RMSNorm | None

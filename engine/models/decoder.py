@@ -1,4 +1,4 @@
-"""The decoder that dense architectures share; `DenseSpec` states what differs.
+"""The decoder that all architectures share; `DenseSpec` states what differs.
 
 ids ─ embed ─┬─ norm ─ qkv ─ rope, cache, attend ─ o ─(+)─ norm ─ gate·up ─ down ─(+) ... norm
              └────────────────── residual stream ──────────────────────────────┘
@@ -20,14 +20,14 @@ from engine.layers.residual import ResidualStream
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.vocab_part import VocabCut, VocabPart
 from engine.models.base import CausalLM, ForwardInputs
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_kinds import LayerKinds
-from engine.models.llama_layer import LlamaDecoderLayer
 from engine.models.specs.dense import DenseSpec
 from engine.models.stacked_experts import StackableExperts, stackable_experts
 from engine.models.stage_weights import has_embedding, weights_of_nobody, weights_of_others
 
 
-class LlamaForCausalLM(CausalLM):
+class Decoder(CausalLM):
     """Embedding, layers, head."""
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard) -> None:
@@ -45,7 +45,7 @@ class LlamaForCausalLM(CausalLM):
         self.layer_indices = shard.place.layers
         self.num_layers = model.num_layers
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, spec, shard.at(f"model.layers.{index}"), index)
+            DecoderLayer(config, spec, shard.at(f"model.layers.{index}"), index)
             for index in self.layer_indices
         )
         if self.link.is_last:
@@ -99,7 +99,7 @@ class LlamaForCausalLM(CausalLM):
         if self.has_embedding:
             yield from self.embed_tokens.checkpoint_weights("model.embed_tokens")
         for index, layer in zip(self.layer_indices, self.layers, strict=True):
-            assert isinstance(layer, LlamaDecoderLayer)
+            assert isinstance(layer, DecoderLayer)
             yield from layer.checkpoint_weights(f"model.layers.{index}")
         if not self.link.is_last:
             return
