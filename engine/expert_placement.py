@@ -5,8 +5,8 @@
                      ──▶ numbers: experts that stay on a rank stay in their slot
 
 That is the greedy form of DeepSeek's expert-parallel load balancer (its "global" policy; EPLB,
-github.com/deepseek-ai/EPLB). Pure and
-torch-free: ranks with the same numbers find the same plan, so no message is needed.
+github.com/deepseek-ai/EPLB). Pure and torch-free: ranks with the same numbers find the same plan,
+so no message is needed.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class LinearRope(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
 
 
 class YarnRope(msgspec.Struct, frozen=True, kw_only=True, tag="yarn"):
-    """Turns slow pairs slower and leaves fast ones (`rope_type: yarn`). Source: Peng et al., YaRN,
-    2023.
+    """Turns slow pairs slower and leaves fast ones (`rope_type: yarn`). Source: Peng et al., YaRN
+    (arXiv 2309.00071).
 
     Attributes:
         factor: How much slower a slow pair turns.

@@ -84,6 +84,25 @@ def test_docstrings_open_with_a_sentence(place: str) -> None:
     assert not wrong, "open with a subject and a verb:\n" + "\n".join(wrong)
 
 
+TENSORS = ("engine/layers", "engine/models", "engine/worker")
+SHAPE = re.compile(r"\[[^\[\]]+\]|\bshapes?\b")
+
+
+@pytest.mark.parametrize("place", TENSORS)
+def test_tensors_have_shapes(place: str) -> None:
+    """A method without a docstring does what its base class says."""
+    missing = []
+    for file in sorted((ROOT / place).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            text = ast.get_docstring(node)
+            signature = f"{ast.unparse(node.args)} {node.returns and ast.unparse(node.returns)}"
+            if text and re.search(r"\bTensor\b", signature) and not SHAPE.search(text):
+                missing.append(f"{file.relative_to(ROOT)}:{node.lineno}: {node.name}")
+    assert not missing, "say [rows, width] and the dtype:\n" + "\n".join(missing)
+
+
 GLOSSARY = {
     r"(no|some|any|every)body": "a process is no person: nothing, another request, all ranks",
     r"(over)?hear(s|d|ing)?": "receives, learns of, is called with, records",

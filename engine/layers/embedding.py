@@ -1,7 +1,8 @@
 """Token embedding and language-model head, the vocabulary split over ranks.
 
 The vocabulary is padded so that every rank holds the same number of rows, a multiple of 64
-(which GEMMs like). Padding rows are zero and are cut from the logits.
+(which GEMMs like). Padding rows are zero and are cut from the logits. Source: Shoeybi et al.,
+Megatron-LM (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ROWS_MULTIPLE = 64
 
 
 class VocabParallelEmbedding(nn.Module):
-    """[T] token ids -> [T, H]. Rank r holds rows [start, start + rows) of the padded table.
+    """[T] int64 token ids -> [T, H]. Rank r holds rows [start, start + rows) of the padded table.
 
     Args:
         weight: Another table's rows to share; None: its own.
@@ -93,7 +94,7 @@ class LMHead(VocabParallelEmbedding):
         return 0 < filled_by_others < self.shape[0] and not self.gemms.deterministic
 
     def part(self, hidden: Tensor) -> VocabPart:
-        """Computes this rank's part of the logits of [S, H]."""
+        """Computes this rank's part [S, v], float32, of the logits of `hidden` [S, H]."""
         return VocabPart(self._local_logits(hidden), self.cut)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:

@@ -53,8 +53,9 @@ class ExpertShare:
         return cls(total, tuple(range(start, start + count)))
 
     def own_numbers(self, device: torch.device) -> Tensor | None:
-        """Returns what `route_tokens` finds this rank's experts by; None: all are here, as the
-        checkpoint numbers them. Where copies move, the shape does not depend on where they are."""
+        """Returns what `route_tokens` finds this rank's experts by: [E] int32, or, where copies
+        move, [TURNS, E] int32 wherever they are. None: all are here, as the checkpoint numbers
+        them."""
         if self.placement is not None:
             return turns_of_copies(self.placement, self.total, self.rank).to(device)
         if self.held == tuple(range(self.total)):

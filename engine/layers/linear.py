@@ -5,7 +5,8 @@
 
 so a column layer followed by a row layer needs one all-reduce. `MergedColumnParallelLinear` and
 `QKVParallelLinear` are several column layers of the same input, computed as one GEMM. How a layer
-computes, and which tensors it holds, is its method's matter (`engine.layers.methods`).
+computes, and which tensors it holds, is its method's matter (`engine.layers.methods`). Source of
+the split: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ReplicatedLinear(MergedColumnParallelLinear):
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """[T, hidden] -> [T, I / ranks]: activation(gate) * up, where the activation is SiLU, or GELU
-    by its tanh formula."""
+    by its tanh formula. Source: Shazeer, GLU Variants (arXiv 2002.05202)."""
 
     method_for = staticmethod(gate_up_method)
 
@@ -124,18 +125,20 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         return activated
 
     def activated(self, x: Rows, form: RowForm | None) -> Rows:
-        """Returns the activation; `form` is the `input_form` of the layer that it is for."""
+        """Returns the activation, [T, I / ranks], in `form`: the `input_form` of the layer that
+        reads it."""
         return self.method.gate_up_rows(self, x, form, self.is_gelu)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """[T, hidden] -> queries, keys and values of this rank's heads.
+    """[T, hidden] -> [T, (Hq + 2 Hkv) * D]: queries, keys and values of this rank's heads.
 
     Args:
         kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one.
         head_order: [head_dim] int64 or None: element i of each query and key head is element
             `head_order[i]` of the checkpoint's.
-        gates: Those of all heads come first.
+        gates: Where the checkpoint has gates of query heads. The output then begins with those of
+            all heads, [T, Hq * D].
 
     Attributes:
         names: Of the projections in the checkpoint, in the order of the outputs.

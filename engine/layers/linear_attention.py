@@ -6,7 +6,8 @@
 
 A block of the cache holds a request's state in a layer, and the last inputs of its convolution.
 Key heads, with the value heads that share them, are split over ranks, and so is all of that.
-Source: Yang et al., Gated Delta Networks, 2024; as in Qwen3-Next.
+Sources: Yang et al., Gated Delta Networks (arXiv 2412.06464); the block around it as in Qwen3-Next
+(transformers' `modeling_qwen3_next`).
 """
 
 from __future__ import annotations

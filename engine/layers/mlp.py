@@ -1,4 +1,4 @@
-"""The gated feed-forward block."""
+"""The gated feed-forward block. Source: Shazeer, GLU Variants (arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.layers.shard import CheckpointWeight, Shard
 
 
 class GatedMLP(nn.Module):
-    """Adds `down(activation(gate(x)) * up(x))` to the residual stream.
+    """Adds `down(activation(gate(x)) * up(x))` of `x` [T, H] to the residual stream.
 
     Args:
         is_gelu: The activation is GELU by its tanh formula, not SiLU.

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalisation. Source: Zhang and Sennrich, RMSNorm (arXiv 1910.07467)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tandem_kernels import ops
 
 
 class RMSNorm(nn.Module):
-    """[T, size] -> [T, size]. Whole on every rank.
+    """[T, size] -> [T, size] in the dtype of the input; squares are summed in float32. Whole on
+    every rank.
 
     Args:
         offset: Added to the checkpoint's weight. The sum is kept in float32: 1 + w in half
@@ -40,31 +41,34 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (norm of the sum, the sum). The inputs' memory may be reused."""
+        """Returns (norm of the sum, the sum) of two [T, size]. The inputs' memory may be reused."""
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_part(self, x: PartialSum, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Does what `add` does with the sum of `x` over ranks, in one launch where they can."""
+        """Does what `add` does with the sum of `x` [T, size] over ranks, in one launch where the
+        ranks' group has a kernel for that."""
         normed = x.group.reduce_norm(x.part, residual, self.weight, self.eps)
         if normed is None:
             return self.add(x.summed(), residual)
         return normed, residual
 
     def add_pairs(self, x: PairOutputs, residual: Tensor) -> Tensor:
-        """Returns the norm of the sum; `residual` becomes the sum."""
+        """Returns the norm [T, size] of the sum of `residual` [T, size] and of what each token's
+        experts give; `residual` becomes the sum."""
         return ops.pairs_add_rms_norm(x.parts, x.experts, residual, self.weight, self.eps)
 
     def add_quantised(
         self, x: Tensor | UnscaledProduct | None, residual: Tensor, form: RowForm
     ) -> QuantisedRows:
-        """Returns the norm of the sum, quantised; `residual` becomes the sum. Without `x` it
-        stays."""
+        """Returns the norm [T, size] of the sum, quantised as `form` says; `residual` [T, size]
+        becomes the sum. Without `x` it stays."""
         if x is None:
             return form.normed(residual, None, self.weight, self.eps)
         return form.normed(x, residual, self.weight, self.eps)
 
     def add_unscaled(self, x: UnscaledProduct, residual: Tensor) -> Tensor:
-        """Returns the norm of the sum; `residual` becomes the sum."""
+        """Returns the norm [T, size] of the sum of `residual` and the scaled product;
+        `residual` becomes the sum."""
         of = x.row_scales, x.col_scales
         return ops.rms_norm_fp8(x.product, residual, self.weight, self.eps, None, *of)[0]
 

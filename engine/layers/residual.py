@@ -25,6 +25,9 @@ class ResidualStream:
     What a layer adds waits until the next norm, which sums and normalises in one kernel; a GEMM
     that can add to the sum itself does so (`RowParallelLinear.add_to`). Ranks' parts of it, and
     what single experts give, may wait, too, for a norm that sums them up.
+
+    Args:
+        x: [T, H], what the first layer reads. Its memory becomes the stream's.
     """
 
     def __init__(self, x: Tensor) -> None:

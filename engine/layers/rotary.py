@@ -2,8 +2,9 @@
 
 Pair i of a head turns by `position * theta ** (-2 i / dim)`; pair i is elements i and
 i + head_dim / 2 ("neox" order). Checkpoints in another order are reordered when they are loaded
-(`engine.rope.Rotary.head_order`). Sources: Su et al., RoFormer, 2021;
-Peng et al., YaRN (arXiv 2309.00071).
+(`engine.rope.Rotary.head_order`). Sources: Su et al., RoFormer (arXiv 2104.09864); Peng et al.,
+YaRN (arXiv 2309.00071); Ding et al., LongRoPE (arXiv 2402.13753); Llama 3's and Llama 4's scaling
+as transformers' `modeling_rope_utils` and `modeling_llama4` compute them.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def inverse_frequencies(dim: int, theta: float) -> Tensor:
 
 
 def llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scales frequencies as Llama 3.1 does for a longer context: slow pairs turn `factor` times
-    slower still, fast pairs stay, and those between are interpolated by how often they turn in the
-    original context.
+    """Scales [dim / 2] frequencies as Llama 3.1 does for a longer context: slow pairs turn `factor`
+    times slower still, fast pairs stay, and those between are interpolated by how often they turn
+    in the original context.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (

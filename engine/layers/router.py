@@ -1,7 +1,9 @@
 """The router of a mixture of experts: which experts each token goes to, and how much each counts.
 
-A router leaves the choice to experts that make it themselves (`Router.leaves_choice`), and then
-norms the rows, too.
+Some experts choose for themselves (`Router.leaves_choice`): the router then computes the norm of
+the rows and the logits alone. Sources: Shazeer et al. (arXiv 1701.06538) for the top k of a
+softmax; DeepSeek-V3 (arXiv 2412.19437, 2.1.2) for sigmoid scores, a bias that counts in the choice
+alone, and groups of experts.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Router(nn.Module):
     Attributes:
         own_numbers: See `tandem_kernels.reference.experts.route_tokens`; overwritten where experts
             move.
-        loads: [slots of this rank] int64, to which routed tokens are added; None: nothing counts.
+        loads: [slots of this rank] int64, to which routed tokens are added; None: they are not
+            counted.
     """
 
     bias: nn.Parameter | None

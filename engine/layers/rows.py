@@ -28,6 +28,9 @@ class UnscaledProduct:
     """A GEMM's output [T, N], still to be multiplied by a scale for each row and each output.
 
     The library's fastest GEMM leaves it so; norms and activations scale as they read.
+
+    Attributes:
+        row_scales, col_scales: Float32 of T and of N numbers.
     """
 
     product: Tensor
@@ -35,7 +38,7 @@ class UnscaledProduct:
     col_scales: Tensor
 
     def scaled(self) -> Tensor:
-        """Returns the output itself. The product's memory is reused."""
+        """Returns the output itself, [T, N]. The product's memory is reused."""
         return ops.scale_product(self.product, self.row_scales, self.col_scales)
 
 
@@ -47,7 +50,7 @@ class PartialSum:
     group: ParallelGroup
 
     def summed(self) -> Tensor:
-        """Returns the sum. Every rank asks for it, once. The part's memory may be reused."""
+        """Returns the sum, [T, H]. All ranks call it, once. The part's memory may be reused."""
         return self.group.all_reduce(self.part)
 
 
@@ -110,14 +113,15 @@ class RowForm:
     def normed(
         self, x: Tensor | UnscaledProduct, residual: Tensor | None, weight: Tensor, eps: float
     ) -> QuantisedRows:
-        """Returns the norm of `x`, or of the sum with `residual`, which becomes the sum."""
+        """Returns the norm of `x` [T, K], or of its sum with `residual` [T, K], which becomes the
+        sum."""
         x, *scales = _parts_of(x)
         if self.numbers == "int8":
             return QuantisedRows(*ops.rms_norm_int8(x, residual, weight, eps, *scales))
         return QuantisedRows(*ops.rms_norm_fp8(x, residual, weight, eps, self.group, *scales))
 
     def activated(self, x: Tensor | UnscaledProduct, is_gelu: bool) -> QuantisedRows:
-        """Returns the gated activation of [T, 2 I]."""
+        """Returns the gated activation [T, I] of `x` [T, 2 I]."""
         x, *scales = _parts_of(x)
         if self.numbers == "int8":
             return QuantisedRows(*ops.silu_and_mul_int8(x, is_gelu, *scales))

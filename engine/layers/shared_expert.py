@@ -30,7 +30,7 @@ class SharedExpert(nn.Module):
         self.gate = shard.parameter(1, hidden_size) if has_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes this rank's part of the sum over ranks, [T, H]."""
+        """Computes this rank's part of the sum over ranks: `x` [T, H] -> [T, H]."""
         out = self.mlp.partial(x)
         if self.gate is None:
             return out

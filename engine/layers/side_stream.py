@@ -33,7 +33,7 @@ def _stream_of(device: int) -> torch.cuda.Stream:
 
 
 def is_recording(x: Tensor) -> bool:
-    """Returns whether what is launched on the device of `x` goes into a graph."""
+    """Returns whether what is launched on the device of `x`, of any shape, goes into a graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -11,7 +11,8 @@ expert computes a rank's own. In recorded steps of few tokens the shared expert 
 others, which leave the matrix units idle.
 
 On one rank, experts whose method can do so compute few rows in three launches: the norm with the
-router, the choice with the first GEMM, and the second GEMM adds to the residual stream.
+router, the choice with the first GEMM, and the second GEMM adds to the residual stream. Sources:
+Shazeer et al. (arXiv 1701.06538); DeepSeekMoE (arXiv 2401.06066) for shared experts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ PROJECTION_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts(ExpertLayer):
-    """This rank's units of its experts; which tensors they are is the method's matter.
+    """`x` [T, H], weights [T, k] float32 and experts [T, k] int32 -> [T, H]: the weighted sum of
+    each token's experts, of this rank's units alone. Which tensors hold them is the method's
+    matter.
 
     Args:
         names: The checkpoint's names of gate, up and down.
@@ -82,7 +85,7 @@ class Experts(ExpertLayer):
         return self.method.apply(self, x, weights, experts)
 
     def unsummed(self, x: Tensor, weights: Tensor, experts: Tensor) -> PairOutputs | None:
-        """Computes what `forward` sums; None: the method sums this many rows itself."""
+        """Computes what `forward` sums, [T * k, H]; None: the method sums this many rows itself."""
         if not self.method.leaves_sums(self, experts.numel()):
             return None
         parts = self.method.apply(self, x, weights, experts, summed=False)
@@ -96,7 +99,8 @@ class Experts(ExpertLayer):
         residual: Tensor,
         options: RouterOptions,
     ) -> None:
-        """Adds to the residual stream what experts that are chosen by `logits` make of `x`."""
+        """Adds to the stream `residual` [T, H] what the experts that `logits` [T, E] choose make
+        of `x` [T, H]. `slot_mapping` [T] int64; -1: padding."""
         self.method.add_routed(
             self,
             x,
@@ -165,8 +169,8 @@ class SparseMLP(nn.Module):
             side_stream(shard.device)
 
     def forward(self, stream: ResidualStream, norm: RMSNorm | None, slot_mapping: Tensor) -> None:
-        """Computes the block of the stream's norm; None: of the stream. Tokens without a slot are
-        padding."""
+        """Computes the block of the norm of the stream, [T, H]; None: of the stream itself.
+        `slot_mapping` [T] int64; -1: padding, which no expert computes."""
         if norm is None or not self._adds_itself(stream, norm, slot_mapping):
             self._add(stream.read(norm), stream, slot_mapping)
 
@@ -211,8 +215,8 @@ class SparseMLP(nn.Module):
         """Computes what other ranks' tokens ask of this rank's experts, in a step in which it has
         none itself."""
         weight = self.router.weight
-        nobody = torch.empty(0, dtype=torch.int64, device=weight.device)
-        self._routed(weight.new_empty((0, weight.shape[1])), nobody)
+        no_slots = torch.empty(0, dtype=torch.int64, device=weight.device)
+        self._routed(weight.new_empty((0, weight.shape[1])), no_slots)
 
     def _routed(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         """Returns this rank's part of the sum over its group, [T, H]."""

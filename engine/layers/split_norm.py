@@ -12,8 +12,8 @@ from tandem_kernels import ops
 
 
 class SplitRMSNorm(nn.Module):
-    """[T, count] -> [T, count]: this rank's part of rows of `total`, normalised by the mean square
-    of whole rows.
+    """[T, count] -> [T, count] in the dtype of the input: this rank's part of rows of `total`,
+    normalised by the mean square of whole rows, in float32.
 
     Args:
         start, count: This rank's part. Several ranks may have the same one.

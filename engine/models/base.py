@@ -113,9 +113,9 @@ class CausalLM(nn.Module):
 
     @abstractmethod
     def forward(self, step: ForwardInputs) -> Tensor:
-        """Computes [T] token ids -> hidden states [T, H], or of the tokens that are kept, after the
-        last norm. A stage of a pipeline computes its layers of what the one before sends, and sends
-        it on."""
+        """Computes [T] int64 token ids -> hidden states [T, H], or of the tokens that are kept,
+        after the last norm. A stage of a pipeline computes its layers of what the one before sends,
+        and sends it on."""
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """Returns what the first layer reads of [T] token ids, [T, H]: drafters begin with it."""
@@ -132,7 +132,8 @@ class CausalLM(nn.Module):
         return None
 
     def compute_choices(self, hidden: Tensor) -> Tensor | VocabPart:
-        """Does what `compute_logits` does, for a sampler that gathers logits where it must."""
+        """Does what `compute_logits` does, [S, H] -> [S, vocabulary], for a sampler that gathers
+        logits where it must."""
         return self.compute_logits(hidden)
 
     @abstractmethod

@@ -28,7 +28,7 @@ from engine.models.stage_weights import has_embedding, weights_of_nobody, weight
 
 
 class Decoder(CausalLM):
-    """Embedding, layers, head."""
+    """[T] token ids -> [T, H] -> logits [S, vocabulary]: embedding, layers, head."""
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard) -> None:
         super().__init__()

@@ -84,8 +84,8 @@ class StoredRows:
         return Piece(self.tensor.file, start, start + num_rows * self.row_bytes, into, is_kept)
 
     def numbers(self, memory: Tensor, device: torch.device) -> Tensor:
-        """Returns what was asked for, on `device`, out of the bytes of `piece`. The cut is made
-        there: rows are read as a whole."""
+        """Returns what was asked for, in `shape` but cut by `dim`, on `device`, out of `memory`
+        [bytes] uint8 of `piece`. The cut is made there: rows are read as a whole."""
         rows = memory.view(STORED_TYPES[self.tensor.dtype]).view(self.shape).to(device)
         asked = rows if self.dim is None else rows.narrow(self.dim, self.start, self.count)
         return asked.t() if self.is_turned else asked
@@ -113,7 +113,7 @@ class FillJob:
         return tuple(rows.piece(into, is_kept=is_kept) for rows in self.stored)
 
     def fill(self, memory: list[Tensor]) -> None:
-        """Takes the bytes of `pieces`."""
+        """Fills the target from the bytes of `pieces`, each [bytes] uint8 on the host."""
         if self.is_direct:
             return
         device = self.target.device
@@ -126,7 +126,8 @@ class FillJob:
 def fill_weight(
     weight: CheckpointWeight, target: Tensor, stored: Tensor, *companions: Tensor
 ) -> None:
-    """Fills `target`, the parameter or some of its rows, from what is stored."""
+    """Fills `target`, the parameter or some of its rows, from `stored`, of the same shape unless
+    the weight has a `fill` of its own."""
     if weight.fill is not None:
         weight.fill(stored, *companions)
         return

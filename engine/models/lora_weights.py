@@ -133,7 +133,8 @@ class LoRAWeights:
         return packed
 
     def fill(self, slot: int, packed: Tensor) -> None:
-        """Fills a slot behind what the device does now. The host does not wait for it."""
+        """Fills a slot from `packed` [size] on the host, after what is queued on the device. The
+        host does not wait for it."""
         self._slots[slot].copy_(packed, non_blocking=True)
 
     @property

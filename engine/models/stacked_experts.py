@@ -55,8 +55,8 @@ def stackable_experts(spec: DenseSpec) -> StackableExperts | None:
 def unstacked(
     tensors: dict[str, StoredTensor], experts: StackableExperts
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors by name, stacked ones as their parts, under the names of the family. What
-    is of another shape is left as it is."""
+    """Returns the tensors by name, stacked ones [E, ...] as their parts, under the names of the
+    family. What is of another shape is left as it is."""
     names, units, hidden_size = experts.names, experts.units, experts.hidden_size
     projections = {"gate_up_proj": (names.gate, names.up), "down_proj": (names.down,)}
     shapes = {"gate_up_proj": (2 * units, hidden_size), "down_proj": (hidden_size, units)}

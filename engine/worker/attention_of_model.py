@@ -37,7 +37,8 @@ def attention_of(
 def prepare_attention(
     attention: AttentionBackend, config: EngineConfig, attended: torch.Tensor
 ) -> None:
-    """Lets a backend prepare for the largest step there may be, over a layer's cache."""
+    """Lets a backend prepare for the largest step there may be, over a layer's cache `attended`
+    [N, 2, Hkv, B, D]."""
     num_heads = config.model.num_heads // config.parallel.tensor_parallel_size
     longest = min(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
     attention.prepare(num_heads, attended, getattr(torch, config.model.dtype), longest)

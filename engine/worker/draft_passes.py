@@ -42,7 +42,7 @@ _NO_ROW = -1
 
 
 class Draw(Protocol):
-    """Draws tokens as requests ask: see `Sampler.draw`."""
+    """Draws a token [S] int64 for each row of logits [S, vocabulary]: see `Sampler.draw`."""
 
     def __call__(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, seq_lens: torch.Tensor
@@ -89,7 +89,7 @@ class DraftPasses:
         self._drafts = torch.zeros((most, width), dtype=torch.int64, device=device)
 
     def use_cache(self, kv_caches: list[torch.Tensor]) -> None:
-        """Takes the caches of the network's layers."""
+        """Takes the caches of the network's layers, each [N, 2, Hkv, B, D]."""
         self._kv_caches = kv_caches
 
     def recording(

@@ -50,7 +50,7 @@ class TextRows:
         return False
 
     def inputs(self, batch: InputBatch, states: RowStates) -> tuple[torch.Tensor, None]:
-        """Returns the batch's positions."""
+        """Returns the batch's positions, [T] int64."""
         return batch.positions, None
 
 

@@ -36,6 +36,7 @@ class KeptLogits:
         self._buffer[: len(hidden)].copy_(written)
 
     def read(self, num_places: int) -> torch.Tensor | VocabPart:
-        """Returns what was written last, until the next time."""
+        """Returns the first `num_places` rows of what was written last, [num_places, vocabulary]
+        float32; the next `write` overwrites them."""
         logits = self._buffer[:num_places]
         return logits if self._cut is None else VocabPart(logits, self._cut)

@@ -39,7 +39,7 @@ class KVConnector:
         self._worker = worker
 
     def register_kv_cache(self, layout: KVLayout, memory: torch.Tensor) -> KVCacheHandle:
-        """Returns how transfer processes map the cache."""
+        """Returns how transfer processes map `memory`, all slots in the shape that `layout` has."""
         current_stream = _current_stream if memory.is_cuda else None
         return self._worker.register_kv_cache(layout, memory, current_stream)
 

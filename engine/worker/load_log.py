@@ -53,7 +53,7 @@ class LoadLog:
             )
 
     def finish(self, skipped: SkippedTensors, *, tells_skipped: bool) -> None:
-        """Tells of the whole load. `tells_skipped`: on one rank, for they all skip alike."""
+        """Logs the whole load. `tells_skipped`: on one rank, for they all skip alike."""
         if not self.total_bytes:
             return
         seconds = self._clock() - self._started_at

@@ -90,7 +90,8 @@ class NetworkDrafter:
         """Some request had KV of a node without this drafter."""
 
     def use_cache(self, kv_caches: list[torch.Tensor], num_blocks: int) -> None:
-        """Takes the caches of all layers, the drafter's behind the others."""
+        """Takes the caches of all layers, each [N, 2, Hkv, B, D], the drafter's behind the
+        others."""
         self._kv_caches = kv_caches[self.first_layer :]
         self.passes.use_cache(self._kv_caches)
         self.features.use_blocks(num_blocks)
@@ -157,7 +158,7 @@ class NetworkDrafter:
             self._is_known = is_known if self._lacks_any else None
 
     def propose(self, idx_mapping: torch.Tensor, rows: RowTables) -> torch.Tensor:
-        """See `Drafter`."""
+        """Returns [S, K] int64 on the same device, see `Drafter`."""
         assert self._latest is not None
         batch, ends = self._latest
         count = len(idx_mapping)

@@ -1,4 +1,9 @@
-"""The attention block of a decoder: projections around `Attention`."""
+"""The attention block of a decoder: projections around `Attention`.
+
+Sources: Ainslie et al., grouped queries (arXiv 2305.13245); Gemma 2 (arXiv 2408.00118) for bounded
+scores; the model card of gpt-oss (arXiv 2508.10925) for sinks; Qiu et al. (arXiv 2505.06708) for
+gates of heads.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ attention is joined.
     context of a request    0 ............ cached ................. num_cached ...... seq_len
                             |  slices: all queries see all of it   |  last pass: causal   |
 
-Where all contexts of a step fit one pass there is no other, and nothing to join.
+Where all contexts of a step fit one pass there is no other, and nothing to join. Passes are joined
+by the logarithms of their sums, as Milakov and Gimelshein's online softmax (arXiv 1805.02867).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 It reads lengths on the device and takes any strides, so our cache, our projection and metadata
 serve it as they are. FlashInfer is not here: it plans each step on the host from lengths that only
-the device knows.
+the device knows. Source: Shah et al., FlashAttention-3 (arXiv 2407.08608).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def flash_attention(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Does what `tandem_kernels.reference.attention.paged_attention` does. Rows of requests with
-    `seq_lens` 0 are anything."""
+    """Does what `tandem_kernels.reference.attention.paged_attention` does: `q` [T, Hq, D] and
+    `kv_cache` [N, 2, Hkv, B, D] -> [T, Hq, D]. Rows of requests with `seq_lens` 0 are anything."""
     keys, values = kv_cache.transpose(2, 3).unbind(1)
     more = {} if sinks is None else {"return_softmax_lse": True}
     attended = importlib.import_module(PACKAGE).flash_attn_with_kvcache(
@@ -116,7 +116,8 @@ def forward_kernel(package: str) -> ForwardKernel:
 
 
 class FlashRagged:
-    """Does what `tandem_kernels.reference.ragged.ragged_attention` does."""
+    """Does what `tandem_kernels.reference.ragged.ragged_attention` does: q [T, H, D], k [C, H, D]
+    and v [C, H, V] -> (attended [T, H, V], logarithms of the sums [H, T] float32)."""
 
     def __init__(self, package: str) -> None:
         """Raises `ImportError` or `OSError` when the package does not load."""
@@ -182,7 +183,8 @@ class FlashPrefill(DensePrefill):
     def prepare(
         self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
     ) -> None:
-        """Loads its kernels onto the device: any length has the same."""
+        """Loads its kernels onto the device: any length has the same. Arguments as in
+        `AttentionBackend.prepare`; `kv_cache` is [N, 2, Hkv, B, D]."""
         _, _, num_kv_heads, _, head_dim = kv_cache.shape
         q, k, v = (
             torch.zeros((self.min_tokens, n, head_dim), dtype=dtype, device=kv_cache.device)

@@ -14,7 +14,7 @@ expansion is worth while where
 
 that is, for DeepSeek's sizes, from 171 tokens on behind a long context, and from fewer behind a
 short one; a chunk's own tokens cost the same either way. Steps of few tokens stay absorbed: they
-may be recorded. Source: the absorbed form is DeepSeek-V2's, 2024.
+may be recorded. Source: the absorbed form is DeepSeek-V2's (arXiv 2405.04434, 2.1.2).
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class LatentBackend(PagedBackend):
     def prepare(
         self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
     ) -> None:
-        """Loads the kernels of a library onto the device: any length has the same."""
+        """Loads the kernels of a library onto the device: any length has the same. Arguments as
+        in `AttentionBackend.prepare`; `kv_cache` is [N, 1, 1, B, L + R]."""
         if self.shape is None:
             return
         key, value = self.shape.nope + self.shape.rope, self.shape.value

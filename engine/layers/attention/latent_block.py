@@ -8,7 +8,7 @@
 This is the absorbed form: instead of expanding the cache into keys and values, the two halves of
 `kv_b_proj` are applied to the query and to the result. Long chunks take the other form
 (`latent_backend` says which, `latent_forms` computes both). Heads are split over ranks; the latent
-is computed and cached by all. Source: DeepSeek-V2, 2024.
+is computed and cached by all. Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from engine.layers.shard import CheckpointWeight, Shard
 
 
 class LatentInputProjection(nn.Module):
-    """[T, hidden] -> queries or what they are made of, and latents with their keys [T, L + R].
+    """[T, hidden] -> (queries or what they are made of [T, queries.count], latents with their keys
+    [T, L + R]). Source: DeepSeek-V2 (arXiv 2405.04434), 2.1.
 
     Both are one GEMM, unless their weights are quantised differently.
 

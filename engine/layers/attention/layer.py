@@ -1,4 +1,5 @@
-"""Attention over the paged KV cache."""
+"""Attention over the paged KV cache. Sources: Kwon et al., PagedAttention (arXiv 2309.06180);
+Ainslie et al., grouped queries (arXiv 2305.13245)."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ class AttentionInputs:
     query_scales: Tensor | None = None
 
     def scale_queries(self, queries: Tensor) -> None:
-        """Multiplies [T, H, D] in place, where scores grow with the position."""
+        """Multiplies `queries` [T, Hq, D] in place, where scores grow with the position."""
         if self.query_scales is not None:
             queries.mul_(self.query_scales[:, None, None])
 
 
 class Attention(nn.Module):
-    """Attends over one layer's cache, once the step's keys and values are there.
+    """Attends over one layer's cache [N, 2, Hkv, B, D], once the step's keys and values are there.
 
     Args:
         num_heads, num_kv_heads: Of this rank.
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         eps: float = 0.0,
     ) -> Tensor:
         """Rotates, and writes keys and values into the cache: [T, (Hq + 2 Hkv) * D] -> heads
-        [T, Hq + 2 Hkv, D] in the same memory. The weights normalise each head before RoPE.
+        [T, Hq + 2 Hkv, D] in the same memory. The weights, [D], normalise each head before RoPE.
         """
         spec = self.spec
         heads = qkv.view(len(qkv), -1, spec.head_dim)

@@ -1,4 +1,5 @@
-"""Attention of all requests alike, over the pages of the cache."""
+"""Attention of all requests alike, over the pages of the cache. Source: Kwon et al., PagedAttention
+(arXiv 2309.06180)."""
 
 from __future__ import annotations
 

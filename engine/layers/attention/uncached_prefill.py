@@ -104,7 +104,7 @@ class DensePrefill(ABC):
     def prepare(
         self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
     ) -> None:
-        """Prepares as `AttentionBackend.prepare` says."""
+        """Prepares as `AttentionBackend.prepare` says; `kv_cache` is [N, 2, Hkv, B, D]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ class PlainExperts(ExpertMethod):
 
 
 def target_of(layer: ExpertLayer, part: ExpertPart) -> Tensor:
-    """Returns the rows of `w13`, or the expert of `w2`, that hold one projection."""
+    """Returns the rows of `w13` [width, H], or the expert of `w2` [H, width], that hold one
+    projection."""
     if part.projection == "down":
         return layer.w2[part.expert]
     start = layer.sizes.width if part.projection == "up" else 0

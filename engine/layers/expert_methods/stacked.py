@@ -161,7 +161,8 @@ def bias_weights(layer: ExpertLayer, prefix: str) -> Iterator[CheckpointWeight]:
 
 
 def fill_turns(target: Tensor, stored: Tensor) -> None:
-    """Fills all gates, then all ups, from rows that are each in turns."""
+    """Fills `target` [2 n, ...], all gates, then all ups, from `stored` of that shape, whose rows
+    are gate and up in turns."""
     gates, ups = torch.chunk(target, 2)
     gates.copy_(stored[0::2])
     ups.copy_(stored[1::2])

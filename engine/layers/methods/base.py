@@ -158,12 +158,13 @@ class LinearMethod(ABC):
         return None
 
     def apply_rows(self, layer: LinearLayer, x: Rows) -> Tensor:
-        """Does what `apply` does; `x` may be as `input_form` has it."""
+        """Does what `apply` does, [T, in] -> [T, out]; `x` may be as `input_form` has it."""
         assert isinstance(x, Tensor)
         return self.apply(layer, x)
 
     def unscaled(self, layer: LinearLayer, x: Rows) -> Tensor | UnscaledProduct:
-        """Does what `apply_rows` does, but may leave it to the reader to scale the result."""
+        """Does what `apply_rows` does, [T, in] -> [T, out], but may leave it to the reader to
+        scale the result."""
         return self.apply_rows(layer, x)
 
     def gate_up_rows(

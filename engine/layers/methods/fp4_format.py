@@ -9,6 +9,9 @@ number times the scale of its group of inputs, times a factor of the whole matri
 | NVFP4 of compressed-tensors | weight_packed | weight_scale | 1 / weight_global_scale |
 | MXFP4 of ModelOpt and Quark | weight [out, in / 2] | weight_scale [out, in / 32] e8m0 | |
 | MXFP4 of compressed-tensors | weight_packed | weight_scale | |
+
+Sources: NVIDIA, Pretraining with NVFP4 (arXiv 2509.25149); OCP Microscaling Formats 1.0, with
+Rouhani et al. (arXiv 2310.10537).
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class Fp4Matrix:
         return numbers if self.smoothing is None else numbers.mul_(self.smoothing.float())
 
     def in_output_order(self, order: Tensor | None) -> Fp4Matrix:
-        """Returns outputs in the order of `LinearPart.order`."""
+        """Returns the matrix with its outputs in the order [N] int64 of `LinearPart.order`."""
         if order is None:
             return self
         order = order.to(self.packed.device)
@@ -96,8 +99,8 @@ class Fp4Format(WeightFormat):
     def quantised_matrix(
         self, part: LinearPart, num_outputs: int, num_inputs: int
     ) -> tuple[tuple[TensorSlice, ...], Callable[..., Fp4Matrix]]:
-        """Returns what is read for a part of a matrix, all groups that hold some of it, and what
-        makes an `Fp4Matrix` of that."""
+        """Returns the slices of the checkpoint that a part [num_outputs, num_inputs] needs, with
+        all groups that hold some of it, and the function that makes an `Fp4Matrix` of them."""
         outputs, inputs = part.shape
         first, end, dim = part.start, part.start + num_outputs, 0
         if part.dim == 1:

@@ -33,7 +33,8 @@ def fill_tiles(name: str, tiles: Tensor, factors: Tensor | None, matrix: Fp4Matr
 
     Args:
         name: Of the matrix, for errors.
-        factors: Any shape, all of it for this matrix.
+        tiles: This matrix' own, int32, as `tandem_kernels.gemm.fp4_tiles.tiles_of` has them.
+        factors: [N] float32, all for this matrix, in any shape.
 
     Raises:
         ScaleError: A scale is out of range.

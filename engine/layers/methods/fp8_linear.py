@@ -1,4 +1,4 @@
-"""Computes linear layers with FP8 weights and FP8 inputs.
+"""Computes linear layers with FP8 weights and FP8 inputs (formats: `fp8_format`).
 
 Inputs are quantised by the largest number of each token (and each 128 inputs under blocks), with
 the norm or the activation that computes them where there is one.

@@ -1,9 +1,9 @@
 """Computes linear layers with weights of 8-bit integers, which stay so in memory.
 
-Where the publisher means it, inputs are quantised to int8, too, by the largest number of each
-token, with the norm or the activation that computes them. Else few rows are multiplied as weights
-are unpacked, and for many the weights are written out in half precision and multiplied as plain
-ones.
+Where the checkpoint says so, inputs are quantised to int8, too, by the largest number of each token
+(as LLM.int8's rows, arXiv 2208.07339), with the norm or the activation that computes them. Else few
+rows are multiplied as weights are unpacked, and for many the weights are written out in half
+precision and multiplied as plain ones.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ signed, they lie from 0 on.
 | compressed-tensors | weight_packed [out, in / n] | weight_zero_point [out / n, groups] | weight_scale [out, groups] |
 | `int-quantized` | weight [out, in] int8 | weight_zero_point [out, groups] int8 | weight_scale [out, groups] |
 | ModelOpt, 4 bits | weight [out / 2, in] uint8 | | weight_scale [out, groups] |
+
+Sources: Lin et al., AWQ (arXiv 2306.00978), packed as AutoAWQ does; Frantar et al., GPTQ (arXiv
+2210.17323), packed as AutoGPTQ does; Xiao et al., SmoothQuant (arXiv 2211.10438) for smoothing.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ class IntegerMatrix:
         return weights if self.factors is None else weights.mul_(self.factors.float().view(-1))
 
     def in_output_order(self, order: Tensor | None) -> IntegerMatrix:
-        """Returns outputs in the order of `LinearPart.order`."""
+        """Returns the matrix with its outputs in the order [N] int64 of `LinearPart.order`."""
         if order is None:
             return self
         order = order.to(self.numbers.device)
@@ -148,7 +151,8 @@ class IntegerFormat(WeightFormat):
     def quantised_matrix(
         self, part: LinearPart, num_outputs: int, num_inputs: int
     ) -> tuple[tuple[TensorSlice, ...], Reader]:
-        """Returns what is read for a part of a matrix, and what makes an `IntegerMatrix` of it."""
+        """Returns the slices of the checkpoint that a part [num_outputs, num_inputs] needs, and
+        the function that makes an `IntegerMatrix` of them."""
         layout, scheme, bits, total = self.layout, self.scheme, self.scheme.bits, part.shape[1]
         group_size = scheme.group_size if scheme.group_size > 0 else total
         starts = (part.start, 0) if part.dim == 0 else (0, part.start)

@@ -5,7 +5,8 @@
 
 A step in which no request has an adapter computes exactly what it would without any of this: the
 inner method does it all. Ranks add their parts in front of the layer's sum over ranks: column
-layers have A whole and B cut, row layers A cut and B whole, and the sum is linear.
+layers have A whole and B cut, row layers A cut and B whole, and the sum is linear. Sources: Hu et
+al., LoRA (arXiv 2106.09685); Chen et al., Punica (arXiv 2310.18547) for adapters side by side.
 """
 
 from __future__ import annotations

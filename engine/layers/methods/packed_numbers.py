@@ -47,7 +47,9 @@ class StoredNumbers:
         bits: int,
         dummy: float | None = None,
     ) -> TensorSlice:
-        """Returns the words that hold a part of a matrix of `shape`, which is cut in one axis."""
+        """Returns the words that hold the part [counts[0], counts[1]] from `starts` on of a matrix
+        [outputs, inputs] of `shape`, which is cut in one axis. `dummy`: the scale of random
+        numbers."""
         sizes, first = list(shape), list(starts)
         last = [starts[0] + counts[0], starts[1] + counts[1]]
         if self.packed is not None:

@@ -55,7 +55,8 @@ def filled_weight(
     fill: Callable[..., None],
     beside: tuple[str, ...] = (),
 ) -> CheckpointWeight:
-    """Returns the source of `target`, which `fill` makes of the slices."""
+    """Returns the source of `target`, of any shape, which `fill` computes from the slices.
+    `beside`: names of tensors that may be there and are not read."""
     first, *others = slices
     return CheckpointWeight(
         first.name,

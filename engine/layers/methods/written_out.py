@@ -17,5 +17,5 @@ class _WrittenOut:
 
 
 def written_out(weight: Tensor, bias: Tensor | None) -> LinearLayer:
-    """Returns what methods of plain weights read of a layer."""
+    """Returns what methods of plain weights read of a layer: [out, in] and [out] or None."""
     return cast(LinearLayer, _WrittenOut(weight, bias))

@@ -1,4 +1,7 @@
-"""EAGLE's first form: one layer that reads an embedding and what the model's last norm gave."""
+"""EAGLE's first form: one layer that reads an embedding and what the model's last norm gave.
+
+Source: Li et al., EAGLE (arXiv 2401.15077).
+"""
 
 from __future__ import annotations
 

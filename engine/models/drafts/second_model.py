@@ -1,4 +1,7 @@
-"""A small model of the same vocabulary that drafts for a larger one."""
+"""A small model of the same vocabulary that drafts for a larger one.
+
+Source: Leviathan et al., Speculative Decoding (arXiv 2211.17192).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from engine.models.stacked_experts import StackableExperts
 
 
 class SecondModel(DraftNetwork):
-    """Any `CausalLM`, which needs no features: its output is the next token's."""
+    """Any `CausalLM`, which needs no features ([T, 0]): its output [T, H] is the next token's."""
 
     def __init__(self, model: CausalLM, target: CausalLM) -> None:
         super().__init__(target)

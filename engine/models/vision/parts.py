@@ -54,7 +54,7 @@ def tower_norm(spec: VisionSpec, size: int, shard: Shard) -> RMSNorm | LayerNorm
 
 
 class FeedForward(nn.Module):
-    """Gate, up and down, or two layers with GELU between them."""
+    """[n, H] -> [n, H]: gate, up and down, or two layers with GELU between them."""
 
     def __init__(self, spec: VisionSpec, shard: Shard) -> None:
         super().__init__()
@@ -121,7 +121,8 @@ class TowerAttention(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to what it read."""
+    """[n, H] -> [n, H]: attention and feed-forward, each behind a norm and added to what it read.
+    Source: Dosovitskiy et al., ViT (arXiv 2010.11929)."""
 
     def __init__(self, spec: VisionSpec, shard: Shard) -> None:
         super().__init__()

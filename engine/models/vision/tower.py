@@ -3,7 +3,8 @@
 pixels ─ normalise ─ patch embedding (+ positions) ─ blocks ─ merger ─▶ [tokens, H]
                                                        └ tapped ─ mergers ─▶ further [tokens, H]
 
-Sources: Bai et al., Qwen2.5-VL, 2025 (windows); Meng et al., DeepStack, 2024 (taps).
+Sources: Bai et al., Qwen2.5-VL (arXiv 2502.13923) for windows; Meng et al., DeepStack (arXiv
+2406.04334) for taps.
 """
 
 from __future__ import annotations
