@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import EngineReady, KVTransferResult
 from engine.contracts.outputs import PromptLogprobs, SchedulerStats, SiblingTokens, TokenLogprobs
-from engine.frontend.detokenizer import Decoder
+from engine.frontend.detokenizer import TokenDecoder
 from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import OutputProcessor, RequestOutput
 from engine.frontend.request_stream import Give, OutputQueue, RequestState, RequestStream
@@ -86,7 +86,7 @@ class FakeEngine:
     def __init__(
         self,
         config: EngineConfig | None = None,
-        tokenizer: Decoder | None = None,
+        tokenizer: TokenDecoder | None = None,
         *,
         auto: bool = False,
     ) -> None:
