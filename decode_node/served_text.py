@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from decode_node.chat_templates.probe import ARGUMENTS, PARAMETERS, TOOL_NAME, Probe, probe
 from decode_node.config import DecodeNodeSettings
+from decode_node.images.image_reader import ImageReader
 from decode_node.parsers.output_parsers import OutputParsers, UnknownParser, WrittenCall
 from decode_node.protocol.tools import Tool
+from decode_node.serving.ask_limits import AskLimits
 from decode_node.serving.chat_reading import ChatReading
+from decode_node.serving.image_prompts import ImagePrompts
+from decode_node.serving.prompts import Prompts
+from decode_node.serving.served_model import ServedModel
 from engine.config import ModelConfig
+from engine.contracts.request_spec import AdapterRef
 from engine.frontend.chat_template import ChatTemplateError
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.models.sampling_defaults import SamplingDefaults, not_applied
@@ -122,16 +129,36 @@ def create_parsers(settings: DecodeNodeSettings, tokenizer: Tokenizer) -> Output
         raise SettingsError(str(error)) from None
 
 
-def create_reading(
-    settings: DecodeNodeSettings, parsers: OutputParsers, tokenizer: Tokenizer
-) -> ChatReading:
-    """Decides how answers to chats are read."""
-    return ChatReading(
-        parsers,
-        tokenizer,
-        allows_auto=settings.enable_auto_tool_choice,
-        names_reasoning_twice=settings.reasoning_alias,
-        stops_in_reasoning=settings.stop_in_reasoning,
+def create_served_model(
+    settings: DecodeNodeSettings,
+    model: ModelConfig,
+    adapters: Mapping[str, AdapterRef],
+    tokenizer: Tokenizer,
+    images: ImageReader,
+    defaults: SamplingDefaults,
+) -> ServedModel:
+    """Returns what requests are read with. Raises `SettingsError`."""
+    return ServedModel(
+        config=model,
+        adapters=adapters,
+        tokenizer=tokenizer,
+        prompts=Prompts(
+            model,
+            tokenizer,
+            trusts_templates=settings.trust_request_chat_template,
+            sanitizes=settings.sanitize_control_tokens,
+            moves_system_turns=settings.system_turns == "first",
+        ),
+        images=ImagePrompts(images, model.vision),
+        reading=ChatReading(
+            create_parsers(settings, tokenizer),
+            tokenizer,
+            allows_auto=settings.enable_auto_tool_choice,
+            names_reasoning_twice=settings.reasoning_alias,
+            stops_in_reasoning=settings.stop_in_reasoning,
+        ),
+        limits=AskLimits(settings.max_choices, settings.max_logprobs),
+        defaults=defaults,
     )
 
 

@@ -36,10 +36,12 @@ from decode_node.images.create_reader import create_image_reader
 from decode_node.images.image_reader import ImageReader
 from decode_node.metrics import DecodeMetrics
 from decode_node.prefix_sharing import only_kept_answers, serve_answers
-from decode_node.served_text import ServedText, chat_format, create_parsers, create_reading
-from decode_node.serving.ask_limits import AskLimits
-from decode_node.serving.model_cards import ModelCards, ServedModel
+from decode_node.served_text import ServedText, chat_format, create_served_model
+from decode_node.serving.model_cards import ModelCards
 from decode_node.serving.openai_serving import OpenAIServing
+from decode_node.serving.prepare_choices import ChoicePreparer
+from decode_node.serving.read_request import RequestReader
+from decode_node.serving.respond import Responder
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.address import join_address
 from edge.http.guarded_protocol import guarded_protocol
@@ -334,37 +336,26 @@ def create_node_app(
     images: ImageReader,
     defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> ASGIApp:
-    parsers = create_parsers(settings, tokenizer)
-    reading = create_reading(settings, parsers, tokenizer)
-    model = engine.config.model
+    served = create_served_model(
+        settings, engine.config.model, engine.adapters.known, tokenizer, images, defaults
+    )
+    parsers = served.reading.parsers
     metrics.registry.register(GrammarCollector(checker))
-    served = ServedModel(model, engine.adapters.known)
+    grammars = AnswerGrammars(
+        served.config, tokenizer.added_token_ids, parsers.reasoning_format, checker
+    )
+    liveness = Liveness(
+        heartbeats=state.heartbeats,
+        send_timeout_s=settings.send_timeout_s,
+        keepalive_s=settings.sse_keepalive_s,
+    )
     serving = OpenAIServing(
-        engine.config,
-        served,
-        tokenizer,
-        proxy,
-        metrics,
-        limits=AskLimits(settings.max_choices, settings.max_logprobs),
-        liveness=Liveness(
-            heartbeats=state.heartbeats,
-            send_timeout_s=settings.send_timeout_s,
-            keepalive_s=settings.sse_keepalive_s,
-        ),
-        reading=reading,
-        grammars=AnswerGrammars(
-            model, tokenizer.added_token_ids, parsers.reasoning_format, checker
-        ),
-        images=images,
-        trusts_templates=settings.trust_request_chat_template,
-        forces_usage=settings.enable_force_include_usage,
-        sanitizes=settings.sanitize_control_tokens,
-        moves_system_turns=settings.system_turns == "first",
-        defaults=defaults,
+        RequestReader(served, grammars, forces_usage=settings.enable_force_include_usage),
+        ChoicePreparer(engine.config),
+        Responder(proxy, metrics, liveness),
     )
     ignored = IgnoredFields(metrics.fields_ignored, refuses=settings.strict_fields)
-    cards = ModelCards(served, settings.model, defaults, chat_format(parsers, tokenizer))
-    asked = TokenizerServing(served, tokenizer, serving.prompts, serving.images)
+    cards = ModelCards(served, settings.model, chat_format(parsers, tokenizer))
     api = Api(
         settings,
         cards,
@@ -372,7 +363,7 @@ def create_node_app(
         metrics,
         state,
         ignored,
-        asked,
+        TokenizerServing(served),
         proxy.reset_prefix_cache,
         engine.profiles,
         engine.adapters,

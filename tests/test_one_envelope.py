@@ -38,7 +38,7 @@ SEVERAL_USES = {
     "top_p": {"decode_node/observe/request_spans.py", "engine/sample"},
     "max_tokens": {
         "decode_node/disagg/proxy.py",  # room for the answer
-        "decode_node/serving/openai_serving.py",  # for the request's record
+        "decode_node/serving/prepare_choices.py",  # for the request's record
         "engine/frontend/input_processor.py",  # what is left of the context
         "engine/frontend/output_processor.py",  # the first token may be the last
         "engine/contracts/request_spec.py",  # one token
@@ -69,12 +69,13 @@ SEVERAL_USES = {
         "engine/sched/rows/row.py",
     },
     "seed": {
-        "decode_node/serving/openai_serving.py",
+        "decode_node/serving/prepare_choices.py",
+        "decode_node/serving/respond.py",  # a journal begins with it
         "engine/contracts/request_spec.py",  # of each answer
         "engine/sample",
     },
     "grammar": {
-        "decode_node/serving/openai_serving.py",  # made when the prompt is known: may it think?
+        "decode_node/serving/prepare_choices.py",  # made when the prompt is known: may it think?
         "engine/sample",
         "engine/sched/request_limits.py",  # a complete document ends
     },
@@ -94,7 +95,7 @@ SEVERAL_USES = {
         "decode_node/answer/answer.py",  # an answer that echoes waits for them
         "decode_node/disagg/prefill_events.py",  # a peer gives as many
         "decode_node/disagg/proxy.py",  # nothing of the prompt comes from a cache
-        "decode_node/serving/openai_serving.py",  # a client that has them is resumed without
+        "decode_node/serving/prepare_choices.py",  # a client that has them is resumed without
         "engine/contracts/request.py",
         "engine/sample",
     },
@@ -156,4 +157,4 @@ def test_the_envelope_is_made_in_one_place() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == RequestSpec.__name__
     }
-    assert makers == {"decode_node/serving/openai_serving.py", CALIBRATION, SPEED}
+    assert makers == {"decode_node/serving/prepare_choices.py", CALIBRATION, SPEED}

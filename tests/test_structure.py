@@ -231,7 +231,6 @@ MAX_LOOSE_FILES = 12
 MAX_PARAMETERS = 8
 WIDE_CONSTRUCTORS = {
     "decode_node.disagg.proxy.DisaggProxy": "engine, peers and limits: each call needs some",
-    "decode_node.serving.openai_serving.OpenAIServing": "every part between a body and its answer",
     "engine.layers.linear.QKVParallelLinear": "the geometry of attention, as checkpoints name it",
     "engine.sched.admission.Admission": "all that a waiting request may wait for",
     "engine.sched.choices.choices.Choices": "the queues among which answers move",

@@ -16,12 +16,9 @@ from decode_node.protocol.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from decode_node.serving.image_prompts import ImagePrompts
-from decode_node.serving.model_cards import ServedModel
-from decode_node.serving.prompts import Prompts
+from decode_node.serving.served_model import ServedModel
 from edge.http import long_work
 from edge.http.errors import BadRequest
-from engine.frontend.tokenizer import Tokenizer
 from engine.models.vocabularies.files import tokenizer_folder
 
 _CONFIG_FILE = "tokenizer_config.json"
@@ -38,14 +35,12 @@ class TokenizerServing:
     """Serves one model's tokenizer. `is_long`: the body is long, and what is done to all of it
     happens beside the event loop; `model` is what a router calls the model, if it says so."""
 
-    def __init__(
-        self, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts, images: ImagePrompts
-    ) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._served = model
         self._model = model.config
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._images = images
+        self._tokenizer = model.tokenizer
+        self._prompts = model.prompts
+        self._images = model.images
 
     async def tokenize(
         self, body: TokenizeRequest, *, is_long: bool, model: str = ""

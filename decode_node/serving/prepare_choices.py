@@ -1,0 +1,185 @@
+"""Prepares what the engine is asked for: the envelope of each prompt, made once and checked against
+the engine's limits, and a `GenerationRequest` for each choice. Choices that another node began go
+on from where it left them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from decode_node.answer.generation import Choice
+from decode_node.answer.journal import Resume, ResumedChoice
+from decode_node.observe.timeline import RequestRecord
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.generation_body import GenerationBody
+from decode_node.serving.read_request import ReadPrompt, ReadRequest
+from decode_node.serving.request_context import RequestContext
+from decode_node.serving.served_model import ServedModel
+from edge.http import long_work
+from edge.http.errors import BadRequest
+from engine.config import EngineConfig
+from engine.contracts.errors import InvalidRequest
+from engine.contracts.request_spec import RequestSpec
+from engine.frontend.input_processor import GenerationRequest, InputProcessor, choose_seed
+from engine.frontend.output_processor import OutputProcessor
+
+
+class ChoicePreparer:
+    """Prepares requests for one engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._input_processor = InputProcessor(config)
+        self._serial = itertools.count()
+        """Makes request ids of the engine unique, whatever ids clients send."""
+
+    async def choices(self, read: ReadRequest, context: RequestContext) -> list[Choice]:
+        """Returns the choices, prompt by prompt; choice `i` of each draws with seed + i. Other
+        requests come in between the choices of a long one. Raises `BadRequest`."""
+        body = read.body
+        resumed = _resumed_choices(context.resume, len(read.prompts) * body.num_choices)
+        bare = await self._spec(read, context)
+        choices: list[Choice] = []
+        for prompt in read.prompts:
+            spec = bare.with_prompt(prompt.token_ids).with_images(read.images.spans)
+            spec = spec.with_sampling(grammar=prompt.grammar)
+            spec = self._complete(read, spec)
+            for i in range(body.num_choices):
+                begun = resumed[len(choices)] if resumed else None
+                request = self._request(read, spec, i, begun, context)
+                choice = _choice(read, prompt, request, len(choices), is_first=i == 0)
+                if begun is not None:
+                    _take_over(choice, begun, read.model.served)
+                choices.append(choice)
+                if context.is_long:
+                    await asyncio.sleep(0)
+        return choices
+
+    async def _spec(self, read: ReadRequest, context: RequestContext) -> RequestSpec:
+        """Makes the envelope of the request, without a prompt: the only place where one is made.
+        Raises `BadRequest`."""
+        body, model = read.body, read.model
+        make = partial(body.sampling, model.served.tokenizer.encode_all, model.served.defaults)
+        with _as_bad_request(body):
+            return RequestSpec(
+                sampling=await long_work.run(context.is_long, make),
+                priority=body.priority or 0,
+                cache_salt=_salt(context.cache_salt, body.cache_salt or ""),
+                adapter=model.adapter,
+                prefix_hash=context.prefix_hash,
+            )
+
+    def _complete(self, read: ReadRequest, spec: RequestSpec) -> RequestSpec:
+        max_tokens = _max_tokens(read.body, spec, read.model.served)
+        with _as_bad_request(read.body):
+            return self._input_processor.complete(spec, max_tokens=max_tokens)
+
+    def _request(
+        self,
+        read: ReadRequest,
+        spec: RequestSpec,
+        index: int,
+        begun: ResumedChoice | None,
+        context: RequestContext,
+    ) -> GenerationRequest:
+        if begun is None:
+            spec = spec.ranked(index).with_sampling(seed=choose_seed(read.body.seed, index))
+        else:
+            spec = self._complete(read, _continued(spec, begun))
+        name = f"{context.request_id}-{next(self._serial)}"
+        request = self._input_processor.request(name, spec)
+        request.text = read.body.text_options
+        request.reader = read.reader
+        request.pixels = read.images.pixels
+        request.arrival_time = context.received_at
+        request.prefix_holder = context.prefix_holder
+        request.trace = context.trace.sibling() if context.trace is not None else None
+        return request
+
+
+def _choice(
+    read: ReadRequest,
+    prompt: ReadPrompt,
+    request: GenerationRequest,
+    index: int,
+    *,
+    is_first: bool,
+) -> Choice:
+    is_chat = isinstance(read.body, ChatCompletionRequest)
+    record = RequestRecord(
+        num_prompt_tokens=len(prompt.token_ids),
+        max_tokens=request.spec.sampling.max_tokens,
+        operation="chat" if is_chat else "text_completion",
+        received_at=request.arrival_time,
+    )
+    return Choice(
+        index,
+        request,
+        record,
+        is_first_of_prompt=is_first,
+        prompt_text=prompt.echo,
+        echoes_logprobs=read.body.echoes_logprobs,
+        is_prompt_only=read.body.is_prompt_only,
+    )
+
+
+def _max_tokens(body: GenerationBody, spec: RequestSpec, served: ServedModel) -> int | None:
+    """Returns what the request asks for, else the model's usual length, if there is room."""
+    asked, usual = body.wanted_max_tokens, served.defaults.max_new_tokens
+    if asked is not None or usual is None:
+        return asked
+    return max(1, min(usual, served.config.max_model_len - spec.num_own_prompt_tokens))
+
+
+@contextmanager
+def _as_bad_request(body: GenerationBody) -> Iterator[None]:
+    """Turns what the engine's edge refuses into an answer to the client: it is the client's
+    mistake, in a field of `body`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name, message = error.param or "", error.message
+        param = body.param_name(name)
+        if message.startswith(f"{name} "):
+            message = param + message.removeprefix(name)
+        raise BadRequest(message, param=param or None, code=error.code) from None
+
+
+def _resumed_choices(resume: Resume | None, num_choices: int) -> list[ResumedChoice]:
+    if resume is None:
+        return []
+    if len(resume.choices) != num_choices:
+        raise BadRequest("what to resume belongs to another request", param="resume")
+    return resume.choices
+
+
+def _continued(spec: RequestSpec, begun: ResumedChoice) -> RequestSpec:
+    """Returns `spec` from where another node left this choice."""
+    spec = spec.with_sampling(seed=begun.seed)
+    if begun.token_ids or begun.end:
+        # The client has them.
+        spec = spec.with_sampling(prompt_logprobs=None)
+    return spec if begun.end else spec.resumed_after(begun.token_ids)
+
+
+def _take_over(choice: Choice, begun: ResumedChoice, served: ServedModel) -> None:
+    choice.num_cached = begun.num_cached
+    choice.resumed_logprobs = begun.logprobs or None
+    if begun.end is None:
+        return
+    # A stop string is found again in the text; other ends have to be passed on.
+    is_found = isinstance(begun.end.stop_reason, str)
+    choice.replay = OutputProcessor(choice.request, served.tokenizer).process(
+        begun.token_ids,
+        choice.resumed_logprobs,
+        finish_reason="" if is_found else begun.end.finish_reason,
+        stop_reason=begun.end.stop_reason,
+    )
+    choice.replay.is_replay = True
+
+
+def _salt(tenant: str, own: str) -> str:
+    return f"{tenant}/{own}" if tenant else own

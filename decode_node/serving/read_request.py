@@ -1,0 +1,125 @@
+"""Reads what a body asks for: its model, its prompts as tokens, and the form of its answer.
+
+1. resolve the model, check what is asked for
+2. tokenise: the only time in the life of a request
+3. make the grammar of the answer, and what reads it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from decode_node.answer.chat_format import ChatOptions
+from decode_node.answer.completion_format import CompletionFormat
+from decode_node.answer.format import FormatOptions, ResponseFormat
+from decode_node.grammar.answer_grammars import AnswerGrammars
+from decode_node.images.image_parts import NO_IMAGES, ImagePrompt
+from decode_node.protocol.chat import ChatCompletionRequest
+from decode_node.protocol.completions import CompletionRequest
+from decode_node.serving.chat_grammar import ChatGrammar
+from decode_node.serving.request_context import RequestContext
+from decode_node.serving.served_model import RequestModel, ServedModel
+from engine.frontend.tokenizer import Tokenizer
+from engine.frontend.visible_text import PieceReader
+
+Body: TypeAlias = CompletionRequest | ChatCompletionRequest
+MakeFormat: TypeAlias = Callable[[str, str, Tokenizer, FormatOptions, ChatOptions], ResponseFormat]
+"""Makes the form of the answer to what amounts to a chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """One prompt. `echo`: its text, where the answer repeats it; `grammar`: of its answers; ""
+    for free ones."""
+
+    token_ids: list[int]
+    grammar: str
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Holds what a body asks for.
+
+    Attributes:
+        reader: Reads the outputs for their stop strings; None: nothing reads pieces.
+        images: Of the only prompt.
+    """
+
+    body: Body
+    model: RequestModel
+    prompts: list[ReadPrompt]
+    form: ResponseFormat
+    reader: PieceReader | None = None
+    images: ImagePrompt = NO_IMAGES
+
+
+class RequestReader:
+    """Reads requests for one model. `forces_usage`: all streams end with their usage."""
+
+    def __init__(
+        self, served: ServedModel, grammars: AnswerGrammars, *, forces_usage: bool = False
+    ) -> None:
+        self.served = served
+        self._grammars = grammars
+        self._forces_usage = forces_usage
+        parsers, end_ids = served.reading.parsers, served.config.eos_token_ids
+        self._chat_grammar = ChatGrammar(grammars, parsers, end_ids)
+
+    async def completion(self, body: CompletionRequest, context: RequestContext) -> ReadRequest:
+        """Reads a request to complete prompts. Raises `HttpError`."""
+        model = self._model(body, context, body.num_prompts)
+        served = model.served
+        tokens, echoes = await served.prompts.of_texts(body, is_long=context.is_long)
+        form = CompletionFormat(*self._format(body, context, model))
+        states = [served.reading.state_of_tokens(prompt) for prompt in tokens]
+        grammars = {s: await self._grammars.of_fields(body, s) for s in set(states)}
+        prompts = [
+            ReadPrompt(token_ids, grammars[state], echo)
+            for token_ids, state, echo in zip(tokens, states, echoes, strict=True)
+        ]
+        return ReadRequest(body, model, prompts, form)
+
+    async def chat(
+        self, body: ChatCompletionRequest, context: RequestContext, make: MakeFormat
+    ) -> ReadRequest:
+        """Reads what amounts to a chat; `make` makes the form of the answer. Raises
+        `HttpError`."""
+        model = self._model(body, context, 1)
+        served, reading = model.served, model.served.reading
+        tool_use = body.tool_use()
+        reading.check(tool_use)
+        images = await served.images.read(body)
+        text, tokens = await served.prompts.of_chat(body, tool_use, is_long=context.is_long)
+        prompt = served.images.with_images(body, tokens, images)
+        form = make(*self._format(body, context, model), reading.options(body, tool_use, text))
+        reader = reading.reader(body, tool_use, text)
+        state = reading.reasoning_state(body, text)
+        grammar = await self._chat_grammar.of_chat(body, tool_use, state)
+        prompts = [ReadPrompt(prompt.token_ids, grammar)]
+        return ReadRequest(body, model, prompts, form, reader, prompt)
+
+    def _model(self, body: Body, context: RequestContext, num_prompts: int) -> RequestModel:
+        """Returns the model, once it may be asked for this. Raises `HttpError`."""
+        model = self.served.of_request(body.model, context.model, context.adapter_digest)
+        body.check_supported()
+        model.served.limits.check(body, num_prompts)
+        return model
+
+    def _format(
+        self, body: Body, context: RequestContext, model: RequestModel
+    ) -> tuple[str, str, Tokenizer, FormatOptions]:
+        """Returns what every format is made of."""
+        if self._forces_usage:
+            body.force_usage()
+        options = FormatOptions(
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+            return_token_ids=bool(body.return_token_ids),
+            return_prompt_logprobs=body.prompt_logprobs is not None,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            has_named_logprobs=bool(body.logprob_token_ids),
+        )
+        return body.request_id or context.request_id, model.name, model.served.tokenizer, options

@@ -1,0 +1,82 @@
+"""Responds to a request whose choices are prepared, with a body or a stream."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from decode_node.answer.answer import Answer
+from decode_node.answer.generation import Choice, Generation
+from decode_node.answer.journal import JournalWriter, Resume
+from decode_node.answer.sse import (
+    EventStreamResponse,
+    JournaledResponse,
+    JsonResponse,
+    Liveness,
+)
+from decode_node.disagg.prefill_headers import prefill_headers
+from decode_node.disagg.proxy import DisaggProxy
+from decode_node.metrics import DecodeMetrics
+from decode_node.serving.read_request import ReadRequest
+from decode_node.serving.request_context import RequestContext
+from edge.http import headers as names
+from edge.http.load_report import load_headers
+
+
+class Responder:
+    """Has requests computed by `proxy`. `liveness`: how streams show that they live."""
+
+    def __init__(self, proxy: DisaggProxy, metrics: DecodeMetrics, liveness: Liveness) -> None:
+        self._proxy = proxy
+        self._metrics = metrics
+        self._liveness = liveness
+
+    def response(
+        self, read: ReadRequest, choices: list[Choice], context: RequestContext
+    ) -> Response:
+        """Returns what runs the choices once it is sent. Raises `Overloaded`."""
+        self._proxy.check_room(len(choices))
+        body, form, resume = read.body, read.form, context.resume
+        generation = Generation(self._proxy, choices, context.prefill_nodes)
+        if resume is not None:
+            form.take_over(resume)
+        journal = None
+        if context.wants_journal:
+            journal = _journal(resume, form.created, choices, is_stream=bool(body.stream))
+        answer = Answer(
+            generation,
+            form,
+            self._metrics,
+            journal,
+            include_usage=body.include_usage,
+            is_usage_told=resume is not None and resume.is_usage_told,
+            wants_timeline=context.wants_timeline,
+            wants_metrics=bool(body.include_metrics),
+        )
+
+        def headers() -> dict[str, str]:
+            known = prefill_headers(generation.choices[0].record)
+            known |= load_headers(context.load_format, self._proxy)
+            return known if journal is None else known | {names.JOURNAL: str(journal.first_number)}
+
+        if journal is not None:
+            return JournaledResponse(
+                answer.stream if body.stream else answer.stream_body,
+                form,
+                headers,
+                self._liveness,
+                is_whole=not body.stream,
+            )
+        if body.stream:
+            liveness = self._liveness.with_keepalives(context.wants_keepalives)
+            return EventStreamResponse(answer.stream, form, headers, liveness)
+        return JsonResponse(answer.body, form, headers)
+
+
+def _journal(
+    resume: Resume | None, created: int, choices: list[Choice], *, is_stream: bool
+) -> JournalWriter:
+    if resume is not None:
+        return JournalWriter(resume.num_entries, keeps_logprobs=not is_stream)
+    journal = JournalWriter(keeps_logprobs=not is_stream)
+    journal.start(created, [choice.request.spec.sampling.seed for choice in choices])
+    return journal
