@@ -20,8 +20,8 @@ from router.placement.tandem_policy import TandemParameters, TandemPolicy
 _NUM_ROUTERS = 2
 _SEED = 1
 STEP_LEAD_S = 0.003
-"""The lead that `bench.engine.step_pace` finds where a worker's host takes 0.8 to 1.5 ms to start a
-step."""
+"""The lead that `tests/engine/core/virtual_steps.py` finds where a worker's host takes 0.8 to 1.5
+ms to start a step."""
 
 
 @dataclass(frozen=True, slots=True)

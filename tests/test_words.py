@@ -20,6 +20,7 @@ CLEAN = (
     "bench",
     "cli",
     "decode_node",
+    "demo_model",
     "role_node",
     "edge",
     "engine",
@@ -36,6 +37,7 @@ CLEAN = (
     "tests/clients",
     "tests/decode_node",
     "tests/role_node",
+    "tests/drafts",
     "tests/e2e",
     "tests/edge",
     "tests/engine",
@@ -123,8 +125,8 @@ LEFT = 25
 """The number of lines in all that may still have such words. Lower it."""
 
 PRODUCT = (
-    "bench", "cli", "decode_node", "edge", "engine", "host", "kernels", "kv_transfer", "planner",
-    "prefill_node", "release", "role_node", "router",
+    "bench", "cli", "decode_node", "demo_model", "edge", "engine", "host", "kernels", "kv_transfer",
+    "planner", "prefill_node", "release", "role_node", "router",
 )  # fmt: skip
 
 

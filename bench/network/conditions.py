@@ -5,10 +5,10 @@
     python -m bench.network.conditions --rows clean black-hole 20mbit-6
 
 A router, two prefill and two decode nodes, each in a network namespace, on a switch of our own
-(`lossy_switch`), with random weights of 16 KiB of KV a token. A row has nodes of its own, and the
-condition from the first prompt on, on all paths between prefill and decode nodes unless its name
-says otherwise. It has two waves of fresh long prompts (1250 tokens, 20.5 MB of KV), all at once,
-and short ones (40 tokens) half a second later. What the first wave teaches serves the second.
+(`tests.lossy_switch`), with random weights of 16 KiB of KV a token. A row has nodes of its own, and
+the condition from the first prompt on, on all paths between prefill and decode nodes unless its
+name says otherwise. It has two waves of fresh long prompts (1250 tokens, 20.5 MB of KV), all at
+once, and short ones (40 tokens) half a second later. What the first wave teaches serves the second.
 
 Told of each wave: from a request's start to its first and second token, the longest silence of an
 answer, how many prompts decode nodes computed themselves, and how many each prefill node did. The
@@ -36,8 +36,8 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.network.lossy_switch import Conditions, LossySwitch, opened_switch
 from bench.record import write_result
+from tests.lossy_switch import Conditions, LossySwitch, opened_switch
 
 PREFILLS = ("p0", "p1")
 DECODES = ("d0", "d1")

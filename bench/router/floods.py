@@ -24,7 +24,6 @@ import contextlib
 import hashlib
 import json
 import multiprocessing
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bench.record import write_result
-from bench.router.overhead import child, cpu_seconds, peak_rss_mib
+from bench.router.processes import child, cpu_seconds, peak_rss_mib, port_of, running
 from cli.local_cluster.cluster import DEMO_CHECKPOINT
 
 Begun: TypeAlias = "multiprocessing.Queue[bool]"
@@ -128,22 +127,9 @@ def _service(kind: str) -> Iterator[tuple[int, int]]:
         digest = hashlib.sha256(b"key").hexdigest()
         keys.write_text(f'[[tenants]]\nname = "bench"\nkeys = ["sha256:{digest}"]\n')
         arguments = {**_ARGUMENTS, "keys": ("router", "--api-key-file", str(keys))}[kind]
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments, "--port", "0", "--log-level", "error"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            found = (json.loads(line) for line in process.stdout)
-            ready = next((said for said in found if said["event"] == "ready"), None)
-            if ready is None:
-                raise SystemExit(f"{arguments[0]} did not start")
-            name = "metrics_port" if kind == "probes" else "port"
-            yield ready.get(name) or int(ready["address"].rpartition(":")[2]), process.pid
-        finally:
-            process.terminate()
-            process.wait()
+        with running(Path.cwd(), *arguments) as (process, ready):
+            port = ready["metrics_port"] if kind == "probes" else port_of(ready)
+            yield port, process.pid
 
 
 def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:

@@ -16,19 +16,16 @@ import asyncio
 import http.client
 import json
 import multiprocessing
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import aiohttp
 
 from bench.record import write_result
-from bench.router.overhead import child, run_token_server
+from bench.router.processes import child, port_of, run_token_server, running
 from cli.local_cluster.cluster import DEMO_CHECKPOINT
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -223,43 +220,20 @@ def ms(seconds: float) -> float:
     return round(seconds * 1e3, 1)
 
 
-@contextmanager
-def service(tree: Path, *args: str) -> Iterator[int]:
-    """Runs a module of `tree` and returns its port."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *args, "--port", "0", "--log-level", "error"],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": f"{tree}:{tree}/proto:{tree}/kernels"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said = json.loads(line)
-            if said["event"] == "ready":
-                yield said.get("port") or int(said["address"].rpartition(":")[2])
-                return
-        raise SystemExit(f"{args[0]} did not start")
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def measure_router(tree: Path, repeats: int, at_once: int) -> list[Row]:
     ports = multiprocessing.get_context("spawn").Queue()
-    with child(run_token_server, ports, 100.0):
+    with child(run_token_server, ports, 0.01):
         status_port, port = ports.get(timeout=30), ports.get(timeout=30)
         entry = f"127.0.0.1:{port}/{status_port}"
-        with service(tree, "router", "--decode", entry) as router:
+        with running(tree, "router", "--decode", entry) as (_, ready):
             time.sleep(1.0)
-            return asyncio.run(measure("router", router, repeats, at_once))
+            return asyncio.run(measure("router", port_of(ready), repeats, at_once))
 
 
 def measure_node(tree: Path, repeats: int, at_once: int) -> list[Row]:
     args = ("--model", str(DEMO_CHECKPOINT), "--device", "cpu")
-    with service(tree, "decode_node", *args) as node:
-        return asyncio.run(measure("decode node", node, repeats, at_once))
+    with running(tree, "decode_node", *args) as (_, ready):
+        return asyncio.run(measure("decode node", port_of(ready), repeats, at_once))
 
 
 def main() -> int:

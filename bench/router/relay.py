@@ -5,7 +5,8 @@ Processes on loopback: decode nodes that send one token to each of their streams
 8 ms, all rows of a step at once as an engine does; the router; and a client. Each token carries the
 time it was made, so the client sees how long it was on its way; the same client reads a node
 directly for comparison. `floor` is a relay that copies bytes between two sockets and looks at
-nothing: what a process with this event loop must pay at least.
+nothing: what a process with this event loop must pay at least. Short requests, one after the other,
+say what each adds to a request.
 
     python -m bench.router.relay --tokens 5000,10000,20000 --nodes 2 --seconds 10
 """
@@ -25,45 +26,20 @@ from typing import cast
 import uvloop
 
 from bench.record import write_result
-from bench.router.overhead import (
-    TokenServer,
+from bench.router.processes import (
     child,
     cpu_seconds,
     peak_rss_mib,
     percentiles_ms,
+    request_times,
     run_router,
+    run_token_server,
     stream_delays,
     wait_ready,
 )
-from bench.router.status_stub import serve_status
 
 _STEP_S = 0.008
 _RAMP_S = 0.5
-
-
-# Decode nodes -----------------------------------------------------------------------------------
-
-
-async def _send_steps(streams: set[TokenServer]) -> None:
-    """Sends every stream a token each step: one row after the other, without a pause."""
-    start = time.monotonic()
-    for step in range(1 << 60):
-        await asyncio.sleep(max(0.0, start + step * _STEP_S - time.monotonic()))
-        for stream in tuple(streams):
-            stream.send_event()
-
-
-def run_node(ports: multiprocessing.Queue[int]) -> None:
-    async def serve() -> None:
-        streams: set[TokenServer] = set()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: TokenServer(streams), "127.0.0.1", 0, backlog=4096
-        )
-        ports.put(server.sockets[0].getsockname()[1])
-        await _send_steps(streams)
-
-    ports.put(serve_status())
-    uvloop.run(serve())
 
 
 # The floor --------------------------------------------------------------------------------------
@@ -138,9 +114,12 @@ async def _measure(
 async def _measure_all(
     args: argparse.Namespace, name: str, entries: list[int], pids: list[int]
 ) -> list[dict[str, object]]:
+    await request_times(entries[0], 200)
+    request_ms = percentiles_ms(await request_times(entries[0], args.requests))
     rows = []
     for tokens in args.tokens:
-        rows.append({"relay": name, **await _measure(args, entries, pids, tokens)})
+        found = await _measure(args, entries, pids, tokens)
+        rows.append({"relay": name, "request_ms": request_ms, **found})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -159,7 +138,7 @@ def _nodes(ports: multiprocessing.Queue[int], count: int) -> Iterator[list[tuple
     with contextlib.ExitStack() as stack:
         found = []
         for _ in range(count):
-            stack.enter_context(child(run_node, ports))
+            stack.enter_context(child(run_token_server, ports, _STEP_S))
             status_port, http_port = ports.get(), ports.get()
             found.append((http_port, status_port))
         yield found
@@ -172,7 +151,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="5000,10000,20000", help="tokens per second, of all")
     parser.add_argument("--nodes", type=int, default=2, help="decode nodes")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each stream")
-    parser.add_argument("--client", default="own", help="the router's: own, aiohttp or httpx")
+    parser.add_argument("--requests", type=int, default=1000, help="short requests to time")
     parser.add_argument("--routers", type=int, default=1, help="routers that share the streams")
     parser.add_argument("--relays", default="direct,floor,router", help="what to measure")
     parser.add_argument("--name", default="router_relay", help="name of the result file")
@@ -193,7 +172,7 @@ def main() -> int:
             with contextlib.ExitStack() as stack:
                 entries, pids = [], []
                 for _ in range(args.routers):
-                    process = stack.enter_context(child(run_router, ports, decode, args.client))
+                    process = stack.enter_context(child(run_router, ports, decode))
                     assert process.pid is not None
                     pids.append(process.pid)
                     entries.append(ports.get())

@@ -9,10 +9,10 @@ import pytest
 from kv_caches import layout
 from kv_nodes import FakeRequest, KVNode, poll_until, until_empty
 
-from bench.network.lossy_switch import CLEAN, Conditions, LossySwitch, NoSwitchError, opened_switch
 from edge.security.config import SecurityConfig
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.errors import KV_DAMAGED, KV_STALLED
+from tests.lossy_switch import CLEAN, Conditions, LossySwitch, NoSwitchError, opened_switch
 
 SHAPE = layout(num_layers=4, num_kv_heads=64)
 """Takes 8 KiB a token."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from bench.engine.step_pace import PROFILE, Case, Machine, VirtualDevice, run
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.outputs import ModelRunnerOutput
 from engine.contracts.scheduler_output import SchedulerOutput
@@ -20,6 +19,7 @@ from engine.sched.rows.in_flight import StepShape
 from engine.speed.profile import load_profile
 from planner.simulation.step_times import MeasuredTimes, Part
 from tests.engine.core.tiny_engine import make_request, tiny_config
+from tests.engine.core.virtual_steps import PROFILE, Case, Machine, VirtualDevice, run
 
 STEP_S = 0.010
 AHEAD_S = 0.0095

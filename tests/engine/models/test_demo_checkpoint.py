@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from bench.demo_model.chat import Chat, Turn, facts_about, facts_about_person
-from bench.demo_model.corpus import documents, render
-from bench.demo_model.train import CONTEXT, Recipe, packed, save, train
-from bench.demo_model.village import KNOWLEDGE, PEOPLE, SMALL_TALK, THINGS, UNKNOWN
+from demo_model.chat import Chat, Turn, facts_about, facts_about_person
+from demo_model.corpus import documents, render
+from demo_model.train import CONTEXT, Recipe, packed, save, train
+from demo_model.village import KNOWLEDGE, PEOPLE, SMALL_TALK, THINGS, UNKNOWN
 from engine.models.checkpoint import load_model_config, resolve_model
 from engine.parallel.distributed import ParallelGroup
 from tests.engine.models.paged_model import PagedModel

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from random import Random
 from typing import TypeVar
 
-from bench.demo_model.village import DAYS, PEOPLE, THINGS, WEATHERS, Person, Thing, person
+from demo_model.village import DAYS, PEOPLE, THINGS, WEATHERS, Person, Thing, person
 
 MAX_DAYS = len(DAYS)
 _TIMES = ("One morning", "One evening", "Once upon a time", "After lunch", "Before sunrise")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bench.demo_model.lesson import Lesson
+from demo_model.lesson import Lesson
 
 DRAFT_VOCAB = 640
 """The head may guess this many tokens: those that the model says most."""

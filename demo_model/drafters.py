@@ -1,4 +1,4 @@
-"""Trains drafters for the demo checkpoint: `python -m bench.demo_model.drafters --out FOLDER`.
+"""Trains drafters for the demo checkpoint: `python -m demo_model.drafters --out FOLDER`.
 
     1. The demo model goes on with beginnings of documents, by its own choice: what it says is what
        drafters have to guess.
@@ -26,10 +26,10 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.demo_model.corpus import documents
-from bench.demo_model.eagle3_head import Eagle3Trainee
-from bench.demo_model.lesson import Lesson, lesson
-from bench.demo_model.medusa_heads import MedusaTrainee
+from demo_model.corpus import documents
+from demo_model.eagle3_head import Eagle3Trainee
+from demo_model.lesson import Lesson, lesson
+from demo_model.medusa_heads import MedusaTrainee
 
 DEMO = Path("cli/demo_checkpoint")
 

@@ -1,18 +1,8 @@
-#!/usr/bin/env python3
-"""Measures what the router costs: added latency, processor time and memory, with many streams at
-once.
-
-Three processes on loopback: a token server that sends one event to every stream at a fixed rate,
-the router, and a client. Each event carries the time it was made, so the client sees how long it
-was on its way; the same client asks the token server directly for comparison. The router is run
-with each HTTP client in turn (`own`, which it uses, `aiohttp` and `httpx`).
-
-    python -m bench.router.overhead --streams 100,500 --rate 20 --seconds 10
-"""
+"""Runs what benches of the router need around it: decode nodes that send tokens and nothing else,
+the router in a process of its own, and clients that note how long each token was on its way."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -20,22 +10,23 @@ import multiprocessing
 import os
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import grpc
 import httpx
 import uvloop
 
-from bench.record import write_result
-from bench.router.http_clients import make_transport
-from bench.router.status_stub import serve_status
-from router.app import OuterWorld
 from router.config import RouterSettings
 from router.garbage import settle
 from router.server import RouterServer, bind
+from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NodeLoad
+from tandem_pb.node_pb2_grpc import NodeStatusServicer, add_NodeStatusServicer_to_server
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 _JOURNAL = b"x-tandem-journal:"
@@ -114,39 +105,55 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def _send_tokens(streams: set[TokenServer], rate: float) -> None:
-    """Sends every stream `rate` events a second; streams take turns evenly within a period."""
-    period_s, num_slots = 1 / rate, 50
-    slot = 0
+async def _send_steps(streams: set[TokenServer], step_s: float) -> None:
+    """Sends every stream a token each step: one row after the other, without a pause."""
     start = time.monotonic()
     for step in range(1 << 60):
-        await asyncio.sleep(max(0.0, start + step * period_s / num_slots - time.monotonic()))
-        for stream in [s for s in streams if id(s) // 64 % num_slots == slot]:
+        await asyncio.sleep(max(0.0, start + step * step_s - time.monotonic()))
+        for stream in tuple(streams):
             stream.send_event()
-        slot = (slot + 1) % num_slots
 
 
-def run_token_server(ports: multiprocessing.Queue[int], rate: float) -> None:
+class _Status(NodeStatusServicer):
+    """The status service of a decode node that is always well."""
+
+    def Watch(self, request: object, context: grpc.ServicerContext) -> Iterator[NodeLoad]:
+        sequence = 0
+        while context.is_active():
+            sequence += 1
+            yield NodeLoad(
+                node_id=f"bench-{id(self)}", role=NODE_ROLE_DECODE, epoch=1, sequence=sequence,
+                model_name="bench",
+            )  # fmt: skip
+            time.sleep(0.25)
+
+
+def run_token_server(ports: multiprocessing.Queue[int], step_s: float) -> None:
+    """Serves until the process ends, as a decode node; puts the ports of gRPC and HTTP."""
+    status = grpc.server(futures.ThreadPoolExecutor(4))
+    add_NodeStatusServicer_to_server(_Status(), status)  # type: ignore[no-untyped-call]
+    ports.put(status.add_insecure_port("127.0.0.1:0"))
+    status.start()
+
     async def serve() -> None:
         streams: set[TokenServer] = set()
         server = await asyncio.get_running_loop().create_server(
             lambda: TokenServer(streams), "127.0.0.1", 0, backlog=4096
         )
         ports.put(server.sockets[0].getsockname()[1])
-        await _send_tokens(streams, rate)
+        await _send_steps(streams, step_s)
 
-    ports.put(serve_status())
     uvloop.run(serve())
 
 
-# The router with each HTTP client ---------------------------------------------------------------
+# The router -------------------------------------------------------------------------------------
 
 
-def run_router(ports: multiprocessing.Queue[int], decode: str, client: str) -> None:
+def run_router(ports: multiprocessing.Queue[int], decode: str) -> None:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the life of the process
     settings = RouterSettings(port=0, decode=decode, log_level="warning")
     listener = bind(settings.host, settings.port)
-    server = RouterServer(settings, listener, OuterWorld(transport=make_transport(client)))
+    server = RouterServer(settings, listener)
     ports.put(listener.getsockname()[1])
     settle()
     uvloop.run(server.run_until_drained())
@@ -265,82 +272,28 @@ async def wait_ready(port: int) -> None:
     raise SystemExit("the router did not become ready")
 
 
-async def measure(
-    args: argparse.Namespace, token_port: int, router_port: int, router_pid: int
-) -> dict[str, object]:
-    await wait_ready(router_port)
-    await request_times(router_port, 200)
-    direct = percentiles_ms(await request_times(token_port, args.requests))
-    through = percentiles_ms(await request_times(router_port, args.requests))
-    cpu = cpu_seconds(router_pid)
-    await request_times(router_port, args.requests)
-    result: dict[str, object] = {
-        "request_direct_ms": direct,
-        "request_through_ms": through,
-        "request_added_p50_ms": round(through["p50"] - direct["p50"], 3),
-        "cpu_us_per_request": round((cpu_seconds(router_pid) - cpu) / args.requests * 1e6, 1),
-        "rss_idle_mib": peak_rss_mib(router_pid),
-        "streams": [],
-    }
-    rows = []
-    for num_streams in args.streams:
-        rows.append(await _measure_streams(args, token_port, router_port, router_pid, num_streams))
-        print(json.dumps(rows[-1]), flush=True)
-    result["streams"] = rows
-    return result
-
-
-async def _measure_streams(
-    args: argparse.Namespace, token_port: int, router_port: int, router_pid: int, num_streams: int
-) -> dict[str, object]:
-    max_tokens = round(args.seconds * args.rate)
-    direct = percentiles_ms(await stream_delays(token_port, num_streams, max_tokens, args.ramp))
-    cpu, started = cpu_seconds(router_pid), time.monotonic()
-    delays_s = await stream_delays(router_port, num_streams, max_tokens, args.ramp)
-    cpu, wall_s = cpu_seconds(router_pid) - cpu, time.monotonic() - started
-    through = percentiles_ms(delays_s)
-    return {
-        "streams": num_streams,
-        "events": len(delays_s),
-        "complete": len(delays_s) == num_streams * max_tokens,
-        "event_direct_ms": direct,
-        "event_through_ms": through,
-        "event_added_ms": {q: round(through[q] - direct[q], 3) for q in through},
-        "router_cpu_us_per_event": round(cpu / len(delays_s) * 1e6, 1),
-        "router_cores": round(cpu / wall_s, 3),
-        "router_peak_rss_mib": peak_rss_mib(router_pid),
-    }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@contextlib.contextmanager
+def running(tree: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Runs a service of a source tree; yields its process and what it said when it was ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments, "--port", "0", "--log-level", "error"],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": f"{tree}:{tree}/proto:{tree}/kernels"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    parser.add_argument("--streams", default="100,500", help="numbers of concurrent streams")
-    parser.add_argument("--rate", type=float, default=20.0, help="events per second and stream")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each stream")
-    parser.add_argument("--ramp", type=float, default=2.0, help="seconds over which streams begin")
-    parser.add_argument("--requests", type=int, default=1000, help="short requests to time")
-    parser.add_argument("--clients", default="own,aiohttp,httpx", help="HTTP clients to compare")
-    parser.add_argument("--name", default="router_overhead", help="name of the result file")
-    args = parser.parse_args()
-    args.streams = [int(number) for number in args.streams.split(",")]
-    ports: multiprocessing.Queue[int] = multiprocessing.get_context("spawn").Queue()
-    figures = {}
-    with child(run_token_server, ports, args.rate):
-        status_port, token_port = ports.get(), ports.get()
-        for client in args.clients.split(","):
-            print(f"{client}:", flush=True)
-            decode = f"127.0.0.1:{token_port}/{status_port}"
-            with child(run_router, ports, decode, client) as process:
-                assert process.pid is not None
-                measured = measure(args, token_port, ports.get(), process.pid)
-                figures[client] = uvloop.run(measured)
-            summary = {k: v for k, v in figures[client].items() if k != "streams"}
-            print(json.dumps(summary), flush=True)
-    print(f"written: {write_result(args.name, figures).name}")
-    return 0
+    try:
+        assert process.stdout is not None
+        said = (json.loads(line) for line in process.stdout)
+        ready = next((event for event in said if event["event"] == "ready"), None)
+        if ready is None:
+            raise SystemExit(f"{arguments[0]} did not start")
+        yield process, ready
+    finally:
+        process.terminate()
+        process.wait()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def port_of(ready: dict[str, Any]) -> int:
+    """Returns the port of the API that a service has named."""
+    return ready.get("port") or int(ready["address"].rpartition(":")[2])

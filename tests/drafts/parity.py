@@ -15,8 +15,8 @@ engine without drafts, and with each drafter and 2, 4 and 8 tokens a step, or as
 Tokens, ends and log probabilities must be equal to the last bit. Weights are random: heads are
 nearly always wrong, planted drafts right four times in five, n-grams in between.
 
-    python -m bench.engine.parity                     # 10^6 tokens
-    python -m bench.engine.parity --tokens 20000 --methods ngram eagle3
+    python tests/drafts/parity.py                     # 10^6 tokens
+    python tests/drafts/parity.py --tokens 20000 --methods ngram eagle3
 
 The exit status is 1 if anything differs. Results: bench/results/parity.json, after each drafter.
 """
@@ -38,7 +38,9 @@ from typing import Any
 
 import torch
 
-from bench.engine.drafts.engines import (
+from bench.record import RESULTS, write_result
+from engine.contracts.messages import EngineCoreRequest
+from tests.drafts.draft_engines import (
     Engine,
     Node,
     Pair,
@@ -50,7 +52,7 @@ from bench.engine.drafts.engines import (
     speculative_config,
     write_models,
 )
-from bench.engine.drafts.requests import (
+from tests.drafts.draft_requests import (
     MAX_TOKENS,
     PER_ROUND,
     Answers,
@@ -58,8 +60,6 @@ from bench.engine.drafts.requests import (
     requests_of,
     resumed,
 )
-from bench.record import RESULTS, write_result
-from engine.contracts.messages import EngineCoreRequest
 
 _UNKNOWN = ("none", "planted")
 """Drafters that no setting names."""

@@ -1,4 +1,4 @@
-"""Trains the demo checkpoint from nothing: `python -m bench.demo_model.train --out FOLDER`.
+"""Trains the demo checkpoint from nothing: `python -m demo_model.train --out FOLDER`.
 
     1. Text from `corpus`, by seed.
     2. A byte-level BPE tokenizer on a part of it.
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.demo_model.corpus import BOS, CHAT_TEMPLATE, END, EOS, SPECIAL_TOKENS, documents
+from demo_model.corpus import BOS, CHAT_TEMPLATE, END, EOS, SPECIAL_TOKENS, documents
 
 CONTEXT = 2048
 _TOKENIZER_DOCUMENTS = 4000

@@ -10,8 +10,8 @@ the bit:
 
 A hit and a hand-over must not cost drafts: at least 0.98 of the tokens that drafts save cold.
 
-    python -m bench.demo_model.drafters --out drafters    # once, some minutes
-    python -m bench.engine.acceptance --drafters drafters
+    python -m demo_model.drafters --out drafters    # once, some minutes
+    python tests/drafts/acceptance.py --drafters drafters
 
 Results: bench/results/acceptance.json. The exit status is 1 below 0.98, or if tokens differ.
 """
@@ -31,11 +31,8 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from bench.demo_model.corpus import ASSISTANT, documents
-from bench.engine.drafts.engines import Engine, Node, Pair, with_transfers
-from bench.engine.drafts.requests import Answers
-from bench.engine.parity import run
 from bench.record import write_result
+from demo_model.corpus import ASSISTANT, documents
 from engine.config import (
     CacheConfig,
     DeviceConfig,
@@ -50,6 +47,9 @@ from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from engine.models.checkpoint import load_model_config
 from engine.models.draft_checkpoint import read_draft
+from tests.drafts.draft_engines import Engine, Node, Pair, with_transfers
+from tests.drafts.draft_requests import Answers
+from tests.drafts.parity import run
 
 DEMO = Path("cli/demo_checkpoint")
 METHODS: tuple[DrafterName, ...] = ("eagle3", "medusa", "ngram")

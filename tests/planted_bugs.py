@@ -7,8 +7,8 @@ that should fail.
        come to an end, where the bug is that something is waited for
     3. the file is put back
 
-    python -m bench.planted_bugs                    all, about a minute on two idle cores
-    python -m bench.planted_bugs --only no-epoch
+    python tests/planted_bugs.py                    all, about a minute on two idle cores
+    python tests/planted_bugs.py --only no-epoch
 
 Exit code 1 when a bug is not caught, or a change no longer fits the code.
 """

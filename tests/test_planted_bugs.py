@@ -1,10 +1,10 @@
-"""The bugs of `bench.planted_bugs` can still be planted, and name tests that exist."""
+"""The bugs of `tests/planted_bugs.py` can still be planted, and name tests that exist."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.planted_bugs import BUGS, ROOT, Bug
+from tests.planted_bugs import BUGS, ROOT, Bug
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

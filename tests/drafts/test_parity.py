@@ -7,9 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from bench.engine.drafts.requests import Answers, requests_of, resumed
-from bench.engine.parity import Drafting, Limits, measure_method, run_round
 from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
+from tests.drafts.draft_requests import Answers, requests_of, resumed
+from tests.drafts.parity import Drafting, Limits, measure_method, run_round
 
 SMALL = Limits(10**6, num_rounds=4, per_round=10, max_tokens=30)
 WAYS = {"one node", "killed", "P/D", "P/D, killed"}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bench.demo_model.lesson import Lesson
+from demo_model.lesson import Lesson
 
 NUM_HEADS = 3
 

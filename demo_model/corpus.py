@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from bench.demo_model.chat import Chat, ChatWriter
-from bench.demo_model.story import MAX_DAYS, StoryTeller
+from demo_model.chat import Chat, ChatWriter
+from demo_model.story import MAX_DAYS, StoryTeller
 
 BOS = "<|startoftext|>"
 EOS = "<|endoftext|>"

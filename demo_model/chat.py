@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from bench.demo_model.story import StoryTeller, a
-from bench.demo_model.village import (
+from demo_model.story import StoryTeller, a
+from demo_model.village import (
     DAYS,
     KNOWLEDGE,
     PEOPLE,

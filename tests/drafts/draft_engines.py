@@ -1,4 +1,4 @@
-"""The engines of `bench.engine.parity`, in this process: one node, or two with the wire between.
+"""The engines of `parity.py`, in this process: one node, or two with the wire between.
 
 A pair's transfer processes are real ones; this process plays both node servers.
 """
@@ -17,8 +17,6 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from bench.engine.drafts.requests import EOS, MAX_LEN, VOCAB, names_of
-from bench.engine.models.tokenizer import save_tokenizer
 from engine.config import (
     CacheConfig,
     DeviceConfig,
@@ -42,6 +40,8 @@ from engine.worker.drafter import Drafter
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.metadata import KVTransferParams
 from tandem_kernels.batch.batch_tables import RowTables
+from tests.drafts.draft_requests import EOS, MAX_LEN, VOCAB, names_of
+from tests.drafts.draft_tokenizer import save_tokenizer
 
 _BLOCK_SIZE, _ROWS = 8, 32
 _FEW_BLOCKS = 130

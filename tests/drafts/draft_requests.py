@@ -1,4 +1,4 @@
-"""The requests of `bench.engine.parity`, and what they get."""
+"""The requests of `parity.py`, and what they get."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ virtual time: a device whose steps take what a profile says (`planner/profiles`)
 percent, a host that needs time to start each, and messages that need time on their way. Requests
 join at random moments, as those do whose KV has come: what is left to compute is one token.
 
-    python -m bench.engine.step_pace        some seconds
+    python tests/engine/core/virtual_steps.py        some seconds
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProf
 from engine.speed.profile import load_profile
 from planner.simulation.step_times import MeasuredTimes, Part
 
-PROFILE = Path(__file__).parents[2] / "planner" / "profiles" / "h200-llama-3.1-8b.json"
+PROFILE = Path(__file__).parents[3] / "planner" / "profiles" / "h200-llama-3.1-8b.json"
 CONTEXT = 1000
 """Tokens of context that each row is taken to have."""
 _BLOCK = 16

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.demo_model.drafters import DrafterRecipe, save, train
-from bench.demo_model.eagle3_head import TAPS, Eagle3Trainee
-from bench.demo_model.lesson import lesson
-from bench.demo_model.medusa_heads import MedusaTrainee
-from bench.engine.acceptance import Chats, config_of
-from bench.engine.drafts.engines import Engine
-from bench.engine.drafts.requests import Answers
-from bench.engine.parity import run
+from demo_model.drafters import DrafterRecipe, save, train
+from demo_model.eagle3_head import TAPS, Eagle3Trainee
+from demo_model.lesson import lesson
+from demo_model.medusa_heads import MedusaTrainee
 from engine.contracts.messages import EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import SamplingParams
 from tandem_kernels.batch.batch_tables import RowTables
+from tests.drafts.acceptance import Chats, config_of
+from tests.drafts.draft_engines import Engine
+from tests.drafts.draft_requests import Answers
+from tests.drafts.parity import run
 
 RECIPE = DrafterRecipe(steps=6, batch_size=2, warmup_steps=1)
 
