@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from decode_node.answer.generation import Choice
+from decode_node.answer.choice import Choice
 from decode_node.disagg.prefill_events import FAILURE_CODES
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.observe.request_facts import facts_of

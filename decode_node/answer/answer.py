@@ -1,7 +1,10 @@
 """One answer, from the outputs of its choices to the events or the body that carry it.
 
-    outputs ──▶ ResponseFormat ──▶ events ─┐
-       └──────▶ JournalWriter  ──▶ lines ──┴──▶ what is sent at once
+    engine ──▶ Delivery ──▶ Answer ──▶ ResponseFormat ──▶ events ─┐
+                               └─────▶ JournalWriter  ──▶ lines ──┴──▶ what is sent at once
+
+An output is with the client's connection (`edge.http.event_writer`) when the engine's call that
+brought it returns.
 
 With a journal a plain body travels as the last event: the router unpacks it. An answer that goes
 on where another node left off first replays what that one gave, which sets all state here and
@@ -13,22 +16,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec import UNSET, UnsetType
 
+from decode_node.answer.choice import (
+    Choice,
+    ChoiceResult,
+    metrics_of,
+    requests_of,
+    times_of,
+    usage_of,
+)
 from decode_node.answer.event import event
 from decode_node.answer.format import ResponseFormat
-from decode_node.answer.generation import Choice, ChoiceResult, Generation
 from decode_node.answer.journal import JournalWriter, group_line
+from decode_node.disagg.credits import Claim
+from decode_node.disagg.proxy import DisaggProxy, OnEnd
+from decode_node.errors import Unavailable
 from decode_node.metrics import DecodeMetrics
-from decode_node.observe.timeline import Timeline
+from decode_node.observe.timeline import PrefillRecord, Timeline
 from edge.http import long_work
+from engine.contracts.errors import EngineDeadError
+from engine.frontend.input_processor import GenerationRequest
 from engine.frontend.output_processor import RequestOutput
 
+Take = Callable[[Choice, RequestOutput], None]
+"""Takes the outputs of an answer, in the order of each choice. It does not wait."""
 Write = Callable[[bytes], None]
-"""Takes whole events to be sent at once."""
+"""Takes whole events to be sent at once: mostly `EventWriter.write`."""
 
 JOURNAL_INTERVAL_S = 0.25
 """Seconds between entries for a client that waits for all: tokens that are not sent yet cost a node
@@ -39,32 +57,96 @@ _MANY_TOKENS = 2048
 """Tokens of whole answers that are parsed in the event loop; more, in a thread."""
 
 
+class Delivery:
+    """Takes the outputs of one request from the engine, which has one choice or several, and gives
+    them to `take`, having kept room for them.
+
+    1. `begin`  the request has room
+    2. `give`   each output, in the midst of the engine's call
+    3. `ended`  is done behind the last, or with what went wrong; from then on nothing is given
+    """
+
+    def __init__(self, request: GenerationRequest, choices: Sequence[Choice], take: Take) -> None:
+        names = request.choice_ids or (request.request_id,)
+        self.prefill: PrefillRecord = choices[0].record.prefill
+        for choice in choices:
+            choice.record.prefill = self.prefill
+        self._choices = dict(zip(names, enumerate(choices), strict=True))
+        self._num_prompt_tokens = len(request.spec.prompt_token_ids)
+        self._num_running = len(names)
+        self._take = take
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def begin(self, claim: Claim, on_end: OnEnd) -> None:
+        self._claim = claim
+        self._on_end = on_end
+
+    def give(self, output: RequestOutput | Exception) -> None:
+        """Takes an output in the midst of others': what goes wrong is this request's alone."""
+        if self.ended.done():
+            return
+        try:
+            if isinstance(output, Exception):
+                raise output
+            index, choice = self._choices[output.request_id]
+            record = choice.record
+            record.on_output(output)
+            self._claim.grow_to(self._num_prompt_tokens + len(record.new_token_ids), index)
+            if output.finish_reason is not None:
+                self._claim.end_choice(index)
+                self._on_end(record, output)
+                self._num_running -= 1
+            self._take(choice, choice.told(output))
+        except Exception as error:
+            self.ended.set_exception(error)
+        else:
+            if not self._num_running:
+                self.ended.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Says what an answer tells besides its choices.
+
+    Attributes:
+        usage_sent: Another node has sent the usage already.
+    """
+
+    include_usage: bool = False
+    usage_sent: bool = False
+    wants_timeline: bool = False
+    wants_metrics: bool = False
+
+
 class Answer:
-    """Carries one answer. `journal` is None when nothing keeps one; `is_usage_told` says that
-    another node has told usage already."""
+    """Has the choices of one HTTP request computed, and carries their answer.
+
+    Args:
+        journal: None: nothing keeps one.
+        prefill_nodes: Which a router names; None: the proxy's own.
+    """
 
     def __init__(
         self,
-        generation: Generation,
+        proxy: DisaggProxy,
+        choices: Sequence[Choice],
         form: ResponseFormat,
         metrics: DecodeMetrics,
-        journal: JournalWriter | None = None,
-        *,
-        include_usage: bool = False,
-        is_usage_told: bool = False,
-        wants_timeline: bool = False,
-        wants_metrics: bool = False,
+        journal: JournalWriter | None,
+        options: AnswerOptions,
+        prefill_nodes: Sequence[str] | None = None,
     ) -> None:
-        self._generation = generation
+        self._proxy = proxy
+        self._choices = choices
         self._form = form
         self._metrics = metrics
         self._journal = journal
-        self._tells_usage = include_usage and not is_usage_told
-        self._wants_timeline = wants_timeline
-        self._wants_metrics = wants_metrics
+        self._options = options
+        self._prefill_nodes = prefill_nodes
+        self._tells_usage = options.include_usage and not options.usage_sent
         self._begun: set[int] = set()
         """Choices that the journal has entries of."""
-        self._num_running = len(generation.choices)
+        self._num_running = len(choices)
         self._write: Write = lambda data: None
         self._later: deque[tuple[Choice, RequestOutput]] = deque()
         self._slow: asyncio.Task[None] | None = None
@@ -76,25 +158,27 @@ class Answer:
         `HttpError`."""
         self._write = write
         try:
-            await self._generation.run(self._take)
+            await self._run(self._take)
             if self._slow is not None:
                 await self._slow
             if self._tells_usage:
-                usage = self._form.usage_events(self._generation.usage(), self._timeline(True))
+                usage = self._form.usage_events(usage_of(self._choices), self._timeline(True))
                 if self._journal is not None:
                     self._journal.usage_told()
                 write(self._marked(usage, None, True))
         finally:
             if self._slow is not None:
                 self._slow.cancel()
-            self._metrics.observe(self._generation.choices)
+            self._metrics.observe(self._choices)
 
     async def body(self) -> bytes:
         """Returns the body for a client that wants it whole. Raises `HttpError`."""
         try:
-            return await self._body(await self._generation.collect())
+            results = [ChoiceResult(choice) for choice in self._choices]
+            await self._run(lambda choice, output: results[choice.index].add(output))
+            return await self._body(results)
         finally:
-            self._metrics.observe(self._generation.choices)
+            self._metrics.observe(self._choices)
 
     async def stream_body(self, write: Write) -> None:
         """Writes entries of the journal from time to time, then the body. Raises `HttpError`.
@@ -102,7 +186,7 @@ class Answer:
         A choice with log probabilities of its prompt is not noted: they are much, and cannot be
         had without computing the prompt, so another node begins it again, with the same seed.
         """
-        results = [ChoiceResult(choice) for choice in self._generation.choices]
+        results = [ChoiceResult(choice) for choice in self._choices]
         told_at = 0.0
 
         def take(choice: Choice, output: RequestOutput) -> None:
@@ -118,11 +202,55 @@ class Answer:
                     write(lines + b"\n")
 
         try:
-            await self._generation.run(take)
+            await self._run(take)
             body = await self._body(results)
             write(self._end_line() + event(body))
         finally:
-            self._metrics.observe(self._generation.choices)
+            self._metrics.observe(self._choices)
+
+    async def _run(self, take: Take) -> None:
+        """Gives the outputs of all choices to `take` as they come, and returns behind the last. A
+        task that is cancelled aborts what is left.
+
+        Raises `CannotFollow`, `GenerationFailed` or `Unavailable` when one choice cannot be
+        completed, and what `take` raises.
+        """
+        requests = list(requests_of(self._choices))
+        try:
+            if len(requests) == 1:
+                await self._run_one(requests[0], take)
+            else:
+                await self._run_all(requests, take)
+        except EngineDeadError as error:
+            raise Unavailable(f"the engine of this node has died: {error}") from error
+
+    async def _run_one(self, choices: list[Choice], take: Take) -> None:
+        """Runs choices that are one request."""
+        first = choices[0]
+        if first.replay is not None:
+            first.record.on_output(first.replay)
+            take(first, first.replay)
+            return
+        request = GenerationRequest.of_choices(
+            f"{first.request.request_id}+{len(choices) - 1}", [one.request for one in choices]
+        )
+        await self._proxy.run(request, Delivery(request, choices, take), self._prefill_nodes)
+
+    async def _run_all(self, requests: list[list[Choice]], take: Take) -> None:
+        """Runs a task for each request; the first failure ends all."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for choices in requests:
+                tasks.append(asyncio.create_task(self._run_one(choices, take)))
+                # Each begins with work on its whole prompt: other requests come in between.
+                await asyncio.sleep(0)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(self, choice: Choice, output: RequestOutput) -> None:
         """Writes an output. Log probabilities of a long prompt take seconds to write: that happens
@@ -172,7 +300,7 @@ class Answer:
 
     def _end_line(self) -> bytes:
         """Returns the line that tells a router where the time went."""
-        return b"" if self._journal is None else self._generation.answer_times().line()
+        return b"" if self._journal is None else times_of(self._choices).line()
 
     def _marked(self, events: list[bytes], choice: Choice | None, is_last: bool) -> bytes:
         """Returns events to be sent at once, and in front of them what a router has to know."""
@@ -187,7 +315,7 @@ class Answer:
         return self._journal.take(None if choice is None else choice.index)
 
     async def _body(self, results: list[ChoiceResult]) -> bytes:
-        usage, timeline = self._generation.usage(), self._timeline(True)
+        usage, timeline = usage_of(self._choices), self._timeline(True)
         num_logprobs = sum(len(r.prompt_logprobs) + len(r.logprobs) for r in results)
         num_tokens = sum(len(result.token_ids) for result in results)
         if num_logprobs <= _MANY_LOGPROBS and num_tokens <= _MANY_TOKENS:
@@ -195,6 +323,9 @@ class Answer:
         return await long_work.run(True, partial(self._form.body, results, usage, timeline))
 
     def _timeline(self, is_last: bool) -> Timeline | UnsetType:
-        if is_last and self._wants_metrics:
-            self._form.metrics = self._generation.metrics()
-        return self._generation.timeline() if is_last and self._wants_timeline else UNSET
+        """Returns the timeline of the first choice, with the answer's last event."""
+        if not is_last:
+            return UNSET
+        if self._options.wants_metrics:
+            self._form.metrics = metrics_of(self._choices)
+        return self._choices[0].record.timeline() if self._options.wants_timeline else UNSET

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.call_ids import CallIds
+from decode_node.answer.choice import Choice, ChoiceResult
 from decode_node.answer.event import TextEvent, event
 from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
-from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.logprobs import TokenTexts, chat_logprobs
 from decode_node.answer.output_readers import CallNews, News, OutputReaders
 from decode_node.observe.timeline import Timeline

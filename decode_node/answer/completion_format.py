@@ -7,9 +7,9 @@ from functools import partial
 
 from msgspec import UNSET, UnsetType
 
+from decode_node.answer.choice import Choice, ChoiceResult, unpacked
 from decode_node.answer.event import TextEvent, event
 from decode_node.answer.format import FormatOptions, ResponseFormat, stop_reason
-from decode_node.answer.generation import Choice, ChoiceResult, unpacked
 from decode_node.answer.logprobs import (
     TokenTexts,
     completion_logprobs,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from decode_node.answer.choice import Choice, ChoiceResult
 from decode_node.answer.event import DONE, event
-from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenNames, TokenTexts, prompt_logprobs
 from decode_node.observe.timeline import RequestMetrics, Timeline

@@ -14,9 +14,9 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.chat_format import ChatOptions
+from decode_node.answer.choice import Choice, ChoiceResult
 from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat
-from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.message_blocks import MessageBlocks
 from decode_node.observe.timeline import Timeline

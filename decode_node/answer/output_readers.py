@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from decode_node.answer.choice import ChoiceResult
 from decode_node.answer.content_logprobs import ContentLogprobs
-from decode_node.answer.generation import ChoiceResult
 from decode_node.parsers.deltas import (
     CallArguments,
     CallStart,

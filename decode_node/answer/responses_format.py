@@ -15,9 +15,9 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from decode_node.answer.chat_format import ChatOptions
+from decode_node.answer.choice import Choice, ChoiceResult
 from decode_node.answer.event import event
 from decode_node.answer.format import FormatOptions, ResponseFormat
-from decode_node.answer.generation import Choice, ChoiceResult
 from decode_node.answer.journal import Resume
 from decode_node.answer.logprobs import TokenTexts
 from decode_node.answer.response_items import Event, ResponseItems

@@ -26,7 +26,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from decode_node.disagg.cached_prefixes import CachedPrefixes
 from decode_node.disagg.credits import ANYWHERE, Claim, GroupPreference, KVCredits
@@ -55,16 +55,19 @@ _NO_ENCODER = (
 )
 
 
-class RunningChoice(Protocol):
-    """The part of an answer's choice that is needed here."""
-
-    @property
-    def record(self) -> RequestRecord: ...
-    def told(self, output: RequestOutput) -> RequestOutput:
-        """Returns what its reader gets for an output. Raises where that is an error."""
+OnEnd = Callable[[RequestRecord, RequestOutput], None]
+"""Is called with the last output of a choice."""
 
 
-ChoiceT = TypeVar("ChoiceT", bound=RunningChoice)
+class Recipient(Protocol):
+    """Takes the outputs of one request. `begin` comes first; `ended` is done behind the last
+    output, or with what went wrong."""
+
+    prefill: PrefillRecord
+    ended: asyncio.Future[None]
+
+    def begin(self, claim: Claim, on_end: OnEnd) -> None: ...
+    def give(self, output: RequestOutput | Exception) -> None: ...
 
 
 class Engine(RemoteEngine, Protocol):
@@ -76,55 +79,6 @@ class Engine(RemoteEngine, Protocol):
     def close(self, request_id: str, give: Give) -> None: ...
     def abort(self, request_id: str) -> None: ...
     async def reset_prefix_cache(self) -> bool: ...
-
-
-class Delivery(Generic[ChoiceT]):
-    """Takes the outputs of one request from the engine and gives them to `take`, having kept room
-    for them. `ended` is done behind the last, or with what went wrong; from then on nothing is
-    given."""
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        choices: Sequence[ChoiceT],
-        claim: Claim,
-        take: Callable[[ChoiceT, RequestOutput], None],
-        on_end: Callable[[ChoiceT, RequestOutput], None],
-    ) -> None:
-        names = request.choice_ids or (request.request_id,)
-        self._choices = dict(zip(names, enumerate(choices), strict=True))
-        self._num_prompt_tokens = len(request.spec.prompt_token_ids)
-        self._num_running = len(names)
-        self._claim = claim
-        self._take = take
-        self._on_end = on_end
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def give(self, output: RequestOutput | Exception) -> None:
-        """Is called by the engine, in the midst of others' outputs: what goes wrong is this
-        request's alone."""
-        if self.ended.done():
-            return
-        try:
-            if isinstance(output, Exception):
-                raise output
-            self._pass_on(output)
-        except Exception as error:
-            self.ended.set_exception(error)
-        else:
-            if not self._num_running:
-                self.ended.set_result(None)
-
-    def _pass_on(self, output: RequestOutput) -> None:
-        index, choice = self._choices[output.request_id]
-        record = choice.record
-        record.on_output(output)
-        self._claim.grow_to(self._num_prompt_tokens + len(record.new_token_ids), index)
-        if output.finish_reason is not None:
-            self._claim.end_choice(index)
-            self._on_end(choice, output)
-            self._num_running -= 1
-        self._take(choice, choice.told(output))
 
 
 class DisaggProxy:
@@ -203,25 +157,22 @@ class DisaggProxy:
     async def run(
         self,
         request: GenerationRequest,
-        choices: Sequence[ChoiceT],
-        take: Callable[[ChoiceT, RequestOutput], None],
+        recipient: Recipient,
         prefill_nodes: Sequence[str] | None = None,
     ) -> None:
-        """Gives the outputs of `request`, or of its choices, to `take` as they come, and returns
-        behind the last; a task that is cancelled aborts it. The records of `choices` have one
-        record of their prefill. `prefill_nodes` None stands for ours.
+        """Has the outputs of `request`, or of its choices, delivered as they come, and returns
+        behind the last; a task that is cancelled aborts it. `prefill_nodes` None stands for ours.
 
         Raises EngineDeadError, `Unavailable` when the node stops before the request begins, and
-        what `take` raises.
+        what went wrong with `recipient`.
         """
         if self._is_stopping:
             raise _stopping()
         addresses, preference = self._choose_addresses(request, prefill_nodes)
-        prefill = choices[0].record.prefill
+        prefill = recipient.prefill
         self.open.enter()
         claim: Claim | None = None
         remote: RemotePrefill | None = None
-        delivery: Delivery[ChoiceT] | None = None
         task: asyncio.Task[None] | None = None
         try:
             claim = await self._admit(request, preference, is_remote=bool(addresses))
@@ -230,34 +181,33 @@ class DisaggProxy:
             remote = self._remote_prefill(request, addresses, prefill)
             params = request.kv_transfer_params = await self._choose_node(remote)
             if params is None:
-                for index in range(len(choices)):
+                for index in range(len(request.choice_ids) or 1):
                     claim.grow_to(len(request.spec.prompt_token_ids) + 1, index)
-            on_end = partial(self._on_end, request)
-            delivery = Delivery(request, choices, claim, take, on_end)
+            recipient.begin(claim, partial(self._on_end, request))
             self._in_engine.add(request.request_id)
-            self._engine.submit(request, delivery.give)
+            self._engine.submit(request, recipient.give)
             if params is not None:
                 task = asyncio.create_task(remote.run(params))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            await delivery.ended
+            await recipient.ended
         finally:
             self.open.leave()
             if task is not None:
                 task.cancel()
-            if delivery is not None:
+            if request.request_id in self._in_engine:
                 self._in_engine.discard(request.request_id)
-                self._engine.close(request.request_id, delivery.give)
+                self._engine.close(request.request_id, recipient.give)
             if claim is not None:
                 claim.release()
             if remote is not None:
                 await remote.close()
 
     def _on_end(
-        self, request: GenerationRequest, choice: RunningChoice, output: RequestOutput
+        self, request: GenerationRequest, record: RequestRecord, output: RequestOutput
     ) -> None:
         """Notes what the engine has in its cache from now on."""
-        record, spec = choice.record, request.spec
+        spec = request.spec
         if output.finish_reason in ("stop", "length"):
             self.on_answer(spec.prefix_hash)
         if record.prefill.path == "local" or record.second_token_at:

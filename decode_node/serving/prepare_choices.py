@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from decode_node.answer.generation import Choice
+from decode_node.answer.choice import Choice
 from decode_node.answer.journal import Resume, ResumedChoice
 from decode_node.observe.timeline import RequestRecord
 from decode_node.protocol.chat import ChatCompletionRequest

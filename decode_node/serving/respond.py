@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from decode_node.answer.answer import Answer
-from decode_node.answer.generation import Choice, Generation
+from decode_node.answer.answer import Answer, AnswerOptions
+from decode_node.answer.choice import Choice
 from decode_node.answer.journal import JournalWriter, Resume
 from decode_node.answer.sse import (
     EventStreamResponse,
@@ -36,25 +36,22 @@ class Responder:
         """Returns what runs the choices once it is sent. Raises `Overloaded`."""
         self._proxy.check_room(len(choices))
         body, form, resume = read.body, read.form, context.resume
-        generation = Generation(self._proxy, choices, context.prefill_nodes)
         if resume is not None:
             form.take_over(resume)
         journal = None
         if context.wants_journal:
             journal = _journal(resume, form.created, choices, is_stream=bool(body.stream))
-        answer = Answer(
-            generation,
-            form,
-            self._metrics,
-            journal,
+        options = AnswerOptions(
             include_usage=body.include_usage,
-            is_usage_told=resume is not None and resume.is_usage_told,
+            usage_sent=resume is not None and resume.is_usage_told,
             wants_timeline=context.wants_timeline,
             wants_metrics=bool(body.include_metrics),
         )
+        nodes = context.prefill_nodes
+        answer = Answer(self._proxy, choices, form, self._metrics, journal, options, nodes)
 
         def headers() -> dict[str, str]:
-            known = prefill_headers(generation.choices[0].record)
+            known = prefill_headers(choices[0].record)
             known |= load_headers(context.load_format, self._proxy)
             return known if journal is None else known | {names.JOURNAL: str(journal.first_number)}
 

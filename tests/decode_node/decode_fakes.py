@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from decode_node.answer.answer import Delivery
 from decode_node.disagg.prefill_events import (
     FirstToken,
     KVTaken,
@@ -453,7 +454,8 @@ async def outputs_of(
     async def run() -> None:
         try:
             choices = [FakeChoice(record) for record in records]
-            await proxy.run(request, choices, lambda _, out: queue.put_nowait(out), prefill_nodes)
+            delivery = Delivery(request, choices, lambda _, out: queue.put_nowait(out))
+            await proxy.run(request, delivery, prefill_nodes)
         except Exception as error:
             queue.put_nowait(error)
         else:
