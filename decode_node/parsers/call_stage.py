@@ -13,19 +13,20 @@ calls again.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
 from decode_node.parsers.delta_sink import DeltaSink
 from decode_node.parsers.marked_text import has_token
-from decode_node.parsers.text_input import MarkerSet, Steps, TextInput
+from decode_node.parsers.step_stage import StepStage
+from decode_node.parsers.text_input import MarkerSet, Steps
 from decode_node.protocol.tools import Tool
 
 MAX_NAME = 256
 """Characters in which a header's name has to end."""
 
 
-class CallStage(ABC):
+class CallStage(StepStage):
     """Parses content and calls. A format says what begins a call, and how one is read.
 
     Args:
@@ -34,20 +35,15 @@ class CallStage(ABC):
             call they are dropped, anywhere else they are content.
     """
 
-    is_reasoning = False
-    is_undecided = False
-
     def __init__(
         self, sink: DeltaSink, tools: Sequence[Tool], begins: Sequence[str], ends: Sequence[str]
     ) -> None:
-        self.sink = sink
+        super().__init__(sink)
         self.tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
-        self.source = TextInput()
         self._begins = frozenset(begins)
         self._markers = MarkerSet((*begins, *ends))
         self._frames: frozenset[str] = frozenset()
         self._awaits_end = False
-        self._steps = self._run()
 
     def drop(self, frames: Collection[str]) -> None:
         """Leaves texts out of content: what stands around it. Comes before anything is read."""
@@ -59,15 +55,7 @@ class CallStage(ABC):
         """Returns the begin markers that are tokens, or have one in them."""
         return frozenset(marker for marker in self._begins if has_token(marker))
 
-    def push(self, text: str) -> None:
-        self.source.feed(text)
-        next(self._steps)
-
-    def finish(self) -> None:
-        self.source.is_end = True
-        next(self._steps, None)
-
-    def _run(self) -> Steps[None]:
+    def run(self) -> Steps[None]:
         yield from self.begin()
         while marker := (yield from self.source.until(self._markers, self.sink.content)):
             if marker in self._begins:
@@ -87,6 +75,14 @@ class CallStage(ABC):
     @abstractmethod
     def call(self, marker: str) -> Steps[None]:
         """Reads what the marker has begun, and leaves the text behind it."""
+
+    def enters(self, marker: str, section: str, begin: str) -> Steps[bool]:
+        """Says whether a call begins with the marker, which may be that of a section: then the
+        `begin` of its first call is taken."""
+        if marker != section:
+            return True
+        yield from self.source.skip_white_space()
+        return (yield from self.source.takes(begin))
 
     def accept(self, name: str) -> None:
         """Begins a call for certain."""

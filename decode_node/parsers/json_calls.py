@@ -241,10 +241,8 @@ class NamedJsonStage(JsonStage):
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source
-        if marker == self._section:
-            yield from source.skip_white_space()
-            if not (yield from source.takes(self._begin)):
-                return self.reject()
+        if not (yield from self.enters(marker, self._section, self._begin)):
+            return self.reject()
         yield from source.skip_white_space()
         yield from source.takes(self._before_name)
         header, end = yield from source.read(self._name_ends, MAX_NAME)

@@ -61,10 +61,8 @@ class XmlStage(CallStage):
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source
-        if marker == self._section:
-            yield from source.skip_white_space()
-            if not (yield from source.takes(self._before_name)):
-                return self.reject()
+        if not (yield from self.enters(marker, self._section, self._before_name)):
+            return self.reject()
         name, end = yield from source.read(self._name_ends, MAX_NAME)
         tool = self._tool(name.strip())
         if end != self._after_name:
