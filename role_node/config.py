@@ -52,6 +52,5 @@ class RoleNodeSettings(DecodeNodeSettings):
 
     def for_prefill(self) -> PrefillNodeSettings:
         """Returns the settings of the prefill node that it is."""
-        names = PrefillNodeSettings.model_fields.keys() & type(self).model_fields.keys()
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in PrefillNodeSettings.model_fields}
         return PrefillNodeSettings.model_construct(**{**values, "port": self.grpc_port})

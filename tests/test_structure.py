@@ -11,10 +11,14 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import engine.config
+from engine.node.settings import EngineSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -238,6 +242,13 @@ WIDE_CONSTRUCTORS = {
     "engine.sched.scheduler_view.SchedulerView": "the parts of a scheduler, to be read",
     "router.nodes.discovery.Discovery": "one source and one limit for each kind of node",
 }
+SET_BY_HAND = {
+    # Config of the engine: fields that no setting of the same name fills.
+    "CacheConfig": {"kv_scales"},
+    "DeviceConfig": {"device"},
+    "ParallelConfig": {"eplb"},
+    "SchedulerConfig": {"async_scheduling", "policy"},
+}
 MAX_FILE_LINES = 420
 MAX_MODEL_LINES = 120
 MAX_FUNCTION_LINES = 60
@@ -404,6 +415,20 @@ def test_constructors_have_few_parameters() -> None:
                     if count > MAX_PARAMETERS:
                         wide.add(f"{module}.{node.name}")
     assert wide == set(WIDE_CONSTRUCTORS)
+
+
+def test_settings_that_are_copied_by_name_are_matched_or_listed() -> None:
+    """A field that is renamed on one side must not keep its default in silence."""
+    copied = {}
+    for module in modules():
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._named_as_in":
+                by_hand = [ast.literal_eval(keyword.value) for keyword in node.keywords]
+                copied[ast.unparse(node.args[0])] = {name for names in by_hand for name in names}
+    assert copied == SET_BY_HAND
+    for name, by_hand in SET_BY_HAND.items():
+        of_config = {field.name for field in fields(getattr(engine.config, name))}
+        assert of_config - EngineSettings.model_fields.keys() <= by_hand <= of_config, name
 
 
 def test_one_file_knows_how_kv_lies_in_memory() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -339,19 +340,24 @@ class EngineSettings(
     def _engine_config(self, model: ModelConfig, transfer: KVTransferConfig | None) -> EngineConfig:
         kv_role = transfer.kv_role if transfer else None
         device = self._device_config()
-        scheduler = {**self._named_as_in(SchedulerConfig), "policy": self.scheduling_policy}
-        if self.async_scheduling is None:
-            scheduler["async_scheduling"] = device.device == "cuda"
         config = EngineConfig(
             engine_id=f"{kv_role or 'engine'}-{secrets.token_hex(6)}",
             epoch=secrets.randbits(_EPOCH_BITS) | 1,
             model=model,
             cache=CacheConfig(
-                **self._named_as_in(CacheConfig),
+                **self._named_as_in(CacheConfig, but=("kv_scales",)),
                 kv_scales=choose_kv_scales(model, self.kv_cache_dtype, self.kv_cache_scales),
             ),
             parallel=self._parallel_config(),
-            scheduler=SchedulerConfig(**scheduler),
+            scheduler=SchedulerConfig(
+                **self._named_as_in(SchedulerConfig, but=("policy", "async_scheduling")),
+                policy=self.scheduling_policy,
+                async_scheduling=(
+                    device.device == "cuda"
+                    if self.async_scheduling is None
+                    else self.async_scheduling
+                ),
+            ),
             device=device,
             kv_transfer=transfer,
             inspection=self.inspection_config(),
@@ -363,10 +369,11 @@ class EngineSettings(
         check_stages(config)
         return self.with_lora(config)
 
-    def _named_as_in(self, config: type[Any]) -> dict[str, Any]:
-        """Returns our values for the fields of a dataclass, by name."""
-        ours = type(self).model_fields
-        names = (field.name for field in fields(config) if field.name in ours)
+    def _named_as_in(self, config: type[Any], but: Collection[str] = ()) -> dict[str, Any]:
+        """Returns our values for all fields of a dataclass, by name, `but` for those that the
+        caller fills. Raises AttributeError for a field that is no setting: it would silently keep
+        its default."""
+        names = (field.name for field in fields(config) if field.name not in but)
         return {name: getattr(self, name) for name in names}
 
     def _kv_transfer_config(self, kv_role: KVRole, *, is_check: bool) -> KVTransferConfig:
@@ -384,11 +391,12 @@ class EngineSettings(
                 "with ray as --distributed-executor-backend Ray hands out the GPUs: leave "
                 "--first-gpu, and give `ray start` the GPUs to use in CUDA_VISIBLE_DEVICES"
             )
-        return ParallelConfig(**self._named_as_in(ParallelConfig), eplb=self.eplb)
+        named = self._named_as_in(ParallelConfig, but=("eplb",))
+        return ParallelConfig(**named, eplb=self.eplb)
 
     def _device_config(self) -> DeviceConfig:
         device = detect_device() if self.device == "auto" else self.device
-        return DeviceConfig(**{**self._named_as_in(DeviceConfig), "device": device})
+        return DeviceConfig(**self._named_as_in(DeviceConfig, but=("device",)), device=device)
 
 
 def detect_device() -> Device:
