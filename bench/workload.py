@@ -77,7 +77,7 @@ class Preset:
 
     def scaled(self, factor: float, time_factor: float, max_prompt: int | None) -> Preset:
         """Returns the workload with all lengths times `factor`, all pauses times `time_factor`,
-        prompts at most so long.
+        prompts of at most this length.
         """
         limit = self.max_prompt * factor if max_prompt is None else max_prompt
         return replace(

@@ -1,7 +1,7 @@
 """Gets a model of the hub into the cache, before anything serves it: `tandem download`.
 
 Downloads go on where they were cut off. A mark, if one is wanted, is made when the checkpoint is
-complete: whoever waits for it, such as the pods of the chart, needs no network then.
+complete: what waits for it, such as the pods of the chart, needs no network then.
 """
 
 from __future__ import annotations

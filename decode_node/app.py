@@ -30,7 +30,7 @@ from edge.logs.request_log import RequestLog
 
 
 def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> ASGIApp:
-    """Returns the application. It needs no lifespan: whoever makes `api` also starts and stops what
+    """Returns the application. It needs no lifespan: the maker of `api` also starts and stops what
     is in it. `num_open` counts requests that are being answered."""
     app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
     serve(app, _client_routes(api, num_open))

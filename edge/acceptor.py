@@ -24,7 +24,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Acceptor:
-    """`listener` listens already; whoever made it closes it. `take` also gets the host of the peer.
+    """`listener` listens already; its maker closes it. `take` also gets the host of the peer.
     Lives on the event loop on which it was made."""
 
     def __init__(self, listener: socket.socket, take: Callable[[socket.socket, str], None]) -> None:

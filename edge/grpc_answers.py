@@ -1,7 +1,7 @@
 """Tells answers over gRPC from bytes that are no message.
 
 A peer that is broken, of another release or not ours may answer with anything. gRPC itself logs a
-traceback for an answer that it cannot read, and gives None to whoever asked.
+traceback for an answer that it cannot read, and gives None to the caller.
 
     stub = PrefixesStub(QuietChannel(channel))      logs nothing
     reply = readable(await stub.Offer(request))     raises `GarbledAnswer`
@@ -60,7 +60,7 @@ def readable(answer: _Message | None) -> _Message:
 
 
 def words_of(error: grpc.aio.AioRpcError) -> str:
-    """Returns why a peer ended a call, in so many of its own words as others may be shown."""
+    """Returns why a peer ended a call, in as many of its own words as others may see."""
     said = error.details() or "it does not say why"
     return f"{error.code().name}: {printable(said[:_MAX_WORDS])}"
 

@@ -41,8 +41,8 @@ def run(module_name: str) -> NoReturn:
 def leave(code: object) -> NoReturn:
     """Ends this process as `sys.exit(code)` does, but waits for no thread and calls none's end.
 
-    Whoever has something to say at the end says it before: spans, traces and logs are closed by
-    whoever opened them.
+    What is written at the end is written before: the code that opened spans, traces and logs closes
+    them.
     """
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)

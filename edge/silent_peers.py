@@ -2,7 +2,7 @@
 a cable was cut, a firewall forgot the connection.
 
     data is out     nothing of it is acknowledged for `timeout_s`: the connection breaks. So it does
-                    when the peer takes nothing for so long, its buffers full
+                    when the peer takes nothing for this long, its buffers full
     all is quiet    the kernel asks after half of `timeout_s`, and again; no answer: the same
 
 What a server has written counts for nothing here, as up to a megabyte of it may lie in the kernel.

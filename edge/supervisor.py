@@ -1,7 +1,7 @@
-"""Tells whoever started a service how far it is: one JSON object a line on standard output.
+"""Reports to the parent of a service how far it is: one JSON object a line on standard output.
 
 Where nothing can be written (a full disk, a closed pipe) the service runs all the same. What was
-not written is tried again with the next line, and let go of at the end (`edge.program`).
+not written is tried again with the next line, and dropped at the end (`edge.program`).
 """
 
 from __future__ import annotations

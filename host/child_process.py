@@ -175,7 +175,7 @@ def read_config(config_type: type[T]) -> T:
 def die_with_parent(parent_pid: int | None = None) -> None:
     """The kernel sends us SIGKILL when the thread that started us ends.
 
-    `parent_pid`: who started us; it may have ended already. None: whoever is our parent now.
+    `parent_pid`: who started us; it may have ended already. None: our parent now.
     """
     parent_pid = os.getppid() if parent_pid is None else parent_pid
     libc = ctypes.CDLL(None, use_errno=True)

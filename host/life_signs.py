@@ -8,11 +8,10 @@
 
 A sign is the time at which it was given, so nothing is asked and nothing is sent: it costs one
 store of four bytes. Where it comes from decides what it says. A process that does little gives it
-in its
-loop: it is alive and not stuck. One that computes for long has a thread for it (`LifeThread`), so
-that a long step is not taken for a frozen process; that steps come to an end is watched by whoever
-waits for them. For a process on another host, which cannot share memory, whoever receives from it
-gives the sign.
+in its loop: it is alive and not stuck. One that computes for long has a thread for it
+(`LifeThread`), so that a long step is not taken for a frozen process; that steps come to an end is
+watched by the process that waits for them. For a process on another host, which cannot share
+memory, the process that receives from it gives the sign.
 
 A place without a sign is not watched: its process is starting, or there is none.
 """

@@ -5,7 +5,7 @@
     2. a handle travels in its configuration ──▶ 3. `PauseLog.attach`
     5. `pauses`                              ◀── 4. `add`; `watch_garbage` adds collections
 
-Only what is worth a line is added: whoever adds decides how long a pause has to be. The newest
+Only what is worth a line is added: the caller decides how long a pause has to be. The newest
 `NUM_PAUSES` are kept.
 """
 

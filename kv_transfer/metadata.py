@@ -53,12 +53,11 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """The P/D part of one request.
 
     Attributes:
-        do_remote_prefill: On decode: KV of the prompt comes from `peer`.
-        do_remote_decode: On prefill: KV of the prompt is exported to whoever pulls `transfer_id`.
-        transfer_id: 32 hex digits, random for each request.
-        attempt: Grows with every new attempt of the same request.
-        peer: The prefill node (on decode only).
-        first_token_only: The peer's first token is the whole answer: nothing is pulled (on decode
+        do_remote_prefill: On decode: KV of the prompt comes from `peer`. do_remote_decode: On
+            prefill: KV of the prompt is exported to the node that pulls `transfer_id`. transfer_id:
+            32 hex digits, random for each request. attempt: Grows with every new attempt of the
+            same request. peer: The prefill node (on decode only). first_token_only: The peer's
+            first token is the whole answer: nothing is pulled (on decode
             only).
     """
 

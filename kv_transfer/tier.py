@@ -21,14 +21,14 @@ class LoadTimes(msgspec.Struct, frozen=True, array_like=True):
     seconds, which all processes of a host share.
 
     Attributes:
-        told: The command reached the process.
+        received: The command reached the process.
         begun: Loads before it were through, and its first copies were issued.
         first: Its first layer was copied and compared, and marked.
         compared: All checksums were.
         ended: All layers were copied, compared and marked.
     """
 
-    told: float
+    received: float
     begun: float
     first: float
     compared: float

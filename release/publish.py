@@ -29,7 +29,7 @@ class Target:
     """Says where a release goes and who signs it.
 
     `registry` is host and path; `key` is cosign's key, or None for a keyless signature with the
-    identity of whoever is logged in."""
+    identity of the user who is logged in."""
 
     registry: str
     out: Path

@@ -1,4 +1,4 @@
-"""Other people's programs that a release calls: found, or told by name with what to do."""
+"""Other people's programs that a release calls: found, or named with what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ToolMissing(Exception):
 
 
 class ToolFailed(Exception):
-    """A tool ended with an error, which it has told on stderr."""
+    """A tool ended with an error, which stands on stderr."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class RoleNodeSettings(DecodeNodeSettings):
     switch_empty_s: float = Field(
         default=2.0,
         ge=0,
-        description="Seconds in which the engine must have let go of its KV, when its requests "
+        description="Seconds in which the engine must have released its KV, when its requests "
         "have ended and it shall change its role. What a peer has not fetched then is dropped, "
         "and computed elsewhere.",
     )

@@ -10,8 +10,8 @@ from engine.node.grpc_server import PortInUse
 
 
 class HeldPorts:
-    """Holds ports by sockets that are bound and deaf: whoever serves a role listens beside them,
-    and between two roles nothing else gets them."""
+    """Holds ports by sockets that are bound and do not listen: the server of a role listens beside
+    them, and between two roles nothing else gets them."""
 
     def __init__(self, host: str) -> None:
         self._host = host

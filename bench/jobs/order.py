@@ -31,7 +31,7 @@ def next_job(
     """Returns the first job that may begin now, and its places; None: one has to wait for those
     that run.
 
-    In order, but for two things: whoever waits for another job lets others by; and where the first
+    In order, but for two things: a job that waits for another lets others by; and where the first
     of all needs more places than are free, one behind it takes a free one if it will be done when
     the places of the first are.
 

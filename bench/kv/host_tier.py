@@ -110,13 +110,13 @@ class LoadClock:
 def _phases_ms(at: float, times: list[LoadTimes], now: float) -> dict[str, float]:
     """Says when the last process had done each part of a load, and when the engine knew."""
     last = {
-        "told": max(one.told for one in times),
+        "command received": max(one.received for one in times),
         "first copies issued": max(one.begun for one in times),
         "first layer there": max(one.first for one in times),
         "all compared": max(one.compared for one in times),
         "quickest process ended": min(one.ended for one in times),
         "all ended": max(one.ended for one in times),
-        "heard": now,
+        "engine notified": now,
     }
     return {name: (value - at) * 1e3 for name, value in last.items()}
 

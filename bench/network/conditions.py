@@ -10,9 +10,9 @@ the condition from the first prompt on, on all paths between prefill and decode 
 name says otherwise. It has two waves of fresh long prompts (1250 tokens, 20.5 MB of KV), all at
 once, and short ones (40 tokens) half a second later. What the first wave teaches serves the second.
 
-Told of each wave: from a request's start to its first and second token, the longest silence of an
-answer, how many prompts decode nodes computed themselves, and how many each prefill node did. The
-answers must be those of the first row. Needs root. Writes bench/results/NAME.json.
+Reported of each wave: from a request's start to its first and second token, the longest silence of
+an answer, how many prompts decode nodes computed themselves, and how many each prefill node did.
+The answers must be those of the first row. Needs root. Writes bench/results/NAME.json.
 """
 
 from __future__ import annotations

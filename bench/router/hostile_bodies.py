@@ -35,7 +35,7 @@ _SETTLE_S = 0.3
 
 
 def _filled(head: bytes, item: bytes, tail: bytes, count: int | None = None) -> bytes:
-    """Repeats `item` so often between `head` and `tail` that the body has `SIZE` bytes."""
+    """Fills a body of `SIZE` bytes with `item` between `head` and `tail`."""
     count = (SIZE - len(head) - len(tail)) // len(item) if count is None else count
     return head + item * count + tail
 
@@ -68,7 +68,7 @@ def _nested(depth: int) -> dict[str, object]:
 
 
 _CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "x"\n'
-"""Overflows the stack of whoever compiles it."""
+"""Overflows the stack of the process that compiles it."""
 USER = b'{"role": "user", "content": "hi"}'
 BODIES: Mapping[str, tuple[str, Callable[[], bytes]]] = {
     "harmless": (COMPLETIONS, lambda: b'{"prompt": [5], "max_tokens": 1}'),

@@ -17,7 +17,8 @@ from router.request.info import RequestInfo, SessionSource
 
 BLOCK_TOKENS = 512
 _WARM_S = 1500.0
-"""Sessions begin so long before the first request counts, so that later turns are there at once."""
+"""Sessions begin this long before the first request counts, so that later turns are there at
+once."""
 _ROUTER_BLOCKS = 2
 """The router hashes pieces of about 1024 tokens."""
 _GUESS_SPREAD = 0.15

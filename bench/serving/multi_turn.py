@@ -15,9 +15,9 @@ again after a pause. The same sessions run against a fresh cluster in each mode:
     peers     + prefixes from the other prefill nodes
     return    + the KV of answers, from decode nodes
 
-Told are the prompt tokens that prefill nodes computed and where the rest came from, the times to
-the first token, and how many sessions had other answers than in the first mode, which must be none
-where steps are computed alike whatever is in them. Writes bench/results/NAME.json.
+Reported are the prompt tokens that prefill nodes computed and where the rest came from, the times
+to the first token, and how many sessions had other answers than in the first mode, which must be
+none where steps are computed alike whatever is in them. Writes bench/results/NAME.json.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def ideal_s(arrivals: Sequence[float], num_servers: int, service_s: float) -> li
 def _overhead_s(outcomes: Sequence[Outcome], step_s: float) -> float:
     """Returns what first tokens take besides the step: the median of what is neither queue
     nor prefill, and what queue and prefill are longer than the step in the half of prompts that
-    waited least. 0: nothing told."""
+    waited least. 0: unknown."""
     told = [(one, one.timeline) for one in outcomes if one.complete and one.timeline]
     if not told:
         return 0.0

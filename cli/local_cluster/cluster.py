@@ -120,7 +120,7 @@ def cluster_specs(
     settings: UpSettings, node_args: list[str], decode_args: Sequence[str] = ()
 ) -> list[ServiceSpec]:
     """Lists the router, then decode nodes, switchable ones, prefill nodes. They stop in this order:
-    whoever takes requests first. `decode_args` are for nodes that decode.
+    the service that takes requests first. `decode_args` are for nodes that decode.
 
     Ports are chosen here and stay the same when a process is started again.
 

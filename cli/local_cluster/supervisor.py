@@ -65,7 +65,7 @@ class ServiceSpec:
 
 @dataclass(slots=True)
 class Listener:
-    """Told of everything that happens. Each may be called from any service at any time."""
+    """Is called with everything that happens, from any service at any time."""
 
     on_state: Callable[[Service], None] = lambda service: None
     on_progress: Callable[[Service, str, float], None] = lambda service, stage, fraction: None

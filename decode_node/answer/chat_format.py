@@ -37,7 +37,7 @@ from engine.frontend.output_processor import RequestOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Says how messages are read and told.
+    """Says how messages are read and written.
 
     Attributes:
         is_named: The request names the function to call; the API ends such an answer with `stop`.

@@ -88,7 +88,7 @@ class NumberedTokens(msgspec.Struct, array_like=True, tag="numbered"):
 
 
 class Logprobs(msgspec.Struct, array_like=True, tag="logprobs"):
-    """Log probabilities of the tokens just told; only when they are not yet with the client."""
+    """Log probabilities of the tokens just sent; only when they are not yet with the client."""
 
     choice: _Count
     logprobs: list[TokenLogprobs]

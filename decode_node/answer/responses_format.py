@@ -54,7 +54,7 @@ class ResponsesFormat(ResponseFormat):
         super().__init__(request_id, model, tokenizer, options)
         self.id = f"resp_{request_id}"
         self._num_told = 0
-        """The events that the router told in front of ours."""
+        """The events that the router sent before ours."""
         if kept is not None:
             told_back = told_back | kept.told_back()
             self.id = kept.id or self.id

@@ -5,7 +5,7 @@ no KV on the prefill tier. Each request holds one `Claim` on KV blocks from admi
 
     1. `acquire`: waits in order of arrival until the blocks and a seat are free
     2. `grow_to`: the request became longer than its first claim; never waits
-    3. `release`: it ended; whoever waits first and fits is admitted
+    3. `release`: it ended; the first that waits and fits is admitted
 
 Choices of one prompt share a claim: full blocks of the prompt count once, each choice has a seat
 and the blocks behind them, and gives both back when it ends (`end_choice`).

@@ -2,7 +2,7 @@
 
 1. `objection`   may it come from that node?
 2. `began`       a node was chosen
-3. `longest_s`   so long behind the first token is it waited for, and no longer
+3. `longest_s`   it is waited for this long after the first token, and no longer
 4. `arrived`, `failed` or `closed`
 """
 

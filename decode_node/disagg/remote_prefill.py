@@ -19,7 +19,7 @@ whichever attempt brought it. With choices, the first token is that of each choi
 together.
 
 The task that runs this is cancelled when the request ends for any reason; that cancels the
-call, and the prefill node lets go of everything.
+call, and the prefill node releases everything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compiles what clients send, each grammar in a fork of its own that may be killed.
 
-A grammar can do anything to whoever compiles it: some take minutes, some overflow the stack. The
-library's own limits do not see all of them, and a thread cannot be ended. A fork can: the kernel
-ends it after this much processor time, and with it all that it holds.
+A grammar can do anything to the process that compiles it: some take minutes, some overflow the
+stack. The library's own limits do not see all of them, and a thread cannot be ended. A fork can:
+the kernel ends it after this much processor time, and with it all that it holds.
 
     node server (`GrammarChecker`)        this process              a fork for one grammar
     1. starts it ───────────────────────▶ makes the tokenizer

@@ -2,7 +2,7 @@
 which it does not know.
 
 Its dates have 31 days in every month and its minutes a 61st second; its host names may be no names
-at all. Whoever reads an answer with a date parser finds out.
+at all. A date parser that reads an answer finds out.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _SAID = [
     (r"Unsatisfiable schema: (.*)", r"no document follows it: \1"),
 ]
 _WORDS = [(re.compile(said), words) for said, words in _SAID]
-"""Pairs what the library says of a schema with what clients are told."""
+"""Pairs what the library says of a schema with what clients get."""
 _LONGEST = 300
 _PANIC = (
     "the grammar library failed at it; check the schema or the grammar for values of wrong types"

@@ -4,7 +4,7 @@
 2. waiting   an image of it wants a decoder
 3. turn      a decoder is free: the line has it that had the fewest so far. A line leaves the last
              free one to others, unless its images have been quick until then
-4. done      whoever waits next has the decoder
+4. done      the next that waits has the decoder
 """
 
 from __future__ import annotations

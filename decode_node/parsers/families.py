@@ -34,7 +34,7 @@ class CallFamily:
         names: Names of the parser on the command line.
         signs: Texts that the chat template has, or tokens of the model, all of them.
         frames: What stands around parts of an answer and is no part of any.
-        told: A text by which chat templates tell the model to call so. Such a template may write
+        instruction: A text by which chat templates ask for such calls. They may write
             the calls of earlier turns in another way.
     """
 
@@ -42,7 +42,7 @@ class CallFamily:
     signs: tuple[str, ...]
     form: CallFormat
     frames: tuple[str, ...] = ()
-    told: str = ""
+    instruction: str = ""
 
 
 _DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
@@ -283,7 +283,7 @@ CALL_FAMILIES = (
         names=("phi4_mini_json",),
         signs=("<|tool|>", "<|/tool|>"),
         form=JsonListFormat(begin="functools"),
-        told="functools[",
+        instruction="functools[",
     ),
     CallFamily(names=("xlam",), signs=('"tool_call_name"',), form=JsonListFormat()),
     CallFamily(
@@ -347,7 +347,7 @@ CALL_FAMILIES = (
         names=("pythonic",),
         signs=("[func_name1(",),
         form=PythonicFormat(),
-        told="[func_name1(",
+        instruction="[func_name1(",
     ),
     CallFamily(
         names=("llama4_json",),

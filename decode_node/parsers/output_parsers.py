@@ -174,16 +174,16 @@ class OutputParsers:
             calls = _named(CALL_FAMILIES, tool_call_parser, "tool call")
             return cls(known, reasoning, calls)
         likely = [f for f in CALL_FAMILIES if _has_signs(f, template, known)]
-        told = [f for f in CALL_FAMILIES if f.told and f.told in template]
+        asked = [f for f in CALL_FAMILIES if f.instruction and f.instruction in template]
         if written is None or not written.text:
-            return cls(known, reasoning, next(iter([*likely, *told]), None))
-        others = () if told else (f for f in CALL_FAMILIES if f not in likely)
+            return cls(known, reasoning, next(iter([*likely, *asked]), None))
+        others = () if asked else (f for f in CALL_FAMILIES if f not in likely)
         for family in (*likely, *others):
             found = cls(known, reasoning, family)
             if found.reads(written):
                 return found
-        found = cls(known, reasoning, told[0] if told else None)
-        found.is_unread = not told
+        found = cls(known, reasoning, asked[0] if asked else None)
+        found.is_unread = not asked
         return found
 
     def reads(self, written: WrittenCall) -> bool:

@@ -1,7 +1,7 @@
 """The base of all request bodies: strict types, lax about numbers and names.
 
 - "5" is no number, but 3.0 is an integer where one is expected: JSON knows only numbers.
-- Unknown names are kept aside: whoever reads a body says what becomes of them
+- Unknown names are kept aside: the reader of a body says what becomes of them
   (`StrictBody.unknown_fields`). Names that peers know and that would change the answer are refused
   (`decode_node.protocol.not_built`).
 - The docstring below a field is its description in docs/api.md and in the OpenAPI document.

@@ -2,7 +2,7 @@
 
 They are refused by name, while names that nothing knows are ignored: a client that asks for a
 sampler and silently gets another one is worse off than one that gets an error. A name that an
-API declares as its own field is judged there, so that whoever builds one need not look here.
+API declares as its own field is judged there, so that building one changes nothing here.
 """
 
 from __future__ import annotations

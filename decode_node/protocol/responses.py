@@ -140,7 +140,7 @@ class ResponsesRequest(StrictBody):
     stream_options: Ignored = None
     """The last event always tells the usage."""
     metadata: dict[str, Any] | None = None
-    """Told back with the answer."""
+    """Returned with the answer."""
     max_tool_calls: Ignored = None
     """It counts calls of tools of the server."""
     client_metadata: Ignored = None

@@ -11,7 +11,7 @@ from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS
 
 @dataclass(frozen=True, slots=True)
 class AskLimits:
-    """Bounds the answers to one request, and the likely tokens told for each place."""
+    """Bounds the answers to one request, and the likely tokens returned for each place."""
 
     max_choices: int = 64
     max_logprobs: int = DEFAULT_MAX_LOGPROBS

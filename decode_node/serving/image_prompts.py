@@ -1,4 +1,4 @@
-"""Puts the images of a chat into its prompt, for whoever answers it or counts its tokens."""
+"""Puts the images of a chat into its prompt, to be answered, or its tokens counted."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class H2Call(ServerCall):
 
     def grow_window(self, num_bytes: int) -> None:
         """Changes the window from the writer's next `pump` on. May be negative: the peer has
-        changed its mind about all streams."""
+        changed the window of all streams."""
         self._window += num_bytes
         if self._window > h2.MAX_WINDOW:
             raise h2.H2Error("a window is too large", h2.ErrorCode.FLOW_CONTROL_ERROR)

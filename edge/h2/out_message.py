@@ -23,8 +23,8 @@ _PREFIX = struct.Struct(">BI")
 class OutMessage:
     """`on_end(whether all of it was sent)` is called once, when no part is read any more.
 
-    `complete` is called before the parts are first read, by whoever reads them, perhaps twice: it
-    writes what depends on the other parts, like a checksum. Whoever sends the bytes should also
+    `complete` is called before the parts are first read, by their reader, perhaps twice: it
+    writes what depends on the other parts, like a checksum. The sender of the bytes should also
     compute it, because then they lie in his cache.
     """
 

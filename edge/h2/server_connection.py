@@ -53,7 +53,7 @@ class Judge(Protocol):
 def welcome(
     names: Collection[str] | None, headers: Mapping[str, str], *, is_plaintext: bool
 ) -> None:
-    """Whoever calls may do so."""
+    """Any caller may do so."""
 
 
 class H2ServerConnection:

@@ -1,4 +1,4 @@
-"""Bounds the memory of request bodies that arrive, all together, whoever sends them.
+"""Bounds the memory of request bodies that arrive, all together, of all senders.
 
 1. lease       one for each request, until its body was read and understood
 2. free        the first `FREE_BYTES` of each body need no room

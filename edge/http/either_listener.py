@@ -23,8 +23,8 @@ _MAX_UNDECIDED = 1024
 
 
 class EitherListener:
-    """Has the parts of `asyncio.Server` that uvicorn uses. `listener` listens already; whoever made
-    it closes it."""
+    """Has the parts of `asyncio.Server` that uvicorn uses. `listener` listens already; its maker
+    closes it."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Errors in the form of the API that was asked.
 
-Whoever answers an error writes the OpenAI object. On the paths of Anthropic's API the outermost
-layer turns it into that API's own:
+All code that answers an error writes the OpenAI object. On the paths of Anthropic's API the
+outermost layer turns it into that API's own:
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
     {"type": "error", "error": {"type": "invalid_request_error", "message": ...}}

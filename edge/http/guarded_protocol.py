@@ -5,7 +5,7 @@
 2. head complete the clock stops. Repeated `Host`, lengths that contradict each other and heads
                  beyond `max_header_bytes` are refused before anything is routed by them, and who
                  has no key before any of the body is read
-3. body          read by whoever serves the request, with a clock of its own
+3. body          read by the handler of the request, with a clock of its own
 4. answered      the next request, or the end. Nothing behind a request is parsed before its answer
                  has ended, and what is here of it goes with the connection. An answer that ends
                  before its request has arrived ends the connection: nothing would read the rest

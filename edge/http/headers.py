@@ -35,8 +35,8 @@ JOURNAL = "x-tandem-journal"
 RESUME = "x-tandem-resume"
 """Bytes of the client's own body; what exists of the answer already follows it."""
 SSE_KEEPALIVE = "x-tandem-sse-keepalive"
-"""Says by `0` that the node begins a stream with its first token and sends no keep-alives. Whoever
-says so keeps the client's stream alive, and learns from the head of the answer."""
+"""Says by `0` that the node begins a stream with its first token and sends no keep-alives. A caller
+that says so keeps the client's stream alive, and learns from the head of the answer."""
 RESPONSE = "x-tandem-response"
 """Says of a response that the router keeps what its answer has to tell
 (`edge.http.kept_response`)."""

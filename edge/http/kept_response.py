@@ -17,7 +17,7 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         id: The response's name; empty: the node's own.
         created_at: Unix seconds; 0: the node's.
-        num_events: Events of its stream that the router has told. `response.created` is among them.
+        num_events: Events of its stream that the router has sent. `response.created` is among them.
         is_check: The node says whether it would answer, and answers nothing.
     """
 

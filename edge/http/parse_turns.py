@@ -75,7 +75,7 @@ class ParseTurns:
 
 
 class HeldFlow(FlowControl):
-    """Does not read from a client while something of what it sent is held, or whoever reads the
+    """Does not read from a client while something of what it sent is held, or the reader of the
     body has enough. `read_on` is called when it is held, and more is wanted of it."""
 
     def __init__(self, transport: asyncio.Transport, read_on: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ become work at once, and of which none could be dropped when the client has gone
 byte for each byte of a body costs a thousand times what the body does. So the parser gets pieces:
 
     head            up to the blank line that ends it, or a part of it
-    body by length  as much of it as is here, within what whoever reads it looks at at once
+    body by length  as much of it as is here, within what its reader looks at at once
     body in chunks  like a head: where chunks end, there is a blank line, too. One may also be in
                     the midst of a chunk: that is a cut too many, which does no harm
 """

@@ -14,7 +14,7 @@ import asyncio
 HELD_UP_S = 0.25
 """A timer that fires this much later than it should tells that this process was held up."""
 _WRITER_FIRST_S = 1.0
-"""Whoever writes an answer gives up by a clock of its own this much sooner, and can say why."""
+"""The writer of an answer gives up by a clock of its own this much sooner, and can say why."""
 
 
 class SendClock:

@@ -3,8 +3,8 @@
 1. asked    the first who asks begins a wait; all who come in it share what is made
 2. made     behind it, so that nothing gets what is older than their question
 3. rest     the next one begins no sooner than `_REST` times as long after it as it took, so that
-            whoever asks again and again leaves most of the event loop to others; `_MOST_REST_S`
-            is enough
+            a client that asks again and again leaves most of the event loop to others;
+            `_MOST_REST_S` is enough
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _HIDDEN = {"HEAD", "OPTIONS"}
 def serve(app: FastAPI, routes: Sequence[BaseRoute], *, is_named: bool = True) -> None:
     """Adds routes to an application. `is_named`: where a path is not found, they are what there is.
     The framework's own redirects name a scheme and a host, which proxies in front of us have
-    changed. Who may GET may HEAD, as load balancers do; the framework thinks of it for some routes
+    changed. Who may GET may HEAD, as load balancers do; the framework does so for some routes
     alone."""
     for route in routes:
         if isinstance(route, Route) and route.methods and "GET" in route.methods:

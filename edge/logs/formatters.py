@@ -4,7 +4,7 @@
      "process": "router", "message": "...", "request_id": "...", "trace_id": "...", "stack": "..."}
 
 `request_id` and `trace_id` are there where the line belongs to a request (`current_trace`), `stack`
-where an error does. Whoever logs with `extra=with_fields(...)` adds fields of its own.
+where an error does. Calls with `extra=with_fields(...)` add fields of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Logs a line for each finished request, if anything wants it, and gathers what is in it.
 
 1. `begin`        the outermost part of a service, when a request comes
-2. `note_facts`   whoever knows something of it: tokens, times, nodes; never content
+2. `note_facts`   each layer that knows something of it: tokens, times, nodes; never content
 3. `end`          one line at info
 """
 

@@ -3,7 +3,7 @@
     1. unknown    a peer is dialled by TLS
     2. asked      a connection of its own, the beginning of a handshake, the first byte of the
                   answer. Nothing else is sent, and nothing that comes is believed: a peer that
-                  answers by TLS has yet to show its certificate to whoever dials it
+                  answers by TLS has yet to show its certificate to its callers
     3. plaintext  it has answered, and not by TLS. A peer that cannot be reached or does not answer
                   is unknown
     4. asked again by the next call after `_FRESH_S`: peers are restarted just now

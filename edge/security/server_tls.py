@@ -20,7 +20,7 @@ _HANDSHAKE = b"\x16"
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """Holds the TLS of one listener. With `count_plaintext` whoever comes without TLS is served as
+    """Holds the TLS of one listener. With `count_plaintext` clients without TLS are served as
     well, once that was called."""
 
     context: ssl.SSLContext

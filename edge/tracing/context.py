@@ -7,7 +7,7 @@ span of the request is the parent of those that it calls:
 
 traceparent: 00-<32 hex: trace>-<16 hex: the caller's span>-<2 hex: flags>
 
-Whoever begins a trace decides whether it is sampled, and all keep to it.
+The service that begins a trace decides whether it is sampled, and all keep to it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def plain_request_id(headers: Mapping[str, str]) -> str:
 @dataclass(frozen=True, slots=True)
 class TraceContext:
     """Is one hop. `span_id` is ours, `parent_id` the caller's: empty when the trace begins here.
-    `state` belongs to whoever began the trace. `request_id` names the client's request, in all
-    services alike."""
+    `state` belongs to the service that began the trace. `request_id` names the client's request, in
+    all services alike."""
 
     trace_id: str
     flags: str = _NOT_SAMPLED

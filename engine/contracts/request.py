@@ -166,7 +166,8 @@ class Request:
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Returns whether the prompt's log probabilities are to come. They come with the prompt's
-        computation, before the first token: whoever computes it may take nothing from a cache.
+        computation, before the first token: the engine that computes it may take nothing from a
+        cache.
         """
         return self.sampling.prompt_logprobs is not None and not self.knows_first_token
 

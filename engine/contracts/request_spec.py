@@ -108,7 +108,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     @property
     def needs_one_token(self) -> bool:
-        """Returns whether the next token is the last, and is chosen by whoever computes the
+        """Returns whether the next token is the last, and is chosen by the node that computes the
         prompt."""
         return (
             self.sampling.beam is None and self.sampling.max_tokens == self.num_resumed_tokens + 1

@@ -255,7 +255,7 @@ def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_grammar(params: SamplingParams) -> None:
-    """Checks the size of a grammar; whoever wrote its text has checked that it compiles."""
+    """Checks the size of a grammar; the frontend has checked that its text compiles."""
     if not params.grammar:
         return
     check(not _SURROGATE.search(params.grammar), "grammar", "holds half of a surrogate pair")

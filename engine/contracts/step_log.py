@@ -1,8 +1,8 @@
 """The last steps of an engine, in memory that outlives the engine core.
 
 The node server makes the memory and the engine core writes it, so a report has the last steps also
-of a core that was killed or does not answer, and whoever looks for what holds tokens up can read
-half a minute of steps without asking the core. It costs three small stores a step. A number is
+of a core that was killed or does not answer, and a tool that looks for what holds tokens up can
+read half a minute of steps without asking the core. It costs three small stores a step. A number is
 written last, so a reader never takes half a record for a step.
 """
 

@@ -134,8 +134,8 @@ class EngineCoreProc:
         return 1
 
     def _facts(self, error: Exception) -> EngineFacts | None:
-        """Returns what a report says of this engine; None when nothing wants one, or nothing can be
-        told: then the reason alone must do."""
+        """Returns what a report says of this engine; None when nothing wants one, or nothing is
+        known: then the reason alone must do."""
         if self._step_log is None or self._core is None:
             return None
         try:

@@ -6,8 +6,8 @@
      │                 ▼                                                                         ▼
      └──────────── all ranks that had begun have written their files ◀──────────────────── STOPPING
 
-It ends by itself after its steps, which workers count, and its seconds, which this counts: whoever
-has started it need not live. The end of the engine is its end.
+It ends by itself after its steps, which workers count, and its seconds, which this counts: a client
+that has started it need not live. The end of the engine is its end.
 """
 
 from __future__ import annotations

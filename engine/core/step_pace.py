@@ -1,8 +1,8 @@
 """Says when the next step goes out: shortly before the one that workers have ends.
 
-A step that goes out early keeps out whoever comes behind it. With two steps in flight, a request
-whose KV has come waits for the rest of one step and all of the next before its own begins. So the
-second step is held back while something may come, until
+A step that goes out early keeps out requests that come after it. With two steps in flight, a
+request whose KV has come waits for the rest of one step and all of the next before its own begins.
+So the second step is held back while something may come, until
 
     expected end of the step in flight - lead
     lead = what went wrong at most + what the worker's host takes to start a step

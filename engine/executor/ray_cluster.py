@@ -7,7 +7,7 @@
                    process dies
 
 The cluster is started by others: `ray start`, by hand or by the chart. It is a trusted zone:
-whoever reaches its ports, and knows its token if it has one, can run programs on its hosts.
+a program that reaches its ports, and knows its token if it has one, can run programs on its hosts.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class AdapterCalls:
             await self._remove(ref.digest)
 
     async def _add(self, digest: str, folder: Path) -> None:
-        """Lets the engine core read an adapter, which no name stands for yet. Whoever goes on
-        waiting or not, it is forgotten there if none will. Raises like `load`."""
+        """Lets the engine core read an adapter, which no name stands for yet. Whether its caller
+        goes on waiting or not, it is forgotten there if none will. Raises like `load`."""
         call = AddAdapter(self._calls.next_id(), digest, str(folder))
         try:
             answer = await self._calls.ask(call, AdapterAnswer, _ADD_TIMEOUT_S)

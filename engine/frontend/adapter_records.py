@@ -4,8 +4,8 @@
     2. loaded      a call gave the name an adapter
     3. unloaded    a call took it away; remembered too, or a node that was away would bring it back
 
-Each call has a version, and only a newer one changes what is known: whoever tells of calls, in
-whatever order and how often, all nodes end alike. Versions are milliseconds since 1970 or, if a
+Each call has a version, and only a newer one changes what is known: whichever node reports calls,
+in whatever order and how often, all nodes end alike. Versions are milliseconds since 1970 or, if a
 clock is late, one more than the last: a router that has just started makes newer ones as well.
 """
 

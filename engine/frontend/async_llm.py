@@ -1,7 +1,7 @@
 """The engine as the node server sees it: requests in, streams of tokens and text out.
 
     1. `AsyncLLM.start` loads the model in other processes
-    2. `submit` hands a request to the engine core, and whoever takes its outputs is called with
+    2. `submit` hands a request to the engine core, and the consumer of its outputs is called with
        each as it comes; `generate` does the same and returns a stream
     3. `close` aborts what was submitted; closing, cancelling or forgetting a stream does
     4. the engine dies, or is given up: EngineDeadError, for every request at once

@@ -60,7 +60,7 @@ class EngineCoreClient:
         self._ended = asyncio.Event()
         self._is_dead = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # An engine that nothing shut down must not hold up whoever collects it.
+        # An engine that nothing shut down must not hold up garbage collection.
         self._context.setsockopt(zmq.LINGER, 0)
         address = ipc_address(config.engine_id, f"{config.epoch:x}-core")
         # A pair has one other end: nothing else gets messages that are meant for the engine core.

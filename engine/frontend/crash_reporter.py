@@ -1,4 +1,4 @@
-"""Writes a file about the death of an engine, for whoever looks into it later.
+"""Writes a file about the death of an engine, to be looked into later.
 
     1. `begin`: the engine has said that it dies, was killed, or is given up. The file has a name
        from now on, which logs and errors can tell

@@ -1,4 +1,4 @@
-"""Carries the outputs of one request from the engine to whoever wants them.
+"""Carries the outputs of one request from the engine to their consumer.
 
 1. `AsyncLLM.submit` makes a `RequestState` for each choice, and keeps it
 2. outputs are given as they come, by a call; `RequestStream` is for those who would rather iterate,

@@ -1,7 +1,7 @@
 """Compiles grammars in threads of their own, beside the steps of a worker.
 
     1. `prepare`   once, at the start: the tokenizer is made; `wait_until_prepared`
-    2. `compile`   for each request that enters a row; the library lets go of the interpreter lock
+    2. `compile`   for each request that enters a row; the library releases the interpreter lock
     3. `close`
 
 Every request gets a matcher of its own. Matchers copied from one share its automaton, so what one

@@ -4,7 +4,7 @@ Life of a block:
     1. free, empty: in the queue, `block_hash` None
     2. `BlockPool.get_new_blocks` takes it from the front: `ref_cnt` 1
     3. full and confirmed: it gets a `block_hash`, and other requests may find it (`ref_cnt` 2, …)
-    4. the last user lets go: back in the queue, hash kept, so it can still be found (to 3)
+    4. the last user releases it: back in the queue, hash kept, so it can still be found (to 3)
     5. it reaches the front and is taken for something else: the hash goes (to 2)
 """
 

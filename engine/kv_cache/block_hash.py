@@ -5,8 +5,8 @@ tokens and all tokens before them are equal. The chain starts from the extra key
 adapter), so tenants with different salts never share a block, nor do an adapter and the model. All
 tokens of all images are one id: a block that has some is hashed with the images' digests.
 
-SHA-256 and not a faster hash: whoever could craft two prompts with equal hashes could be served
-another tenant's KV, and beside packing the tokens the difference is small
+SHA-256 and not a faster hash: a client that could craft two prompts with equal hashes could be
+served another tenant's KV, and beside packing the tokens the difference is small
 (bench/engine/scheduler.py reports both).
 """
 

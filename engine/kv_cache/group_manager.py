@@ -182,7 +182,7 @@ class WindowGroupManager(GroupManager):
 
 class StateGroupManager(GroupManager):
     """Keeps the block of a state, which is right for one token only: the next one. A block comes as
-    it was left, because whoever computes a sequence's first tokens begins with zeros.
+    it was left, because the computation of a sequence's first tokens begins with zeros.
 
     A prefix is cached where a copy of its state was kept; a request that finds one begins with a
     copy of that.

@@ -365,7 +365,7 @@ class KVCacheManager:
             self._copies_made(request, blocks, num_tokens)
 
     def _copies_made(self, request: Request, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Lets go of states that were copied, in a step before the one that computed the last of
+        """Releases states that were copied, in a step before the one that computed the last of
         these tokens or in that."""
         self.block_pool.free_blocks(blocks.borrowed)
         blocks.borrowed = []

@@ -83,7 +83,7 @@ class ForwardInputs:
         kv_caches: Of each layer, [N, 2, Hkv, B, D], or as `engine.worker.kv_cache.layer_views`
             has it.
         backend: Whose kernels attend.
-        on_layer: Told the index of each layer when its keys and values are in the cache.
+        on_layer: Called with the index of each layer when its keys and values are in the cache.
         taps: Filled during the pass; None: nothing asks.
         images: None: no token of the pass is of an image, nor of a prompt that is still among
             images.

@@ -62,7 +62,7 @@ def resolve_model(
     be.
 
     Args:
-        report: Told the finished fraction, 0..1.
+        report: Called with the finished fraction, 0..1.
         load_format: `dummy` asks for config.json alone.
         revision: Branch, tag or commit of a model on the hub; None: its main branch.
 

@@ -25,7 +25,7 @@ _MOST = {
     "moe_num_experts": 1 << 14,
     "max_position_embeddings": 1 << 28,
 }
-"""Sizes far above those of any model: beyond them memory would end before a sentence is told."""
+"""Sizes far above those of any model: beyond them memory would end before an error is raised."""
 
 
 class RopeFields(msgspec.Struct):

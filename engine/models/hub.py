@@ -1,4 +1,4 @@
-"""Downloads checkpoints from the Hugging Face hub. Imported by whoever names one there, as the
+"""Downloads checkpoints from the Hugging Face hub. Imported where one is named, as the
 hub's library takes a tenth of a second, which every process of a node would pay."""
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def load_weights(
     """Fills every parameter of `model`, cast to its dtype, and returns what it has left aside.
 
     Args:
-        report: Told the finished fraction of the bytes, 0..1.
-        on_total: Told the bytes that this rank reads, before the first.
+        report: Called with the finished fraction of the bytes, 0..1.
+        on_total: Called with the bytes that this rank reads, before the first.
         is_tower: `model` is the vision tower, whose tensors are beside those of the text part.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Reads ranges of bytes from a checkpoint's files, ahead of whoever takes them.
+"""Reads ranges of bytes from a checkpoint's files, ahead of their consumer.
 
     1. pieces are asked for in the order of the files
     2. threads read them, this many bytes ahead at most

@@ -4,7 +4,7 @@ serving ── asked to stop ──▶ draining ── open requests have ended,
    │                           │
    └─────── the engine dies ───┴──▶ final messages: open requests end with an error ──▶ exit 1
 
-A node that shall change its role drains as one that stops; whoever runs it sees by its `RoleSwitch`
+A node that shall change its role drains as one that stops; its caller sees by its `RoleSwitch`
 that it goes on.
 """
 

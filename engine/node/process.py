@@ -1,6 +1,6 @@
 """Does what node processes of all roles do alike: say how far they are, log, stop on SIGTERM.
 
-Standard output has one JSON object a line, for whoever started the process; people read the log
+Standard output has one JSON object a line, for the parent process; people read the log
 on standard error. Exit codes: 0 stopped as asked, 1 could not start or the engine died.
 """
 

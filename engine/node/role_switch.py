@@ -4,7 +4,7 @@ serving ── `ask` ──▶ draining ── its requests have ended, or the t
    │                                                                             │
    └─ refused: nothing changes                  a new node of the other tier ◀───┘
 
-A switch belongs to one life of a node in one role. Whoever runs the node waits for `requested` and
+A switch belongs to one life of a node in one role. The runner of the node waits for `requested` and
 makes the next life; a node that dies in between starts in the role that its command line names.
 """
 

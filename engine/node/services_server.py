@@ -34,7 +34,7 @@ _MAX_CALLS = 4096
 _SEND_THREADS = 1
 _PING_AFTER_S = 5.0
 _GIVE_UP_AFTER_S = 10.0
-"""A caller that says nothing for so long is gone: what it asked for is called off."""
+"""A caller that is silent for this long is gone: what it asked for is called off."""
 
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
 

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 _KEY = "socket pair"
 _SECRET_BYTES = 16
 _FIRST_BYTES_S = 5.0
-"""Seconds in which whoever connects says the secret."""
+"""Seconds in which a process that connects has to send the secret."""
 _AT_ONCE = 32 << 10
 """Bytes that any socket takes without a receiver: up to this many, both ranks send first."""
 

@@ -21,7 +21,7 @@ class PrefillRate:
 
     Steps weigh by their tokens, in the mean and in what is forgotten: a step costs some time
     whatever it computes, so that steps with a few tokens each say nothing about full ones, which
-    are what a backlog makes. Small steps alone are still told as they were.
+    are what a backlog makes. Small steps alone are still reported as they were.
     """
 
     def __init__(self) -> None:

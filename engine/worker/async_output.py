@@ -91,7 +91,7 @@ class ResultCopier:
 
 class AsyncOutput:
     """Sampled tokens of one step and whose they are. `rows` and `epochs` are [num_sampled];
-    the epochs are those of the step, whoever has the rows when the result is read."""
+    the epochs are those of the step, whichever requests have the rows when the result is read."""
 
     def __init__(
         self,

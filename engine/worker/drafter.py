@@ -1,4 +1,4 @@
-"""Whoever guesses the next tokens of rows, so that one step can check several.
+"""Proposes the next tokens of rows, so that one step can verify several.
 
     1. a step's tokens are known on the device, and its rows advanced
     2. `propose`: drafts of what follows; they are written behind the known tokens
@@ -72,7 +72,7 @@ class Drafts:
     ) -> None:
         """Asks for drafts of the rows that got tokens. `idx_mapping` is [R], the step's;
         `token_ids` [S, W] are what they got. `forced` [S, N]: those and the ones behind, where a
-        grammar leaves no choice; they are drafts whoever drafts. `num_drafts`: of each row; None:
+        grammar leaves no choice; they are drafts of any drafter. `num_drafts`: of each row; None:
         as many as there may be."""
         if self.drafter is None or order.num_sampled == 0:
             return

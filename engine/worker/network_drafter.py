@@ -36,7 +36,7 @@ from tandem_kernels.batch.batch_tables import RowTables
 
 class NetworkDrafter:
     """`tables` and `rows`: by KV group of the engine. `draw`: with the requests' own noise, so that
-    a draft is what the model would choose if it thought like the drafter."""
+    equal distributions give equal tokens."""
 
     def __init__(
         self,

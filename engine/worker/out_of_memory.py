@@ -1,4 +1,4 @@
-"""A device without enough memory, said so that whoever runs the node knows what to change."""
+"""A device without enough memory, with what an operator can change."""
 
 from __future__ import annotations
 

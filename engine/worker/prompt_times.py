@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _LENGTH = 512
 """Steps are filled with prompts of this length, so that attention counts for little."""
 _TIMES = 3
-"""Each step is run so often; the quickest counts."""
+"""Each step is run this many times; the quickest counts."""
 
 
 def measures_prompts(config: EngineConfig) -> bool:

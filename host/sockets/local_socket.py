@@ -1,7 +1,7 @@
 """ZeroMQ sockets between the processes of one host.
 
 Names of abstract sockets are visible to all on the host, so a binding socket accepts
-processes of our own user only. No message is ever dropped: queues have no limit, and whoever
+processes of our own user only. No message is ever dropped: queues have no limit, and a process that
 produces is held back by what it waits for (a ring slot, a step's result, an admitted request).
 """
 

@@ -6,7 +6,7 @@
 
 CURVE (elliptic-curve encryption with a new session key for each connection) is ZeroMQ's own.
 Its first message can only be written by one that knows the listener's long-term key. The key
-never travels over these sockets, and every engine has a new one; so whoever was not given it
+never travels over these sockets, and every engine has a new one; so a process that was not given it
 cannot begin. Nothing listens on an address but the one that is named.
 """
 

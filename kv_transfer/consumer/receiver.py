@@ -62,7 +62,7 @@ from kv_transfer.wire.pull_client import PullClient
 _FEWEST_BYTES = 1 << 20
 """How long less takes says nothing about a rate."""
 _IDLE_S = 600.0
-"""Connections that were not used for so long are closed; longer than a transfer can take."""
+"""Connections that were not used for this long are closed; longer than a transfer can take."""
 
 logger = logging.getLogger(__name__)
 

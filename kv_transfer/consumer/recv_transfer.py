@@ -114,7 +114,7 @@ class RecvTransfer:
         self._computed = PathMoment(self._path.num_bytes, self._waits_since)
 
     def has_stalled(self, timeout_s: float) -> bool:
-        """Returns whether no stream brought KV for so long though all of it is computed."""
+        """Returns whether no stream brought KV for that long though all of it is computed."""
         if self._computed is None or self.num_open_streams == 0:
             return False
         progress = max((stream.last_kv_at for stream in self.streams), default=0.0)

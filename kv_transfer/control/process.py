@@ -69,9 +69,10 @@ from kv_transfer.wire.pull_server import PullServer
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _REPORT_INTERVAL_S = 0.1
 _REPORT_DELAY_S = 0.02
-"""A report waits so long: a transfer begins with a change, and what that asks for goes first."""
+"""A report waits this long: a transfer begins with a change, and what that asks for goes first."""
 _CONTENTS_S = 1.0
-"""So long peers wait for what the disk tier holds: then nothing is computed that is known soon."""
+"""Peers wait this long for what the disk tier holds: then nothing is computed that is known
+soon."""
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ class TransferProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         index: Of this process among those of its rank.
         generation: Grows with every restart, so that commands to a dead process reach nothing.
         port: That a former life of this process listened on (producer). 0: none did.
-        start_delay_s: It waits so long before it starts, because its predecessors died young.
+        start_delay_s: It waits this long before it starts, because its predecessors died young.
         link: To the engine core on another host; None on the same host.
         remote_events_address: Where the engine core listens for processes of other hosts.
         life_sign: Where it gives signs of life, on the engine core's host. On another one its

@@ -3,7 +3,7 @@
 Producer, for one transfer                       Consumer
     1. export                                        1. pull, on every process
     2. a cached prefix; then each prompt chunk       2. all RECEIVED ──▶ finished_recving,
-    3. all STAGED ──▶ finished_sending                  and the peer is asked to let go
+    3. all STAGED ──▶ finished_sending                  and the peer is asked to release
     4. all RELEASED ──▶ released
 
 FAILED on one process, or ABORTED because the puller gave up, calls the transfer off on the others;
@@ -323,7 +323,7 @@ class GrpcConnectorScheduler(KVConnectorScheduler):
         self._processes.wake()
 
     def _replace_older(self, params: KVTransferParams) -> None:
-        """Whoever wants a new attempt has given up the older one."""
+        """A new attempt means that the older one was given up."""
         attempt = self._transfers.live_attempt(params.transfer_id)
         if attempt is None or attempt >= params.attempt:
             return

@@ -8,7 +8,7 @@
 
 A device is asked again and again while copies are on their way: a few times in a row, because most
 copies take less than the shortest sleep, then once every millisecond. Who waits for 3 has nothing
-else to wait for, and what it copied may take some milliseconds: so long there is no sleep. Other
+else to wait for, and what it copied may take some milliseconds, in which it does not sleep. Other
 work of the loop goes on between any two looks. Other threads do not: beside a loop that never
 sleeps, each waits 0.15 ms for Python's lock whenever it needs it. So nothing is looked at in a row
 that nothing waits for.

@@ -280,7 +280,7 @@ class CudaDriver:
         self._do("cuStreamDestroy_v2", stream)
 
     def new_event(self) -> int:
-        """Returns an event to be looked at. Whoever waits for it keeps a core busy: an event for
+        """Returns an event to be polled. Waiting for it keeps a core busy: an event for
         sleepers would interrupt the host each time it happens, though a waiting thread is
         rare."""
         event = c_void_p()

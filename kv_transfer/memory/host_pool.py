@@ -197,14 +197,14 @@ class HostPool:
         if not damaged and not self._layers:
             self._has_begun(meta)
         elif not damaged:
-            told = time.monotonic()
+            received = time.monotonic()
             async with self._in_order:
-                damaged, times = await self._load_layers(meta, told)
+                damaged, times = await self._load_layers(meta, received)
         if damaged:
             logger.error("%d blocks of the host tier are damaged, and not used", len(damaged))
         self._end(meta, sorted(damaged), None if damaged else times)
 
-    async def _load_layers(self, meta: LoadMeta, told: float) -> tuple[set[int], LoadTimes]:
+    async def _load_layers(self, meta: LoadMeta, received: float) -> tuple[set[int], LoadTimes]:
         """Returns slots that are damaged."""
         layers, damaged = self._layers, set[int]()
         checks = self._checks.begin(meta.slots)
@@ -226,7 +226,7 @@ class HostPool:
                 if not damaged:
                     self._mark(meta, place, layers[place])
                 first = first or time.monotonic()
-        return damaged, LoadTimes(told, begun, first, compared, time.monotonic())
+        return damaged, LoadTimes(received, begun, first, compared, time.monotonic())
 
     async def _spill(self, meta: SpillMeta) -> None:
         files, failed = self._files, list[int]()

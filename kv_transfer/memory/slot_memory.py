@@ -39,7 +39,7 @@ _HEADER = np.dtype(
 _ALIGNMENT = 1 << 21
 """Data begins at a large page."""
 _LOCK_TIMEOUT_S = 10.0
-"""A process that was killed with its node may need so long to be gone."""
+"""A process that was killed with its node may need this long to be gone."""
 _LOCK_PAUSE_S = 0.05
 
 
@@ -181,7 +181,7 @@ def lock_file(fd: int, path: Path) -> None:
 
 def checksum(memory: npt.NDArray[np.uint8]) -> int:
     """Returns the XXH3 of these bytes, of 64 bits: memory is read at twice the rate of a CRC-32C,
-    which reads three places at once. Whoever can forge it can write here anyway."""
+    which reads three places at once. A process that can forge it can write here anyway."""
     return xxhash.xxh3_64_intdigest(memory.data)
 
 

@@ -63,7 +63,7 @@ class StagingPool:
         # Pages are taken when first touched, and given back with the process.
         self._arena = mmap.mmap(-1, max(1, self.capacity))
         self.memory: ByteArray = np.frombuffer(self._arena, np.uint8, count=self.capacity)
-        """All slots, for whoever wants to make them known to a device."""
+        """All slots, to be registered with a device."""
         self._address = int(self.memory.ctypes.data)
         self._reserve = reserve
         self._free = list(reversed(range(self.num_slots)))

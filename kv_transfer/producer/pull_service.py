@@ -1,4 +1,4 @@
-"""Serves pullers in a producer's transfer process, whoever carries the calls.
+"""Serves pullers in a producer's transfer process, over any transport of calls.
 
     Handshake   compares layouts, once for each pair of processes
     PullKV      1. waits for the export, if the pull is early (as long as a lease lasts)

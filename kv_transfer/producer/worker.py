@@ -1,11 +1,11 @@
-"""The half inside a worker of a producer: tells transfer processes how far a step is.
+"""The half inside a worker of a producer: reports to transfer processes how far a step is.
 
     1. `register_kv_cache`    makes the page on which the layers of a step are marked
     2. `start_load_kv(step)`   remembers the step, if something waits for its KV
     3. `wait_for_layer_load`   with a host tier: before a layer whose KV is being loaded
-    4. `save_kv_layer(layer)`  on CPU: marks the layer and tells each transfer process of this rank;
-                               on a GPU: the stream will mark it; transfer processes, told once
-                               for each step, watch out for that
+    4. `save_kv_layer(layer)`  on CPU: marks the layer and notifies this rank's transfer processes;
+                               on a GPU: the stream will mark it; transfer processes, notified
+                               once for each step, poll the mark
 
 Transfer processes may come, go and come back: a message that they miss is made up for by the
 next one (progress only grows) and by the scheduler half when the request ends.

@@ -195,7 +195,8 @@ class ConsumerTransport(ABC):
         return
 
     def close_idle(self, idle_s: float) -> None:
-        """Lets go of peers whose KV nothing has fetched for so long: most of them are gone."""
+        """Forgets peers whose KV nothing has fetched for this many seconds: most of them are
+        gone."""
         return
 
     def close(self) -> None:

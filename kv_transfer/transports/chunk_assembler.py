@@ -108,12 +108,12 @@ class ChunkAssembler(ABC):
 
     @property
     def missing(self) -> list[int] | None:
-        """Returns chunk indices that have not arrived; None before the sender has told its grid."""
+        """Returns chunk indices that have not arrived; None before the sender has sent its grid."""
         return sorted(self._missing) if self._grid is not None else None
 
     @property
     def chunk_bytes(self) -> int | None:
-        """Returns the sender's setting, from which its grid follows; None before it has told."""
+        """Returns the sender's setting, from which its grid follows; None before it has sent it."""
         return self._chunk_bytes if self._grid is not None else None
 
     def num_tokens_complete(self, chunk_bytes: int | None) -> int:

@@ -3,7 +3,7 @@
 1. the call is made; messages arrive, in any order of chunks
 2. each is received into the blocks where it belongs, or into memory from which it is copied, as
    the stream's `ChunkAssembler` says; damaged ones are counted and stay missing
-3. END; what the messages told of but did not bring arrives
+3. END; what the messages announced but did not bring arrives
 4. if chunks are missing, a second call asks for exactly those
 5. still missing: `CorruptChunk`
 """
@@ -89,7 +89,7 @@ class PullStream:
 
     @property
     def chunk_bytes(self) -> int | None:
-        """Returns the sender's setting; None before it has told."""
+        """Returns the sender's setting; None before it has sent it."""
         return self._assembler.chunk_bytes
 
     def num_tokens_complete(self, chunk_bytes: int | None) -> int:

@@ -88,7 +88,7 @@ class ChannelPool:
         await self._close([key for key in self._channels if key[0] == address])
 
     async def close_idle(self, idle_s: float) -> None:
-        """Closes channels on which no call began for so long. It must be longer than any call."""
+        """Closes channels on which no call began for this long. It must be longer than any call."""
         horizon = time.monotonic() - idle_s
         await self._close([key for key, used_at in self._used_at.items() if used_at < horizon])
 

@@ -55,7 +55,7 @@ class PullClient(ABC):
 
     @abstractmethod
     async def close_idle(self, idle_s: float) -> None:
-        """Closes connections that were not used for so long."""
+        """Closes connections that were not used for this long."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -85,8 +85,8 @@ class AdmissionGate:
         )
 
     def offer(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
-        """Calls `admit`, now (and returns None) or when there is room. Whoever learns later that
-        nothing will answer says so (`give_back`).
+        """Calls `admit`, now (and returns None) or when there is room. A caller that learns later
+        that nothing will answer says so (`give_back`).
 
         Raises:
             RateLimited: the tenant has used up its rates.

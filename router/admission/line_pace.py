@@ -1,6 +1,6 @@
 """Measures how fast the line goes on, and says when there will be room in it.
 
-1. unknown    no slot has come free yet while something waited. A slot is thought to be free again
+1. unknown    no slot has come free yet while something waited. A slot counts as free again
               after a second, or after as long as all of them have been taken
 2. measured   the time between two slots that come free, smoothed
 3. overdue    no slot comes free for longer than that: the wait counts as it is

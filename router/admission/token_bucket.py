@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class TokenBucket:
     """Fills with `rate` a second up to `burst`. Begins full.
 
-    Whoever finds anything in it may take what it needs, even more than there is: the debt is paid
-    by those who come next. So a single large request is served, and the long-run rate holds.
+    A request that finds anything in it may take what it needs, even more than there is: the debt is
+    paid by those who come next. So a single large request is served, and the long-run rate holds.
     """
 
     rate: float

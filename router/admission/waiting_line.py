@@ -2,7 +2,8 @@
 
 1. by class     interactive before standard before batch. A request rises by one class for every
                 `age_s` it has waited, so nothing waits for ever
-2. by tenant    inside a class, whoever was served least so far (start-time fair queueing, with
+2. by tenant    inside a class, the tenant that was served least so far (start-time fair queueing,
+with
                 tokens as the cost): one tenant's thousand requests do not stand before another's
                 first
 3. by deadline  inside a tenant, the earliest

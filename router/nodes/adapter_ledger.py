@@ -1,4 +1,4 @@
-"""Remembers the newest call about each adapter, whichever node or router told of it.
+"""Remembers the newest call about each adapter, whichever node or router reported it.
 
     1. unknown     as nodes' settings have it
     2. loaded      a call gave the name an adapter

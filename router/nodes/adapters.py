@@ -3,9 +3,9 @@
     load      prefill nodes ──▶ decode nodes ──▶ clients find the name
     unload    decode nodes ──▶ prefill nodes
 
-So whoever answers by an adapter can have its prompts computed. Where a node cannot load one, all
-go back to what the name stood for: it is on all nodes, or on none. Nodes that are away follow when
-they come back (`router.nodes.adapter_sync`).
+So a decode node that answers by an adapter can have its prompts computed. Where a node cannot load
+one, all go back to what the name stood for: it is on all nodes, or on none. Nodes that are away
+follow when they come back (`router.nodes.adapter_sync`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 2. asked     a request is written. Of one that is answered early the rest is not written
 3. answered  `router.nodes.http_answer` parses what comes
 4. idle      again, when the answer is whole and both sides keep the connection; else 5
-5. closed    whoever awaits an answer learns that the node is lost
+5. closed    all that await an answer get `NodeLost`
 """
 
 from __future__ import annotations

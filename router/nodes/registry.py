@@ -52,7 +52,7 @@ class NodeRegistry:
     clock: Clock = time.monotonic
     version: int = 0
     adapters: AdapterLedger = field(default_factory=AdapterLedger)
-    """Knows the calls about adapters that any node has told of."""
+    """Knows the calls about adapters that any node has reported."""
     on_prefixes: PrefixListener | None = None
     """Records prompts that nodes say they have the KV of."""
     _nodes: dict[NodeAddress, Node] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Is the contract between those who place requests and those who carry them out.
 
 1. place    nodes are chosen; what the request will cost them is written into the placement, and
-            whoever carries it out holds that work on the nodes while it lasts
+            the relay holds that work on the nodes while it lasts
 2. observe  the first byte is here: where the prompt was really computed, and what it took
 3. finished the answer is complete: how long it was
 """

@@ -4,8 +4,8 @@
     node       ──▶ its blocks, least recently used first, as many as its cache holds
 
 Two sources: the prompts that we sent there, block by block, and what the nodes report of the
-prompts that other routers sent: the last block of each. Whoever has a prompt's last block has all
-before it; a conversation's next turn has that block in its chain, whichever router it comes to.
+prompts that other routers sent: the last block of each. A node that has a prompt's last block has
+all before it; a conversation's next turn has that block in its chain, whichever router it comes to.
 
 Soft: a node may have evicted a block, or have others that another router sent. A wrong guess costs
 time, never correctness. A block may be on any number of nodes; were it capped, a popular opening

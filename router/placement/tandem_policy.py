@@ -267,7 +267,7 @@ def _move_to_front(ranked: list[Node], node: Node) -> None:
 def _missed_s(
     request: RequestInfo, placement: Placement, outcome: PrefillOutcome, time: ServiceTime
 ) -> float:
-    """Returns the seconds in which the first node of `placement` computed what it was thought to
+    """Returns the seconds in which the first node of `placement` computed what it was expected to
     have. Parts are compared: the router only guesses how many tokens a text has."""
     expected = placement.num_new_tokens / max(1, request.num_prompt_tokens)
     num_prompt = outcome.num_prompt_tokens

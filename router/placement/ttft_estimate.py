@@ -106,5 +106,5 @@ def _reported_rate(node: Node) -> float:
 
 
 def doubt(report_age_s: float) -> float:
-    """Returns what to multiply a queue by that was reported so long ago."""
+    """Returns the factor by which a queue reported `report_age_s` ago is inflated."""
     return 1 + _DOUBT_PER_S * max(0.0, report_age_s - _FRESH_S)

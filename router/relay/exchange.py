@@ -6,7 +6,7 @@
 3. read…     the rest of the answer
 4. close()   nothing counts any more; if the answer is not complete, the node is hung up on,
              which makes it abort the request
--  give_up() whoever waits for the node now learns that it is lost, and why
+-  give_up() what waits for the node now learns that it is lost, and why
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 1. pause    until something changes about the nodes, or for a moment that grows from pause to
             pause, because a node may get room without any news
-2. look     whoever waits tries all nodes again; back to 1
+2. look     each request that waits tries all nodes again; back to 1
 -  over     the time is used up
 """
 

@@ -1,7 +1,7 @@
 """Holds prompts while there is no prefill node, if one is worth waiting for.
 
-A tier that is scaled to zero starts again because something asks: the router says so to whoever
-scales (`router.scaling`), and meanwhile decides for each prompt
+A tier that is scaled to zero starts again because something asks: the router reports demand to the
+autoscaler (`router.scaling`), and meanwhile decides for each prompt
 
     local    what decode nodes have to compute already, and this prompt, in the steps of answers
     remote   what is left of a node's start, and the prompts that are held before this one
@@ -11,7 +11,7 @@ scales (`router.scaling`), and meanwhile decides for each prompt
 3. placed    a prefill node is there
 -  over      nothing came within the limit: the client gets an error (503, Retry-After)
 
-A start that takes longer than expected is thought to take as long again as it is late.
+A start that takes longer than expected is expected to take as long again as it is late.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PrefillHold:
 
 
 def serves(node: Node, model: str) -> bool:
-    """Returns whether the node has told that it serves `model`; any will do for ""."""
+    """Returns whether the node has reported that it serves `model`; any will do for ""."""
     if node.report is None:
         return False
     return not model or model in node.report.model_names

@@ -55,7 +55,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class SessionSource(StrEnum):
-    """Says what told the router which requests belong together."""
+    """Says by what the router knows which requests belong together."""
 
     HEADER = "header"
     CACHE_KEY = "prompt_cache_key"

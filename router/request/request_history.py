@@ -149,5 +149,5 @@ class RequestHistory:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the tokens of the answer; until the node has told, the pieces of it."""
+        """Returns the tokens of the answer; until the node has sent them, the pieces of it."""
         return self.times.tokens if self.times else self.num_pieces

@@ -1,8 +1,8 @@
 """Says how many nodes of each tier this router's requests take so that the objectives hold.
 
 1. blind      nothing is said: an objective is not set, nothing has listened for long enough, the
-              speed of the nodes is unknown, or their reports are lost. Absent is no zero: whoever
-              scales keeps what there is
+              speed of the nodes is unknown, or their reports are lost. Absent is no zero: an
+              autoscaler keeps what there is
 2. starting   in the first two minutes the answer is not below this router's share of the nodes
               that there are: a router that has just started has not seen the load yet
 3. telling    prefill: seconds of computing that arrive in a second, at the speed that the nodes

@@ -66,7 +66,7 @@ def append_items(
     """Adds items at the end, and has the conversation expire then. Returns False where it was
     deleted meanwhile: nothing is added then."""
     where = _is(conversation.tenant, conversation.id)
-    # The row is written first: whoever else adds items waits for this transaction.
+    # The row is written first: other writers of items wait for this transaction.
     used = update(CONVERSATIONS).where(*where).values(expires_at=expires_at)
     if not (transaction.execute(used)).rowcount:
         return False
@@ -122,7 +122,7 @@ def renew_locks(transaction: Transaction, responses: Sequence[str], until: float
 
 
 def unlock(transaction: Transaction, tenant: str, name: str, response: str) -> None:
-    """Lets go of a conversation, if this response has it."""
+    """Releases a conversation, if this response holds it."""
     where = [*_is(tenant, name), CONVERSATIONS.c.locked_by == response]
     values = {"locked_by": "", "locked_until": 0.0}
     transaction.execute(update(CONVERSATIONS).where(*where).values(**values))

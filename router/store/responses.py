@@ -162,7 +162,8 @@ def claim(
 
 
 def cancel(transaction: Transaction, response: ResponseRow, body: bytes) -> bool:
-    """Ends an unfinished response, whoever works on it. Returns whether it was unfinished."""
+    """Ends an unfinished response, whichever router works on it. Returns whether it was
+    unfinished."""
     values = {"status": "cancelled", "body": body, "request": b"", "owner": "", "lease_until": 0.0}
     num_bytes = len(body) - len(response.body) - len(response.request)
     where = [*_is(response.tenant, response.id), RESPONSES.c.status.in_(UNFINISHED)]

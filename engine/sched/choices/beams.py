@@ -24,7 +24,7 @@
 - A beam that is preempted, or whose blocks were needed, computes alone what it has: tokens are all
   that the search knows of it, so that the answer stays the same. That holds for a whole search that
   begins again on another node, too. Seated beams are preempted together.
-- A search is one request to whoever asked: one name ends it, and it fails as a whole.
+- A search is one request to its client: one name ends it, and it fails as a whole.
 """
 
 from __future__ import annotations

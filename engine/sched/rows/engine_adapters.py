@@ -7,7 +7,8 @@
 
 - Every call has an answer. An adapter that is added is answered for once all ranks have read it,
   one that is removed when its last request has ended, or when it is added again. A read that takes
-  longer than `READ_TIMEOUT_S` fails whoever waits for it; what ranks say later still counts.
+  longer than `READ_TIMEOUT_S` fails the calls that wait for it; what ranks report later still
+  counts.
 - An adapter that was served stays known when a read fails: the next request tries again. One that
   never was is forgotten.
 - An adapter that is added while host memory is full of those in use is read nevertheless, and

@@ -44,7 +44,7 @@ class WorkMeter:
         return work
 
     def add_step(self, work: StepWork, seconds: float) -> None:
-        """Counts a step that has ended, which took so long."""
+        """Counts a step that has ended, and its seconds."""
         flops = self._cost.flops(work)
         read, written = self._cost.bytes_read(work), self._cost.bytes_written(work)
         stats = self._stats

@@ -1,7 +1,7 @@
 """Says which way an FP8 GEMM is computed, by its number of rows; found by measurement.
 
 small       our own kernel: one pass over the weights
-unscaled    the library's fastest, which knows no scales of rows and outputs: whoever reads the
+unscaled    the library's fastest, which knows no scales of rows and outputs: the reader of the
             product next applies them
 scaled      the library's, scales included
 """

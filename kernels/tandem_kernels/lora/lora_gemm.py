@@ -2,8 +2,8 @@
 
     programs 0 .. S     x by A of all slots that rows have, in pieces of the inner dimension
     programs S ..       x by the layer's weight, as `small_m_gemm` does, a tile in one program or
-                        in several, by the inner dimension; then, when the first programs have told
-                        that they are done, what these left by B of each row's slot
+                        in several, by the inner dimension; then, when the first programs have
+                        signalled that they are done, what these left by B of each row's slot
 
 The first programs have a tenth of the others' work, so these seldom wait, and look for it while
 their last weights are on their way. Early on they prefetch B, for which nothing waits. The parts of

@@ -1,7 +1,7 @@
 """Linear layers on FP8 weights, step by step in plain torch.
 
 An unscaled product is a GEMM of e4m3 numbers alone; row t and output n of it are still to be
-multiplied by `row_scales[0, t]` and `col_scales[n]`, which whoever reads it next does. Blocks of
+multiplied by `row_scales[0, t]` and `col_scales[n]`, which its reader does. Blocks of
 128 x 128 weights beside groups of 128 inputs are those of DeepSeek-V3 (arXiv 2412.19437, 3.3).
 """
 

@@ -8,7 +8,7 @@
 
     frame    0   bytes that follow the head      4   kind
 
-One call at a time; the next one may follow on the same connection. Whoever holds the key was given
+One call at a time; the next one may follow on the same connection. A holder of the key was given
 it in a handshake over the network, where services authenticate each other, and both ends look at
 the user that the kernel says is on the other one. What cannot be read ends the connection.
 """
@@ -65,7 +65,8 @@ class LocalAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_ours(self) -> bool:
-        """Returns whether transfer processes have such addresses, whoever says that this is one."""
+        """Returns whether transfer processes have such addresses, whichever peer says that this is
+        one."""
         return self.name.startswith(_NAMES) and len(self.key) == KEY_BYTES
 
     @property

@@ -1,8 +1,9 @@
 """Whether what a puller was given is still as it was: blocks of a cache, or a slot of a
 window.
 
-The holder may let go at any time, and a puller that reads memory itself would not notice. So the
-holder's transfer process has words in which it takes back its own before it tells any other:
+The holder may release the blocks at any time, and a puller that reads memory itself would not
+notice. So the holder's transfer process has words in which it takes back its own before it tells
+any other:
 
     words[slot] = number of the lease; 0: none's
 
@@ -11,8 +12,8 @@ holder's transfer process has words in which it takes back its own before it tel
 3. `let_go()`     when the transfer ends, or the slot of the window is read: before that memory can
                   serve another
 4. puller `is_held(...)`, or a read of the word, when its copies are done: if it is held, all that
-   they read was right. A process that has died cannot let go, but with it have gone its descriptors
-   and words
+   they read was right. A process that has died releases nothing, but with it have gone its
+   descriptors and words
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ReadLease:
     number: int
 
     def let_go(self) -> None:
-        """Lets go of it. Idempotent."""
+        """Releases it. Idempotent."""
         self.leases.end(self)
 
 

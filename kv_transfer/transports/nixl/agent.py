@@ -7,7 +7,7 @@
                             there. Then the peer gets a notice, if one was given
     5. `notices`            lets UCX work, which has no thread of its own; what peers gave notice of
 
-UCX's progress thread takes half a core to a whole one while nothing happens, so whoever waits asks
+UCX's progress thread takes half a core to a whole one while nothing happens, so a wait polls
 instead. A read that has begun cannot be taken back: after its peer was forgotten, 460 MB still
 arrived in memory that the reader had given up (NIXL 1.5.1 over TCP). Its memory has to wait for it.
 """

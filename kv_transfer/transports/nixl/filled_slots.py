@@ -1,14 +1,15 @@
 """The slots of a producer's window that hold KV for pullers.
 
     1. `fill`       copies of chunks into a slot are issued
-    2. `was_filled` they are done: a read lease says that the slot holds them, and the puller may be
-                    told
+    2. `was_filled` they are done: a read lease says that the slot holds them, and the puller may
+                    get the message
     3. `was_read`   the puller has read them; or `let_go`: nothing reads them any more. The lease
                     ends, then the slot is free
     -  `was_late`   they are not read for long, and others wait for slots: a host that has died says
                     nothing, and its calls may stay open for a quarter of an hour
 
-A slot that is let go before 2 is free once its copies are done. Nothing learns of what they copied.
+A slot that is released before 2 is free once its copies are done. Nothing learns of what they
+copied.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class FilledSlots:
             self.window.slots.give_back(filled.slot)
 
     def tick(self, patience_s: float) -> None:
-        """Takes slots from who has not read them for so long, if others wait for slots."""
+        """Reclaims slots unread for `patience_s` while others wait for slots."""
         now = time.monotonic()
         self._clock_s += min(now - self._ticked_at, _HELD_UP_S)
         self._ticked_at = now

@@ -37,7 +37,7 @@ _LOOKS_IN_A_ROW = 200
 processor."""
 _BUSY_PAUSE_S = 0.0002
 _IDLE_PAUSE_S = 0.005
-"""So long a peer's first question may have to wait."""
+"""A peer's first request may have to wait this long."""
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class FairSlots:
-    """Slots, each of one owner at most; whoever asks first is served first."""
+    """Slots, each of one owner at most, given in the order of requests."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

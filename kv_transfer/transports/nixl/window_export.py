@@ -8,7 +8,7 @@
        reads nothing, while others wait for slots, is broken off
     5. a repeat      fills slots anew, and what its stream was given before is released
 
-A call that has told of all its chunks ends; its last slots are still read then. Where all of an
+A call that has announced all its chunks ends; its last slots are still read then. Where all of an
 export was staged before the pull came, its blocks may serve another already: the pull is refused
 with `NotServed`, and comes again over the stream.
 """
@@ -118,7 +118,7 @@ class WindowPull(OpenPull, SlotUser):
         self._ready: list[int] = []
         """Chunks that are ready, and in no slot yet."""
         self._untold: deque[FilledSlot] = deque()
-        """Slots whose chunks are copied, and of which no message has told."""
+        """Slots whose chunks are copied, and which no message has announced."""
         self._slots: set[FilledSlot] = set()
         """All that are not read yet, those among them that are being filled."""
         self._num_filling = 0

@@ -153,7 +153,7 @@ class ReadQueue:
         self._under_way.remove(read)
 
     def is_stuck(self, patience_s: float) -> bool:
-        """Returns whether reads that did not end for so long have all slots."""
+        """Returns whether reads that have not ended for that long hold all slots."""
         hang = [read for read in self._under_way if read.slot is not None]
         late = sum(read.waited_s > patience_s for read in hang)
         return late == self.window.slots.num_slots
@@ -206,7 +206,7 @@ class ReadQueue:
             self._on_error(error)
 
     async def _pause(self, seconds: float) -> None:
-        """Waits so long, or until a read has begun."""
+        """Waits for `seconds`, or until a read has begun."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._has_begun.wait()

@@ -71,7 +71,8 @@ class Stager:
                 await asyncio.sleep(0)
 
     def _stage_round(self) -> bool:
-        """Returns whether anything could be staged; if not, whoever makes it possible wakes us."""
+        """Returns whether anything could be staged; if not, what makes it possible wakes this
+        stager."""
         any_staged = False
         for part in sorted(self._parts, key=lambda part: not part.pulls):
             if self._zero_copy.keeps_up(part):

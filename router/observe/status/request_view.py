@@ -100,8 +100,8 @@ def segments(record: RequestHistory, end: float) -> Iterator[Segment]:
 
 
 def _until_first_token(record: RequestHistory, answered: float) -> Iterator[Segment]:
-    """Yields what came before the first token, as far as a node has told. Its clock is not ours: it
-    counts from when it was asked."""
+    """Yields what came before the first token, as far as a node has reported. Its clock is not
+    ours: it counts from when it was asked."""
     since, admitted, times = record.trace.started_at, record.trace.admitted_at, record.times
     if times is not None and not record.moves:
         asked = record.asked_at
