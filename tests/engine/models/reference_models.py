@@ -51,7 +51,7 @@ from tests.engine.models.hybrid_families import HYBRID_FAMILIES
 from tests.engine.models.image_families import IMAGE_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
 from tests.engine.models.nearby_families import NEARBY_FAMILIES
-from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, prompts
+from tests.engine.models.parity_cases import MAX_LEN, prompts
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -304,14 +304,29 @@ def expected_logits(folder: Path) -> list[torch.Tensor]:
     return [reference_logits(model, prompt) for prompt in prompts()]
 
 
-def reference_greedy(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], float]:
-    """Returns NUM_GREEDY tokens, and the smallest lead that a chosen token had over the
-    next best.
-    """
+class GreedyAnswers:
+    """Knows what transformers answers, and remembers it. It computes no more than was asked for:
+    a token takes it two to seven milliseconds."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(self, prompt: list[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if len(self._known.get(key, ())) < count:
+            self._known[key] = reference_greedy(self._model, prompt, count)[0]
+        return self._known[key][:count]
+
+
+def reference_greedy(
+    model: PreTrainedModel, prompt: list[int], count: int
+) -> tuple[list[int], float]:
+    """Returns `count` tokens, and the smallest lead that a chosen token had over the next best."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=NUM_GREEDY,
+        max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,

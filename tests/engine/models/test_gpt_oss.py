@@ -24,8 +24,8 @@ from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES, WINDOW, publish
 from tests.engine.models.loaded_parameters import parameters, parameters_of
 from tests.engine.models.rank_process import make_paged_model
 from tests.engine.models.reference_models import (
+    GreedyAnswers,
     reference,
-    reference_greedy,
     reference_logits,
     save_checkpoint,
 )
@@ -45,20 +45,6 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def prompt_of(length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(1, 100, (length,), generator=generator).tolist()
-
-
-class Transformers:
-    """Knows the greedy answers of a checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = reference(folder)
-        self._known: dict[tuple[int, ...], list[int]] = {}
-
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        key = tuple(prompt)
-        if key not in self._known:
-            self._known[key] = reference_greedy(self._model, prompt)[0]
-        return self._known[key][:count]
 
 
 @pytest.mark.parametrize("chunk", [1000, 50])
@@ -120,7 +106,7 @@ def test_two_nodes_and_only_the_window_of_windowed_layers_crosses(forms: tuple[P
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         decode = nodes[1]
-        hand_over(*nodes, {str(n): prompt_of(n) for n in lengths}, Transformers(meant))
+        hand_over(*nodes, {str(n): prompt_of(n) for n in lengths}, GreedyAnswers(reference(meant)))
         assert decode.core.stats().prompt_tokens_computed == 0
         layers = FAMILY.changes["num_hidden_layers"] // 2
         block_bytes = layers * 2 * 2 * block_size * FAMILY.changes["head_dim"] * 4
@@ -134,7 +120,7 @@ def test_two_nodes_and_only_the_window_of_windowed_layers_crosses(forms: tuple[P
 def test_one_node_with_little_room(forms: tuple[Path, Path]) -> None:
     """Chunks, hits in the prefix cache and preemptions."""
     published, meant = forms
-    oracle = Transformers(meant)
+    oracle = GreedyAnswers(reference(meant))
     config = engine_config(load_model_config(published), block_size=16, num_blocks=26)
     node = GroupedNode.start(config)
     with ExitStack() as stack:

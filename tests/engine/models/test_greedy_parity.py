@@ -18,11 +18,10 @@ from tests.engine.models.reference_models import (
     FAMILIES,
     expected_logits,
     reference,
-    reference_greedy,
     reference_logits,
 )
 
-_CLEAR_LEAD = 2e-4
+CLEAR_LEAD = 2e-4
 """Ours differ from the reference by less than 1e-5. One whose best two logits are closer than this
 would prove nothing either way."""
 runs = pytest.mark.parametrize(
@@ -39,17 +38,6 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @cache
-def expected_tokens(folder: Path) -> list[list[int]]:
-    model = reference(folder)
-    expected = []
-    for prompt in prompts():
-        tokens, lead = reference_greedy(model, prompt)
-        assert lead > _CLEAR_LEAD
-        expected.append(tokens)
-    return expected
-
-
-@cache
 def chosen_behind(folder: Path, answers: tuple[tuple[int, ...], ...]) -> list[list[int]]:
     """Returns the token that transformers would choose behind each prompt and each beginning of its
     answer. If that is the answer's next one throughout, it would have given the answer."""
@@ -58,7 +46,7 @@ def chosen_behind(folder: Path, answers: tuple[tuple[int, ...], ...]) -> list[li
     for prompt, answer in zip(prompts(), answers, strict=True):
         logits = reference_logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
         best = logits.topk(2)
-        assert float((best.values[:, 0] - best.values[:, 1]).min()) > _CLEAR_LEAD
+        assert float((best.values[:, 0] - best.values[:, 1]).min()) > CLEAR_LEAD
         chosen.append(best.indices[:, 0].tolist())
     return chosen
 

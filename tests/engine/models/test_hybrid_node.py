@@ -19,30 +19,16 @@ from engine.worker.dummy_steps import largest_steps
 from engine.worker.worker import Worker
 from kv_transfer.config import KVTransferConfig
 from tests.engine.kv_groups.grouped_node import GroupedNode, engine_config, hand_over, run_until
-from tests.engine.models.parity_cases import MAX_LEN, NUM_GREEDY, VOCAB
+from tests.engine.models.parity_cases import MAX_LEN, VOCAB
 from tests.engine.models.reference_models import (
     FAMILIES,
+    GreedyAnswers,
     reference,
-    reference_greedy,
     save_checkpoint,
 )
 
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 97, 128)
 NUM_TOKENS = 24
-
-
-class Answers:
-    """Knows what transformers answers, and remembers it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = reference(folder)
-        self._known: dict[tuple[int, ...], list[int]] = {}
-
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        key = tuple(prompt)
-        if key not in self._known:
-            self._known[key] = reference_greedy(self._model, prompt)[0]
-        return self._known[key][:count]
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path) -> Answers:
-    return Answers(folder)
+def answers(folder: Path) -> GreedyAnswers:
+    return GreedyAnswers(reference(folder))
 
 
 def prompt_of(length: int) -> list[int]:
     return [(length * 31 + i * i * 7) % VOCAB for i in range(length)]
 
 
-def test_one_node_with_little_room(folder: Path, answers: Answers) -> None:
-    known = {n: answers.tokens(prompt_of(n), NUM_GREEDY) for n in LENGTHS}
+def test_one_node_with_little_room(folder: Path, answers: GreedyAnswers) -> None:
+    known = {n: answers.tokens(prompt_of(n), NUM_TOKENS) for n in LENGTHS}
     config = engine_config(load_model_config(folder), block_size=8, num_blocks=36, chunk=40)
     assert [group.is_state for group in config.kv_layout.groups] == [False, True, True, True]
     with ExitStack() as stack:
@@ -102,7 +88,7 @@ def test_conversations_from_prefill_to_decode(
     block_sizes: tuple[int, int],
     transports: str,
     folder: Path,
-    answers: Answers,
+    answers: GreedyAnswers,
 ) -> None:
     """States are cut anew for other ranks, and prefill goes on from states that it has kept; decode
     has the beginning of a prompt, and pulls the rest and the states."""

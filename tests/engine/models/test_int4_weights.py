@@ -36,9 +36,8 @@ from tests.engine.models.loaded_parameters import parameters
 from tests.engine.models.parity_cases import prompts
 from tests.engine.models.quantised_checkpoints import compressed_tensors, quantise_checkpoint
 from tests.engine.models.rank_process import make_paged_model
-from tests.engine.models.reference_models import reference, reference_logits
+from tests.engine.models.reference_models import GreedyAnswers, reference, reference_logits
 from tests.engine.models.test_logit_parity import relative_error
-from tests.engine.models.test_pd_parity import Transformers
 from tests.engine.models.test_quantised_weights import refusal
 from tests.engine.parallel.fake_group import FakeGroup
 
@@ -274,7 +273,7 @@ def test_two_nodes_answer_as_the_plain_weights_do(make_pair: MakePair) -> None:
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         asked = {str(index): prompt for index, prompt in enumerate(prompts())}
-        hand_over(*nodes, asked, Transformers(reference(plain)))
+        hand_over(*nodes, asked, GreedyAnswers(reference(plain)))
 
 
 _KIMI_K2_THINKING = ct_int4(32) | {

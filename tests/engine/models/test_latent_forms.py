@@ -26,10 +26,10 @@ from engine.parallel.distributed import ParallelGroup
 from engine.worker import cudagraph_utils, model_runner
 from tandem_kernels.reference.ragged import ragged_attention
 from tests.engine.models.engine_rank import MODES, EngineRank, greedy
-from tests.engine.models.parity_cases import prompts
+from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.rank_process import CHUNK, WHOLE, make_paged_model
-from tests.engine.models.reference_models import expected_logits
-from tests.engine.models.test_greedy_parity import expected_tokens
+from tests.engine.models.reference_models import expected_logits, reference, reference_greedy
+from tests.engine.models.test_greedy_parity import CLEAR_LEAD, chosen_behind
 from tests.engine.worker.test_prompt_graphs import GraphsByHand
 
 FAMILIES = ["deepseek_v2", "deepseek_v3_yarn"]
@@ -160,7 +160,8 @@ def test_greedy_tokens_of_an_engine_that_expands(
     monkeypatch.setattr(selection, "_latent_backend", backend)
     found = greedy(checkpoints / family, mode, 0, 1, "")
     tokens = [found[str(index)].tokens for index in range(len(prompts()))]
-    assert tokens == expected_tokens(checkpoints / family)
+    assert [len(answer) for answer in tokens] == [NUM_GREEDY] * len(tokens)
+    assert chosen_behind(checkpoints / family, tuple(map(tuple, tokens))) == tokens
     assert any(arguments[3].causal for arguments in expanded)  # type: ignore[attr-defined]
     assert not all(arguments[3].causal for arguments in expanded)  # type: ignore[attr-defined]
 
@@ -170,6 +171,7 @@ def test_graphs_of_whole_prompts(
     family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs by hand what a graph holds, with nothing of the step known but on the device."""
+    model = reference(checkpoints / family)
     monkeypatch.setattr(cudagraph_utils, "PROMPT_TOKENS", (8,))
     monkeypatch.setattr(cudagraph_utils, "LONG_PROMPT_TOKENS", (16, 40, 80))
     monkeypatch.setattr(cudagraph_utils, "LONGEST_PROMPT_TOKENS", (80,))
@@ -188,12 +190,13 @@ def test_graphs_of_whole_prompts(
     runner.capture_model(lambda fraction: None)
     graphs = runner._graphs
     assert isinstance(graphs, GraphsByHand)
-    expected = expected_tokens(checkpoints / family)
+    answers = [reference_greedy(model, prompt, 3) for prompt in prompts()]
+    assert min(lead for _, lead in answers) > CLEAR_LEAD
     for together in ([0], [1], [2], [3], [0, 1, 2]):
         # Nobody computes what another has left in the cache.
         asked = {str(i): prompts()[i] for i in together}
         for request, found in engine.run(asked, 3).items():
-            assert found.tokens == expected[int(request)][:3]
+            assert found.tokens == answers[int(request)][0]
     engine.close()
     assert [key.num_tokens for key in graphs.replayed] == [16, 40, 80]
 

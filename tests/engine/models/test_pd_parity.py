@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
 
 from engine.models.checkpoint import load_model_config
 from kv_transfer.config import KVTransferConfig
@@ -19,17 +18,7 @@ from tests.engine.models.quantised_checkpoints import (
     quantise_checkpoint,
     write_fp8_blocks,
 )
-from tests.engine.models.reference_models import reference, reference_greedy
-
-
-class Transformers:
-    """Knows the greedy answers of a checkpoint."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def tokens(self, prompt: list[int], count: int) -> list[int]:
-        return reference_greedy(self._model, prompt)[0][:count]
+from tests.engine.models.reference_models import GreedyAnswers, reference
 
 
 @pytest.mark.parametrize(
@@ -89,5 +78,5 @@ def check_two_nodes(
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         asked = {str(index): prompt for index, prompt in enumerate(prompts())}
-        hand_over(*nodes, asked, Transformers(reference(plain)))
+        hand_over(*nodes, asked, GreedyAnswers(reference(plain)))
         assert nodes[1].core.stats().prompt_tokens_computed == 0

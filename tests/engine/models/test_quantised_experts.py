@@ -50,8 +50,7 @@ from tests.engine.models.quantised_checkpoints import (
     write_fp8_tensors,
 )
 from tests.engine.models.rank_process import make_paged_model
-from tests.engine.models.reference_models import reference, save_checkpoint
-from tests.engine.models.test_pd_parity import Transformers
+from tests.engine.models.reference_models import GreedyAnswers, reference, save_checkpoint
 from tests.engine.parallel.fake_group import FakeGroup
 
 LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
@@ -220,7 +219,7 @@ def test_two_nodes_answer_as_the_plain_weights_do(make_pair: MakePair) -> None:
             nodes.append(GroupedNode.start(config))
             stack.callback(nodes[-1].shutdown)
         asked = {str(index): prompt for index, prompt in enumerate(prompts())}
-        hand_over(*nodes, asked, Transformers(reference(plain)))
+        hand_over(*nodes, asked, GreedyAnswers(reference(plain)))
 
 
 def layer_of(
