@@ -36,3 +36,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_architecture_names_many_files() -> None:
     """The pattern that finds them still does."""
     assert len(named_files(ROOT / "docs" / "architecture.md")) > 40
+
+
+def test_each_question_is_answered_by_four_files_at_most() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## Where is")[2].partition("\n## ")[0]
+    questions = [line for line in section.splitlines() if line.startswith("| **")]
+    assert len(questions) == 12
+    for question in questions:
+        files = set(_PATH.findall(question))
+        assert 1 <= len(files) <= 4, question
+        for path, name in re.findall(r"`([\w./]+\.py)` \(`(\w+)`", question):
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), question

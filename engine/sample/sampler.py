@@ -89,6 +89,14 @@ class Sampler:
         self._allowed = AllowedTokenStates(max_num_reqs, vocab_size, device)
         self._bad_words = BadWordStates(max_num_reqs, token_ids)
         self._siblings = SiblingStates(device)
+        self._changing = (
+            self._logit_bias,
+            self.penalties,
+            self.grammars,
+            self._allowed,
+            self._bad_words,
+        )
+        """All that change logits, in their order."""
 
     def add_request(self, new: NewRequestData) -> None:
         tokens = np.frombuffer(new.prefill_token_ids, "<i4")
@@ -108,13 +116,8 @@ class Sampler:
         return [*self._params.carried, *self.penalties.carried]
 
     def remove_request(self, row: int) -> None:
-        self._params.remove_request(row)
-        self.penalties.remove_request(row)
-        self._logit_bias.remove_request(row)
-        self.grammars.remove_request(row)
-        self._allowed.remove_request(row)
-        self._bad_words.remove_request(row)
-        self._siblings.remove_request(row)
+        for states in (self._params, *self._changing, self._siblings):
+            states.remove_request(row)
 
     def __call__(self, logits: torch.Tensor | VocabPart, batch: InputBatch) -> SamplerOutput:
         """Chooses tokens. `logits` [L, V] are float32 of the places of `batch`, or this rank's part
@@ -172,14 +175,7 @@ class Sampler:
         return bool((self._params.logprobs_wanted(rows) != NO_LOGPROBS).any())
 
     def _changes_logits(self, rows: Int32Array) -> bool:
-        states = (
-            self._logit_bias,
-            self.penalties,
-            self.grammars,
-            self._allowed,
-            self._bad_words,
-        )
-        return any(state.needed_by(rows) for state in states)
+        return any(states.needed_by(rows) for states in self._changing)
 
     def _change_logits(
         self, given: torch.Tensor | VocabPart, places: Places

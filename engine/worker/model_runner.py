@@ -180,6 +180,7 @@ class ModelRunner:
 
         on_layer = self._connector.pre_forward(step)
         self.adapters.begin(rows=order.rows)
+        # A forward pass that reads KV while it is loaded stops at layers, as a graph cannot.
         key = None if waits_for_layers(step) else self._graph_key(order)
         key = self.adapters.of_step(key)
         sampled: SamplerOutput | None

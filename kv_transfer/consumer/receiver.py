@@ -5,7 +5,8 @@
     2. FIRST_BYTE  the first KV has been written
     3. the end     RECEIVED when every stream is complete; FAILED for the first error, or silence,
                    or signs of life without KV once the prompt is computed;
-                   ABORTED on AbortMeta. Reported when no stream is left that could write.
+                   ABORTED on AbortMeta. Reported to `kv_transfer.control.scheduler` when no stream
+                   is left that could write, with how much of the prompt is complete
 
 What is received into blocks or staging memory may be written by threads, but a stream has not ended
 before they are done, and all copies are issued on the event loop: a cancelled stream writes nothing

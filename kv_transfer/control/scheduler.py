@@ -7,8 +7,9 @@ Producer, for one transfer                       Consumer
     4. all RELEASED ──▶ released
 
 FAILED on one process, or ABORTED because the puller gave up, calls the transfer off on the others;
-it is reported when the last of them has answered, so no writer or reader is left. A process that
-dies, or is frozen and therefore killed, answers FAILED by its death.
+it is reported when the last of them has answered, so no writer or reader is left: the engine core
+passes it to the source of the transfer. A process that dies, or is frozen and therefore killed,
+answers FAILED by its death.
 """
 
 from __future__ import annotations

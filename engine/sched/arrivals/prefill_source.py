@@ -143,6 +143,8 @@ class PrefillSource:
     def failed(
         self, arrival: Pull, num_tokens_kept: int, failure: KVTransferResult
     ) -> KVTransferResult | None:
+        """Keeps what is complete. What follows is decided where the first token is known: by
+        `RemotePrefill` of the decode node."""
         if arrival.state in BEING_CALLED_OFF:
             self._has_stopped(arrival, num_tokens_kept)
             return None
