@@ -133,11 +133,11 @@ def create_served_model(
     settings: DecodeNodeSettings,
     model: ModelConfig,
     adapters: Mapping[str, AdapterRef],
-    tokenizer: Tokenizer,
+    text: ServedText,
     images: ImageReader,
-    defaults: SamplingDefaults,
 ) -> ServedModel:
-    """Returns what requests are read with. Raises `SettingsError`."""
+    """Returns what requests are read with."""
+    tokenizer = text.tokenizer
     return ServedModel(
         config=model,
         adapters=adapters,
@@ -151,14 +151,14 @@ def create_served_model(
         ),
         images=ImagePrompts(images, model.vision),
         reading=ChatReading(
-            create_parsers(settings, tokenizer),
+            text.parsers,
             tokenizer,
             allows_auto=settings.enable_auto_tool_choice,
             names_reasoning_twice=settings.reasoning_alias,
             stops_in_reasoning=settings.stop_in_reasoning,
         ),
         limits=AskLimits(settings.max_choices, settings.max_logprobs),
-        defaults=defaults,
+        defaults=text.defaults,
     )
 
 

@@ -54,9 +54,7 @@ from edge.tracing.metrics import TracerCollector
 from edge.tracing.tracer import Tracer
 from engine.config import EngineConfig
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.tokenizer import Tokenizer
 from engine.kv_cache.capacity import tokens_that_fit
-from engine.models.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from engine.node.grpc_server import NodeGrpcServer
 from engine.node.http_server import HttpServer, ProbeServer, listen
 from engine.node.lifetime import NodeLifetime
@@ -126,14 +124,13 @@ class DecodeNode:
         app = create_node_app(
             settings,
             engine,
-            text.tokenizer,
+            text,
             self._proxy,
             self._metrics,
             self._state,
             callers,
             self._checker,
             self._images,
-            text.defaults,
         )
         self._tls = credentials.server_tls("http", demands_certificate=not callers.has_keys)
         self._http = _create_http_server(settings, app, self._tls, callers)
@@ -327,19 +324,17 @@ def create_metrics(engine: AsyncLLM, proxy: DisaggProxy, tracer: Tracer) -> Deco
 def create_node_app(
     settings: DecodeNodeSettings,
     engine: AsyncLLM,
-    tokenizer: Tokenizer,
+    text: ServedText,
     proxy: DisaggProxy,
     metrics: DecodeMetrics,
     state: ApiState,
     callers: CallerCheck,
     checker: GrammarChecker,
     images: ImageReader,
-    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> ASGIApp:
-    served = create_served_model(
-        settings, engine.config.model, engine.adapters.known, tokenizer, images, defaults
-    )
-    parsers = served.reading.parsers
+    adapters = engine.adapters.known
+    served = create_served_model(settings, engine.config.model, adapters, text, images)
+    tokenizer, parsers = text.tokenizer, text.parsers
     metrics.registry.register(GrammarCollector(checker))
     grammars = AnswerGrammars(
         served.config, tokenizer.added_token_ids, parsers.reasoning_format, checker

@@ -27,7 +27,7 @@ from decode_node.grammar.grammar_checker import GrammarChecker
 from decode_node.http.callers import CallerCheck
 from decode_node.http.routes import ApiState
 from decode_node.images.create_reader import create_image_reader
-from decode_node.served_text import find_defaults
+from decode_node.served_text import ServedText, create_parsers, find_defaults
 from decode_node.server import create_metrics, create_node_app, read_api_keys
 from edge.http.guarded_protocol import guarded_protocol
 from edge.security.credentials import Credentials
@@ -143,18 +143,18 @@ async def http_node(
     )
     tracer = Tracer.open(node_settings, "tandem-decode", config.engine_id)
     metrics = create_metrics(engine, proxy, tracer)  # type: ignore[arg-type]
-    defaults = find_defaults(node_settings, config.model)
+    parsers = create_parsers(node_settings, tokenizer)
+    text = ServedText(tokenizer, parsers, find_defaults(node_settings, config.model))
     app = create_node_app(
         node_settings,
         engine,  # type: ignore[arg-type]
-        tokenizer,
+        text,
         proxy,
         metrics,
         state,
         callers,
         grammar_checker(tokenizer),
         create_image_reader(node_settings, config),
-        defaults,
     )
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(
