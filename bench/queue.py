@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from bench.arguments import parser_of
 from bench.jobs.journal import Journal
 from bench.jobs.order import Busy, next_job, reason_to_leave_out
 from bench.jobs.plan import Job, PlanError, read_plans
@@ -180,9 +181,7 @@ def _describe(job: Job) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="a name in bench/plans, or a file")
     parser.add_argument("--out", type=Path, help="folder of logs and results")
     parser.add_argument(

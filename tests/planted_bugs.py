@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.name_lists import names_among
+from bench.arguments import names_among
 from bench.record import write_result
 
 ROOT = Path(__file__).resolve().parent.parent

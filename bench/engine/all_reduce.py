@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.arguments import parser_of
 from bench.engine.ranks.processes import require_gpus, run_ranks
 from bench.record import write_result
 from cli.local_cluster.cluster import free_ports
@@ -156,9 +157,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, rendezvous: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tune", action="store_true", help="time all ways to share messages out")

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.arguments import names_among
 from bench.engine.timing.device_time import copy_bytes_per_us, graph_us, rotations
 from bench.engine.timing.tiles import compare_tiles
-from bench.name_lists import names_among
 from bench.record import write_result
 from tandem_kernels import ops
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning, few_row_tuning, run_few_rows

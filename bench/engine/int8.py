@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.arguments import names_among
 from bench.engine.timing.device_time import graph_us, rotations
-from bench.name_lists import names_among
 from bench.record import write_result
 from tandem_kernels.elementwise.silu_and_mul import silu_and_mul
 from tandem_kernels.gemm import fp8_activations, fp8_gemm, fused_gate_up, int8_gemm, int8_weights

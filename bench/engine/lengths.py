@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.arguments import parser_of
 from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import SHAPES, shape_config
 from bench.engine.timing.length_costs import LengthCost, describe, length_costs
@@ -65,9 +66,7 @@ def rows_of(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--first", type=int, default=300, help="shortest prompt")
     parser.add_argument("--last", type=int, default=4000, help="longest prompt")

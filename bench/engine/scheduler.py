@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import statistics
 import time
@@ -259,16 +260,6 @@ def _best_us(run: Callable[[], None]) -> float:
     return round(min(times), 1)
 
 
-def print_table(costs: list[StepCost]) -> None:
-    columns = ("batch", "block_size", "depth", "aligned", "schedule_us", "update_us", "step_us",
-               "step_p99_us", "encode_us", "message_bytes", "message_bytes_max")  # fmt: skip
-    print(" ".join(f"{column:>{max(7, len(column))}}" for column in columns))
-    for cost in costs:
-        row = asdict(cost)
-        cells = [f"{row[column]!s:>{max(7, len(column))}}" for column in columns]
-        print(" ".join(cells))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Scheduler cost at steady decode.")
     parser.add_argument("--steps", type=int, default=1000, help="measured steps of each batch")
@@ -281,15 +272,10 @@ def main() -> None:
     ]
     aligned = measure(256, 16, 1, steps, aligned=True)
     hashing = measure_hashing()
-    print_table([*costs, aligned])
-    print(
-        f"block hashes of a prompt of {hashing['tokens']:.0f} tokens: {hashing['request_us']} µs "
-        f"(SHA-256 {hashing['sha256_us']}, XXH3-128 would be {hashing['xxh3_128_us']})"
-    )
-    path = write_result(
-        "scheduler", {"steps": [asdict(c) for c in [*costs, aligned]], "hashing": hashing}
-    )
-    print(f"written to {path}")
+    rows = [asdict(cost) for cost in [*costs, aligned]]
+    for row in [*rows, hashing]:
+        print(json.dumps(row))
+    print(f"written to {write_result('scheduler', {'steps': rows, 'hashing': hashing})}")
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
+from bench.arguments import names_among
 from bench.engine.models.peer_weights import peer_weights
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.timing.references import REFERENCES, Reference
-from bench.name_lists import names_among
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.executor.uniproc_executor import UniprocExecutor

@@ -35,8 +35,6 @@ from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.metadata import HostTierEvent, TierEvent
-from kv_transfer.tier import LoadTimes
 from kv_transfer.tiers.host_tier import PooledHostTier
 
 _NEVER_ENDS = 1 << 20
@@ -72,14 +70,8 @@ class LoadClock:
         self.rates: list[float] = []
         """GB/s of loads that went well."""
         self._begun: dict[int, tuple[float, int]] = {}
-        self.phases: list[dict[str, float]] = []
-        """Milliseconds of each load, from the call until its acknowledgement."""
-        self.begun_at: list[float] = []
-        """When each of these loads began, by the monotonic clock."""
-        self._times: dict[int, list[LoadTimes]] = {}
         self._block_bytes = block_bytes
-        self._load, self._take_finished, self._apply = tier.load, tier.take_finished, tier.apply
-        tier.apply = self.apply  # type: ignore[method-assign]
+        self._load, self._take_finished = tier.load, tier.take_finished
         tier.load = self.load  # type: ignore[method-assign]
         tier.take_finished = self.take_finished  # type: ignore[method-assign]
 
@@ -89,36 +81,15 @@ class LoadClock:
         self._begun[job] = at, len(blocks)
         return job
 
-    def apply(self, event: TierEvent) -> None:
-        if isinstance(event, HostTierEvent) and event.times is not None:
-            self._times.setdefault(event.job, []).append(event.times)
-        self._apply(event)
-
     def take_finished(self) -> dict[int, bool]:
         finished = self._take_finished()
         for job, is_right in finished.items():
             if job in self._begun:
                 at, blocks = self._begun.pop(job)
-                now = time.monotonic()
                 if is_right:
-                    self.rates.append(blocks * self._block_bytes / (now - at) / 1e9)
-                    self.begun_at.append(at)
-                    self.phases.append(_phases_ms(at, self._times.pop(job), now))
+                    seconds = time.monotonic() - at
+                    self.rates.append(blocks * self._block_bytes / seconds / 1e9)
         return finished
-
-
-def _phases_ms(at: float, times: list[LoadTimes], now: float) -> dict[str, float]:
-    """Says when the last process had done each part of a load, and when the engine knew."""
-    last = {
-        "command received": max(one.received for one in times),
-        "first copies issued": max(one.begun for one in times),
-        "first layer there": max(one.first for one in times),
-        "all compared": max(one.compared for one in times),
-        "quickest process ended": min(one.ended for one in times),
-        "all ended": max(one.ended for one in times),
-        "engine notified": now,
-    }
-    return {name: (value - at) * 1e3 for name, value in last.items()}
 
 
 class Bench:
@@ -135,8 +106,6 @@ class Bench:
         tier = engine.core.connector.host_tier
         assert tier is not None
         self.tier = tier
-        self.asked_at: list[float] = []
-        """When each prompt of `first_token_ms` was asked, by the monotonic clock."""
         self.clock = LoadClock(tier, config.kv_layout.block_bytes)
 
     @property
@@ -158,7 +127,6 @@ class Bench:
         """Asks alone. Returns after KV has gone wherever it goes."""
         core, request = self._engine.core, self.prompt(index)
         at = time.monotonic()
-        self.asked_at.append(at)
         core.handle(request)
         outputs = core.step().outputs
         while not any(output.new_token_ids for output in outputs):
@@ -256,8 +224,7 @@ def measure(bench: Bench, plan: Plan) -> dict[str, object]:
         before = bench.num_loaded
         loaded = [bench.first_token_ms(i) for _ in range(plan.rounds) for i in range(plan.prompts)]
         share = (bench.num_loaded - before) / (len(loaded) * plan.prefix)
-    alone, phases = list(bench.clock.rates), list(bench.clock.phases)
-    slowest = slowest_of(loaded, bench.asked_at[-len(loaded) :], bench.clock)
+    alone = list(bench.clock.rates)
     bench.clock.rates.clear()
     with progress("rows, prefixes in the cache"):
         bench.first_token_ms(0)
@@ -275,10 +242,6 @@ def measure(bench: Bench, plan: Plan) -> dict[str, object]:
         },
         "share of prefix tokens that were loaded": round(share, 3),
         "GB/s of a load alone": summary(alone),
-        "a load alone, ms until": {
-            name: round(statistics.median(one[name] for one in phases), 2) for name in phases[0]
-        },
-        "the slowest, ms from the question until": slowest,
         "GB/s of a load beside rows": summary(bench.clock.rates),
         "time between tokens, ms": {
             "rows": plan.rows,
@@ -289,24 +252,6 @@ def measure(bench: Bench, plan: Plan) -> dict[str, object]:
         },
         "tier": bench.tier.counters,
     }
-
-
-def slowest_of(
-    first_tokens: list[float], asked_at: list[float], clock: LoadClock
-) -> list[dict[str, float]]:
-    """Returns when each part of the load was done, for the median and the five slowest first
-    tokens: what differs between them is what makes them slow."""
-    if len(clock.phases) != len(first_tokens):
-        return []
-    order = sorted(range(len(first_tokens)), key=lambda i: first_tokens[i])
-    found = []
-    for i in (order[len(order) // 2], *order[-5:]):
-        begun = (clock.begun_at[i] - asked_at[i]) * 1e3
-        parts = {name: round(begun + ms, 2) for name, ms in clock.phases[i].items()}
-        found.append(
-            {"load begun": round(begun, 2), **parts, "first token": round(first_tokens[i], 2)}
-        )
-    return found
 
 
 def summary(values: list[float]) -> dict[str, float]:

@@ -40,6 +40,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from bench.arguments import parser_of
 from bench.kv.pair import Caches, Case, HostCaches, KVPair, llama_8b, make_caches
 from bench.kv.raw_tcp import RawTcp
 from bench.kv.turns import Row, Turn, measure, summarise
@@ -220,9 +221,7 @@ def print_rows(rows: list[Row], name: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sweep", choices=SWEEPS, default="streams")
     parser.add_argument("--points", type=int, nargs="+", help="values of what is swept")
     parser.add_argument(

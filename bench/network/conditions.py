@@ -17,7 +17,6 @@ The answers must be those of the first row. Needs root. Writes bench/results/NAM
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -36,6 +35,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.arguments import parser_of
 from bench.record import write_result
 from tests.lossy_switch import Conditions, LossySwitch, opened_switch
 
@@ -255,9 +255,7 @@ def running(switch: LossySwitch, model: str) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--name", default="network")
     args = parser.parse_args()

@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from bench.arguments import names_among
 from bench.engine.speed_profiles import PROFILES
-from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 from bench.router.elastic_cluster import ElasticCluster
 from bench.router.hpa import DEFAULT_DOWN, DEFAULT_UP, SYNC_S, Hpa, Rules, ScalingPolicy

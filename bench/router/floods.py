@@ -18,7 +18,6 @@ can have it measured as on a quiet machine:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -31,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from bench.arguments import parser_of
 from bench.record import write_result
 from bench.router.processes import child, cpu_seconds, peak_rss_mib, port_of, running
 from cli.local_cluster.cluster import DEMO_CHECKPOINT
@@ -155,9 +155,7 @@ def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each flood")
     parser.add_argument("--services", default=",".join(_SERVICES), help="which are attacked")
     parser.add_argument("--floods", default=",".join(FLOODS), help="which")

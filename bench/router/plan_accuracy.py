@@ -17,7 +17,6 @@ times of its own nodes: what is left is what the model of queues, routers and jo
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -25,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import parser_of
 from bench.engine.speed_profiles import PROFILES
 from bench.record import RESULTS, write_result
 from bench.serving.load import parse_arguments
@@ -151,9 +151,7 @@ def live_rows(names: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--live", nargs="+", metavar="NAME", help="results in bench/results")
     args = parser.parse_args()
     if args.live:

@@ -25,6 +25,7 @@ from typing import cast
 
 import uvloop
 
+from bench.arguments import parser_of
 from bench.record import write_result
 from bench.router.processes import (
     child,
@@ -145,9 +146,7 @@ def _nodes(ports: multiprocessing.Queue[int], count: int) -> Iterator[list[tuple
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", default="5000,10000,20000", help="tokens per second, of all")
     parser.add_argument("--nodes", type=int, default=2, help="decode nodes")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each stream")

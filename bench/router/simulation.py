@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import names_among
 from bench.engine.speed_profiles import PROFILES
-from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 from bench.router.simulated_case import HOT_KEY, SLO_S, Case, Result, policy_maker, requests_of, run
 from engine.speed.profile import load_profile

@@ -33,6 +33,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.arguments import parser_of
 from bench.record import write_result
 from bench.serving.openai_stream import Outcome, stream_completion
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs, free_ports
@@ -312,9 +313,7 @@ def _means(silences: list[Silence]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="how long it is disturbed")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between disturbances")
     parser.add_argument("--streams", type=int, default=30, help="requests at a time")

@@ -40,6 +40,7 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
+from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.record import RESULTS, write_result
 from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
@@ -100,9 +101,7 @@ class Target:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     who = parser.add_argument_group("server")
     which = who.add_mutually_exclusive_group()
     which.add_argument("--nodes", default="3p1d", help="NpMd; 0pNd: N undivided nodes")

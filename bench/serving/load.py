@@ -34,6 +34,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.arguments import parser_of
 from bench.record import RESULTS, write_result
 from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.prompts import PATHS, Conversation, PromptStyle
@@ -44,9 +45,7 @@ _UNFINISHED = "not finished within the drain time"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     target = parser.add_argument_group("server")
     target.add_argument("--url", required=True, help="base URL, or several, comma separated")
     target.add_argument("--model", default="", help="default: the first one the server lists")

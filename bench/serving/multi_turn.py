@@ -36,16 +36,16 @@ from typing import Any
 
 import aiohttp
 
+from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.record import write_result
 from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import Outcome, stream_completion
-from bench.serving.pd_cluster import model_folder
+from bench.serving.pd_cluster import model_folder, supervised
 from bench.serving.report import distribution_ms
 from bench.serving.soak import metrics_url, until_nothing_is_held
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
-from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
-from cli.up import wait_routable
+from cli.local_cluster.supervisor import Service, ServiceSpec
 
 MODES = ("cache", "host", "peers", "return")
 _SOURCES = "vllm:prompt_tokens_by_source_total"
@@ -188,21 +188,13 @@ async def run_mode(mode: str, model: str, args: argparse.Namespace) -> dict[str,
         port=0,
         _cli_parse_args=[],
     )
-    logs: list[str] = []
-    listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
     specs = specs_of(mode, settings, args)
-    supervisor = Supervisor(specs, listener)
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-    try:
-        await supervisor.start()
-        await wait_routable(specs[0].endpoint, settings)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
-            return await measure(client, specs[0].endpoint, supervisor.services[1:], args)
-    except BaseException:
-        print("\n".join(logs[-40:]), file=sys.stderr)
-        raise
-    finally:
-        await supervisor.stop()
+    async with (
+        supervised(specs, settings) as supervisor,
+        aiohttp.ClientSession(timeout=timeout, connector=connector) as client,
+    ):
+        return await measure(client, specs[0].endpoint, supervisor.services[1:], args)
 
 
 async def measure(
@@ -235,9 +227,7 @@ async def measure(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the demo checkpoint")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights in its place")
     parser.add_argument("--device", default="auto")

@@ -17,7 +17,8 @@ For each setup a cluster is started (`bench.serving.pd_cluster`), then
     3. time between tokens of running answers, with prompts arriving beside them and without; says
        something about the transfer only where prefill nodes have GPUs of their own
 
-and stopped. Prefix caches are off. Writes bench/results/NAME.json and prints tables.
+and stopped. Prefix caches are off. Prints a line for each rate, and writes
+bench/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -27,22 +28,19 @@ import sys
 
 import aiohttp
 import uvloop
-from rich.console import Console
 
+from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
 from bench.record import RESULTS, write_result
 from bench.serving import load as serving
 from bench.serving.pd_client import Client, interference, stages
 from bench.serving.pd_cluster import Setup, model_folder, running
-from bench.serving.pd_report import print_tables
 from bench.serving.report import Figures
 from cli.local_cluster.cluster import UpSettings
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="random weights")
     model.add_argument("--model", default="", help="a checkpoint instead of a shape")
@@ -117,12 +115,11 @@ async def measure(name: str, model: str, args: argparse.Namespace) -> Figures:
         return figures
 
 
-async def run(args: argparse.Namespace, model: str) -> list[Figures]:
+async def run(args: argparse.Namespace, model: str) -> None:
     results: list[Figures] = []
     for name in args.setups.split(","):
         results.append(await measure(name, model, args))
         write(args, results)
-    return results
 
 
 def write(args: argparse.Namespace, results: list[Figures]) -> None:
@@ -134,11 +131,10 @@ def write(args: argparse.Namespace, results: list[Figures]) -> None:
 def main() -> int:
     args = parse_arguments()
     if args.model:
-        results = uvloop.run(run(args, args.model))
+        uvloop.run(run(args, args.model))
     else:
         with model_folder(args.shape) as folder:
-            results = uvloop.run(run(args, str(folder)))
-    print_tables(results, Console(width=160))
+            uvloop.run(run(args, str(folder)))
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from bench.engine.models.shapes import SHAPES
 from cli.local_cluster.cluster import UpSettings, cluster_specs
-from cli.local_cluster.supervisor import Listener, Service, Supervisor
+from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
 
 _CONFIG = {
@@ -76,6 +77,33 @@ class Cluster:
 
 
 @asynccontextmanager
+async def supervised(
+    specs: list[ServiceSpec],
+    settings: UpSettings,
+    *,
+    start_timeout_s: float = 600.0,
+    log_lines: int = 60,
+    always_logs: bool = False,
+) -> AsyncIterator[Supervisor]:
+    """Runs services until the router, the first of them, has its nodes; stops them at the end.
+    Their last lines go to standard error where something fails, or always."""
+    lines: deque[str] = deque(maxlen=log_lines)
+    listener = Listener(on_log=lambda service, line: lines.append(f"{service.spec.name}: {line}"))
+    supervisor = Supervisor(specs, listener)
+    failed = True
+    try:
+        async with _limit(start_timeout_s):
+            await supervisor.start()
+            await wait_routable(specs[0].endpoint, settings)
+        yield supervisor
+        failed = False
+    finally:
+        await supervisor.stop()
+        if failed or always_logs:
+            print("\n".join(lines), file=sys.stderr)
+
+
+@asynccontextmanager
 async def running(
     setup: Setup, settings: UpSettings, node_args: list[str], start_timeout_s: float
 ) -> AsyncIterator[Cluster]:
@@ -83,18 +111,12 @@ async def running(
     settings = settings.model_copy(
         update={"prefill": setup.num_prefill, "decode": setup.num_decode, "port": 0}
     )
-    lines: list[str] = []
-    listener = Listener(on_log=lambda service, line: lines.append(f"{service.spec.name}: {line}"))
     transports = _KV_TRANSPORTS[setup.transport]
     specs = cluster_specs(
         settings, [*node_args, "--kv-transports", transports], ["--metrics-port", "0"]
     )
-    supervisor = Supervisor(specs, listener)
     started = time.monotonic()
-    try:
-        async with _limit(start_timeout_s):
-            await supervisor.start()
-            await wait_routable(specs[0].endpoint, settings)
+    async with supervised(specs, settings, start_timeout_s=start_timeout_s) as supervisor:
         print(f"{setup.name}: ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
         services = supervisor.services
         yield Cluster(
@@ -103,11 +125,6 @@ async def running(
             [f"{probes_url(one)}/metrics" for one in services if _is_of(one, "prefill")],
             services,
         )
-    except BaseException:
-        print("\n".join(lines[-60:]), file=sys.stderr)
-        raise
-    finally:
-        await supervisor.stop()
 
 
 def probes_url(service: Service) -> str:

@@ -36,7 +36,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -45,8 +45,10 @@ from typing import Any
 
 import aiohttp
 
+from bench.arguments import parser_of
 from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import held, read_metrics
+from bench.serving.pd_cluster import supervised
 from bench.serving.process_tree import transfer_processes
 from bench.serving.soak_everything import (
     DECODE_ARGS,
@@ -58,8 +60,7 @@ from bench.serving.soak_everything import (
 )
 from bench.serving.soak_record import Record, plot, told
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
-from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
-from cli.up import wait_routable
+from cli.local_cluster.supervisor import Service, ServiceSpec
 
 _LEFT_PART = 0.2
 _NUM_PROMPTS = 40
@@ -333,8 +334,6 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     )
     caching = list(_ALL_TIERS) if args.all_tiers else ["--no-enable-prefix-caching"]
     node_args = ["--kv-transports", args.kv_transports, *caching]
-    logs: deque[str] = deque(maxlen=args.log_lines)
-    listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
     if args.everything:
         write_adapters(folder / "adapters", Path(settings.model))
         node_args += [*NODE_ARGS, "--lora-dir", str(folder / "adapters")]
@@ -342,25 +341,17 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     if args.everything:
         nodes = [always_decoding(one) for one in nodes]
     specs = [router, *(with_disk(one, folder) if args.all_tiers else one for one in nodes)]
-    supervisor = Supervisor(specs, listener)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
-    try:
-        await supervisor.start()
-        url = specs[0].endpoint
-        await wait_routable(url, settings)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            return await hurt(session, url, supervisor.services[1:], args)
-    finally:
-        await supervisor.stop()
-        for line in logs:
-            print(line, file=sys.stderr)
+    async with (
+        supervised(specs, settings, log_lines=args.log_lines, always_logs=True) as supervisor,
+        aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
+    ):
+        return await hurt(session, specs[0].endpoint, supervisor.services[1:], args)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the demo checkpoint")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prefill", type=int, default=1)

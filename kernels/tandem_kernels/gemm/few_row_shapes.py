@@ -21,7 +21,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     """Returns whether the kernel takes `x` [T, K] and `weight` [N, K]: half precision, few rows,
     and rows of both that begin where vectors may."""
     most = _MAX_ROWS_OF_MANY if len(weight) > MANY_OUTPUTS else MAX_ROWS
-    return (
+    return bool(
         0 < len(x) <= most
         and weight.dtype in (torch.float16, torch.bfloat16)
         and x.dtype == weight.dtype

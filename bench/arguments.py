@@ -1,9 +1,16 @@
-"""Lists of names on a command line."""
+"""Command lines of benches: their parsers, and lists of names."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser that shows a module's docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
