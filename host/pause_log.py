@@ -1,6 +1,6 @@
 """Times at which a process did nothing else, in memory that another process of this host may read.
 
-    who wants to know                          the process
+    the reader                                 the process
     1. `PauseLog.create`
     2. a handle travels in its configuration ──▶ 3. `PauseLog.attach`
     5. `pauses`                              ◀── 4. `add`; `watch_garbage` adds collections

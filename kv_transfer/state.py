@@ -90,7 +90,7 @@ class TransferTable(Generic[T]):
 
     def open(self, transfer_id: str, attempt: int, transfer: T) -> None:
         """Raises `LateMessage` unless `attempt` is newer than all that is known."""
-        self._bury_the_forgotten()
+        self._drop_expired_tombstones()
         live = self._live.get(transfer_id)
         if live is not None:
             raise LateMessage(
@@ -118,7 +118,7 @@ class TransferTable(Generic[T]):
         live = self._live.get(transfer_id)
         if live is not None and live.attempt == attempt:
             return live.state
-        self._bury_the_forgotten()
+        self._drop_expired_tombstones()
         tombstone = self._tombstones.get(transfer_id)
         if tombstone is not None and attempt == tombstone.attempt:
             return tombstone.state
@@ -129,7 +129,7 @@ class TransferTable(Generic[T]):
         live = self._live.get(transfer_id)
         if live is not None and attempt <= live.attempt:
             return attempt < live.attempt
-        self._bury_the_forgotten()
+        self._drop_expired_tombstones()
         tombstone = self._tombstones.get(transfer_id)
         return tombstone is not None and attempt <= tombstone.attempt
 
@@ -187,7 +187,7 @@ class TransferTable(Generic[T]):
             attempt, state = newer.attempt, newer.state
         self._tombstones[transfer_id] = _Tombstone(attempt, state, self._clock())
 
-    def _bury_the_forgotten(self) -> None:
+    def _drop_expired_tombstones(self) -> None:
         horizon = self._clock() - self._tombstone_s
         while self._tombstones:
             oldest = next(iter(self._tombstones))

@@ -392,7 +392,7 @@ class RemotePrefill:
             news.put_nowait(error)
 
     def _failed(self, error: PrefillError) -> None:
-        """Notes that the attempt has failed, and who is asked next."""
+        """Notes that the attempt has failed, and which node is asked next."""
         self._kv.failed(error.code)
         self._note(self._address, error)
         if error.code == "failed_precondition" and self._address not in self._asked_again:

@@ -26,7 +26,7 @@ class ReasoningFormat:
         begin: What the model writes first, unless the prompt ends with it.
         end: What ends the thinking.
         after: What comes between the end and the answer, always; "" for nothing but line breaks.
-        others: Tokens that end the thinking for who reads it, and so must not come amid it.
+        others: Tokens that end the thinking for a parser, and so must not come amid it.
     """
 
     begin: Marker

@@ -1,4 +1,4 @@
-"""Every HTTP request passes here: who asks, what is still open, and a net for what was missed.
+"""Every HTTP request passes here: authentication, the count of open requests, and a net for errors.
 
 Every path is for those who may (`decode_node.http.callers`), but for the few that probes and
 scrapers ask. The path of the request decides, never a header. The connection has judged before,

@@ -9,7 +9,7 @@ A URL comes from a client, so that the node must not be made to look into its ow
     4. redirects are followed by hand, at most three, each through 1 to 3 and never to plain HTTP
     5. bytes and time are limited while they arrive
 
-Errors tell neither addresses nor what a host said: who asks learns nothing of the network.
+Errors contain neither addresses nor what a host said: clients learn nothing of the network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Says what the types of a body have wrong, in the words of JSON and of the API's fields.
 
-The validator speaks of Python ("a valid dictionary or instance of StreamOptions"), and of a field
-with several types once for each. Clients read `stop must be a string or a list, not a number`.
-Their values are not repeated.
+The validator names Python's types ("a valid dictionary or instance of StreamOptions"), and of a
+field with several types once for each. Clients read `stop must be a string or a list, not a
+number`. Their values are not repeated.
 """
 
 from __future__ import annotations

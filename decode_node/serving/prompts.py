@@ -26,7 +26,7 @@ from engine.frontend.tokenizer import Tokenizer, TooManyTokens
 class Prompts:
     """Forms prompts for one model. `is_long`: the body is long, and what is done to all of it
     happens beside the event loop. `sanitizes`: control tokens that users and tools write in chats
-    are text. `moves_system_turns`: the system speaks first, where the API has it speak later."""
+    are text. `moves_system_turns`: system turns come first, where the API has them later."""
 
     def __init__(
         self,

@@ -160,5 +160,5 @@ class H2Server:
         while True:
             late_s = await sleep_and_see(_CHECK_S)
             for connection in list(self._connections):
-                connection.excuse_silence(late_s)
+                connection.extend_silence_deadline(late_s)
                 connection.check_alive(*self._patience_s)

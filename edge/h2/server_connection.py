@@ -102,8 +102,8 @@ class H2ServerConnection:
             )
         )
 
-    def excuse_silence(self, seconds: float) -> None:
-        """Forgives this much of it: we were held up ourselves, and have not read what was said."""
+    def extend_silence_deadline(self, seconds: float) -> None:
+        """This process stalled: that time does not count against the peer."""
         self._heard_at += seconds
 
     def check_alive(self, ping_after_s: float, give_up_after_s: float) -> None:

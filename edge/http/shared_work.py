@@ -1,6 +1,6 @@
 """Makes at once, and not too often, what many ask for: metrics, snapshots.
 
-1. asked    the first who asks begins a wait; all who come in it share what is made
+1. asked    the first caller begins a wait; all that come in it share what is made
 2. made     behind it, so that nothing gets what is older than their question
 3. rest     the next one begins no sooner than `_REST` times as long after it as it took, so that
             a client that asks again and again leaves most of the event loop to others;

@@ -1,6 +1,6 @@
 """One step's batch, gathered from rows.
 
-    1. `order_batch` decides who is in the step and in which order (host, numpy).
+    1. `order_batch` decides which requests are in the step and in which order (host, numpy).
     2. `InputBuffers.load` uploads row numbers and bounds, unless they are those of the last step.
     3. `InputBuffers.gather` fills the model's inputs from the rows, at fixed addresses: one
        operation on the device, which a CUDA graph may hold.

@@ -1,6 +1,6 @@
 """Defines profiles: traces of torch.profiler on every rank, asked for by an operator.
 
-Torch-free: the node server, the engine core and the workers all speak of it.
+Torch-free: the node server, the engine core and the workers all use it.
 """
 
 from __future__ import annotations

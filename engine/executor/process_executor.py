@@ -74,7 +74,7 @@ _TERMINATE_TIMEOUT_S = 1.0
 _LAST_WORDS_S = 0.3
 """The seconds in which others may still report why they failed, once one worker has."""
 _LONGEST_LOOK_S = 0.05
-"""The seconds of one look at what they say. A longer one means that this process was held up."""
+"""Seconds of one poll of their messages. A longer one means that this process was stalled."""
 
 ReplyT = TypeVar("ReplyT", WorkerLoaded, WorkerReady)
 

@@ -37,10 +37,10 @@ from host.life_signs import LifeSigns, LifeWatch
 from host.sockets.local_socket import bind_socket
 from host.sockets.message_reader import MessageReader
 
-_LAST_WORDS_S = 0.3
+_FINAL_WAIT_S = 0.3
 """Seconds to wait for final messages: a process that has ended may have said why, and the message
 may still be on its way."""
-_LAST_WORDS_LOOKS = 6
+_FINAL_LOOKS = 6
 _SHUTDOWN_TIMEOUT_S = 15.0
 
 
@@ -132,14 +132,14 @@ class EngineCoreClient:
     def _on_end(self) -> None:
         self._loop.remove_reader(self._child.sentinel)
         self._ended.set()
-        self._hear_last_words(_LAST_WORDS_LOOKS)
+        self._drain_final_messages(_FINAL_LOOKS)
 
-    def _hear_last_words(self, num_looks: int) -> None:
-        """Waits for them in short pieces: when we are held up ourselves, only one is lost."""
+    def _drain_final_messages(self, num_looks: int) -> None:
+        """Waits for them in short sleeps: a stall of this process costs at most one of them."""
         self._receive()
         if num_looks > 0:
-            pause_s = _LAST_WORDS_S / _LAST_WORDS_LOOKS
-            self._loop.call_later(pause_s, self._hear_last_words, num_looks - 1)
+            pause_s = _FINAL_WAIT_S / _FINAL_LOOKS
+            self._loop.call_later(pause_s, self._drain_final_messages, num_looks - 1)
         else:
             self._die(self._child.describe_exit())
 

@@ -129,7 +129,7 @@ class CrashReporter:
             self._let_go()
 
     async def _described(self, description: asyncio.Future[EngineFacts]) -> EngineFacts | None:
-        """Waits a while. When we are held up ourselves, the answer comes unread."""
+        """Waits in short sleeps: after a stall of this process the answer is there to be read."""
         if await is_done_within(_DESCRIBE_TIMEOUT_S, _DESCRIBE_LOOKS, description):
             return description.result()
         return None

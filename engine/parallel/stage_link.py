@@ -43,7 +43,7 @@ from engine.parallel.distributed import ParallelGroup, connect_gloo, connect_ncc
 _NEVER = timedelta(days=3650)
 """The time that an idle stage waits for the next step."""
 _CLOSE_TIMEOUT = timedelta(seconds=1)
-_FAREWELL = -1
+_END_OF_STREAM = -1
 """Stands where the size of a message does, behind the last one."""
 
 
@@ -172,7 +172,7 @@ class StageLink:
             listening = list(range(self.num_stages - 1))
         elif isinstance(self._activations, _Direct):
             listening = []
-        self._outbox.say_farewell(self._group, listening)
+        self._outbox.send_end_of_stream(self._group, listening)
         for inbox in (self._activations, self._tokens):
             if isinstance(inbox, _Inbox):
                 inbox.join()
@@ -199,9 +199,9 @@ class _Outbox:
                 first.wait()
                 last.wait()
 
-    def say_farewell(self, group: Any, stages: list[int]) -> None:
-        """Tells stages that nothing will follow, as far as they listen."""
-        size = torch.tensor([_FAREWELL], dtype=torch.int64)
+    def send_end_of_stream(self, group: Any, stages: list[int]) -> None:
+        """Sends stages that still receive the message that nothing follows."""
+        size = torch.tensor([_END_OF_STREAM], dtype=torch.int64)
         with suppress(RuntimeError):
             for work in [group.send([size], stage, 0) for stage in stages]:
                 work.wait(_CLOSE_TIMEOUT)
@@ -251,7 +251,7 @@ def _receive_forever(
     try:
         while True:
             group.recv([size], source, 0).wait(_NEVER)
-            if int(size) == _FAREWELL:
+            if int(size) == _END_OF_STREAM:
                 arrived.put(StageLostError(f"stage {source} has ended"))
                 return
             message = torch.empty(int(size), dtype=torch.uint8)

@@ -252,7 +252,7 @@ class Scheduler:
         running = self._running
         self._remote.begin_step()
         step_id = running.step_id + 1
-        # Who was preempted last may come back: no result of a step would call us again.
+        # The row that was preempted last may come back: no result of a step would call us again.
         may_admit = running.grow_decodes(step_id) or not running.table.num_live
         budget = self._max_num_batched_tokens - running.calendar.num_tokens
         budget = self._steps.slack.limit(budget, running.calendar.size)

@@ -7,8 +7,9 @@
     4. `apply_to`     once the step's batch is there: tokens get the slots of their rows
     5. `remove_request`
 
-The scheduler decides who is where, alike for all ranks. A step without adapters computes what it
-would if there were none, and so do graphs, which are recorded for either kind of step.
+The scheduler decides which adapter is in which slot, alike for all ranks. A step without adapters
+computes what it would if there were none, and so do graphs, which are recorded for either kind of
+step.
 """
 
 from __future__ import annotations

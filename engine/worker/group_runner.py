@@ -71,7 +71,7 @@ class GroupRunner(ModelRunner):
             output = None if step is None else self.execute_model(step)
             if is_idle and message.num_tokens > 0:
                 self._take_part(message.num_decodes, message.query_len)
-                self._draft_for_nobody(message.num_drafts)
+                self._join_drafter_collectives(message.num_drafts)
         finally:
             self._begin(None, None, None)
         if output is None:
@@ -118,11 +118,11 @@ class GroupRunner(ModelRunner):
         finally:
             self._network.passes.most_rows = None
         if sampled is None:
-            self._draft_for_nobody(num_drafts)
+            self._join_drafter_collectives(num_drafts)
         return drafted
 
     @torch.inference_mode()
-    def _draft_for_nobody(self, num_drafts: int | None) -> None:
+    def _join_drafter_collectives(self, num_drafts: int | None) -> None:
         """Takes part in the passes of other groups' drafters."""
         count = self._decode_query_len - 1 if num_drafts is None else num_drafts
         if self._network is None or not self._num_sampled or count == 0:

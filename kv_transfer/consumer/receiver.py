@@ -249,7 +249,7 @@ class KVReceiver:
         opened = [one for each in plan for one in self._open(transfer, each, self._transports)]
         transfer.is_planned = True
         self._on_change()
-        transfer.excuse_silence()
+        transfer.extend_silence_deadline()
         await all_or_none([self._complete(transfer, one) for one in opened], self._watch(transfer))
         took_s = transfer.has_received()
         await self._cache.copies.settled()
@@ -330,7 +330,7 @@ class KVReceiver:
         limit_s = self._config.stall_timeout_s
         while True:
             if await sleep_and_see(limit_s / 10) > limit_s / 8:
-                transfer.excuse_silence()
+                transfer.extend_silence_deadline()
             silent = transfer.silent_streams(limit_s)
             if silent:
                 raise TransferTimeout(f"{silent[0].address} said nothing for {limit_s:g} s")

@@ -102,7 +102,7 @@ class RecvTransfer:
         self.streams, self._replaced = [], []
         self.task = None
 
-    def excuse_silence(self) -> None:
+    def extend_silence_deadline(self) -> None:
         """Time starts anew for all streams."""
         self._waits_since = time.monotonic()
         for stream in self.streams:

@@ -205,7 +205,7 @@ class TransferProcess:
                 source_host(config, self._gpu),
             )
         commands, self._commands_address = listen_for_commands(self._context, config)
-        self._read(commands, TransferCommand, self._obey)
+        self._read(commands, TransferCommand, self._handle_command)
         self._changed.set()
         return server
 
@@ -234,25 +234,25 @@ class TransferProcess:
         self._address = join_address(advertised_host(self._config, host), port)
         return server
 
-    def _obey(self, command: TransferCommand) -> None:
+    def _handle_command(self, command: TransferCommand) -> None:
         sender, receiver = self._sender, self._receiver
         match command:
             case _ if isinstance(command, TierCommand):
-                self._obey_host_tier(command)
+                self._handle_host_tier(command)
             case AbortMeta(is_export=is_export) if sender is not None and receiver is not None:
                 (sender if is_export else receiver).abort(command)
             case SendMeta() | ExportMeta() | AbortMeta() if sender is not None:
-                self._obey_as_producer(sender, command)
+                self._handle_as_producer(sender, command)
             case _ if receiver is not None:
-                self._obey_as_consumer(receiver, command)
+                self._handle_as_consumer(receiver, command)
 
-    def _obey_host_tier(self, command: TierCommand) -> None:
+    def _handle_host_tier(self, command: TierCommand) -> None:
         if self._host_pool is None:
             raise ValueError("there is no host tier here")
         self._host_pool.obey(command)
 
     @staticmethod
-    def _obey_as_producer(sender: KVSender, command: TransferCommand) -> None:
+    def _handle_as_producer(sender: KVSender, command: TransferCommand) -> None:
         match command:
             case SendMeta():
                 sender.send(command)
@@ -262,7 +262,7 @@ class TransferProcess:
                 sender.abort(command)
 
     @staticmethod
-    def _obey_as_consumer(receiver: KVReceiver, command: TransferCommand) -> None:
+    def _handle_as_consumer(receiver: KVReceiver, command: TransferCommand) -> None:
         match command:
             case RecvMeta():
                 receiver.receive(command)

@@ -1,4 +1,5 @@
-"""Copies of one stream, and who wants a notice when they are done. Lives on one event loop.
+"""Copies of one stream, and the waiters that get a notice when they are done. Lives on one event
+loop.
 
     1. copies are issued on `stream`
     2. `then(callback)`    called once all copies issued before are done: at once on the host, from
@@ -7,7 +8,7 @@
     4. `close()`           waits for the stream
 
 A device is asked again and again while copies are on their way: a few times in a row, because most
-copies take less than the shortest sleep, then once every millisecond. Who waits for 3 has nothing
+copies take less than the shortest sleep, then once every millisecond. A waiter for 3 has nothing
 else to wait for, and what it copied may take some milliseconds, in which it does not sleep. Other
 work of the loop goes on between any two looks. Other threads do not: beside a loop that never
 sleeps, each waits 0.15 ms for Python's lock whenever it needs it. So nothing is looked at in a row
@@ -36,7 +37,7 @@ class CopyQueue:
         self.stream = stream
         self.on_error: Callable[[BaseException], None] = _raise
         self._waiting: deque[tuple[Fence, Callable[[], None], bool]] = deque()
-        """Fences, who wants to be notified of them, and whether soon."""
+        """Fences, the waiters that are notified of them, and whether soon."""
         self._num_awaited = 0
         """This many of them want a notice soon."""
         self._is_urgent = asyncio.Event()

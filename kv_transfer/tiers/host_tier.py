@@ -87,7 +87,7 @@ class PooledHostTier(HostTier):
         self._let_go = let_go
         self._unheard = set(range(num_processes))
         """Processes that have not said what they hold."""
-        self._contents: dict[int, TierContents] = {}  # Until all have spoken.
+        self._contents: dict[int, TierContents] = {}  # Until all have reported.
         self._is_first = True
         self._off: dict[Tier, str] = {}
         self._totals = Counter[str]()
@@ -272,7 +272,7 @@ class PooledHostTier(HostTier):
         self._reconcile()
 
     def _reconcile(self) -> None:
-        """Keeps what every process holds, once all have spoken and no job is on its way."""
+        """Keeps what every process holds, once all have reported and no job is on its way."""
         if self._unheard or self._jobs or not self._contents:
             return
         told, self._contents = list(self._contents.values()), {}

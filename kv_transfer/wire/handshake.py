@@ -146,7 +146,8 @@ def check_peer(ours: KVLayout, expected: KVPeer, answered: KVPeer) -> None:
 
 @cache
 def host_id() -> str:
-    """Names kernel, process namespace and user. Of use to none who is not there as well."""
+    """Names kernel, process namespace and user. Of no use to a process that is not there as
+    well."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     return f"{boot}/{namespace}/{os.getuid()}"

@@ -1,4 +1,4 @@
-"""Decides who may go on to the nodes, who waits, and who is asked to come back later.
+"""Decides which requests go on to the nodes, which wait, and which are refused for now.
 
     1. limits     the tenant's rates                                        429
     2. shedding   batch requests, more of them the longer the line is       503

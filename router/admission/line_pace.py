@@ -5,7 +5,7 @@
 2. measured   the time between two slots that come free, smoothed
 3. overdue    no slot comes free for longer than that: the wait counts as it is
 
-Who is refused because the line is full is given the time when a place in it comes free which
+A client that is refused because the line is full gets the time when a place in it comes free which
 none was given before: refused clients come back one after the other, as fast as the line goes
 on.
 """

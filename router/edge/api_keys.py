@@ -1,4 +1,4 @@
-"""Says who is asking. Every path needs a key, if there are any, except those that tell whether
+"""Identifies the caller. Every path needs a key, if there are any, except those that tell whether
 the router lives.
 
 1. read       keys of the settings, and those of the file. A file that cannot be used stops the

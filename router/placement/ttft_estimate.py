@@ -28,7 +28,7 @@ from router.placement.kv_paths import kv_waits_s
 from router.placement.service_time import ServiceTimeFit
 
 _FRESH_S = 1.0
-_DOUBT_PER_S = 0.25
+_STALENESS_PER_S = 0.25
 _EQUAL_PACE = 1.25
 
 
@@ -53,7 +53,7 @@ class TtftEstimator:
         waiting = node.predicted_tokens
         if not waiting:
             return 0.0
-        return self._s_per_token(node) * waiting * doubt(now - node.reported_at)
+        return self._s_per_token(node) * waiting * staleness_factor(now - node.reported_at)
 
     def service_s(self, node: Node, num_new: float, num_prompt: int) -> float:
         return self.fit.time.seconds(num_new, num_prompt) * self.pace(node)
@@ -105,6 +105,6 @@ def _reported_rate(node: Node) -> float:
     return node.report.prefill_tokens_per_s if node.report else 0.0
 
 
-def doubt(report_age_s: float) -> float:
+def staleness_factor(report_age_s: float) -> float:
     """Returns the factor by which a queue reported `report_age_s` ago is inflated."""
-    return 1 + _DOUBT_PER_S * max(0.0, report_age_s - _FRESH_S)
+    return 1 + _STALENESS_PER_S * max(0.0, report_age_s - _FRESH_S)

@@ -5,7 +5,7 @@
              most `max_attempts` times and within the retry budget
 3. wait      no node can serve, or none that was tried: for one to come back, then 1 with
              all. A node that is full has the last word
-4. judge     when the answer is over: it speaks for the node, or against it
+4. judge     when the answer is over: it counts for the node, or against it
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Attempts:
         return failure
 
     def judge(self, exchange: Exchange, info: RequestInfo) -> None:
-        """Judges the node: a complete answer speaks for it, unless it says that something broke
+        """Judges the node: a complete answer counts for it, unless it says that something broke
         there."""
         decode = exchange.placement.decode
         if exchange.status in _NODE_FAULTS:

@@ -44,7 +44,7 @@ class Exchange:
         self.status = 0
         self.first_chunk = b""
         self.outcome = PrefillOutcome()
-        """Is what the node says of the prompt; set by who reads it."""
+        """Is what the node says of the prompt; set by its reader."""
         self.asked_at = time.monotonic()
         self.begun_at = self.asked_at
         """Monotonic seconds at which the beginning of the answer was here."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
+from router.relay.event_loop_stalls import EventLoopStalls
 from router.relay.exchange import Exchange
-from router.relay.own_standstills import OwnStandstills
 
 _CHECK_S = 0.25
 
@@ -34,7 +34,7 @@ class SilenceWatch:
     stall_s: float = 5.0
     exchanges: set[Exchange] = field(default_factory=set)
     """Those that are open."""
-    _standstills: OwnStandstills = field(default_factory=lambda: OwnStandstills(_CHECK_S))
+    _stalls: EventLoopStalls = field(default_factory=lambda: EventLoopStalls(_CHECK_S))
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -45,12 +45,12 @@ class SilenceWatch:
     def check(self) -> None:
         """Is called every `_CHECK_S`: later is a standstill."""
         now = self.registry.clock()
-        self._standstills.woke(now)
+        self._stalls.record(now)
         for exchange in tuple(self.exchanges):
             since = exchange.waiting_since
             if since is None:
                 continue
-            silent_s = self._standstills.ran_s(since, now)
+            silent_s = self._stalls.running_time(since, now)
             if self._is_hung(exchange, silent_s, now):
                 exchange.give_up(f"it has said nothing for {silent_s:.1f} s")
 
@@ -68,4 +68,4 @@ class SilenceWatch:
     def _reports_stopped(self, node: Node, for_s: float, now: float) -> bool:
         """Returns whether they have. Of a node that left the list we know nothing."""
         is_member = self.registry.is_member(node)
-        return is_member and self._standstills.ran_s(node.reported_at, now) > for_s
+        return is_member and self._stalls.running_time(node.reported_at, now) > for_s

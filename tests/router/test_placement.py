@@ -27,7 +27,7 @@ from router.placement.service_time import ServiceTime, ServiceTimeFit
 from router.placement.session_places import SessionPlaces
 from router.placement.spill import Margin
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
-from router.placement.ttft_estimate import TtftEstimator, doubt
+from router.placement.ttft_estimate import TtftEstimator, staleness_factor
 from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
 from tests.router.factories import Fleet, address, report, request, served
 
@@ -232,7 +232,7 @@ def test_before_any_prompt_the_reported_speed_counts() -> None:
 
 
 def test_old_reports_are_doubted() -> None:
-    assert [doubt(age) for age in (0.0, 1.0, 3.0)] == [1.0, 1.0, 1.5]
+    assert [staleness_factor(age) for age in (0.0, 1.0, 3.0)] == [1.0, 1.0, 1.5]
 
 
 def test_nodes_of_nearly_equal_pace_are_equal() -> None:

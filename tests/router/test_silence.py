@@ -8,8 +8,8 @@ import pytest
 
 from router.nodes.address import NodeRole
 from router.placement.policy import Placement
+from router.relay.event_loop_stalls import EventLoopStalls
 from router.relay.exchange import Exchange
-from router.relay.own_standstills import OwnStandstills
 from router.relay.silence_watch import SilenceWatch
 from tests.router.factories import Fleet, address, report
 
@@ -126,9 +126,9 @@ def test_an_answer_that_begins_after_a_standstill_has_its_whole_time() -> None:
 
 
 def test_standstills_are_forgotten_with_the_waits_that_they_were_in() -> None:
-    standstills = OwnStandstills(pause_s=1.0)
+    standstills = EventLoopStalls(pause_s=1.0)
     for second in range(0, 4000, 2):
-        standstills.woke(float(second))
-    assert standstills.ran_s(3500.0, 3998.0) == 498 - 249
-    assert standstills.ran_s(3500.5, 3998.0) == 3998 - 3500.5 - 249
-    assert standstills.ran_s(0.0, 3998.0) == 3998 - 300, "of 10 minutes"
+        standstills.record(float(second))
+    assert standstills.running_time(3500.0, 3998.0) == 498 - 249
+    assert standstills.running_time(3500.5, 3998.0) == 3998 - 3500.5 - 249
+    assert standstills.running_time(0.0, 3998.0) == 3998 - 300, "of 10 minutes"

@@ -32,7 +32,7 @@ class UnsupportedField(ValueError):
 
 def of_each_layer(file: ConfigFile, name: str) -> list[Any] | None:
     """Returns what a field says of each layer; None: nothing. Raises `UnsupportedField` where it
-    speaks of fewer layers than there are, or of more."""
+    names fewer layers than there are, or more."""
     said: list[Any] | None = getattr(file, name)
     if said and len(said) != file.num_hidden_layers:
         raise UnsupportedField(name, f"{len(said)} kinds for {file.num_hidden_layers} layers")

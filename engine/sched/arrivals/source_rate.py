@@ -69,9 +69,9 @@ class _Takes:
         self.squares = self.squares * keep + num_tokens * num_tokens
         self.products = self.products * keep + num_tokens * seconds
 
-    def foretell(self, num_tokens: int) -> bool:
-        """Returns whether they say how long this many tokens take. Takes of one size do not, of
-        many more: one that is quicker than they are for its size tells the two parts apart."""
+    def can_predict(self, num_tokens: int) -> bool:
+        """Returns whether the samples predict how long this many tokens take. Samples of one size
+        cannot separate latency from rate: they predict at most `_MUCH_MORE` times their size."""
         return self._tells_apart or num_tokens * self.weight <= _MUCH_MORE * self.tokens
 
     @property
@@ -114,7 +114,7 @@ class SourceRate:
         if self.num_takes >= _NUM_ON_TRUST and own_seconds:
             lost = max(0.0, seconds - max(foreseen, own_seconds))
             self.credit_s -= min(lost, _MOST_LOST * own_seconds)
-        is_news = seconds < _MUCH_QUICKER * foreseen and self._takes.foretell(num_tokens)
+        is_news = seconds < _MUCH_QUICKER * foreseen and self._takes.can_predict(num_tokens)
         is_first = self.num_takes < _NUM_ON_TRUST
         self._takes.add(num_tokens, seconds, 0.0 if is_first or is_news else _DECAY)
         self.num_takes += 1

@@ -52,7 +52,7 @@ class Exports:
         transfer_id = _params(request).transfer_id
         newest = self._exports.get(transfer_id)
         if newest is not None and newest is not request:
-            # Who reads for an older attempt was asked to stop before it learnt of the newest one.
+            # Readers for an older attempt were asked to stop before it learnt of the newest one.
             keeps = True
         elif is_abort:
             keeps = newest is request and self._abort(transfer_id)

@@ -84,7 +84,7 @@ class AdapterTable:
         return True
 
     def put_back(self) -> None:
-        """Gives the queue back who was set aside."""
+        """Gives the queue back the requests that were set aside."""
         for request in self._aside:
             self._waiting.add(request)
         self._aside.clear()
@@ -153,7 +153,7 @@ class AdapterTable:
         self._slots = other._slots
 
     def stats(self) -> LoRAStats | None:
-        """Returns who has requests; None: no adapter is served."""
+        """Returns the adapters with requests; None: no adapter is served."""
         if self._config.max_loras == 0:
             return None
         requests = self._requests.values()

@@ -172,8 +172,8 @@ class EngineAdapters:
         return self._failed(known, fault) if fault else self._loaded(known)
 
     def check(self) -> dict[str, str]:
-        """Fails who waits for reads that take too long, and forgets removed adapters that no
-        request wants. Returns the requests that must end, with the reason."""
+        """Fails the calls that wait for reads that take too long, and forgets removed adapters that
+        no request wants. Returns the requests that must end, with the reason."""
         ends: dict[str, str] = {}
         late = self._clock() - READ_TIMEOUT_S
         for known in self._known.values():
@@ -195,8 +195,8 @@ class EngineAdapters:
         return {}
 
     def _failed(self, known: _Adapter, error: str) -> dict[str, str]:
-        """Ends who waits for it; but requests whose adapter was read before from another folder
-        have it read from there."""
+        """Ends the calls that wait for it; but requests whose adapter was read before from another
+        folder have it read from there."""
         known.state = _State.KNOWN
         self.commands.append(DropAdapter(known.digest))
         self._answer(known.adding, error)

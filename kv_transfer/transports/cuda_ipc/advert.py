@@ -12,7 +12,7 @@ from kv_transfer.transports.in_place.read_leases import ReadLeasesFile
 class CacheAdvert(msgspec.Struct, frozen=True, array_like=True):
     """Describes a producer's cache.
 
-    `host`: as `host_id` has it; who is elsewhere can make no use of the rest. `calls`: where pulls
+    `host`: as `host_id` has it; a peer elsewhere can make no use of the rest. `calls`: where pulls
     can be asked for without a network in between, if anywhere.
     """
 

@@ -110,7 +110,7 @@ class LocalPullServer:
         while True:
             late_s = await sleep_and_see(pause_s)
             for connection in list(self._connections):
-                connection.excuse_silence(late_s)
+                connection.extend_silence_deadline(late_s)
                 connection.check_alive(ping_after_s, give_up_after_s)
 
 
@@ -161,7 +161,7 @@ class _Connection(asyncio.Protocol):
 
     # What the server and its calls need -------------------------------------------------------
 
-    def excuse_silence(self, seconds: float) -> None:
+    def extend_silence_deadline(self, seconds: float) -> None:
         """This process stalled: that time does not count against the peer."""
         self._heard_at += seconds
 

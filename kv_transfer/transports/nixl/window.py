@@ -37,7 +37,7 @@ class FairSlots:
         self.num_slots = num_slots
         self._free = list(reversed(range(num_slots)))
         self._waiting: dict[object, Callable[[], None]] = {}
-        """Wakes who waits, the longest first."""
+        """Wakes the waiters, the longest first."""
 
     @property
     def num_free(self) -> int:

@@ -1,9 +1,9 @@
-"""Tells how much of a time this process itself stood still: its host was paused or overloaded, and
-what others said meanwhile waits in its sockets, unread.
+"""Measures how long this process itself was stalled: its host was paused or overloaded, and what
+peers sent meanwhile waits in its sockets, unread.
 
 1. a task sleeps for `pause_s`, again and again
-2. `woke`: what it slept longer than that, the process stood still
-3. `ran_s`: a time without the standstills in it
+2. `record`: the process was stalled for what the task slept longer than that
+3. `running_time`: a time without the stalls in it
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from bisect import bisect_right
 _LATE_S = 0.05
 """An event loop that has work wakes its tasks that late."""
 _KEPT_S = 600.0
-"""Seconds for which a standstill is remembered; nothing is waited for as long."""
+"""Seconds for which a stall is remembered; no timeout is as long."""
 
 
-class OwnStandstills:
-    """Remembers them, in monotonic seconds. `pause_s`: how long the task that tells sleeps."""
+class EventLoopStalls:
+    """Remembers stalls, in monotonic seconds. `pause_s`: how long the task sleeps each time."""
 
     def __init__(self, pause_s: float) -> None:
         self._pause_s = pause_s
@@ -25,9 +25,10 @@ class OwnStandstills:
         self._ends: list[float] = []
         self._lengths: list[float] = []
         self._totals: list[float] = []
-        """Seconds of all standstills up to that one; all three lists are in the order of time."""
+        """Seconds of all stalls up to that one; all three lists are in the order of time."""
 
-    def woke(self, now: float) -> None:
+    def record(self, now: float) -> None:
+        """Notes that the task woke up now."""
         slept_from, self._woke_at = self._woke_at, now
         late_s = 0.0 if slept_from is None else now - slept_from - self._pause_s
         if late_s <= _LATE_S:
@@ -39,7 +40,7 @@ class OwnStandstills:
         num_old = bisect_right(self._ends, now - _KEPT_S)
         del self._ends[:num_old], self._lengths[:num_old], self._totals[:num_old]
 
-    def ran_s(self, since: float, now: float) -> float:
+    def running_time(self, since: float, now: float) -> float:
         """Returns the seconds between both in which this process ran."""
         first = bisect_right(self._ends, since)
         if first == len(self._ends):
