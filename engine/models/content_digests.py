@@ -30,6 +30,8 @@ _LEAST_STORED = 64 << 20
 """Files below this size are hashed quicker than it is worth to remember."""
 _READ_BYTES = 1 << 20
 """This much stays in a core's cache between reading and hashing."""
+_PIECE_BYTES = 64 << 20
+"""A thread takes this much at a time of a file that is hashed as a whole."""
 _MAX_THREADS = 8
 _FORMAT = 1
 
@@ -64,6 +66,24 @@ def content_digests(tensors: Iterable[StoredTensor]) -> dict[str, str]:
     for file, own in sorted(by_file.items()):
         found |= _of_file(file, own)
     return found
+
+
+def file_digest(file: Path) -> str:
+    """Returns 128 bits in hexadecimal for all bytes of a file, whatever it is. Raises
+    `CheckpointError`: it cannot be read."""
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(
+            file, f"cannot be read ({error.strerror or error})", "name a file that is there"
+        ) from error
+    pieces = [
+        StoredTensor(f"bytes from {start}", file, "", (), start, min(start + _PIECE_BYTES, size))
+        for start in range(0, size, _PIECE_BYTES)
+    ]
+    digests = _of_file(file, pieces)
+    whole = "".join(digests[piece.name] for piece in pieces)
+    return xxhash.xxh3_128(whole.encode()).hexdigest()
 
 
 def _of_file(file: Path, tensors: list[StoredTensor]) -> dict[str, str]:

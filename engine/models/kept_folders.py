@@ -1,6 +1,6 @@
 """Folders that are made of other files once, and kept beside the hub's cache.
 
-    1. the files are as they were when the folder was made: it is taken as it is
+    1. a folder was made of files that hold the same: it is taken as it is
     2. else it is made beside its place
     3. and moved there as a whole, so that nothing ever sees a part of it
 
@@ -11,25 +11,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-import xxhash
 from huggingface_hub.constants import HF_HOME
 
 from engine.models.errors import CheckpointError
 
 STORE = Path(HF_HOME) / "tandem"
-
-
-def state_of(files: Iterable[Path], *facts: object) -> str:
-    """Returns 64 bits in hexadecimal that differ when a file is another one or has changed, or a
-    fact is another one."""
-    states = []
-    for path in files:
-        found = path.stat()
-        states.append((str(path.resolve()), found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    return str(xxhash.xxh3_64_hexdigest(repr((facts, *states)).encode()))
 
 
 def kept_folder(place: Path, write: Callable[[Path], None]) -> Path:

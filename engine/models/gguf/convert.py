@@ -3,7 +3,8 @@
     config.json, tokenizer   from the metadata
     weights                  in bfloat16, or float16 where nothing in the file is quantised
 
-Folders are kept in `tandem/gguf` of `HF_HOME` (`kept_folders`). Torch-free.
+Folders are kept in `tandem/gguf` of `HF_HOME` (`kept_folders`), by what a file holds: it may be
+moved, copied and downloaded again. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from engine.models.content_digests import file_digest
 from engine.models.gguf.gguf_file import GgufFile, Numbers
 from engine.models.gguf.gguf_layouts import published, read_config
 from engine.models.gguf.gguf_tokenizer import read_tokenizer
-from engine.models.kept_folders import STORE, kept_folder, state_of
+from engine.models.kept_folders import STORE, kept_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,8 @@ def converted(path: Path, store: Path | None = None) -> Path:
         logger.info("converting %s, which is done once, to %s", path, place)
         _write(GgufFile(path), folder)
 
-    place = (store or STORE / "gguf") / state_of([path], _FORMAT) / path.stem
+    digest = f"{file_digest(path)}-{_FORMAT}"
+    place = (store or STORE / "gguf") / digest / path.stem
     return kept_folder(place, write)
 
 
