@@ -1,13 +1,23 @@
-"""Reads `quant_method: quark`, AMD's: MXFP4, and FP8 with scales per tensor or output.
+"""Reads `quant_method: quark`, AMD's: MXFP4, and FP8 and INT8 with scales per tensor or output.
 
 `layer_quant_config` has exceptions by name, `global_quant_config` what holds for all others.
 """
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from engine.models.quantization.fields import Fields
 from engine.models.quantization.fp8 import LM_HEAD
-from engine.quantization import Fp8Scheme, Mxfp4Scheme, Quantization, Scheme, SchemeRule
+from engine.quantization import (
+    Activations,
+    Fp8Scheme,
+    Int8Scheme,
+    Mxfp4Scheme,
+    Quantization,
+    Scheme,
+    SchemeRule,
+)
 
 _FOUND_BY = (
     "ch_axis", "is_scale_quant", "mx_element_dtype", "observer_cls", "percentile", "round_method",
@@ -70,7 +80,23 @@ def _scheme(config: Fields) -> Scheme:
             scales="tensor" if shared_by == "per_tensor" else "channel",
             activations="static" if is_static else "dynamic",
         )
+    elif numbers == "int8" and shared_by in ("per_tensor", "per_channel"):
+        weight.ignore("group_size", "scale_format")
+        scheme = _integers(0 if shared_by == "per_tensor" else -1, inputs)
     else:
         raise weight.refused("dtype", f"weights in {numbers!r} with scales {shared_by!r}")
     weight.finish()
     return scheme
+
+
+def _integers(group_size: int, inputs: Fields | None) -> Int8Scheme:
+    """Returns INT8 weights beside inputs as they are, or in INT8."""
+    scheme = Int8Scheme(layout="int-quantized", group_size=group_size, symmetric=True)
+    if inputs is None:
+        return scheme
+    if (numbers := inputs.word("dtype")) != "int8":
+        raise inputs.refused("dtype", f"INT8 weights beside inputs in {numbers!r}")
+    activations: Activations = "dynamic" if inputs.get("is_dynamic", bool, False) else "static"
+    if not inputs.get("symmetric", bool, True):
+        activations = "none"
+    return structs.replace(scheme, activations=activations, activation_numbers="int8")

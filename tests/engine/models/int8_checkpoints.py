@@ -96,6 +96,20 @@ def write_plain_int(
     return write
 
 
+def write_quark(group_size: int = -1, *, static: bool = False) -> Writer:
+    """Returns the writer of Quark's INT8, which has as many scales as outputs, and zeros."""
+    write_plain = write_plain_int(group_size, static=static)
+
+    def write(layer: str, weight: Tensor) -> tuple[Stored, Tensor]:
+        stored, meaning = write_plain(layer, weight)
+        scales = stored[f"{layer}.weight_scale"].flatten()
+        stored[f"{layer}.weight_scale"] = scales
+        stored[f"{layer}.weight_zero_point"] = torch.zeros_like(scales, dtype=torch.int8)
+        return stored, meaning
+
+    return write
+
+
 def write_packed_int8(group_size: int, *, symmetric: bool = True) -> Writer:
     """Returns the writer of `pack-quantized`, whose words hold numbers from 0 on."""
 
@@ -183,6 +197,50 @@ def ct_int(
     return config
 
 
+def quark_int8(
+    *, qscheme: str = "per_channel", is_dynamic: bool = True, inputs: bool = True, **changes: Any
+) -> dict[str, Any]:
+    """Returns what Quark writes of INT8. `changes`: of inputs."""
+    numbers = {
+        "dtype": "int8",
+        "is_dynamic": False,
+        "qscheme": qscheme,
+        "ch_axis": 0 if qscheme == "per_channel" else None,
+        "group_size": None,
+        "symmetric": True,
+        "round_method": "half_even",
+        "scale_type": "float",
+        "scale_format": None,
+        "scale_calculation_mode": None,
+        "mx_element_dtype": None,
+        "observer_cls": "PerChannelMinMaxObserver",
+        "is_scale_quant": False,
+    }
+    given = numbers | {"is_dynamic": is_dynamic, "qscheme": "per_tensor"} | changes
+    layers = {
+        "weight": numbers,
+        "input_tensors": given if inputs else None,
+        "output_tensors": None,
+        "bias": None,
+        "target_device": None,
+    }
+    return {
+        "quant_method": "quark",
+        "global_quant_config": layers,
+        "exclude": ["lm_head", "*.mlp.gate"],
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "quant_mode": "eager_mode",
+        "export": {
+            "kv_cache_group": [],
+            "min_kv_scale": 0.0,
+            "pack_method": "reorder",
+            "weight_format": "real_quantized",
+            "weight_merge_groups": None,
+        },
+    }
+
+
 def gptq_int8(group_size: int, **changes: Any) -> dict[str, Any]:
     return gptq(group_size, bits=8, **changes)
 
@@ -227,6 +285,12 @@ LAYOUTS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "auto-round": (write_gptq_int8(32), auto_round(32, bits=8)),
     "w4a8": (write_plain_int(bits=4), ct_int(inputs=INT8_INPUTS, num_bits=4)),
     "w4afp8": (write_plain_int(32, bits=4), ct_int(32, inputs=_FP8_INPUTS, num_bits=4)),
+    "quark w8a8": (write_quark(), quark_int8()),
+    "quark w8a8 static tensors": (
+        write_quark(0, static=True),
+        quark_int8(qscheme="per_tensor", is_dynamic=False),
+    ),
+    "quark w8a16": (write_quark(), quark_int8(inputs=False)),
     "modelopt sq": (write_modelopt(-1, 8), modelopt("W8A8_SQ_PER_CHANNEL")),
     "modelopt w4a8": (write_modelopt(32, 4), modelopt("W4A8_AWQ", group_size=32)),
 }

@@ -19,6 +19,7 @@ from tests.engine.models.int8_checkpoints import (
     MakePair,
     ct_int,
     gptq_int8,
+    quark_int8,
 )
 from tests.engine.models.loaded_parameters import check_same, parameters
 
@@ -72,6 +73,8 @@ def test_inputs_that_stay_as_they_are_are_told_apart() -> None:
         "w8a8 asymmetric inputs": ("none", "int8"),
         "w4a8": ("dynamic", "int8"),
         "w4afp8": ("dynamic", "e4m3"),
+        "quark w8a8": ("dynamic", "int8"),
+        "quark w8a8 static tensors": ("static", "int8"),
         "modelopt sq": ("static", "int8"),
         "modelopt w4a8": ("static", "e4m3"),
     }
@@ -148,6 +151,11 @@ def test_modelopt_says_the_size_of_groups_beside_config_json(tmp_path: Path) -> 
         ),
         (ct_int(inputs=INT8_INPUTS | {"type": "float"}), r"8-bit integers beside inputs in e4m3"),
         (ct_int(inputs=INT8_INPUTS, type="float", form="float-quantized"), r"FP8 weights beside"),
+        (
+            quark_int8(dtype="fp8_e4m3"),
+            r"input_tensors\.dtype: INT8 weights beside inputs in",
+        ),
+        (quark_int8(qscheme="per_group"), r"weights in 'int8' with scales 'per_group'"),
         (gptq_int8(128) | {"bits": 3}, r"weights of 3 bits"),
         (auto_round(128, "auto_awq", bits=8), r"weights of 8 bits"),
         (auto_round(128, "fp8", bits=8, data_type="fp", fmt="e5m2"), r"numbers in 'e5m2'"),
