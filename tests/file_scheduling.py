@@ -4,7 +4,8 @@
     others     file | file | file | ...                                             | files
 
 A cluster has a dozen processes, so two of them at once would take each other's time; most of the
-other tests compute in one process. A file is never cut: its fixtures are made once.
+other tests compute in one process. A file is never cut: its fixtures are made once. Files that
+compare with the same answers of transformers are one piece as well, so that these are made once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTERS = "clusters"
+TOGETHER = {
+    "tests/engine/models/test_logit_parity.py": "tests/engine/models/test_greedy_parity.py",
+}
+"""A file to the one whose piece of work it belongs to."""
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -23,7 +28,7 @@ class FileScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return CLUSTERS if starts_clusters(ROOT / file) else file
+        return CLUSTERS if starts_clusters(ROOT / file) else TOGETHER.get(file, file)
 
 
 @cache

@@ -286,6 +286,12 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     return model
 
 
+@cache
+def shared_reference(folder: Path) -> PreTrainedModel:
+    """Returns `reference(folder)`, loaded once for all tests that leave it as it is."""
+    return reference(folder)
+
+
 def _architecture(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text())["architectures"][0])
 
@@ -300,7 +306,7 @@ def reference_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 @cache
 def expected_logits(folder: Path) -> list[torch.Tensor]:
     """Returns `reference_logits` of every prompt of `prompts()`."""
-    model = reference(folder)
+    model = shared_reference(folder)
     return [reference_logits(model, prompt) for prompt in prompts()]
 
 

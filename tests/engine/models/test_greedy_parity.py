@@ -17,8 +17,8 @@ from tests.engine.models.parity_cases import NUM_GREEDY, prompts
 from tests.engine.models.reference_models import (
     FAMILIES,
     expected_logits,
-    reference,
     reference_logits,
+    shared_reference,
 )
 
 CLEAR_LEAD = 2e-4
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(300)
 def chosen_behind(folder: Path, answers: tuple[tuple[int, ...], ...]) -> list[list[int]]:
     """Returns the token that transformers would choose behind each prompt and each beginning of its
     answer. If that is the answer's next one throughout, it would have given the answer."""
-    model = reference(folder)
+    model = shared_reference(folder)
     chosen = []
     for prompt, answer in zip(prompts(), answers, strict=True):
         logits = reference_logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
