@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode_node.answer.choice import Choice
-from decode_node.disagg.prefill_events import FAILURE_CODES
+from decode_node.disagg.prefill_events import FAILURE_CODES, PASSED_OVER
 from decode_node.disagg.proxy import DisaggProxy
 from decode_node.observe.request_facts import facts_of
 from decode_node.observe.request_spans import spans_of
@@ -96,6 +96,12 @@ class DecodeMetrics:
             "reason",
             FAILURE_CODES,
         )
+        self._passed_over = self._counters(
+            "tandem_prefill_nodes_passed_over",
+            "Prefill nodes that were not asked for a prompt, by reason.",
+            "reason",
+            PASSED_OVER,
+        )
         self._fallbacks = self._counter(
             "tandem_local_prefill_fallbacks", "Prompts computed here after a failed attempt."
         )
@@ -154,8 +160,9 @@ class DecodeMetrics:
         self._retries.inc(max(0, prefill.attempts - 1))
         if prefill.attempts and prefill.path == "local":
             self._fallbacks.inc()
-        for failure in prefill.failures:
-            self._failures.labels(*self._labels, failure).inc()
+        for code in prefill.failures:
+            counters = self._passed_over if code in PASSED_OVER else self._failures
+            counters.labels(*self._labels, code).inc()
         self._observe_kv(record, exemplar)
 
     def _observe_tokens(self, record: RequestRecord) -> None:

@@ -42,12 +42,8 @@ def module_of(pid: int) -> str:
     return words[1] if words[0] == "edge.program" else words[0]
 
 
-def transfer_processes(root: int) -> list[int]:
-    return [pid for pid in below(root) if module_of(pid) == "kv_transfer.control.process"]
-
-
 def usage(root: int) -> dict[str, Usage]:
-    """Returns usage by module; one of a module's processes when there are several."""
+    """Returns usage by module and process id: one that was started again is another one."""
     found: dict[str, Usage] = {}
     for pid in below(root):
         try:
@@ -57,7 +53,7 @@ def usage(root: int) -> dict[str, Usage]:
             continue
         kib = sum(int(line.split()[1]) for line in status.splitlines() if "RssAnon" in line)
         if name := module_of(pid):
-            found[name] = Usage(round(kib / 1024, 1), num_fds)
+            found[f"{name} {pid}"] = Usage(round(kib / 1024, 3), num_fds)
     return found
 
 

@@ -1,21 +1,25 @@
 """Asks of a cluster, and does to it, what `bench.serving.soak --everything` adds to the usual.
 
-Requests by their number: plain ones, adapters, grammars, streams of what repeats itself (for
-drafts), turns of conversations. Beside them an adapter comes and goes under a further name, and the
+Requests by their number: plain ones, adapters, grammars, what repeats itself (for drafts), streams,
+images, turns of conversations. Beside them an adapter comes and goes under a further name, and the
 node that can be both changes its role. All answers are pure functions of the request's number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import random
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from cli.switch_role import NoSwitch, SwitchSettings, switch_role
@@ -30,6 +34,9 @@ DECODE_ARGS = (
     "--data-parallel-size", "2",
 )  # fmt: skip
 """Are for nodes that always decode: one that changes its role takes neither."""
+SEES = "sees"
+"""The model that sees images, beside the demo checkpoint."""
+_NUM_KINDS = 7
 _NUM_ADAPTERS = 3
 """One more than host memory holds: they are read again and again."""
 _RANK = 8
@@ -74,31 +81,44 @@ def write_adapters(folder: Path, model: Path) -> None:
 
 def request_of(number: int, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns path and body of a request whose plain form is `body`."""
-    match number % 5:
+    match number % _NUM_KINDS:
         case 1:
-            return "/v1/completions", {**body, "model": f"g{number // 5 % _NUM_ADAPTERS}"}
+            return "/v1/completions", {**body, "model": f"g{number // _NUM_KINDS % _NUM_ADAPTERS}"}
         case 2:
-            message = {"role": "user", "content": f"Tell me about {number}."}
             form = {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
-            chat = {"model": "demo", "messages": [message], "response_format": form}
-            sampling = {"max_tokens": 60, "temperature": 0.8, "seed": number}
-            return "/v1/chat/completions", {**chat, **sampling}
+            sampling = {"temperature": 0.8, "seed": number, "response_format": form}
+            return _chat("demo", f"Tell me about {number}.", max_tokens=60, **sampling)
         case 3:
             repeated = [20 + number, 30, 40, 50 + number] * 12
             return "/v1/completions", {**body, "prompt": repeated, "max_tokens": 40}
+        case 4:
+            return "/v1/completions", {**body, "stream": True}
+        case 5:
+            parts = [picture(number % 5), {"type": "text", "text": f"w{number} w7 w9"}]
+            return _chat(SEES, parts, max_tokens=4 + number, temperature=0.0, ignore_eos=True)
     return "/v1/completions", body
 
 
-def text_of(answer: dict[str, Any]) -> str:
-    """Returns an answer's text. One that is JSON must be what its schema says."""
-    choice = answer["choices"][0]
-    if "message" not in choice:
-        text: str = choice["text"]
-        return text
-    text = choice["message"]["content"]
-    if choice["finish_reason"] == "stop":
-        assert json.loads(text).keys() == {"name", "age"}, text
-    return text
+def _chat(model: str, content: Any, **sampling: Any) -> tuple[str, dict[str, Any]]:
+    message = {"role": "user", "content": content}
+    return "/v1/chat/completions", {"model": model, "messages": [message], **sampling}
+
+
+def is_as_asked(number: int, text: str) -> bool:
+    """Returns whether an answer that has a schema is what that says; one may be cut off."""
+    if number % _NUM_KINDS != 2 or not text.endswith("}"):
+        return True
+    return set(json.loads(text)) == {"name", "age"}
+
+
+@cache
+def picture(seed: int) -> dict[str, Any]:
+    """Returns a part of a chat with an image of noise."""
+    noise = random.Random(seed).randbytes(150 * 110 * 3)
+    data = io.BytesIO()
+    Image.frombytes("RGB", (150, 110), noise).save(data, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 class Operator:
@@ -147,7 +167,8 @@ class Operator:
 
     async def _call(self, what: str, **body: Any) -> int:
         url = f"{self._url}/v1/{what}_lora_adapter"
-        async with self._session.post(url, json=body) as response:
+        named = {"base_model_name": "demo", **body}
+        async with self._session.post(url, json=named) as response:
             detail = "" if response.status == 200 else f": {(await response.text())[:160]}"
         self.outcomes[f"{what} {response.status}{detail}"] += 1
         return response.status

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -14,6 +15,9 @@ from bench.serving.process_tree import usage
 _WIDTH, _HEIGHT, _LEFT = 900, 420, 60
 _COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#7b4b94", "#00798c", "#8d96a3", "#3a3a3a")
 _LOOKS_TOLD = 40
+_NUM_BATCHES = 10
+_STUDENT = 2.306
+"""The quantile of Student's t that leaves 2.5 % above it, for a line through that many points."""
 _WARM_UP = 1 / 3
 """The part of a run whose memory does not count: caches and pools fill."""
 
@@ -68,30 +72,71 @@ class Record:
         part.replace(path)
 
 
-def slopes(looks: Sequence[Look]) -> dict[str, float]:
-    """Returns the growth of each process in MiB an hour, by least squares over the looks after the
-    warm-up; processes that were started again meanwhile are not in it."""
-    if not looks:
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The growth of one process: least squares through means of its memory over `_NUM_BATCHES`
+    stretches of time, since looks that follow each other are alike. `low`, `high`: the interval
+    that has it with 95 %."""
+
+    mib_an_hour: float
+    low: float
+    high: float
+    mib_per_1000_requests: float
+
+
+def growth(looks: Sequence[Look]) -> dict[str, Growth]:
+    """Returns the growth of each process that lived from the end of the warm-up to the last look;
+    of none where there are too few looks."""
+    kept = after_warm_up(looks)
+    if len(kept) < _NUM_BATCHES:
         return {}
-    kept = [look for look in looks if look.at_s >= looks[-1].at_s * _WARM_UP]
-    names = set.intersection(*(set(look.private_mib) for look in kept))
-    return {name: round(_slope([(look.at_s, look.private_mib[name]) for look in kept]), 2)
-            for name in sorted(names)}  # fmt: skip
+    requests_an_hour = _line([(look.at_s, float(look.num_done)) for look in kept])[0]
+    found = {}
+    for name in survivors(kept):
+        slope, error = _line(_batches([(look.at_s, look.private_mib[name]) for look in kept]))
+        found[name] = Growth(
+            round(slope, 2),
+            round(slope - _STUDENT * error, 2),
+            round(slope + _STUDENT * error, 2),
+            round(1000 * slope / requests_an_hour, 4) if requests_an_hour else 0.0,
+        )
+    return found
 
 
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
+def after_warm_up(looks: Sequence[Look]) -> Sequence[Look]:
+    return [look for look in looks if look.at_s >= looks[-1].at_s * _WARM_UP]
+
+
+def survivors(looks: Sequence[Look]) -> list[str]:
+    """Returns the processes that each of these saw."""
+    return sorted(set.intersection(*(set(look.private_mib) for look in looks)) if looks else ())
+
+
+def _batches(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the means of stretches of equal length."""
+    bounds = [len(points) * i // _NUM_BATCHES for i in range(_NUM_BATCHES + 1)]
+    stretches = [points[start:stop] for start, stop in pairwise(bounds)]
+    return [(fmean(x for x, _ in one), fmean(y for _, y in one)) for one in stretches]
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the slope of the line through points in seconds, an hour, and its standard error."""
+    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     if not spread:
-        return 0.0
-    return 3600 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+        return 0.0, 0.0
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    left = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
+    return 3600 * slope, 3600 * (left / (len(points) - 2) / spread) ** 0.5
 
 
 def plot(looks: Sequence[Look]) -> str:
-    """Returns an SVG of each process's memory over time."""
-    names = sorted({name for look in looks for name in look.private_mib})
-    most = max((value for look in looks for value in look.private_mib.values()), default=1.0)
+    """Returns an SVG of the memory over time of each process that lived on behind the warm-up."""
+    names = survivors(after_warm_up(looks))
+    most = max(
+        (look.private_mib[name] for look in looks for name in names if name in look.private_mib),
+        default=1.0,
+    )
     end = max(looks[-1].at_s, 1.0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} '
@@ -113,12 +158,24 @@ def plot(looks: Sequence[Look]) -> str:
 
 
 def told(record: Record) -> Mapping[str, object]:
-    """Returns what a result file says of all runs; of the last one, some looks."""
+    """Returns what a result file says of all runs; of the last one, growth, and some looks at
+    processes that lived on behind the warm-up."""
     looks = record.runs[-1] if record.runs else []
+    kept = after_warm_up(looks)
     some = looks[:: max(1, len(looks) // _LOOKS_TOLD)]
+    grown = growth(looks)
     return {
         "num_runs": len(record.runs),
         "hours": round(sum(run[-1].at_s for run in record.runs if run) / 3600, 3),
-        "mib_an_hour": slopes(looks),
-        "looks": json.loads(msgspec.json.encode(some)),
+        "warm_up_s": round(kept[0].at_s) if kept else 0,
+        "growth": {name: asdict(one) for name, one in grown.items()},
+        "most_mib_an_hour": max((one.mib_an_hour for one in grown.values()), default=None),
+        "highest_bound_mib_an_hour": max((one.high for one in grown.values()), default=None),
+        "looks": [_only(look, survivors(kept)) for look in some],
     }
+
+
+def _only(look: Look, names: Sequence[str]) -> dict[str, object]:
+    held = {name: [look.private_mib[name], look.open_files[name]]
+            for name in names if name in look.private_mib}  # fmt: skip
+    return {"at_s": look.at_s, "num_done": look.num_done, "mib_and_open_files": held}

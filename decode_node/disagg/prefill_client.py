@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from decode_node.disagg.prefill_events import (
+    AVOIDED,
     WRONG_ANSWER,
     PrefillError,
     PrefillEvent,
@@ -47,7 +48,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
-AVOIDED = "avoided"
 _AVOID_S = 1.0
 """A node that could not be reached is not asked again for this many seconds."""
 _HANDSHAKE_AGAIN = {

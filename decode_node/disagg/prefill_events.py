@@ -36,12 +36,16 @@ _CODES = frozenset(
      "engine_dead", "kv_transfer", "given_up", CANNOT_FOLLOW)
 )  # fmt: skip
 """Names that a prefill node may give a failure: they are labels of metrics."""
+AVOIDED = "avoided"
+"""The node could not be reached a moment ago."""
+PASSED_OVER = frozenset((AVOIDED, KV_AVOIDED, KV_SLOW))
+"""Codes of nodes that were not asked: no attempt has failed."""
 FAILURE_CODES = sorted(
     _CODES
-    | {"avoided", "cut_off", "draining", "handshake_mismatch", "internal", "not_dialled"}
-    | {"timeout", "unreachable", WRONG_ANSWER, KV_AVOIDED, KV_SLOW, *OF_A_PATH}
+    | {"cut_off", "draining", "handshake_mismatch", "internal", "not_dialled"}
+    | {"timeout", "unreachable", WRONG_ANSWER, *OF_A_PATH}
 )
-"""All that `PrefillError.code` is, apart from rarer codes of gRPC."""
+"""All that `PrefillError.code` is otherwise, apart from rarer codes of gRPC."""
 
 
 class PrefillError(Exception):

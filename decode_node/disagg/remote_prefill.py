@@ -34,10 +34,10 @@ from typing import Protocol
 
 import msgspec
 
-from decode_node.disagg.kv_paths import KV_AVOIDED, KV_LATE, KV_SLOW
-from decode_node.disagg.prefill_client import AVOIDED
+from decode_node.disagg.kv_paths import KV_LATE
 from decode_node.disagg.prefill_events import (
     CANNOT_FOLLOW,
+    PASSED_OVER,
     WRONG_ANSWER,
     FirstToken,
     KVTaken,
@@ -116,8 +116,6 @@ class RemotePrefillLimits:
 
 
 News = PrefillEvent | KVTransferResult | KVIsLate | PrefillError | EngineDeadError
-_NOT_ASKED = {AVOIDED, KV_AVOIDED, KV_SLOW}
-"""Codes of nodes that were passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +402,7 @@ class RemotePrefill:
     def _note(self, address: str, error: PrefillError) -> None:
         self._record.failures.append(error.code)
         self._record.failed_nodes.append((address, error.code))
-        level = logging.DEBUG if error.code in _NOT_ASKED else logging.WARNING
+        level = logging.DEBUG if error.code in PASSED_OVER else logging.WARNING
         logger.log(level, "request %s: prefill failed: %s", self._request.request_id, error)
 
 

@@ -78,7 +78,7 @@ class PrefillRecord:
     path: Path = "local"
     attempts: int = 0
     failures: list[str] = field(default_factory=list)
-    """Codes of failed attempts, in order."""
+    """Codes of failed attempts, and of nodes that were passed over, in order."""
     failed_nodes: list[tuple[str, str]] = field(default_factory=list)
     """Has (host:port, code) of the prefill nodes that failed, in order."""
     kv: TransferStats | None = None

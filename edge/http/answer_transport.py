@@ -9,25 +9,27 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class Ending(Protocol):
-    """Is a connection that can end in two ways."""
+    """Is a connection that can end in two ways. `cycle` is the answer that is being given."""
 
     transport: asyncio.Transport
+    cycle: RequestResponseCycle | None
 
     def end_gently(self) -> None: ...
     def close(self) -> None: ...
 
 
 class AnswerTransport:
-    """Is closed by an answer, which may end without having read its whole request."""
+    """Is closed by an answer, which may end without having read its whole request. It does not hold
+    the answer, which holds it."""
 
-    def __init__(self, protocol: Ending, cycle: RequestResponseCycle) -> None:
+    def __init__(self, protocol: Ending) -> None:
         self._protocol = protocol
-        self._cycle = cycle
         self.write = protocol.transport.write
         self.is_closing = protocol.transport.is_closing
 
     def close(self) -> None:
-        if self._cycle.more_body and self._cycle.response_complete:
+        cycle = self._protocol.cycle
+        if cycle is not None and cycle.more_body and cycle.response_complete:
             self._protocol.end_gently()
         else:
             self._protocol.close()

@@ -47,9 +47,12 @@ class ClientGuard:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._watcher.cancel()
-        if self._disconnected and self._task.uncancel() == 0:
-            raise ClientDisconnected from exc
+        task, watcher = self._task, self._watcher
+        # A task that ends with an error holds its frames, which hold this.
+        del self._task, self._watcher
+        watcher.cancel()
+        if self._disconnected and task.uncancel() == 0:
+            raise ClientDisconnected from None
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -135,6 +135,23 @@ class GuardedProtocol(HttpToolsProtocol):
             del by_address[self._address]
         self.open_connections.unknown.pop(self, None)
         super().connection_lost(exc)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Leaves no cycle of references between this connection and its answer, which may take a
+        while to end: memory is free when both are gone, not when a collection comes."""
+        self._unset_keepalive_if_required()
+        self._flow.end()
+        if self.cycle is not None:
+            self._cut_loops()
+            self.cycle.transport = self.transport
+            self.cycle.on_response = _nothing
+            self.cycle = None  # type: ignore[assignment]
+
+    def _cut_loops(self) -> None:
+        """Takes from an answer what leads back to it."""
+        self.cycle.scope["state"].pop(WRITE_DIRECTLY, None)
+        vars(self.cycle).pop("send", None)
 
     def data_received(self, data: bytes) -> None:
         turns = self.open_connections.turns
@@ -234,7 +251,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._held.body_bytes = length_of_body(self.headers)
         self._num_trailer_bytes = 0
-        self.cycle.transport = cast("asyncio.Transport", AnswerTransport(self, self.cycle))
+        self.cycle.transport = cast("asyncio.Transport", AnswerTransport(self))
         if self.parser.get_http_version() == "1.0":
             send_without_chunks(self.cycle)
         self.scope["state"][WRITE_DIRECTLY] = partial(write_directly, self.cycle)
@@ -248,6 +265,7 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle.more_body and cycle.response_complete:
             self.end_gently()
+        self._cut_loops()
         super().on_response_complete()
         self._wait_for_turn()
 
@@ -393,6 +411,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_answering():
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+
+def _nothing() -> None:
+    """Stands for what an ended connection would do."""
 
 
 def guarded_protocol(

@@ -74,6 +74,10 @@ class ParseTurns:
             self._set()
 
 
+def _nothing() -> None:
+    """Stands for what an ended connection would do."""
+
+
 class HeldFlow(FlowControl):
     """Does not read from a client while something of what it sent is held, or the reader of the
     body has enough. `read_on` is called when it is held, and more is wanted of it."""
@@ -97,6 +101,10 @@ class HeldFlow(FlowControl):
         """Reads on when it is this connection's turn to have what it sends thrown away."""
         self.hold()
         turns.drain(self.release)
+
+    def end(self) -> None:
+        """Lets go of the connection, which has ended."""
+        self._read_on = _nothing
 
     def pause_reading(self) -> None:
         self.is_full = True

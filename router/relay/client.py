@@ -145,8 +145,11 @@ class Clients:
             yield client
             return
         client.pulse = Pulse(send, interval_s=self.keepalive_s, begin=client.begin)
-        with self.heartbeats.watch(client.pulse):
-            yield client
+        try:
+            with self.heartbeats.watch(client.pulse):
+                yield client
+        finally:
+            client.pulse = None
 
     async def run(self) -> None:
         """Keeps streams alive until cancelled."""

@@ -1,0 +1,114 @@
+"""The cluster of a soak: which nodes it has, and what each of them is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.serving.soak_everything import DECODE_ARGS, NODE_ARGS, SEES, write_adapters
+from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
+from cli.local_cluster.supervisor import ServiceSpec
+from tests.e2e.vision_node_checkpoint import save as save_vision
+
+_ALL_TIERS = (
+    "--enable-prefix-caching",
+    "--kv-cache-memory-bytes", str(12 << 20),
+    "--kv-host-memory-bytes", str(8 << 20),
+    "--kv-disk-bytes", str(64 << 20),
+    "--kv-share-prefixes", "always",
+)  # fmt: skip
+_VISION_ARGS = ("--num-blocks", "128", "--served-model-name", SEES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Says what to start. `everything`: see `soak_everything`; with at least two nodes of a tier,
+    the last one may be killed whole."""
+
+    model: str
+    device: str
+    prefill: int
+    decode: int
+    kv_transports: str
+    node_args: str
+    all_tiers: bool
+    everything: bool
+
+    @property
+    def settings(self) -> UpSettings:
+        return self._settings(self.model or str(DEMO_CHECKPOINT), self.prefill, self.decode)
+
+    @property
+    def routable(self) -> UpSettings:
+        """Has the numbers of nodes that a router must know."""
+        more = int(self.everything)
+        return self.settings.model_copy(
+            update={"prefill": self.prefill + more, "decode": self.decode + more}
+        )
+
+    def specs(self, folder: Path) -> list[ServiceSpec]:
+        """Returns the router and all nodes. Files of theirs lie in `folder`."""
+        caching = _ALL_TIERS if self.all_tiers else ("--no-enable-prefix-caching",)
+        args = ["--kv-transports", self.kv_transports, *caching, *self.node_args.split()]
+        if self.everything:
+            write_adapters(folder / "adapters", Path(self.settings.model))
+            args += [*NODE_ARGS, "--lora-dir", str(folder / "adapters")]
+        router, *nodes = cluster_specs(self.settings, args)
+        if self.everything:
+            nodes = [always_decoding(one) for one in nodes]
+        if self.all_tiers:
+            nodes = [with_disk(one, folder) for one in nodes]
+        if not self.everything:
+            return [router, *nodes]
+        seeing = self._seeing(folder)
+        return [merged(router, seeing[0]), *nodes, *(sees(one) for one in seeing[1:])]
+
+    def _seeing(self, folder: Path) -> list[ServiceSpec]:
+        checkpoint = save_vision(folder / SEES)
+        args = ["--kv-transports", self.kv_transports, *_VISION_ARGS]
+        settings = self._settings(str(checkpoint), 1, 1).model_copy(update={"switchable": 0})
+        return cluster_specs(settings, args)
+
+    def _settings(self, model: str, prefill: int, decode: int) -> UpSettings:
+        return UpSettings(
+            model=model,
+            prefill=prefill,
+            decode=decode,
+            device=self.device,
+            switchable=int(self.everything),
+            port=0,
+            _cli_parse_args=[],
+        )
+
+
+def with_disk(spec: ServiceSpec, folder: Path) -> ServiceSpec:
+    """Gives a node a folder of its own."""
+    return replace(spec, argv=(*spec.argv, "--kv-disk-path", str(folder / spec.name)))
+
+
+def always_decoding(spec: ServiceSpec) -> ServiceSpec:
+    """Gives the first node that always decodes drafts and data-parallel groups; answers of others
+    equal its."""
+    if spec.name != "decode-0":
+        return spec
+    return replace(spec, argv=(*spec.argv, *DECODE_ARGS))
+
+
+def sees(spec: ServiceSpec) -> ServiceSpec:
+    return replace(spec, name=f"{SEES}-{spec.name}")
+
+
+def merged(router: ServiceSpec, other: ServiceSpec) -> ServiceSpec:
+    """Returns a router of both routers' nodes."""
+    argv = list(router.argv)
+    for option in ("--prefill", "--decode"):
+        argv[argv.index(option) + 1] += "," + other.argv[other.argv.index(option) + 1]
+    return replace(router, argv=tuple(argv))
+
+
+def mortal(names: Sequence[str]) -> list[str]:
+    """Returns the nodes that may be killed whole: the last of each tier that has others, so that
+    the memory of those can be followed as long as the run lasts."""
+    tiers = ([name for name in names if name.startswith(tier)] for tier in ("decode-", "prefill-"))
+    return [tier[-1] for tier in tiers if len(tier) > 1]
