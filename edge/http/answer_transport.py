@@ -9,10 +9,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class Ending(Protocol):
-    """Is a connection that can end in two ways. `cycle` is the answer that is being given."""
+    """Is a connection that can end in two ways. `cycle` is the answer that is being given; there is
+    none when the connection has ended."""
 
     transport: asyncio.Transport
-    cycle: RequestResponseCycle | None
+    cycle: RequestResponseCycle
 
     def end_gently(self) -> None: ...
     def close(self) -> None: ...
@@ -29,7 +30,7 @@ class AnswerTransport:
 
     def close(self) -> None:
         cycle = self._protocol.cycle
-        if cycle is not None and cycle.more_body and cycle.response_complete:
+        if cycle and cycle.more_body and cycle.response_complete:
             self._protocol.end_gently()
         else:
             self._protocol.close()
