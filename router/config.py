@@ -230,7 +230,9 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
     read_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds of the longest silence of a decode node during an answer.",
+        description="Seconds in which an answer must begin, and longest time between two parts of "
+        "it; signs of life do not count. Then it is another decode node's. Must be longer than the "
+        "longest prompt takes, with its wait: a million tokens at 2,000 a second are 500 s.",
     )
     upstream_keepalive_s: float = Field(
         default=4.0,

@@ -4,6 +4,7 @@
 2. open()    the head and the first chunk of the answer are here: the prompt is computed,
              so it no longer counts on the prefill node. Until now another node may be tried.
 3. read…     the rest of the answer
+             A journal's reader notes what of it is progress
 4. close()   nothing counts any more; if the answer is not complete, the node is hung up on,
              which makes it abort the request
 -  give_up() what waits for the node now learns that it is lost, and why
@@ -52,6 +53,8 @@ class Exchange:
         """Tokens of the answer that other nodes had brought before."""
         self.waiting_since: float | None = self.asked_at
         """Monotonic seconds; None while nothing waits for the node."""
+        self.progress_at = self.asked_at
+        """Monotonic seconds of the last part of the answer; signs of life are none."""
         self.is_event_stream = False
         self.is_journaled = False
         self.journal_number = 0
@@ -80,6 +83,7 @@ class Exchange:
         except TimeoutError:
             raise NodeLost(self._silence) from None
         self.status = self._response.status
+        self.progress_at = time.monotonic()
         if self.status != HTTPStatus.OK and self.status not in _ERRORS:
             raise NodeLost(f"it has answered with the status {self.status}, as no node does")
         kind = self._header(b"content-type")
@@ -98,6 +102,8 @@ class Exchange:
 
         def heard(chunk: bytes) -> bool:
             self.waiting_since = now = time.monotonic()
+            if not self.is_journaled and not _is_comment(chunk):
+                self.progress_at = now
             return take(chunk, now)
 
         self.waiting_since = time.monotonic()
@@ -164,3 +170,10 @@ class Exchange:
         self.is_journaled = self.status == 200 and number.isdigit()
         if self.is_journaled:
             self.journal_number = int(number)
+
+
+def _is_comment(chunk: bytes) -> bool:
+    """Returns whether these lines of a stream of events have nothing but comments."""
+    return chunk.startswith(b":") and all(
+        line[:1] in (b":", b"") for line in chunk.replace(b"\r", b"").split(b"\n")
+    )

@@ -166,7 +166,11 @@ class JournaledRelay:
             """Passes events on. Says no when the client has to be waited for, or another node."""
             nonlocal unsent
             if events := buffer.feed(chunk):
-                if passed := journal.take(events):
+                number = journal.next_number
+                passed = journal.take(events)
+                if journal.next_number > number:
+                    exchange.progress_at = now
+                if passed:
                     self._note_event(exchange, now)
                     if not outlet.write_now(passed, now):
                         unsent = passed

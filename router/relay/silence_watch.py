@@ -8,6 +8,9 @@
                         none for `stall_s`, whatever its reports say; after half of that when
                         its reports have stopped too, which come on a way of their own
     in another answer   hung when the node counts as down: there is nothing to go on
+    in each             stuck when it has not begun, or nothing new has come, for `progress_s`,
+                        whatever signs of life there are: they say that a process lives, not that it
+                        works. A long prompt takes minutes, once more when it was preempted
 
 Only a node that we wait for can be found hung, not one whose client reads slowly. Time in which
 this process itself stood still does not count, neither for answers nor for reports.
@@ -32,6 +35,7 @@ class SilenceWatch:
 
     registry: NodeRegistry
     stall_s: float = 5.0
+    progress_s: float = 600.0
     exchanges: set[Exchange] = field(default_factory=set)
     """Those that are open."""
     _stalls: EventLoopStalls = field(default_factory=lambda: EventLoopStalls(_CHECK_S))
@@ -53,6 +57,10 @@ class SilenceWatch:
             silent_s = self._stalls.running_time(since, now)
             if self._is_hung(exchange, silent_s, now):
                 exchange.give_up(f"it has said nothing for {silent_s:.1f} s")
+            elif now - exchange.progress_at > self.progress_s:
+                stuck_s = self._standstills.ran_s(exchange.progress_at, now)
+                if stuck_s > self.progress_s:
+                    exchange.give_up(f"nothing of the answer has come for {stuck_s:.1f} s")
 
     def _is_hung(self, exchange: Exchange, silent_s: float, now: float) -> bool:
         node = exchange.placement.decode

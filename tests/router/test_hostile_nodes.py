@@ -12,9 +12,9 @@ from aiohttp import web
 
 from tandem_pb import node_pb2
 from tests.router.cluster import Cluster, RunningRouter
-from tests.router.fakes import FakeDecodeNode, Handler
-from tests.router.test_migration import BODY, migrations, once, say_at
-from tests.router.token_server import TokenHandler, expected, texts
+from tests.router.fakes import FakeDecodeNode, Handler, never_answer
+from tests.router.test_migration import BODY, migrations, once, say_at, two_nodes
+from tests.router.token_server import Fault, TokenHandler, Writer, expected, texts
 
 _HEAD = b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\nok"
 _MOST = (1 << 32) - 1
@@ -36,10 +36,46 @@ def says(data: bytes) -> Handler:
     return handler
 
 
-async def honest_and(cluster: Cluster, handler: Handler) -> tuple[RunningRouter, FakeDecodeNode]:
+def repeats(data: bytes) -> Fault:
+    """Says the same for ever, behind the second token."""
+
+    async def fault(writer: Writer) -> None:
+        while writer.num_tokens == 2:
+            await writer.write(data)
+            await asyncio.sleep(0.02)
+
+    return fault
+
+
+@pytest.mark.parametrize("data", [b":\n\n", b'data: {"choices": []}\n\n'], ids=["signs", "events"])
+async def test_signs_of_life_keep_no_stream(cluster: Cluster, data: bytes) -> None:
+    """The answer goes on elsewhere, and counts against the node."""
+    router, handler = await two_nodes(cluster, repeats(data), read_timeout_s=0.5)
+    answer = (await router.text(BODY)).replace('data: {"choices": []}\n\n', "")
+    assert texts(answer) == [expected(BODY)]
+    assert handler.resumed_from == [2]
+    assert router.metric("tandem_router_node_failures_total", reason="lost") == 1
+
+
+async def test_with_nobody_else_a_stream_of_signs_of_life_ends_with_an_error(
+    cluster: Cluster,
+) -> None:
+    liar = await cluster.decode("liar", TokenHandler(fault=repeats(b":\n\n")))
+    router = await cluster.router(liar, read_timeout_s=0.5, resume_timeout_s=0.1)
+    assert '"code":"node_lost"' in await router.text(BODY)
+
+
+async def test_a_node_that_never_begins_is_asked_no_longer(cluster: Cluster) -> None:
+    router, liar = await honest_and(cluster, never_answer(), read_timeout_s=0.5)
+    await check_until_asked(router, liar)
+
+
+async def honest_and(
+    cluster: Cluster, handler: Handler, **settings: Any
+) -> tuple[RunningRouter, FakeDecodeNode]:
     liar = await cluster.decode("liar", handler)
     honest = await cluster.decode("honest", TokenHandler())
-    return await cluster.router(honest, liar), liar
+    return await cluster.router(honest, liar, **settings), liar
 
 
 async def check_answers(router: RunningRouter, name: str, count: int = 4) -> None:

@@ -27,7 +27,7 @@ class Case:
         self.watch = SilenceWatch(registry=self.registry, stall_s=5.0)
         (node,) = self.registry.nodes(NodeRole.DECODE)
         self.exchange = Exchange(Placement(node), self.watch.exchanges)
-        self.exchange.waiting_since = self.clock.now
+        self.exchange.waiting_since = self.exchange.progress_at = self.clock.now
         for name, value in state.items():
             setattr(self.exchange, name, value)
         self.sequence = 1
@@ -38,10 +38,13 @@ class Case:
     def _give_up(self, why: str) -> None:
         self.given_up = True
 
-    def after(self, seconds: float, *, reports: bool) -> bool:
-        """Lets the router run for so long; returns whether it has given up the exchange."""
+    def after(self, seconds: float, *, reports: bool, signs: bool = False) -> bool:
+        """Lets the router run for so long; returns whether it has given up the exchange. `signs`:
+        of life, as often as they can come."""
         until = self.clock.now + seconds
         while self.clock.now < until:
+            if signs:
+                self.exchange.waiting_since = self.clock.now
             self._step(min(CHECK_S, until - self.clock.now), reports=reports)
         return self.given_up
 
@@ -76,6 +79,16 @@ class Case:
 )
 def test_silence(state: dict[str, Any], seconds: float, reports: bool, hung: bool) -> None:
     assert Case(**state).after(seconds, reports=reports) is hung
+
+
+@pytest.mark.parametrize("state", [{}, {"status": 200, "is_journaled": True}, {"status": 200}])
+def test_signs_of_life_are_no_progress(state: dict[str, Any]) -> None:
+    """A prompt may take minutes, also in the midst of an answer that was preempted; no longer."""
+    case = Case(**state)
+    assert not case.after(599.0, reports=True, signs=True)
+    case.exchange.progress_at = case.clock.now
+    assert not case.after(599.0, reports=True, signs=True)
+    assert case.after(2.0, reports=True, signs=True)
 
 
 def test_of_a_node_that_left_the_list_nothing_is_known() -> None:
@@ -120,7 +133,7 @@ def test_reports_of_a_long_prompt_have_not_stopped_when_the_router_did() -> None
 def test_an_answer_that_begins_after_a_standstill_has_its_whole_time() -> None:
     case = Case(**JOURNALED)
     case.clock.now += 8.0
-    case.exchange.waiting_since = case.clock.now
+    case.exchange.waiting_since = case.exchange.progress_at = case.clock.now
     assert not case.after(2.5, reports=False)
     assert case.after(0.5, reports=False)
 
