@@ -56,7 +56,8 @@ class KVTransferConfig:
             it is memory of the transfer processes.
         disk_tier_bytes: Space of each rank for blocks that the host tier had to forget. 0: none.
         disk_tier_path: Folder for them.
-        lease_s: Staged KV is dropped when nothing pulls it for this long.
+        lease_s: Staged KV is dropped when nothing pulls it for this long, and 20 times as long
+            after all of it was computed, whoever pulls.
         stall_timeout_s: A pull that makes no progress for this long fails.
         frozen_after_s: A transfer process that gives no sign of life for this long is killed and
             started again; its transfers fail.

@@ -151,7 +151,10 @@ class TransferSettings(SecuritySettings):
         description="Space of each worker for KV blocks below --kv-disk-path. 0: none.",
     )
     kv_lease_s: float = Field(
-        default=30.0, gt=0, description="Seconds after which KV that was not fetched is dropped."
+        default=30.0,
+        gt=0,
+        description="Seconds after which KV that was not fetched is dropped; while it is fetched, "
+        "20 times as many behind its prompt's end.",
     )
     kv_stall_timeout_s: float = Field(
         default=5.0, gt=0, description="Seconds without progress after which a transfer has failed."

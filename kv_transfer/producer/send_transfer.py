@@ -14,6 +14,7 @@ for the second.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ class SendTransfer(Export):
         self.parts: dict[int, ProducerTransfer] = {}
         """Parts by `TransportId`."""
         self.lease_ends_at = 0.0
+        self.lease_capped_at = math.inf
+        """Monotonic seconds at which it ends whoever pulls; known once all is computed."""
         self.num_bytes_sent = 0
         self.num_pulls_seen = 0
         self._is_narrowed = False
@@ -65,6 +68,11 @@ class SendTransfer(Export):
             for layer, model_layer in enumerate(kind.layers)
         ]
         self._lanes.sort(key=lambda lane: lane.model_layer)
+
+    @property
+    def is_computed(self) -> bool:
+        """Returns whether every layer has all tokens."""
+        return not self._lanes
 
     @property
     def blocks_are_free(self) -> bool:

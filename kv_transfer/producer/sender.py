@@ -4,7 +4,8 @@
     2. SendMeta,      chunks become ready, and the transports learn of them
        StepProgress
     3. STAGED         no transport needs the blocks any more: they may be freed
-    4. pulls          each message that leaves renews the lease
+    4. pulls          each message that leaves renews the lease, 20 times as long as it is at most
+                      behind the last token
     5. the end        Release ──▶ RELEASED, or ABORTED if the puller gives up; AbortMeta ──▶
                       ABORTED, lease over ──▶ FAILED: nothing is kept, open pulls stop
     -  a Release may come before its export, which ends at once then
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -50,6 +52,7 @@ from kv_transfer.wire.pull_spec import PullSpec
 logger = logging.getLogger(__name__)
 
 _GAVE_UP = "the puller gave up"
+_MOST_LEASES = 20
 _END_OF = {
     Reclaim.RELEASED: KVTransferState.DONE,
     Reclaim.GIVEN_UP: KVTransferState.ABORTED,
@@ -273,19 +276,17 @@ class KVSender(ExportOwner):
                 transfer.lease_ends_at += late_s
                 if any(not pull.is_writing for pull in transfer.pulls):
                     self._renew(transfer)
-                elif transfer.lease_ends_at <= now:
+                if transfer.lease_ends_at <= now:
                     self._end_lease(transfer)
 
     def _end_lease(self, transfer: SendTransfer) -> None:
-        logger.warning(
-            "transfer %s: nobody pulled for %g s; its KV is dropped",
-            transfer.transfer_id, self._config.lease_s,
-        )  # fmt: skip
-        self._end(
-            transfer,
-            Reclaim.LEASE_ENDED,
-            f"nobody pulled for {self._config.lease_s:g} s: the lease has ended",
-        )
+        lease_s = self._config.lease_s
+        if time.monotonic() < transfer.lease_capped_at:
+            why = f"nobody pulled for {lease_s:g} s"
+        else:
+            why = f"it was pulled for {_MOST_LEASES * lease_s:g} s and not released"
+        logger.warning("transfer %s: %s; its KV is dropped", transfer.transfer_id, why)
+        self._end(transfer, Reclaim.LEASE_ENDED, f"{why}: the lease has ended")
 
     # Small parts ------------------------------------------------------------------------------
 
@@ -296,7 +297,12 @@ class KVSender(ExportOwner):
         return self._pullers[tp_size]
 
     def _renew(self, transfer: SendTransfer) -> None:
-        transfer.lease_ends_at = time.monotonic() + self._config.lease_s
+        """Is called as long as a puller works; one that never ends does not hold the KV for
+        ever."""
+        now, lease_s = time.monotonic(), self._config.lease_s
+        if transfer.is_computed and math.isinf(transfer.lease_capped_at):
+            transfer.lease_capped_at = now + _MOST_LEASES * lease_s
+        transfer.lease_ends_at = min(now + lease_s, transfer.lease_capped_at)
 
     def _end(
         self, transfer: SendTransfer, why: Reclaim, reason: str, retryable: bool = True

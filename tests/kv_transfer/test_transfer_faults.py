@@ -26,6 +26,9 @@ from kv_transfer.config import PullTransportName
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ComputedMeta, KVPeer, Reclaim, TransferEventKind
 from kv_transfer.producer.pull_service import PullService
+from kv_transfer.producer.send_transfer import SendTransfer
+from kv_transfer.producer.sender import KVSender
+from kv_transfer.state import LateMessage
 from kv_transfer.wire.chunk import ChunkKind
 from kv_transfer.wire.handshake import peer_to_proto
 from tandem_pb import kv_transfer_pb2 as pb
@@ -454,6 +457,29 @@ async def test_kv_that_nobody_pulls_is_dropped_when_its_lease_ends() -> None:
         assert time.monotonic() - started >= 0.5
         assert producer.senders[0].reclaimed == {Reclaim.LEASE_ENDED: 2}
         await producer.until_empty()
+
+
+async def test_kv_that_is_pulled_for_ever_is_dropped_too() -> None:
+    """Each message that leaves renews the lease, of which there are 20 behind the last token."""
+    async with Loopback(SHAPE, SHAPE, lease_s=0.05) as (producer, _):
+        transfer_id = producer.export_computed(1, 40)
+        await producer.until_all(STAGED, transfer_id)
+        (sender,) = producer.senders
+        started = time.monotonic()
+        while (export := held(sender, transfer_id)) is not None:
+            sender.was_sent(export, 1)
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - started >= 0.9
+        (event,) = await producer.until_all(FAILED, transfer_id)
+        assert "pulled for 1 s and not released" in event.reason
+        await producer.until_empty()
+
+
+def held(sender: KVSender, transfer_id: str) -> SendTransfer | None:
+    try:
+        return sender.find(transfer_id, 0)
+    except LateMessage:
+        return None
 
 
 async def test_leases_do_not_run_while_their_process_is_held_up() -> None:
