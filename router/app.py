@@ -252,9 +252,8 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     start_at_zero(metrics)
     monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
     transport = world.transport or _make_transport(settings, credentials)
-    silence = SilenceWatch(
-        registry=registry, stall_s=settings.stream_stall_s, progress_s=settings.read_timeout_s
-    )
+    stall_s, progress_s = settings.stream_stall_s, settings.read_timeout_s
+    silence = SilenceWatch(registry=registry, stall_s=stall_s, progress_s=progress_s)
     policy = _make_policy(settings, registry, world.rng)
     scaling = make_scaling(settings, registry)
     attempts = Attempts(

@@ -32,10 +32,10 @@ from decode_node.answer.answer import Write
 from decode_node.answer.event import DONE, event
 from decode_node.answer.journal import COMPLETE, HEARTBEAT
 from decode_node.errors import GenerationFailed, Unavailable
+from edge.http.answer_transport import WRITE_DIRECTLY
 from edge.http.client_connection import ClientDisconnected, ClientGuard
 from edge.http.errors import HttpError, send_error
 from edge.http.event_writer import Signs, WriteDirectly, open_writer
-from edge.http.guarded_protocol import WRITE_DIRECTLY
 from edge.http.heartbeats import EVENT_STREAM, STREAM_HEADERS, Heartbeats, send_start
 
 logger = logging.getLogger(__name__)

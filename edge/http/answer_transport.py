@@ -1,4 +1,9 @@
-"""Shows a connection to one of its answers."""
+"""Shows a connection to one of its answers, and parts them again.
+
+An answer may take a while to end when its connection has gone, and a connection lives on when its
+answer has ended. What each holds of the other is cut then: memory is free when they are gone, not
+when a collection of garbage comes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,10 @@ import asyncio
 from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+WRITE_DIRECTLY = "write_directly"
+"""The key, in a request's state, of what writes a piece of the answer's body to the connection, as
+`EventWriter` does."""
 
 
 class Ending(Protocol):
@@ -44,3 +53,20 @@ def write_directly(cycle: RequestResponseCycle, data: bytes) -> bool:
         return False
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
     return True
+
+
+def cut_loops(cycle: RequestResponseCycle) -> None:
+    """Takes from an answer that has ended what leads back to it."""
+    cycle.scope["state"].pop(WRITE_DIRECTLY, None)
+    vars(cycle).pop("send", None)
+
+
+def let_go(cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+    """Takes its connection, which has gone, from an answer."""
+    cut_loops(cycle)
+    cycle.transport = transport
+    cycle.on_response = _nothing
+
+
+def _nothing() -> None:
+    """Stands for what an ended connection would do."""

@@ -31,7 +31,13 @@ from typing import Protocol, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from edge.http.answer_transport import AnswerTransport, write_directly
+from edge.http.answer_transport import (
+    WRITE_DIRECTLY,
+    AnswerTransport,
+    cut_loops,
+    let_go,
+    write_directly,
+)
 from edge.http.client_connection import headers_of, request_id
 from edge.http.error_forms import ErrorForm
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
@@ -47,8 +53,6 @@ from edge.security.tls_files import certificate_names
 
 CALLER = "caller"
 """The key under which each request's state holds what `HeadCheck.admit` has returned."""
-WRITE_DIRECTLY = "write_directly"
-"""The key of what writes a piece of the answer's body to the connection, as `EventWriter` does."""
 
 _LINGER_S = 1.0
 _FIRST_WORDS_S = 2.0
@@ -135,23 +139,11 @@ class GuardedProtocol(HttpToolsProtocol):
             del by_address[self._address]
         self.open_connections.unknown.pop(self, None)
         super().connection_lost(exc)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Leaves no cycle of references between this connection and its answer, which may take a
-        while to end: memory is free when both are gone, not when a collection comes."""
         self._unset_keepalive_if_required()
         self._flow.end()
         if self.cycle is not None:
-            self._cut_loops()
-            self.cycle.transport = self.transport
-            self.cycle.on_response = _nothing
+            let_go(self.cycle, self.transport)
             self.cycle = None  # type: ignore[assignment]
-
-    def _cut_loops(self) -> None:
-        """Takes from an answer what leads back to it."""
-        self.cycle.scope["state"].pop(WRITE_DIRECTLY, None)
-        vars(self.cycle).pop("send", None)
 
     def data_received(self, data: bytes) -> None:
         turns = self.open_connections.turns
@@ -265,7 +257,7 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle.more_body and cycle.response_complete:
             self.end_gently()
-        self._cut_loops()
+        cut_loops(cycle)
         super().on_response_complete()
         self._wait_for_turn()
 
@@ -411,10 +403,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_answering():
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-
-
-def _nothing() -> None:
-    """Stands for what an ended connection would do."""
 
 
 def guarded_protocol(

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from edge.http import headers as names
 from edge.http import long_work
+from edge.http.answer_transport import WRITE_DIRECTLY
 from edge.http.client_connection import (
     BodyLimits,
     ClientDisconnected,
@@ -31,7 +32,6 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
-from edge.http.guarded_protocol import WRITE_DIRECTLY
 from edge.http.load_report import load_headers
 from edge.http.unknown_path import path_without_slash
 from edge.logs.request_log import note_facts

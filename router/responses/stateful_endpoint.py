@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edge.http import headers as names
 from edge.http import long_work
+from edge.http.answer_transport import WRITE_DIRECTLY
 from edge.http.client_connection import (
     BodyLimits,
     ClientDisconnected,
@@ -23,7 +24,6 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import HttpError, send_error
-from edge.http.guarded_protocol import WRITE_DIRECTLY
 from edge.http.heartbeats import STREAM_HEADERS, send_start
 from router.models.request_room import RequestRoom
 from router.request.tenants import Tenant
