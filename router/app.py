@@ -252,8 +252,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     start_at_zero(metrics)
     monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
     transport = world.transport or _make_transport(settings, credentials)
-    stall_s, progress_s = settings.stream_stall_s, settings.read_timeout_s
-    silence = SilenceWatch(registry=registry, stall_s=stall_s, progress_s=progress_s)
+    silence = _make_silence_watch(settings, registry)
     policy = _make_policy(settings, registry, world.rng)
     scaling = make_scaling(settings, registry)
     attempts = Attempts(
@@ -300,6 +299,11 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         models=models,
         tracer=tracer,
     )
+
+
+def _make_silence_watch(settings: RouterSettings, registry: NodeRegistry) -> SilenceWatch:
+    stall_s, progress_s = settings.stream_stall_s, settings.read_timeout_s
+    return SilenceWatch(registry=registry, stall_s=stall_s, progress_s=progress_s)
 
 
 def _make_transport(settings: RouterSettings, credentials: Credentials) -> HttpTransport:
