@@ -39,6 +39,7 @@ from host.sockets.secure_socket import listen
 from kv_transfer.base import KVCacheHandle
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control.control_channel import CommandSender
+from kv_transfer.control.other_clocks import on_our_clock
 from kv_transfer.control.process_config import TransferProcessConfig, local_events_address
 from kv_transfer.errors import KVTransferError
 from kv_transfer.layout import KVLayout
@@ -53,6 +54,7 @@ from kv_transfer.metadata import (
 
 logger = logging.getLogger(__name__)
 
+_KILLED_WHILE_STARTING = 3
 _START_TIMEOUT_S = 60.0
 _STABLE_S = 10.0
 _FIRST_PAUSE_S = 0.5
@@ -172,28 +174,6 @@ def _hold_port(address: str) -> socket.socket | None:
         holder.close()
         return None
     return holder
-
-
-def _on_our_clock(event: TransferEvent) -> TransferEvent:
-    """Every host's monotonic clock starts at another time."""
-    if event.sent_at is None:
-        return event
-    ahead = time.monotonic() - event.sent_at
-    stats = msgspec.structs.replace(
-        event.stats,
-        first_byte_at=_shifted(event.stats.first_byte_at, ahead),
-        last_byte_at=_shifted(event.stats.last_byte_at, ahead),
-        received_at=_shifted(event.stats.received_at, ahead),
-        layers=tuple(
-            (_shifted(ready, ahead), _shifted(saved, ahead)) for ready, saved in event.stats.layers
-        ),
-    )
-    return msgspec.structs.replace(event, stats=stats)
-
-
-def _shifted(moment: float, seconds: float) -> float:
-    """Shifts it to another clock; 0.0 stays what has not happened."""
-    return moment and moment + seconds
 
 
 def _add_totals(past: ProcessReport, last: ProcessReport) -> ProcessReport:
@@ -327,7 +307,7 @@ class TransferProcesses:
             elif isinstance(message, ProcessReport):
                 self._accept(message)
             elif isinstance(message, TransferEvent):
-                events.append(_on_our_clock(message))
+                events.append(on_our_clock(message))
             elif not isinstance(message, TierContents) or self._is_alive(message):
                 events.append(message)
         return events
@@ -349,14 +329,17 @@ class TransferProcesses:
         for number, process in enumerate(self._processes):
             child = process.child
             if child is not None and (number in frozen or child.exit_code is not None):
-                self._poller.unregister(child.sentinel)
-                child.reap(0.0)
                 dead[number] = frozen.get(number) or child.describe_exit()
-                if self._signs is not None:
-                    self._signs.forget(number)
-                self._poller.register(process.restart().sentinel, select.EPOLLIN)
-                self.num_restarts += 1
+                self._start_again(number, process, child)
         return dead
+
+    def _start_again(self, number: int, process: _TransferProcess, child: HostedProcess) -> None:
+        self._poller.unregister(child.sentinel)
+        child.reap(0.0)
+        if self._signs is not None:
+            self._signs.forget(number)
+        self._poller.register(process.restart().sentinel, select.EPOLLIN)
+        self.num_restarts += 1
 
     def _frozen(self) -> dict[int, str]:
         silences = self._life.silences() if self._life is not None else {}
@@ -404,16 +387,23 @@ class TransferProcesses:
         self._context.term()
 
     def _wait_until_ready(self) -> None:
+        """One that somebody kills meanwhile is started again, a few times; one that ends by itself
+        would do so again."""
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while waiting := [process for process in self._processes if process.report is None]:
-            for process in waiting:
-                if process.child is not None and process.child.exit_code is not None:
+        while waiting := [one for one in enumerate(self._processes) if one[1].report is None]:
+            for number, process in waiting:
+                child = process.child
+                if child is None or child.exit_code is None:
+                    continue
+                if child.exit_code > 0 or self.num_restarts >= _KILLED_WHILE_STARTING:
                     raise TransferProcessFailed(
-                        f"{process.child.describe_exit()} while starting; its log says why"
+                        f"{child.describe_exit()} while starting; its log says why"
                     )
+                logger.warning("%s while starting, and is started again", child.describe_exit())
+                self._start_again(number, process, child)
             if time.monotonic() > deadline:
                 raise TransferProcessFailed(
-                    f"{waiting[0].name} was not ready within {_START_TIMEOUT_S:.0f} s"
+                    f"{waiting[0][1].name} was not ready within {_START_TIMEOUT_S:.0f} s"
                 )
             self._poller.poll(1.0)
             self._early += self.receive()

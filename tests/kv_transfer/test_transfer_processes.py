@@ -18,7 +18,7 @@ from msgspec.structs import replace as with_fields
 
 from edge.h2.frames import PREFACE
 from edge.security.config import Role
-from host.child_process import ipc_address
+from host.child_process import HostedProcess, ipc_address
 from host.sockets.local_socket import connect_socket
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.control import scheduler as connector_scheduler
@@ -372,6 +372,33 @@ def test_a_process_that_cannot_start_says_so(
     monkeypatch.setattr(connector_scheduler, "check_own", lambda hosts: None)
     with pytest.raises(TransferProcessFailed, match="transfer process 0 of rank 0 ended with"):
         make_node("prefill", layout(), hosts=("256.1.1.1",))
+
+
+@pytest.mark.parametrize(("num_killed", "starts"), [(2, True), (9, False)])
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, num_killed: int, starts: bool
+) -> None:
+    """As a kernel that is short of memory does, in the midst of a change of roles."""
+    begin = transfer_processes._TransferProcess.start
+    begun: list[int] = []
+
+    def start(process: transfer_processes._TransferProcess) -> HostedProcess:
+        child = begin(process)
+        begun.append(child.pid)
+        if len(begun) <= num_killed:
+            os.kill(child.pid, signal.SIGKILL)
+        return child
+
+    monkeypatch.setattr(transfer_processes._TransferProcess, "start", start)
+    if not starts:
+        with pytest.raises(TransferProcessFailed, match="killed by SIGKILL while starting"):
+            make_node("prefill", layout())
+        assert len(begun) == 4
+        return
+    prefill, decode = make_node("prefill", layout()), make_node("decode", layout())
+    assert len(begun) == 4
+    one_prompt(prefill, decode, seed=1, num_tokens=40)
+    until_empty(prefill, decode)
 
 
 def test_processes_that_keep_dying_are_started_with_growing_pauses(make_node: MakeNode) -> None:
