@@ -37,8 +37,8 @@ def test_growth_is_per_hour_and_forgets_the_warm_up() -> None:
 
 
 def test_the_interval_has_the_growth_of_noisy_memory() -> None:
-    """Of 200 processes that grow by 3.6 MiB an hour, with the noise of a step that comes and goes,
-    at least 9 in 10 have it in their interval of 95 %."""
+    """Draws 200 processes that grow by 3.6 MiB an hour, with noise: at least 9 in 10 have that in
+    their interval of 95 %."""
     noise = random.Random(7)
     hits = 0
     for _ in range(200):
