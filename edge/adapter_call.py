@@ -8,6 +8,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+MAX_VERSION = (1 << 63) - 1
+"""Versions are milliseconds since 1970: one above was never made by a clock, and none could follow
+it."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterCall:

@@ -42,6 +42,15 @@ class NodesRefused(HttpError):
     default_code = "nodes_refused"
 
 
+class NodesAway(HttpError):
+    """Nodes that an operator's call needs do not answer now; it may be made again."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    type = "service_unavailable"
+    default_code = "nodes_away"
+    default_retry_after_s = 5
+
+
 class RateLimited(HttpError):
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "rate_limit_error"

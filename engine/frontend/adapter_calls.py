@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from edge.adapter_call import AdapterCall
+from edge.adapter_call import MAX_VERSION, AdapterCall
 from engine.config import EngineConfig
 from engine.contracts.errors import EngineCallTimeout, InvalidRequest
 from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter
@@ -27,6 +27,10 @@ from engine.models.adapter_files import AdapterError, read_adapter
 _ADD_TIMEOUT_S = 120.0
 _REMOVE_TIMEOUT_S = 600.0
 """Requests of the adapter end first."""
+
+
+_MAX_NAME = 512
+"""Characters that routers read of a name."""
 
 
 class OutdatedCall(Exception):
@@ -79,6 +83,7 @@ class AdapterCalls:
                 requests of the one whose name it has now have not ended.
             EngineDeadError: The engine is dead.
         """
+        _check_call(name, version, model)
         async with self._lock:
             version = version or self.records.next_version(name)
             if (known := self.records.of(name)) is not None and version < known.version:
@@ -102,11 +107,13 @@ class AdapterCalls:
         given `version` is remembered where there is none, too.
 
         Raises:
+            InvalidRequest: It is no call that a router makes.
             KeyError: There is no such adapter.
             OutdatedCall: A newer call has changed the name.
             EngineCallTimeout: Its last request has not ended; no other can follow.
             EngineDeadError: The engine is dead.
         """
+        _check_call(name, version, model)
         async with self._lock:
             if name not in self.known and not version:
                 raise KeyError(name)
@@ -175,3 +182,11 @@ def _below(root: str, path: str) -> Path:
     if not folder.is_relative_to(root):
         raise InvalidRequest("lora_path must lie below the folder of --lora-dir", "lora_path")
     return folder
+
+
+def _check_call(name: str, version: int, model: str) -> None:
+    """Refuses what would be remembered and told to routers. Raises `InvalidRequest`."""
+    if version > MAX_VERSION:
+        raise InvalidRequest(f"a version is at most {MAX_VERSION}", "version")
+    if len(name) > _MAX_NAME or len(model) > _MAX_NAME:
+        raise InvalidRequest(f"a name has at most {_MAX_NAME} characters", "lora_name")

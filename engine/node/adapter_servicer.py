@@ -51,6 +51,8 @@ class AdapterServicer(ProfileServicer):
     ) -> node_pb2.Adapter:
         try:
             await self._adapters.unload(request.name, request.version, request.model)
+        except InvalidRequest as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         except KeyError:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no adapter of this name")
         except OutdatedCall:

@@ -20,6 +20,7 @@ _LOAD_TIMEOUT_S = 120.0
 _UNLOAD_TIMEOUT_S = 600.0
 """Requests of the adapter end first."""
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 LOADED, UNLOADED, UNKNOWN, OUTDATED = "loaded", "unloaded", "not there", "outdated"
 
 
@@ -29,19 +30,21 @@ class NodeAnswer:
 
     Attributes:
         digest: What was loaded.
+        is_away: Nothing is wrong with the call: the node did not answer, or cannot now.
     """
 
     said: str
     digest: str = ""
+    is_away: bool = False
 
     @property
     def failed(self) -> bool:
         return self.said.startswith("failed")
 
 
-def failure(fault: str) -> NodeAnswer:
+def failure(fault: str, *, is_away: bool = False) -> NodeAnswer:
     """Returns what is said of a node that could not."""
-    return NodeAnswer(f"failed: {fault}")
+    return NodeAnswer(f"failed: {fault}", is_away=is_away)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,6 @@ class AdapterAsker:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 return NodeAnswer(OUTDATED)
             logger.warning("%s: %s for an adapter", node.address, error.code().name)
-            return failure(words_of(error))
+            return failure(words_of(error), is_away=error.code() in _AWAY)
         except (GarbledAnswer, PlaintextRefused) as error:
             return failure(str(error))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from edge.adapter_call import AdapterCall
 from edge.http.errors import BadRequest, NotFound
-from router.errors import NodesRefused, NoNodeAvailable
+from router.errors import NodesAway, NodesRefused, NoNodeAvailable
 from router.nodes.adapter_asker import (
     LOADED,
     OUTDATED,
@@ -59,6 +59,7 @@ class ClusterAdapters:
 
         Raises:
             NodesRefused: A node could not; all nodes have what they had.
+            NodesAway: The same, because it did not answer.
             BadRequest: Several models are served, and none is named; or the name is taken.
             NoNodeAvailable: No decode node is known.
         """
@@ -83,7 +84,9 @@ class ClusterAdapters:
                 outcomes |= _by_name(nodes, found)
                 if any(one.said != LOADED for one in found):
                     await self._take_back(tiers, before, version + 1)
-                    raise NodesRefused(f"adapter {name!r} is not on all nodes: {_faults(outcomes)}")
+                    raise _error(
+                        found, f"adapter {name!r} is not on all nodes: {_faults(outcomes)}"
+                    )
             call = AdapterCall(name, request.digest, path, version)
             self.registry.learn_calls(model, call)
             await self._until_told(tiers, call)
@@ -104,25 +107,28 @@ class ClusterAdapters:
         Raises:
             NotFound: No node has it.
             NodesRefused: A node could not.
+            NodesAway: It did not answer.
         """
         tiers = self._tiers(model)
         model = tiers[-1][0].model
         version = self.registry.adapters.next_version(model, name)
         request = UnloadAdapterRequest(name=name, version=version, model=model)
         outcomes: Outcomes = {}
+        answers: list[NodeAnswer] = []
         with self._change(model, name):
             self.registry.learn_calls(model, AdapterCall(name, "", "", version))
             for nodes in reversed(tiers):
-                found = await self._ask_all(nodes, request)
+                answers += (found := await self._ask_all(nodes, request))
                 outcomes |= _by_name(nodes, found)
         if all(said == UNKNOWN for said in outcomes.values()):
             raise NotFound(
                 f"no node has an adapter {name!r}", param="lora_name", code="model_not_found"
             )
         if any(said not in (UNLOADED, UNKNOWN) for said in outcomes.values()):
-            raise NodesRefused(
+            raise _error(
+                answers,
                 f"adapter {name!r} is not unloaded everywhere: {_faults(outcomes)}; those nodes "
-                "are asked again"
+                "are asked again",
             )
         return outcomes
 
@@ -203,6 +209,12 @@ def _checked(answer: NodeAnswer, digest: str) -> NodeAnswer:
     if answer.said == LOADED and answer.digest != digest:
         return failure("other files lie there than on other nodes: give all nodes the same")
     return answer
+
+
+def _error(answers: Sequence[NodeAnswer], message: str) -> NodesAway | NodesRefused:
+    """Returns whose fault it is that a call was not followed everywhere."""
+    faults = [one for one in answers if one.failed or one.said == OUTDATED]
+    return NodesAway(message) if all(one.is_away for one in faults) else NodesRefused(message)
 
 
 def _by_name(nodes: Sequence[Node], found: Sequence[NodeAnswer]) -> Outcomes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from edge.adapter_call import AdapterCall
+from edge.adapter_call import MAX_VERSION, AdapterCall
 from edge.printable import printable
 from router.nodes.address import NodeRole
 from tandem_pb import node_pb2
@@ -135,7 +135,11 @@ class NodeReport:
                 AdapterId(_name(one.name), _name(one.digest[:_MAX_DIGEST]))
                 for one in load.adapters[:_MAX_ADAPTERS]
             ),
-            adapter_calls=tuple(map(_adapter_call, load.adapter_calls[:_MAX_ADAPTERS])),
+            adapter_calls=tuple(
+                _adapter_call(one)
+                for one in load.adapter_calls[:_MAX_ADAPTERS]
+                if one.version <= MAX_VERSION
+            ),
             recent_prefixes=tuple(load.recent_prefixes[-_MAX_PREFIXES:]),
             version=_name(load.version[:_MAX_VERSION]),
             http_port=load.http_port if load.http_port <= _MAX_PORT else 0,

@@ -12,6 +12,7 @@ from typing import Any
 from router.nodes.address import NodeRole
 from router.nodes.report import AdapterId
 from router.placement.tandem_policy import TandemParameters, TandemPolicy
+from tandem_pb import node_pb2
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.factories import Fleet, request
 from tests.router.fakes import FakeDecodeNode, FakePrefillNode
@@ -106,6 +107,27 @@ async def test_an_adapter_is_on_all_nodes_or_on_none(cluster: Cluster) -> None:
     assert all(not node.status.load.adapters for node in nodes)
     status, answer = await call(router, "/v1/load_lora_adapter", {"lora_name": "poet"})
     assert (status, "lora_path" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_node_that_does_not_answer_is_no_fault_of_the_call(cluster: Cluster) -> None:
+    decode = await cluster.decode()
+    router = await cluster.router(decode)
+    await decode.stop()
+    for what in ("load", "unload"):
+        body = {"lora_name": "poet"} | ({"lora_path": POET} if what == "load" else {})
+        status, answer = await call(router, f"/v1/{what}_lora_adapter", body)
+        assert (status, answer["error"]["code"]) == (503, "nodes_away"), what
+
+
+async def test_a_lie_about_the_newest_call_ends_no_calls(cluster: Cluster) -> None:
+    """The next version would fit into no message."""
+    liar, honest = await cluster.decode("d"), await cluster.decode("e")
+    lie = node_pb2.AdapterCall(name="poet", path=POET, version=(1 << 64) - 1)
+    liar.status.load.adapter_calls.append(lie)
+    router = await cluster.router(liar, honest)
+    body = {"lora_name": "poet", "lora_path": POET}
+    status, answer = await call(router, "/v1/load_lora_adapter", body)
+    assert (status, set(answer["nodes"].values())) == (200, {"loaded"})
 
 
 async def test_keys_of_clients_change_no_adapters(cluster: Cluster) -> None:

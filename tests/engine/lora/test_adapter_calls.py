@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from edge.adapter_call import AdapterCall
+from edge.adapter_call import MAX_VERSION, AdapterCall
 from engine.contracts.errors import InvalidRequest
 from engine.frontend.adapter_calls import OutdatedCall
 from engine.frontend.adapter_records import AdapterRecords
 from engine.models.adapter_files import read_adapter
+from engine.node.adapter_servicer import adapter_call
 from tests.engine.frontend.still_adapters import StillAdapters
 from tests.engine.lora.adapted_engine import Adapted
 
@@ -111,6 +112,25 @@ async def test_calls_that_are_made_here_are_the_newest(
     assert known.digest == read_adapter(models.path(2), 16).digest
     await adapters.unload("poet")
     assert adapters.records.of("poet") == AdapterCall("poet", "", "", future + 2)
+
+
+@pytest.mark.parametrize("version", [1 << 63, (1 << 64) - 1])
+async def test_a_call_that_none_could_follow_is_refused(
+    adapters: StillAdapters, version: int
+) -> None:
+    """The next version would fit into no message, and the node would tell routers nothing more."""
+    with pytest.raises(InvalidRequest, match="version"):
+        await adapters.load("poet", "adapter-1", version=version)
+    with pytest.raises(InvalidRequest, match="version"):
+        await adapters.unload("poet", version)
+    for name, model in (("n" * 513, ""), ("poet", "m" * 513)):
+        with pytest.raises(InvalidRequest, match="name"):
+            await adapters.unload(name, 10, model)
+    assert adapters.records.of("poet") is None
+    await adapters.load("poet", "adapter-1", version=MAX_VERSION)
+    await adapters.unload("poet")
+    record = adapters.records.of("poet")
+    assert record is not None and adapter_call(record).version == MAX_VERSION + 1
 
 
 def test_reports_tell_each_call_once_and_not_too_many_at_a_time() -> None:
