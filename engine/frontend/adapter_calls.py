@@ -15,6 +15,7 @@ import asyncio
 from pathlib import Path
 
 from edge.adapter_call import MAX_VERSION, AdapterCall
+from edge.printable import printable
 from engine.config import EngineConfig
 from engine.contracts.errors import EngineCallTimeout, InvalidRequest
 from engine.contracts.messages import AdapterAnswer, AddAdapter, RemoveAdapter
@@ -31,6 +32,8 @@ _REMOVE_TIMEOUT_S = 600.0
 
 _MAX_NAME = 512
 """Characters that routers read of a name."""
+_MAX_PATH = 900
+"""Characters of a path below `--lora-dir`: errors name it."""
 
 
 class OutdatedCall(Exception):
@@ -158,7 +161,7 @@ class AdapterCalls:
         try:
             found = await asyncio.to_thread(read_adapter, folder, lora.max_lora_rank)
         except AdapterError as error:
-            raise InvalidRequest(str(error), "lora_path") from None
+            raise InvalidRequest(printable(str(error)), "lora_path") from None
         if digest and found.digest != digest:
             raise InvalidRequest(
                 f"the adapter in {path or folder} is another one here ({found.digest[:12]}) than "
@@ -175,6 +178,8 @@ def _below(root: str, path: str) -> Path:
         raise InvalidRequest(
             "this node loads no adapters while it runs: start it with --lora-dir", "lora_path"
         )
+    if len(path) > _MAX_PATH:
+        raise InvalidRequest(f"lora_path has at most {_MAX_PATH} characters", "lora_path")
     try:
         folder = Path(root, path).resolve()
     except (OSError, ValueError, RuntimeError):

@@ -10,6 +10,7 @@ _MODULES = {
         "kv_chunks",
         "node_reports",
     ],
+    "node_calls": ["adapter_calls", "role_calls", "prefix_offers"],
     "answers": ["journals", "resumes", "tool_calls"],
     "clients": ["bodies", "routed_bodies", "key_files"],
     "grammars": ["schemas", "grammars", "expressions"],

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
 from decode_node.disagg.prefill_events import PrefillError, PrefillEvents
+from edge.adapter_call import version_after
 from engine.contracts.request_spec import RequestSpec, encode_spec
 from engine.contracts.sampling_params import SamplingParams
 from engine.node.status import NodeStatus
@@ -43,7 +44,7 @@ _SIZES = {
 
 
 @st.composite
-def _with_lies(draw: st.DrawFn, message: Message, most: int = 4) -> bytes:
+def with_lies(draw: st.DrawFn, message: Message, most: int = 4) -> bytes:
     """Draws the bytes of a message like this one, some fields of which say something else."""
     made = type(message)()
     made.CopyFrom(message)
@@ -92,7 +93,7 @@ def _scalar(draw: st.DrawFn, field: FieldDescriptor) -> Any:
             return draw(_INTEGERS) % (1 << _SIZES.get(kind, 31))
 
 
-def _read(kind: type[Message], data: bytes) -> Any:
+def read_message(kind: type[Message], data: bytes) -> Any:
     """Returns the message; None where gRPC would not even deliver it."""
     try:
         return kind.FromString(data)
@@ -142,11 +143,11 @@ def _prefill_requests(draw: st.DrawFn) -> bytes:
         prompt_token_ids=draw(st.lists(st.integers(0, 300), min_size=1, max_size=5)),
         spec=draw(_spec_bytes()),
     )
-    return draw(_with_lies(message, 2))
+    return draw(with_lies(message, 2))
 
 
 def _check_prefill_request(data: bytes) -> None:
-    message = _read(prefill_pb2.PrefillRequest, data)
+    message = read_message(prefill_pb2.PrefillRequest, data)
     if message is None:
         return
     engine, servicer = _prefill()
@@ -173,7 +174,7 @@ def _peer() -> kv_transfer_pb2.KVPeer:
 
 
 def _check_peer(data: bytes) -> None:
-    message = _read(kv_transfer_pb2.KVPeer, data)
+    message = read_message(kv_transfer_pb2.KVPeer, data)
     if message is None:
         return
 
@@ -190,7 +191,7 @@ def _check_peer(data: bytes) -> None:
 
 
 def _check_pull(data: bytes) -> None:
-    wish = _read(kv_transfer_pb2.PullRequest, data)
+    wish = read_message(kv_transfer_pb2.PullRequest, data)
     if wish is None:
         return
     asked = PullSpec(
@@ -222,7 +223,7 @@ def _events(draw: st.DrawFn) -> bytes:
     parts = []
     for _ in range(draw(st.integers(1, 4))):
         event = draw(st.sampled_from(_HONEST))
-        data = draw(_with_lies(event, 2))
+        data = draw(with_lies(event, 2))
         parts.append(struct.pack("<I", len(data)) + data)
     return bytes([draw(st.integers(0, 7))]) + b"".join(parts)
 
@@ -269,7 +270,7 @@ def _check_events(data: bytes) -> None:
     at = 1
     while at + 4 <= len(data):
         (size,) = struct.unpack_from("<I", data, at)
-        message = _read(prefill_pb2.PrefillEvent, data[at + 4 : at + 4 + size])
+        message = read_message(prefill_pb2.PrefillEvent, data[at + 4 : at + 4 + size])
         at += 4 + size
         if message is None:
             return
@@ -347,7 +348,7 @@ def _reports(draw: st.DrawFn) -> bytes:
         load = node_pb2.NodeLoad()
         load.CopyFrom(_LOAD)
         load.role = role
-        data = draw(_with_lies(load, 5))
+        data = draw(with_lies(load, 5))
         loads.append(struct.pack("<I", len(data)) + data)
     return b"".join(loads)
 
@@ -363,11 +364,14 @@ def _check_reports(data: bytes) -> None:
         if at + 4 > len(data):
             return
         (size,) = struct.unpack_from("<I", data, at)
-        load = _read(node_pb2.NodeLoad, data[at + 4 : at + 4 + size])
+        load = read_message(node_pb2.NodeLoad, data[at + 4 : at + 4 + size])
         at += 4 + size
         if load is not None:
             address = fleet.node(name).address
-            fleet.registry.apply_report(address, NodeReport.from_message(load))
+            report = NodeReport.from_message(load)
+            fleet.registry.apply_report(address, report)
+            for call in report.adapter_calls:
+                node_pb2.LoadAdapterRequest(version=version_after(call))
     policy = TandemPolicy(fleet.registry, random.Random(1), TandemParameters())
     asked = request(
         num_prompt_tokens=1000, session_key=b"s", prefix_blocks=(1, 2), tokens_per_block=256.0
@@ -388,11 +392,11 @@ TARGETS = [
     Target(name="prefill_events", inputs=_events(), check=_check_events, examples=600),
     Target(
         name="kv_peers",
-        inputs=st.deferred(lambda: _with_lies(_peer())),
+        inputs=st.deferred(lambda: with_lies(_peer())),
         check=_check_peer,
         examples=500,
     ),
-    Target(name="kv_pulls", inputs=_with_lies(_PULL), check=_check_pull, examples=500),
+    Target(name="kv_pulls", inputs=with_lies(_PULL), check=_check_pull, examples=500),
     Target(name="kv_chunks", inputs=_chunks(), check=_check_chunk, examples=500),
     Target(name="node_reports", inputs=_reports(), check=_check_reports, examples=250),
 ]
