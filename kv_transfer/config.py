@@ -57,7 +57,7 @@ class KVTransferConfig:
         disk_tier_bytes: Space of each rank for blocks that the host tier had to forget. 0: none.
         disk_tier_path: Folder for them.
         lease_s: Staged KV is dropped when nothing pulls it for this long, and 20 times as long
-            after all of it was computed, whoever pulls.
+            after all of it was computed, pulled or not.
         stall_timeout_s: A pull that makes no progress for this long fails.
         frozen_after_s: A transfer process that gives no sign of life for this long is killed and
             started again; its transfers fail.

@@ -84,12 +84,13 @@ async def supervised(
     start_timeout_s: float = 600.0,
     log_lines: int = 60,
     always_logs: bool = False,
+    max_pause_s: float = 15.0,
 ) -> AsyncIterator[Supervisor]:
     """Runs services until the router, the first of them, has its nodes; stops them at the end.
     Their last lines go to standard error where something fails, or always."""
     lines: deque[str] = deque(maxlen=log_lines)
     listener = Listener(on_log=lambda service, line: lines.append(f"{service.spec.name}: {line}"))
-    supervisor = Supervisor(specs, listener)
+    supervisor = Supervisor(specs, listener, max_pause_s)
     failed = True
     try:
         async with _limit(start_timeout_s):

@@ -11,8 +11,8 @@ every --kill-every-s, in turn of the nodes, and with --kill-node-every-s a whole
 that has others. Requests that were not left are asked again when the cluster is too busy, and must
 end in full, with the tokens that their prompt had the first time. At the end nothing may be held:
 no block, row, lease, staged byte, pull or open request on any node. Failed prefill attempts are
-counted by cause. What each process holds of memory and open files is told for forty moments, and
-its growth with an interval of confidence. Writes bench/results/NAME.json; the exit status says
+counted by cause. Memory and open files of each process are in the result for forty moments, and
+its growth with an interval of confidence. It writes bench/results/NAME.json; the exit status says
 whether all of it was so.
 
 With --all-tiers prompts are turns of conversations, and caches are small: what they forget comes
@@ -35,7 +35,7 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,17 +44,20 @@ from typing import Any
 
 import aiohttp
 
+from bench.arguments import parser_of
 from bench.record import RESULTS, write_result
 from bench.serving.node_metrics import by_label, held, read_metrics
+from bench.serving.pd_cluster import supervised
 from bench.serving.soak_cluster import Wanted, mortal
 from bench.serving.soak_everything import Operator
 from bench.serving.soak_harm import Harm
 from bench.serving.soak_load import Soak
 from bench.serving.soak_record import Record, plot, told
-from cli.local_cluster.supervisor import Listener, Service, Supervisor
-from cli.up import wait_routable
+from cli.local_cluster.supervisor import Service
 
 _SETTLE_S = 60.0
+_MOST_PAUSE_S = 0.5
+"""Is the longest pause before a node that was killed is started again."""
 _PROGRESS_EVERY_S = 15.0
 _LOOK_EVERY_S = 10.0
 _CAUSES = ("tandem_prefill_attempt_failures_total", "tandem_prefill_nodes_passed_over_total")
@@ -248,41 +251,38 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    logs: deque[str] = deque(maxlen=args.log_lines)
-    listener = Listener(on_log=lambda service, line: logs.append(f"{service.spec.name}: {line}"))
     wanted = Wanted(**{name: getattr(args, name) for name in Wanted.__slots__})
-    supervisor = Supervisor(wanted.specs(folder), listener, max_pause_s=0.5)
     record = Record.read(args.record) if args.record else Record()
     record.runs.append([])
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
-    try:
-        await supervisor.start()
+    async with (
+        supervised(
+            wanted.specs(folder),
+            wanted.routable,
+            log_lines=args.log_lines,
+            always_logs=True,
+            max_pause_s=_MOST_PAUSE_S,
+        ) as supervisor,
+        aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
+    ):
         router, *nodes = supervisor.services
-        url = router.spec.endpoint
-        await wait_routable(url, wanted.routable)
         dying = mortal([node.spec.name for node in nodes])
         harm = Harm(nodes, [node for node in nodes if node.spec.name in dying], args.seed)
         harm.kills.update(record.kills)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            soak = Soak(session, url, args.seed, tiers=args.all_tiers, everything=args.everything)
-            soak.texts = record.texts
-            soak.outcomes.update(record.outcomes)
-            operator = Operator(session, url, args.seed)
-            figures = await Run(session, soak, harm, operator, record, router, nodes, args).whole()
-        if args.name:
-            (RESULTS / f"{args.name}.svg").write_text(plot(record.runs[-1]))
-        return figures
-    finally:
-        await supervisor.stop()
-        for line in logs:
-            print(line, file=sys.stderr)
+        url = router.spec.endpoint
+        soak = Soak(session, url, args.seed, tiers=args.all_tiers, everything=args.everything)
+        soak.texts = record.texts
+        soak.outcomes.update(record.outcomes)
+        operator = Operator(session, url, args.seed)
+        figures = await Run(session, soak, harm, operator, record, router, nodes, args).whole()
+    if args.name:
+        (RESULTS / f"{args.name}.svg").write_text(plot(record.runs[-1]))
+    return figures
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the demo checkpoint")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prefill", type=int, default=1)

@@ -103,7 +103,7 @@ class HeldFlow(FlowControl):
         turns.drain(self.release)
 
     def end(self) -> None:
-        """Lets go of the connection, which has ended."""
+        """Drops the reference to the connection, which has ended."""
         self._read_on = _nothing
 
     def pause_reading(self) -> None:

@@ -190,7 +190,7 @@ def _below(root: str, path: str) -> Path:
 
 
 def _check_call(name: str, version: int, model: str) -> None:
-    """Refuses what would be remembered and told to routers. Raises `InvalidRequest`."""
+    """Refuses what reports could not carry. Raises `InvalidRequest`."""
     if version > MAX_VERSION:
         raise InvalidRequest(f"a version is at most {MAX_VERSION}", "version")
     if len(name) > _MAX_NAME or len(model) > _MAX_NAME:

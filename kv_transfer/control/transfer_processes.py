@@ -387,8 +387,8 @@ class TransferProcesses:
         self._context.term()
 
     def _wait_until_ready(self) -> None:
-        """One that somebody kills meanwhile is started again, a few times; one that ends by itself
-        would do so again."""
+        """A process that is killed meanwhile is started again, a few times; one that ends by
+        itself would do so again."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while waiting := [one for one in enumerate(self._processes) if one[1].report is None]:
             for number, process in waiting:

@@ -54,7 +54,7 @@ class SendTransfer(Export):
         """Parts by `TransportId`."""
         self.lease_ends_at = 0.0
         self.lease_capped_at = math.inf
-        """Monotonic seconds at which it ends whoever pulls; known once all is computed."""
+        """Monotonic seconds at which it ends, pulled or not; known once all is computed."""
         self.num_bytes_sent = 0
         self.num_pulls_seen = 0
         self._is_narrowed = False

@@ -58,7 +58,7 @@ class SilenceWatch:
             if self._is_hung(exchange, silent_s, now):
                 exchange.give_up(f"it has said nothing for {silent_s:.1f} s")
             elif now - exchange.progress_at > self.progress_s:
-                stuck_s = self._standstills.ran_s(exchange.progress_at, now)
+                stuck_s = self._stalls.running_time(exchange.progress_at, now)
                 if stuck_s > self.progress_s:
                     exchange.give_up(f"nothing of the answer has come for {stuck_s:.1f} s")
 
