@@ -20,6 +20,7 @@ While the engine switches, the services of the old role still say that the node 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from typing import Protocol
@@ -119,6 +120,10 @@ class RoleNode:
         finally:
             await node.close()
             await asyncio.to_thread(tracer.close)
+            # What this life has left in cycles of references would wait for a full collection,
+            # which is rare (`engine.node.process`); nothing is served now.
+            del node, switch
+            gc.collect()
 
     def _tokenizer(self, role: RoleName) -> Tokenizer | None:
         return self._text.tokenizer if role == "decode" else None

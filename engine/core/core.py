@@ -12,6 +12,7 @@ that step N+1 could take along. Pipeline stages compute a step each, and one mor
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import deque
@@ -253,6 +254,7 @@ class EngineCore:
         self.connector.shutdown()
         self._begin(config, self._executor.switch_role(config))
         self.adapters.take_over(before)
+        gc.collect()  # The former role's objects are in cycles; no step waits now.
 
     def shutdown(self) -> None:
         """Ends all transfers. Idempotent."""
