@@ -2,7 +2,8 @@
 and NVFP4 experts of Qwen3-30B-A3B beside MXFP4's.
 
     python -m bench.engine.fp4                    # with the tunings that are built in
-    python -m bench.engine.fp4 --tune             # sweep, and keep the fastest of each shape
+    python -m bench.engine.fp4 --tune             # sweep the tunings of each shape
+    python -m bench.engine.fp4 --tune --rows 1,16
 
 All columns of a row are timed in one process. `written_out` is the library's GEMM of weights that
 are written out first, `bf16` that of weights that are in bf16 all along. Writes
@@ -17,7 +18,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -91,11 +92,11 @@ def gemms(bytes_per_us: float) -> Iterator[Row]:
         ours, integers = Case(shape, rows), Int4Case(shape, rows, 128)
         row: Row = {"shape": name, "rows": rows}
         row["floor_us"] = round((ours.weight_bytes + ours.x.nbytes) / bytes_per_us, 2)
-        if rows <= MANY[0]:
+        if rows <= MANY[1]:
             row["nvfp4_us"] = round(ours.tiles_us(), 2)
             row["mxfp4_us"] = round(Case(shape, rows, TILE_WORDS).tiles_us(), 2)
             row["int4_us"] = round(integers.packed_us(None), 2)
-            row["tuning"] = asdict(fp4_tuning(rows, shape.outputs, shape.inputs))
+            row["tuning"] = asdict(fp4_tuning(rows, shape.outputs, shape.inputs, gated=shape.gated))
         if rows >= FEW[-1]:
             row["nvfp4_written_out_us"] = round(ours.written_out_us(integers), 2)
             row["int4_written_out_us"] = round(integers.dequantised_us(), 2)
@@ -117,47 +118,60 @@ def experts() -> Iterator[Row]:
 
 
 _TILES = {
-    8: ((8, 64, 64, 2), (8, 64, 64, 1), (8, 64, 128, 2), (8, 128, 64, 2), (8, 64, 128, 1)),
-    16: ((16, 64, 64, 2), (16, 64, 64, 1), (16, 64, 128, 2), (16, 128, 64, 4), (16, 64, 64, 4)),
-    32: ((32, 64, 64, 4), (32, 128, 64, 4), (32, 64, 128, 4), (32, 128, 64, 8)),
-    64: ((64, 64, 64, 4), (64, 128, 64, 4), (64, 128, 64, 8), (64, 64, 128, 4)),
-    128: ((128, 64, 64, 4), (128, 128, 64, 8)),
-}
-"""Lists rows, cols, depth and warps that may suit this many rows."""
+    8: (
+        (64, 64, 2, 3), (64, 64, 2, 5), (64, 128, 1, 3), (64, 128, 2, 3), (64, 128, 2, 4),
+        (64, 256, 1, 2), (64, 256, 1, 3), (64, 256, 2, 2), (64, 256, 2, 3),
+    ),
+    16: (
+        (64, 64, 4, 3), (64, 128, 2, 3), (64, 128, 4, 3), (64, 256, 2, 3), (64, 256, 4, 3),
+        (128, 128, 4, 3),
+    ),
+    32: (
+        (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3),
+        (128, 128, 4, 4), (128, 128, 8, 3),
+    ),
+    64: ((64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 128, 8, 3)),
+    128: (
+        (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 8, 5),
+        (128, 128, 8, 3),
+    ),
+}  # fmt: skip
+"""Lists cols, depth, warps and stages that may suit this many rows."""
+_AHEAD = (0, 16, 32, 64, 256)
 
 
 def tunings(rows: int, *, gated: bool) -> Iterator[Fp4Tuning]:
     tile = next(size for size in _TILES if rows <= size)
-    splits = (2, 4) if tile < 32 and gated else (4, 8) if tile < 32 else (1, 2, 4)
-    stages = (3, 5) if tile < 32 else (3, 4)
-    for (*size, warps), split, count in itertools.product(_TILES[tile], splits, stages):
-        yield Fp4Tuning(*size, split, warps, count, 256 if tile < 128 else 0)
-    if tile < 32:
-        yield Fp4Tuning(*_TILES[tile][0][:3], splits[1], _TILES[tile][0][3], 5, 64)
+    few = tile <= 16
+    splits = {(True, True): (2, 4, 8), (True, False): (8, 16), (False, True): (1, 2, 4)}
+    counts = splits.get((few, gated), (1, 2, 4, 8))
+    for (*size, warps, stages), split in itertools.product(_TILES[tile], counts):
+        for ahead in _AHEAD if few else _AHEAD[-1:]:
+            yield Fp4Tuning(tile, *size, split, warps, stages, ahead)
 
 
-def candidates() -> Iterator[tuple[str, int, Fp4Tuning]]:
-    for name, rows in itertools.product(SHAPES, TUNED_ROWS):
+def candidates(tuned: Sequence[int]) -> Iterator[tuple[str, int, Fp4Tuning]]:
+    for name, rows in itertools.product(SHAPES, tuned):
         for tuning in tunings(rows, gated=SHAPES[name].gated):
             yield name, rows, tuning
 
 
-def compile_part(index: int, count: int) -> None:
+def compile_part(index: int, count: int, tuned: Sequence[int]) -> None:
     """Launches every `count`-th distinct tuning once."""
-    distinct = {(SHAPES[name].gated, tuning): rows for name, rows, tuning in candidates()}
+    distinct = {(SHAPES[name].gated, tuning): rows for name, rows, tuning in candidates(tuned)}
     for (gated, tuning), rows in list(distinct.items())[index::count]:
         Case(Shape(512, 2048, gated=gated), rows).tiles_us(tuning, replays=0)
 
 
 def compile_all(processes: int) -> None:
-    command = [sys.executable, "-m", "bench.engine.fp4", "--tune"]
+    command = [sys.executable, "-m", "bench.engine.fp4", *sys.argv[1:]]
     parts = [subprocess.Popen([*command, "--part", f"{i}/{processes}"]) for i in range(processes)]
     assert all(part.wait() == 0 for part in parts)
 
 
-def tune() -> Iterator[Row]:
-    """Yields, and prints, the five fastest of each shape."""
-    for name, rows in itertools.product(SHAPES, TUNED_ROWS):
+def tune(tuned: Sequence[int]) -> Iterator[Row]:
+    """Yields the times of each shape, the fastest first, and prints five."""
+    for name, rows in itertools.product(SHAPES, tuned):
         case = Case(SHAPES[name], rows)
         times = sorted(
             (
@@ -168,8 +182,8 @@ def tune() -> Iterator[Row]:
         )
         for us, tuning in times[:5]:
             print(f"{name} M={rows} {us:.2f} us {tuning}", flush=True)
-        best = [{"us": round(us, 2), **asdict(tuning)} for us, tuning in times[:5]]
-        yield {"shape": name, "rows": rows, "best": best}
+        timed = [{"us": round(us, 2), **asdict(tuning)} for us, tuning in times]
+        yield {"shape": name, "rows": rows, "timed": timed}
 
 
 def main() -> None:
@@ -177,14 +191,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tune", action="store_true", help="sweep the tunings")
+    parser.add_argument("--rows", default=",".join(map(str, TUNED_ROWS)), help="with --tune")
     parser.add_argument("--part", help="I/N: only compile every N-th tuning from I on")
     given = parser.parse_args()
+    tuned = [int(count) for count in given.rows.split(",")]
     if given.part:
         index, count = map(int, given.part.split("/"))
-        compile_part(index, count)
+        compile_part(index, count, tuned)
     elif given.tune:
         compile_all(min(16, os.cpu_count() or 1))
-        print(write_result("fp4-tuning", {"rows": list(tune())}))
+        print(write_result("fp4-tuning", {"rows": list(tune(tuned))}))
     else:
         bytes_per_us = copy_bytes_per_us()
         figures = {"copy_TB_s": round(bytes_per_us / 1e6, 3)}

@@ -67,10 +67,10 @@ _RULES: dict[str, tuple[str, str]] = {
     "fused_gate_up": ("rows {rows} >= fused_gate_up_rows {limit}", "fused_gate_up_rows"),
     "int4_gemm": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
     "int4_gate_up": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
-    "fp4_gemm": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
-    "fp4_gate_up": ("rows {rows} <= int4_rows {limit}", "int4_rows"),
+    "fp4_gemm": ("rows {rows} <= fp4_rows {limit}", "fp4_rows"),
+    "fp4_gate_up": ("rows {rows} <= fp4_rows {limit}", "fp4_rows"),
     "int4_dequantise": ("rows {rows} > int4_rows {limit}: written out first", "int4_rows"),
-    "fp4_dequantise": ("rows {rows} > int4_rows {limit}: written out first", "int4_rows"),
+    "fp4_dequantise": ("rows {rows} > fp4_rows {limit}: written out first", "fp4_rows"),
     "int8_weight_gemm": ("rows {rows} <= int8_rows {limit}", "int8_rows"),
     "fp4_routed_experts": (
         "rows {rows} <= fused_router_rows {limit}, and the table has each pair by itself",

@@ -21,6 +21,8 @@ _RESIDUAL_ROWS = 1024
 """The smallest size: with fewer, small kernels take little of a step."""
 _INT4_ROWS = 128
 """The largest size: with more, writing the weights out in half precision costs less."""
+_FP4_ROWS = 256
+"""The same of four-bit floats, whose kernel waits less between its products."""
 _INT8_ROWS = 64
 """The largest size: the kernel has one tile of all rows."""
 _FEW_ROWS = 16
@@ -44,6 +46,7 @@ class GemmPolicy:
             never.
         int4_rows: Packed 4-bit weights are multiplied by at most this many rows; for more they are
             written out in half precision first. 0: they are as they are loaded.
+        fp4_rows: The same of four-bit floats.
         beside_rows: A shared expert of at most this many rows is computed beside the others, on a
             stream of its own; 0: never.
         few_rows: Linear layers and routers that no kernel above serves compute at most this many
@@ -79,6 +82,7 @@ class GemmPolicy:
     fused_qkv_rows: int = 0
     int8: bool = False
     int8_rows: int = 0
+    fp4_rows: int = 0
 
     @classmethod
     def choose(
@@ -90,10 +94,10 @@ class GemmPolicy:
     ) -> GemmPolicy:
         """Returns the fastest policy of `device` that `config` allows, for a model in `dtype`."""
         int4 = config.allows("int4-gemm") and multiplies_halves(device) and dtype.itemsize == 2
-        int4_rows = _INT4_ROWS if int4 else 0
+        int4_rows, fp4_rows = (_INT4_ROWS, _FP4_ROWS) if int4 else (0, 0)
         int8 = config.allows("int8-gemm") and multiplies_halves(device) and dtype.itemsize == 2
         if config.deterministic:
-            return cls(deterministic=True, int4_rows=int4_rows)
+            return cls(deterministic=True, int4_rows=int4_rows, fp4_rows=fp4_rows)
         small_m = config.allows("small-m-gemm") and supports_pdl(device)
         gate_up = config.allows("fused-gate-up") and has_warpgroup_mma(device)
         qkv = config.allows("fused-qkv") and has_warpgroup_mma(device)
@@ -109,6 +113,7 @@ class GemmPolicy:
             residual_rows=_RESIDUAL_ROWS if residual and tp_size == 1 else 0,
             shared_residual_rows=_RESIDUAL_ROWS if residual and tp_size == 2 else 0,
             int4_rows=int4_rows,
+            fp4_rows=fp4_rows,
             beside_rows=_BESIDE_ROWS if beside else 0,
             few_rows=_FEW_ROWS if few_rows else 0,
             adds_few_rows=few_rows and tp_size == 1,

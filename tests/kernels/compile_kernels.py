@@ -584,7 +584,7 @@ def fp4_cases(capability: int) -> Iterator[Case]:
     for rows, gated, words in itertools.product(steps, (False, True), (544, 576)):
         if words == 544 and rows not in (1, 64):
             continue
-        tuning = fp4_tuning.fp4_tuning(rows, 4096, 4096)
+        tuning = fp4_tuning.fp4_tuning(rows, 4096, 4096, gated=gated)
         yield Case(
             fp4_gemm.fp4_gemm_kernel,
             f"rows={rows} gated={gated} words={words}",

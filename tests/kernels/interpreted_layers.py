@@ -143,7 +143,7 @@ def test_products_with_four_bit_floats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if tuning is not None:
-        monkeypatch.setattr(fp4_gemm, "fp4_tuning", lambda *sizes: tuning)
+        monkeypatch.setattr(fp4_gemm, "fp4_tuning", lambda *sizes, gated: tuning)
     fp4_checks.fp4_dequantise(ops.fp4_dequantise.kernel, form, shape[1:], torch.float16)
     columns = ops.fp4_gemm.kernel, ops.fp4_gate_up.kernel
     fp4_checks.fp4_gemm(*columns, form, shape, torch.float16)

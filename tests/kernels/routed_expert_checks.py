@@ -67,8 +67,8 @@ def routed_experts(
     the last bit of a weight, and experts that are given. Equal scores go to the lowest numbers, a
     token without a slot to no expert, and every counter is zero in the end."""
     num_tokens, top_k, num_experts, hidden, width = sizes
-    weights13, f13, _ = fp4_weight(form, (num_experts, 2, width, hidden), device)
-    weights2, f2, _ = fp4_weight(form, (num_experts, hidden, width), device)
+    weights13, f13 = _tiles(form, num_experts, (2, width, hidden), device)
+    weights2, f2 = _tiles(form, num_experts, (hidden, width), device)
     of_gate = _gate(num_experts, hidden, width, dtype, device) | {"f13": f13, "f2": f2}
     x = (torch.randn(num_tokens, hidden, device=device) / 16).to(dtype)
     residual = (torch.randn(num_tokens, hidden, device=device) * 4).to(dtype)
@@ -92,6 +92,16 @@ def routed_experts(
             added = experts(x, weights13, weights2, width, *found, **of_gate)
             assert torch.equal(stream, (residual.float() + added.float()).to(dtype))
             assert not arrival_counts(torch.device(x.device)).any()
+
+
+def _tiles(
+    form: Form, num_experts: int, shape: tuple[int, ...], device: str
+) -> tuple[Tensor, Tensor | None]:
+    """Makes all experts' tiles and factors, one expert at a time: in float64 they would fill a
+    GPU."""
+    made = [fp4_weight(form, shape, device)[:2] for _ in range(num_experts)]
+    factors = [factor for _, factor in made if factor is not None]
+    return torch.stack([tiles for tiles, _ in made]), torch.stack(factors) if factors else None
 
 
 def _gate(

@@ -41,7 +41,7 @@ def test_products(form: Form, shape: tuple[int, int], dtype: torch.dtype) -> Non
     ids=str,
 )
 def test_other_tiles(form: Form, tuning: Fp4Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp4_gemm, "fp4_tuning", lambda *sizes: tuning)
+    monkeypatch.setattr(fp4_gemm, "fp4_tuning", lambda *sizes, gated: tuning)
     columns = ops.fp4_gemm, ops.fp4_gate_up
     check.fp4_gemm(*columns, form, (70, 640, 2112), torch.bfloat16, "cuda")
 

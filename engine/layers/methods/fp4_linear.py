@@ -38,7 +38,7 @@ def fp4_linear(
     is no kernel, where outputs of a part are no whole tiles, where ranks cut groups, and where
     inputs are multiplied by numbers of their own first."""
     form = fp4_format(scheme)
-    if policy.int4_rows == 0 or form is None or form.is_smoothed:
+    if policy.fp4_rows == 0 or form is None or form.is_smoothed:
         return None
     if any(part.count % SIDE for part in share.outputs):
         return None
@@ -57,7 +57,7 @@ class Fp4Linear(LinearMethod):
     def __init__(self, plain: LinearMethod, form: Fp4Format, policy: GemmPolicy) -> None:
         self.plain = plain
         self.form = form
-        self.rows = policy.int4_rows
+        self.rows = policy.fp4_rows
         self.residual_rows = policy.residual_rows
         self.fixed_order = policy.deterministic
 

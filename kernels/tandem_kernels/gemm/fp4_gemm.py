@@ -90,6 +90,7 @@ def fp4_gemm_kernel(
     dimension. GATED: `weight` has twice as many outputs, the ups behind the gates."""
     ROW_TILES: tl.constexpr = COLS // 64
     COLUMN_TILES: tl.constexpr = DEPTH // 64
+    PIECE: tl.constexpr = DEPTH if BY_WARP else 64
     kind: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -112,11 +113,11 @@ def fp4_gemm_kernel(
         gdc_wait()
     # Rows that there are not are row 0's, and what is computed from it is not written.
     inputs = x + tl.where(real_row, row, 0).to(tl.int64)[:, None] * x_stride
-    inputs += tl.arange(0, DEPTH)[None, :]
-    places = tile_places(weight, tile_row, num_tile_columns, COLUMN_TILES, TILE)
+    inputs += tl.arange(0, PIECE)[None, :]
+    places = tile_places(weight, tile_row, num_tile_columns, PIECE // 64, TILE)
     acc, second, _, _, _, _, _, _ = products(
-        inputs, inputs, places, size, size, first, end, inner, num_tile_columns, kind,
-        ROWS, 16, ROW_TILES, DEPTH, 1, 1, False,
+        inputs, inputs, real_row, places, size, size, first, end, inner, num_tile_columns, kind,
+        ROWS, 16, ROW_TILES, DEPTH, PIECE, 1, 1, False,
         GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
     )  # fmt: skip
     acc = acc.T
@@ -187,7 +188,7 @@ def launch(
     if num_rows == 0:
         return
     inner = x.shape[1]
-    tuning = tuning or fp4_tuning(num_rows, num_outputs, inner)
+    tuning = tuning or fp4_tuning(num_rows, num_outputs, inner, gated=gated)
     strips = triton.cdiv(num_outputs, tuning.cols), triton.cdiv(num_rows, tuning.rows)
     parts = arrived = None
     if tuning.splits > 1:

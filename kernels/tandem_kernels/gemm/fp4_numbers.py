@@ -5,8 +5,9 @@ scale is one multiplication each: one and a half operations a number. More than 
 memory waiting, and on a GPU that computes much each costs power. Of few rows, where there are as
 many weights as products, even that multiplication is spared: see `late`.
 
-In NVFP4 a word of scales has those of both sides and of both 16 inputs, and a byte becomes the
-factor of two numbers by two operations: half an operation a number more than in MXFP4.
+In NVFP4 a word of scales has those of both sides and of both 16 inputs, and becomes their factors
+by three operations: the two of a side lie in the halves of one register, of which an instruction
+may multiply two numbers by either.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tandem_kernels.gemm.fp4_tiles import (
     NVFP4_ADDED,
     NVFP4_TILE_WORDS,
     PLACES,
+    SCALES_ROTATED,
     SHIFTS,
 )
 from tandem_kernels.warpgroup_waits import after_products
@@ -34,6 +36,7 @@ def _mask(bits: Iterable[int]) -> int:
 
 
 _NUMBER = _mask(PLACES)
+_SCALE_BYTES = 0x0FF00FF0
 _FIRST, _SECOND = (tl.constexpr(_mask(bit + moved for bit in LEFT)) for moved in (0, MOVED))
 """A word of both has these bits of the two words, the second one's `MOVED` further."""
 
@@ -70,12 +73,19 @@ def _nvfp4_unpacked() -> tl.constexpr:
     """Returns the instructions that make sixteen bf16 of two words, scaled by the four bytes of a
     third ($18): both words' of the first 16 inputs, then of the others."""
     names = [[f"f{word}{half}" for half in (0, 1)] for word in (0, 1)]
-    lines = [f".reg .b32 {', '.join(names[0] + names[1])};"]
-    for word, half in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        byte = word + 2 * half
-        # The byte in both halves, behind zeros; then the bits that all factors have.
-        lines.append(f"prmt.b32 t, $18, 0, 0x4{byte}4{byte};")
-        lines.append(f"mad.lo.u32 f{word}{half}, t, 16, {NVFP4_ADDED << 7 | NVFP4_ADDED << 23:#x};")
+    added = NVFP4_ADDED << 7 | NVFP4_ADDED << 23
+    lines = [
+        f".reg .b32 {', '.join(names[0] + names[1])}; .reg .b16 first, second;",
+        # A word's two bytes are in place, or are rotated there; all factors have the other bits.
+        "mov.b32 t, $18;",
+    ]
+    for word in (0, 1):
+        if word:
+            lines.append("shf.r.wrap.b32 t, t, t, 8;")
+        lines.append(f"lop3.b32 p, t, {_SCALE_BYTES:#x}, {added:#x}, 0xEA;")
+        lines.append("mov.b32 {first, second}, p;")
+        lines.append(f"mov.b32 {names[word][0]}, {{first, first}};")
+        lines.append(f"mov.b32 {names[word][1]}, {{second, second}};")
     return _unpacked(names, lines)
 
 
@@ -85,6 +95,7 @@ _REGISTERS, _TINY_REGISTERS = tl.constexpr(f"{_OUT},r,r,r,r"), tl.constexpr(f"{_
 _NVFP4_REGISTERS = tl.constexpr(f"{_OUT},r,r,r")
 NVFP4_TILE = tl.constexpr(NVFP4_TILE_WORDS)
 _ADDED = tl.constexpr(NVFP4_ADDED << 3)
+_SCALES_BACK = tl.constexpr(32 - SCALES_ROTATED)
 _SIXTEEN = tl.constexpr((tl.bfloat16,) * 16)
 _OWN_SHIFT, _OWN_ROTATION = (tl.constexpr(shift) for shift in SHIFTS[1:])
 _LAST_SHIFT, _LAST_ROTATION = (tl.constexpr(shift) for shift in LAST_SHIFTS)
@@ -199,6 +210,7 @@ def fp4_numbers(
 @triton.jit
 def _nvfp4_factors(scales: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
     """Returns the factors of a side as float32, for the eight numbers of a word: [..., 1, 1, 2]."""
+    scales = _rotated(scales, _SCALES_BACK)
     first = (scales >> (8 * SIDE)) & 255
     second = (scales >> (8 * SIDE + 16)) & 255
     factors = ((tl.join(first, second) + _ADDED) << 20).to(tl.float32, bitcast=True)

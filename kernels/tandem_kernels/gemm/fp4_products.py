@@ -3,7 +3,8 @@
 Outputs of a program may be two strips, each with products of its own. Four warps multiply by 64
 outputs at once. Where a product is by 128, it is two instructions with accumulators of their own,
 and in some loops ptxas puts a wait behind every instruction (C7515, "wgmma.mma_async instructions
-are serialized"). By strips of 64 nothing waits but for what it needs.
+are serialized"), as it does where four warps multiply by more than 64 inputs. By strips of 64, and
+in pieces of 64 inputs, nothing waits but for what it needs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,30 @@ from torch import Tensor
 from tandem_kernels.gemm.fp4_numbers import fp4_weights, in_order_of_warps
 from tandem_kernels.warpgroup_waits import waits_for_products
 
+_MASKED_ROWS = tl.constexpr(16)
+"""Few rows may be real in tiles of at most this many; the others take time to read."""
+
 
 @triton.jit
 def _loaded(
-    places: tl.tensor, real_k: tl.tensor, EVEN: tl.constexpr, BY_WARP: tl.constexpr
+    places: tl.tensor,
+    real: tl.tensor,
+    real_k: tl.tensor,
+    EVEN: tl.constexpr,
+    BY_WARP: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Loads rows [ROWS, DEPTH] in the order of inputs in which warps multiply."""
-    given = tl.load(places) if EVEN else tl.load(places, mask=real_k, other=0.0)
+    """Loads rows [ROWS, PIECE] in the order of inputs in which warps multiply. EVEN: all inputs
+    are real. MASKED: rows that are not are zeros, else whatever is there."""
+    if not EVEN:
+        mask = real_k
+        if MASKED:
+            mask &= real[:, None]
+        given = tl.load(places, mask=mask, other=0.0)
+    elif MASKED:
+        given = tl.load(places, mask=real[:, None], other=0.0)
+    else:
+        given = tl.load(places)
     if BY_WARP:
         given = in_order_of_warps(given)
     return given
@@ -63,7 +81,7 @@ def _strip(
     if GATED:
         at += next_part
         by = fp4_weights(
-            at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, WAITS, TILE
+            at, inside, kind, ROW_TILES, COLUMN_TILES, BY_WARP, EVEN, IN_PAIRS, False, TILE
         )
         up = tl.dot(by, given.T, up, input_precision=PRECISION)
         if HAS_EXTRA:
@@ -75,6 +93,7 @@ def _strip(
 def products(
     inputs: tl.tensor,
     inputs2: tl.tensor,
+    real: tl.tensor,
     places: tl.tensor,
     next_part: tl.tensor,
     next_strip: tl.tensor,
@@ -87,6 +106,7 @@ def products(
     EXTRA: tl.constexpr,
     ROW_TILES: tl.constexpr,
     DEPTH: tl.constexpr,
+    PIECE: tl.constexpr,
     UNROLL: tl.constexpr,
     STRIPS: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
@@ -98,10 +118,12 @@ def products(
     PRECISION: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Multiplies steps `first` to before `end` of the inner dimension.
+    """Multiplies steps `first` to before `end` of the inner dimension, in products of PIECE inputs.
 
     Args:
-        inputs, inputs2: Addresses of rows [ROWS, DEPTH], and of extra ones [EXTRA, DEPTH].
+        inputs, inputs2: Addresses of rows [ROWS, PIECE], and of extra ones [EXTRA, PIECE]; those of
+            no row are of any other.
+        real: Rows that there are, [ROWS].
         places: Addresses of the first tiles of a strip, of gates or of all there is; ups lie
             `next_part` words behind, those of the next strip `next_strip` words, [ROW_TILES, 1, 1].
 
@@ -110,31 +132,35 @@ def products(
         same of the next strip. What nothing wants is zero.
     """
     COLUMN_TILES: tl.constexpr = DEPTH // 64
-    lane = tl.arange(0, DEPTH)
+    PIECE_TILES: tl.constexpr = PIECE // 64
+    lane = tl.arange(0, PIECE)
     gate = tl.zeros([64 * ROW_TILES, ROWS], tl.float32)
     gate2 = tl.zeros([64 * ROW_TILES, EXTRA], tl.float32)
     up, next_gate, next_up = gate, gate, gate
     up2, next_gate2, next_up2 = gate2, gate2, gate2
     for step in tl.range(first, end, loop_unroll_factor=UNROLL):
-        inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
-        real_k = (step * DEPTH + lane < inner)[None, :]
-        given = _loaded(inputs + step * DEPTH, real_k, EVEN, BY_WARP)
-        given2 = given
-        if HAS_EXTRA:
-            given2 = _loaded(inputs2 + step * DEPTH, real_k, EVEN, BY_WARP)
-        at = places + step * (COLUMN_TILES * TILE)
-        gate, up, gate2, up2 = _strip(
-            at, next_part, inside, given, given2, gate, up, gate2, up2, kind,
-            ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION,
-            TILE,
-        )  # fmt: skip
-        if STRIPS > 1:
-            at += next_strip
-            next_gate, next_up, next_gate2, next_up2 = _strip(
-                at, next_part, inside, given, given2, next_gate, next_up, next_gate2, next_up2,
-                kind, ROW_TILES, COLUMN_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS,
-                PRECISION, TILE,
+        for piece in tl.static_range(DEPTH // PIECE):
+            column = step * COLUMN_TILES + piece * PIECE_TILES
+            inside = column + tl.arange(0, PIECE_TILES) < num_tile_columns
+            real_k = (column * 64 + lane < inner)[None, :]
+            given = _loaded(inputs + column * 64, real, real_k, EVEN, BY_WARP, ROWS <= _MASKED_ROWS)
+            given2 = given
+            if HAS_EXTRA:
+                given2 = _loaded(inputs2 + column * 64, real, real_k, EVEN, BY_WARP, False)
+            at = places + column * TILE
+            gate, up, gate2, up2 = _strip(
+                at, next_part, inside, given, given2, gate, up, gate2, up2, kind,
+                ROW_TILES, PIECE_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS,
+                WAITS and piece == 0, PRECISION, TILE,
             )  # fmt: skip
+            if STRIPS > 1:
+                at += next_strip
+                next_gate, next_up, next_gate2, next_up2 = _strip(
+                    at, next_part, inside, given, given2,
+                    next_gate, next_up, next_gate2, next_up2, kind,
+                    ROW_TILES, PIECE_TILES, HAS_EXTRA, GATED, BY_WARP, EVEN, IN_PAIRS,
+                    False, PRECISION, TILE,
+                )  # fmt: skip
     return gate, up, gate2, up2, next_gate, next_up, next_gate2, next_up2
 
 

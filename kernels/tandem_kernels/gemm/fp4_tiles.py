@@ -25,6 +25,8 @@ The word of scales at (warp, group, half) has those of both sides and of both 16
 byte has the lower five bits of its exponent in bf16, and its fraction: it is kept 2 ** 119 times as
 large, where the upper bits of all that e4m3 has are the same. So an NVFP4 number times its scale is
 exact in half precision, 2 ** -7 of what it is, and a layer's factor is multiplied by 2 ** 7 for it.
+The four bytes are rotated by 4 bits: those of the first side then lie in the two halves of the word
+where bf16 has them, and those of the second do when it is rotated by 8.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ NVFP4_ADDED = 224
 """A scale's exponent, in bf16, is this much more than what its byte has of it."""
 NVFP4_FACTOR = 2.0**7
 """Sums of products by tiles of NVFP4 are multiplied by this, besides the weight's factor."""
+SCALES_ROTATED = 4
+"""A word of four scales' bytes is kept rotated to the left by this many bits."""
 MAX_EXPONENT = 128
 _ADDED_EXPONENT = 126
 _SCALES_LIFTED = 2.0**119
@@ -105,7 +109,13 @@ def tile_nvfp4(packed: Tensor, scales: Tensor, out: Tensor) -> None:
     kept = ((lifted >> 20) - (NVFP4_ADDED << 3)).clamp(min=0).to(torch.uint8)
     kept = _padded(kept, num_rows, num_columns * SIDE // NVFP4_GROUP)
     of_words = kept.view(num_rows, 4, 2, 8, num_columns, 2, 2).permute(0, 4, 1, 3, 5, 6, 2)
-    out[..., NUMBER_WORDS:] = of_words.reshape(num_rows, num_columns, -1).view(torch.int32)
+    words = of_words.reshape(num_rows, num_columns, -1).view(torch.int32)
+    out[..., NUMBER_WORDS:] = _rotated(words, SCALES_ROTATED)
+
+
+def _rotated(words: Tensor, left: int) -> Tensor:
+    """Returns int32 words rotated by 1 to 31 bits."""
+    return words << left | (words >> 32 - left) & ((1 << left) - 1)
 
 
 def _padded(numbers: Tensor, num_rows: int, width: int) -> Tensor:
@@ -200,7 +210,8 @@ def untile_mxfp4(tiles: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
 def untile_nvfp4(tiles: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
     """Returns a weight [N, K] in float32, without its factor."""
     values = _numbers_of(tiles)
-    words = tiles[..., NUMBER_WORDS:].view(*tiles.shape[:2], 4, 8, 1, 2, 1, 1, 1)
+    words = _rotated(tiles[..., NUMBER_WORDS:], 32 - SCALES_ROTATED)
+    words = words.view(*tiles.shape[:2], 4, 8, 1, 2, 1, 1, 1)
     # Bytes (16 inputs, side) become the dimensions of side, and of pairs by two.
     shifts = 8 * torch.arange(4, dtype=torch.int32, device=tiles.device).view(2, 2).t()
     kept = (words >> shifts[..., None]) & 255

@@ -30,25 +30,58 @@ class Fp4Tuning:
 FIXED = Fp4Tuning(64, 64, 64, splits=1, num_warps=4, num_stages=3)
 """One choice for all batches, where a row must have the same bits in any company."""
 
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Says how programs compute their tile, and how many of them the SMs of a Hopper should have at
+    once, at most what fits."""
+
+    tuning: Fp4Tuning
+    programs: int
+
+
 _TILES = {
-    8: Fp4Tuning(8, 64, 64, 1, num_warps=2, num_stages=5, ahead=256),
-    16: Fp4Tuning(16, 64, 64, 1, num_warps=2, num_stages=5, ahead=256),
-    32: Fp4Tuning(32, 64, 64, 1, num_warps=4, num_stages=4, ahead=256),
-    64: Fp4Tuning(64, 64, 64, 1, num_warps=4, num_stages=4, ahead=256),
-    128: Fp4Tuning(128, 64, 64, 1, num_warps=4, num_stages=3),
+    (8, False): (_Tile(Fp4Tuning(8, 64, 256, 1, 2, 3, ahead=64), 1056),),
+    (8, True): (_Tile(Fp4Tuning(8, 64, 64, 1, 2, 3), 1056),),
+    (16, False): (_Tile(Fp4Tuning(16, 64, 128, 1, 2, 3, ahead=32), 1056),),
+    (16, True): (_Tile(Fp4Tuning(16, 64, 128, 1, 4, 3, ahead=32), 1056),),
+    (32, False): (
+        _Tile(Fp4Tuning(32, 64, 128, 1, 4, 3, ahead=256), 660),
+        _Tile(Fp4Tuning(32, 64, 256, 1, 4, 3, ahead=256), 396),
+    ),
+    (32, True): (_Tile(Fp4Tuning(32, 128, 128, 1, 4, 4, ahead=256), 264),),
+    (64, False): (
+        _Tile(Fp4Tuning(64, 64, 128, 1, 4, 4, ahead=256), 264),
+        _Tile(Fp4Tuning(64, 64, 128, 1, 4, 3, ahead=256), 396),
+    ),
+    (64, True): (_Tile(Fp4Tuning(64, 64, 128, 1, 4, 4, ahead=256), 264),),
+    (128, False): (
+        _Tile(Fp4Tuning(128, 64, 128, 1, 4, 3, ahead=256), 264),
+        _Tile(Fp4Tuning(128, 64, 128, 1, 4, 4, ahead=256), 132),
+    ),
+    (128, True): (_Tile(Fp4Tuning(128, 64, 64, 1, 4, 3, ahead=256), 264),),
 }
-"""Holds the tiles by their largest number of rows."""
-_PROGRAMS = {8: 1056, 16: 900, 32: 396, 64: 264, 128: 132}
-"""This many fit on the SMs of a Hopper at once."""
-_LEAST_STEPS = 4
+"""Holds the tiles by their largest number of rows, and whether they are of gate and up. Of several,
+the one is taken that leaves the fewest places for programs empty."""
+_FEW_ROWS = 16
+_MOST_SPLITS = {True: 16, False: 8}
+"""Parts are more where rows are few: those of many take longer to sum."""
+_LEAST_INPUTS = 256
 """A part of the inner dimension is never shorter."""
 
 
-def fp4_tuning(num_rows: int, num_outputs: int, inner: int) -> Fp4Tuning:
-    """Chooses for x [num_rows, inner] -> [num_rows, num_outputs]; gate·up counts its outputs
-    once."""
-    rows = next((size for size in _TILES if num_rows <= size), 128)
-    tile = _TILES[rows]
-    strips = -(-num_outputs // tile.cols) * -(-num_rows // rows)
-    most = min(8, _PROGRAMS[rows] // strips, inner // tile.depth // _LEAST_STEPS)
-    return replace(tile, splits=1 << max(0, most.bit_length() - 1))
+def fp4_tuning(num_rows: int, num_outputs: int, inner: int, *, gated: bool) -> Fp4Tuning:
+    """Chooses for x [num_rows, inner] -> [num_rows, num_outputs]; `gated`: gate and up, whose
+    outputs count once."""
+    rows = next((size for size, _ in _TILES if num_rows <= size), 128)
+    strips_down = -(-num_rows // rows)
+
+    def split(tile: _Tile) -> tuple[float, Fp4Tuning]:
+        strips = -(-num_outputs // tile.tuning.cols) * strips_down
+        most = _MOST_SPLITS[rows <= _FEW_ROWS]
+        most = min(most, tile.programs // strips, inner // _LEAST_INPUTS)
+        splits = 1 << max(0, most.bit_length() - 1)
+        turns = strips * splits / tile.programs
+        return turns / -(-turns // 1), replace(tile.tuning, splits=splits)
+
+    return max(map(split, _TILES[rows, gated]), key=lambda found: found[0])[1]

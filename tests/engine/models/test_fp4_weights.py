@@ -82,7 +82,7 @@ def make_pair(checkpoints: Path, tmp_path: Path) -> MakePair:
 def tiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes layers and experts keep tiles, which plain torch then computes with: up to 8 rows from
     them, more from weights that are written out."""
-    policy = GemmPolicy(int4_rows=8)
+    policy = GemmPolicy(fp4_rows=8)
     monkeypatch.setattr(GemmPolicy, "choose", lambda *arguments: policy)
     for scheme in (Mxfp4Scheme, Nvfp4Scheme):
         monkeypatch.setitem(choice.EXPERTS, scheme, lambda scheme, shard: Fp4Experts(scheme))

@@ -107,18 +107,19 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
     assert choose() == GemmPolicy(
         False, small_m, gate_up, 1024, 128, fp8, 512, few_rows=small_m, adds_few_rows=small_m > 0,
         few_row_heads=4 if small_m else 0, fused_router_rows=4 if small_m else 0,
-        fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
+        fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64, fp4_rows=256,
     )  # fmt: skip
     four = GemmPolicy(
         False, small_m, gate_up, 0, 128, fp8, 512, few_rows=small_m,
         few_row_heads=4 if small_m else 0, fused_qkv_rows=4 * gate_up, int8=fp8, int8_rows=64,
+        fp4_rows=256,
     )  # fmt: skip
     assert choose(tp_size=4) == four
     two = replace(four, shared_residual_rows=1024)
     assert choose(tp_size=2) == two
     assert choose(tp_size=2, disabled_fast_paths=("residual-gemm",)) == four
     assert not choose(dtype=torch.float16).fp8
-    assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=128)
+    assert choose(deterministic=True) == GemmPolicy(deterministic=True, int4_rows=128, fp4_rows=256)
     for path, field in (
         ("small-m-gemm", "small_m_rows"),
         ("few-row-gemm", "few_rows"),
@@ -129,6 +130,7 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
         ("residual-gemm", "residual_rows"),
         ("fp8-gemm", "fp8"),
         ("int4-gemm", "int4_rows"),
+        ("int4-gemm", "fp4_rows"),
         ("int8-gemm", "int8"),
         ("int8-gemm", "int8_rows"),
         ("side-stream", "beside_rows"),
@@ -136,7 +138,7 @@ def test_the_policy_follows_device_and_settings(capability: tuple[int, int]) -> 
         assert getattr(choose(disabled_fast_paths=(path,)), field) == 0
     assert GemmPolicy.choose(DeviceConfig(), CPU, 1) == GemmPolicy()
     exact = choose(dtype=torch.float32)
-    assert exact.int4_rows == exact.int8_rows == 0
+    assert exact.int4_rows == exact.fp4_rows == exact.int8_rows == 0
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ def _inputs(
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
 ) -> tl.tensor:
-    """Returns where the rows of pairs begin: addresses [ROWS, DEPTH]. Those of no pair are row 0's,
+    """Returns where the rows of pairs begin: addresses [ROWS, PIECE]. Those of no pair are row 0's,
     and what is computed from it is not written."""
     row = pair
     if GATED:
@@ -110,8 +110,8 @@ def expert_tile(
     kind: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = COLS // STRIPS
     ROW_TILES: tl.constexpr = WIDTH // 64
-    COLUMN_TILES: tl.constexpr = DEPTH // 64
-    lane = tl.arange(0, DEPTH)
+    PIECE: tl.constexpr = DEPTH if BY_WARP else 64
+    lane = tl.arange(0, PIECE)
     inputs = _inputs(x, pair, num_pairs, x_stride, lane, TOP_K, GATED)
     part = expert.to(tl.int64) * 2 if GATED else expert.to(tl.int64)
     size = num_tile_rows.to(tl.int64) * num_tile_columns * TILE
@@ -120,7 +120,7 @@ def expert_tile(
     tile_row = tl.minimum(row_tile, num_tile_rows - 1)
     next_row = tl.minimum(row_tile + ROW_TILES, num_tile_rows - 1)
     next_strip = ((next_row - tile_row) * num_tile_columns * TILE)[:, None, None]
-    places = tile_places(weight + part * size, tile_row, num_tile_columns, COLUMN_TILES, TILE)
+    places = tile_places(weight + part * size, tile_row, num_tile_columns, PIECE // 64, TILE)
     num_steps = tl.cdiv(inner, DEPTH)
     first = tl.program_id(1) * num_steps // SPLITS
     end = (tl.program_id(1) + 1) * num_steps // SPLITS
@@ -131,15 +131,15 @@ def expert_tile(
         has_extra = tl.min(pair2, axis=0) < num_pairs
     if has_extra:
         acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
-            inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
-            ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, EXTRA > 0,
-            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
+            inputs, inputs2, pair < num_pairs, places, size, next_strip, first, end, inner,
+            num_tile_columns, kind, ROWS, EXTRA or 16, ROW_TILES, DEPTH, PIECE, UNROLL, STRIPS,
+            EXTRA > 0, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
     else:
         acc, second, acc2, second2, next_acc, next_second, next_acc2, next_second2 = products(
-            inputs, inputs2, places, size, next_strip, first, end, inner, num_tile_columns, kind,
-            ROWS, EXTRA or 16, ROW_TILES, DEPTH, UNROLL, STRIPS, False,
-            GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
+            inputs, inputs2, pair < num_pairs, places, size, next_strip, first, end, inner,
+            num_tile_columns, kind, ROWS, EXTRA or 16, ROW_TILES, DEPTH, PIECE, UNROLL, STRIPS,
+            False, GATED, BY_WARP, EVEN, IN_PAIRS, WAITS, PRECISION, TILE,
         )  # fmt: skip
     if TILE == NVFP4_TILE:
         factor = tl.load(factors + part)

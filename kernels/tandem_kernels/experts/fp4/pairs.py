@@ -91,11 +91,10 @@ def _products(
     second = tl.zeros([COLS, ROWS], tl.float32)
     for step in range(first, end):
         inside = step * COLUMN_TILES + tl.arange(0, COLUMN_TILES) < num_tile_columns
-        if EVEN:
-            given = tl.load(inputs + step * DEPTH)
-        else:
-            real_k = (step * DEPTH + lane < inner)[None, :]
-            given = tl.load(inputs + step * DEPTH, mask=real_k, other=0.0)
+        real = (row == 0)[:, None]
+        if not EVEN:
+            real &= (step * DEPTH + lane < inner)[None, :]
+        given = tl.load(inputs + step * DEPTH, mask=real, other=0.0)
         if BY_WARP:
             given = in_order_of_warps(given)
         at = places + step * (COLUMN_TILES * TILE)
@@ -117,7 +116,7 @@ def _products(
                 TILE,
             )
             second = tl.dot(by, given.T, second, input_precision=PRECISION)
-    # All columns are the same.
+    # The other columns are zeros.
     sums = tl.sum(tl.where(row[None, :] == 0, acc, 0.0), axis=1)
     return sums, tl.sum(tl.where(row[None, :] == 0, second, 0.0), axis=1)
 
