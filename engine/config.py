@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from engine.eplb_config import EplbConfig
 from engine.fast_paths import FastPath
+from engine.head_sizes import HeadSizes
 from engine.images.image_config import ImageConfig
 from engine.images.vision_spec import VisionSpec
 from engine.inspection_config import InspectionConfig
@@ -20,7 +19,7 @@ from engine.kv_scales import KVScaleTable
 from engine.lora import LoRAConfig
 from engine.quantization import Quantization
 from kv_transfer.config import KVTransferConfig
-from kv_transfer.group_sizes import in_fp8, share_page_size
+from kv_transfer.group_sizes import in_fp8, share_page_size, with_draft_layers
 from kv_transfer.layout import (
     STATE_SPAN,
     KVGroup,
@@ -80,6 +79,9 @@ class ModelConfig:
         eos_token_ids: From generation_config.json, else config.json, and from the tokenizer.
         model_hash: Equal exactly for nodes that compute the same KV; see
             `engine.contracts.model_identity`.
+        num_heads, num_kv_heads, head_dim: Of all layers, unless `layer_heads` says otherwise.
+        layer_heads: Heads of each layer, where layers differ or values are narrower than keys;
+            empty: they are alike.
         kv_layers: One entry a group of layers; empty: all layers keep keys and values of
             `num_kv_heads` heads, and see all tokens.
         quantization: How weights are quantised; None: they are plain.
@@ -100,6 +102,7 @@ class ModelConfig:
     load_format: LoadFormat
     model_hash: str
     spec: dict[str, Any]
+    layer_heads: tuple[HeadSizes, ...] = ()
     kv_layers: tuple[KVLayers, ...] = ()
     quantization: Quantization | None = None
     served_aliases: tuple[str, ...] = ()
@@ -109,6 +112,17 @@ class ModelConfig:
     @property
     def served_names(self) -> tuple[str, ...]:
         return (self.served_model_name, *self.served_aliases)
+
+    def heads_of(self, layer: int) -> HeadSizes:
+        """Returns the heads of a layer's attention."""
+        if self.layer_heads:
+            return self.layer_heads[layer]
+        return HeadSizes.alike(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def kinds_of_heads(self) -> tuple[HeadSizes, ...]:
+        """Returns the heads that layers have, each kind once."""
+        return tuple(dict.fromkeys(self.layer_heads)) or (self.heads_of(0),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,23 +410,3 @@ def kv_groups(model: ModelConfig, block_size: int) -> list[KVGroup]:
         )
         for kv in model.kv_layers
     ]
-
-
-def with_draft_layers(groups: list[KVGroup], of_draft: list[KVGroup]) -> list[KVGroup]:
-    """Returns the groups of a model and of its drafter, whose layers are numbered on. Layers that
-    are cached like others of the model join them: they share blocks."""
-    first = 1 + max(group.layers[-1] for group in groups)
-    found = list(groups)
-    for group in of_draft:
-        layers = tuple(first + layer for layer in group.layers)
-        alike = (
-            index
-            for index, one in enumerate(found)
-            if msgspec.structs.replace(one, layers=()) == msgspec.structs.replace(group, layers=())
-        )
-        if (index := next(alike, None)) is None:
-            found.append(msgspec.structs.replace(group, layers=layers))
-        else:
-            joined = found[index].layers + layers
-            found[index] = msgspec.structs.replace(found[index], layers=joined)
-    return found

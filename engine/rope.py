@@ -55,7 +55,15 @@ class LongRope(msgspec.Struct, frozen=True, kw_only=True, tag="longrope"):
     attention_factor: float
 
 
-AnyRopeScaling: TypeAlias = RopeScaling | LinearRope | YarnRope | LongRope
+class ProportionalRope(msgspec.Struct, frozen=True, kw_only=True, tag="proportional"):
+    """Turns the first `pairs` pairs of a head alone, by frequencies of the whole head, `factor`
+    times slower (`rope_type: proportional`)."""
+
+    pairs: int
+    factor: float
+
+
+AnyRopeScaling: TypeAlias = RopeScaling | LinearRope | YarnRope | LongRope | ProportionalRope
 
 
 class Rotary(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""Gives groups of KV other sizes: of quantised numbers, or with blocks that share pages well."""
+"""Fits groups of KV to each other: a drafter's beside its model's, quantised numbers, and blocks
+that share pages well."""
 
 from __future__ import annotations
 
@@ -31,3 +32,23 @@ def share_page_size(groups: Sequence[KVGroup], tp_size: int) -> tuple[KVGroup, .
         block_size = group.block_size << (factor.bit_length() - 1)
         grown.append(msgspec.structs.replace(group, block_size=block_size))
     return tuple(grown)
+
+
+def with_draft_layers(groups: Sequence[KVGroup], of_draft: Sequence[KVGroup]) -> list[KVGroup]:
+    """Returns the groups of a model and of its drafter, whose layers are numbered on. Layers that
+    are cached like others of the model join them: they share blocks."""
+    first = 1 + max(group.layers[-1] for group in groups)
+    found = list(groups)
+    for group in of_draft:
+        layers = tuple(first + layer for layer in group.layers)
+        alike = (
+            index
+            for index, one in enumerate(found)
+            if msgspec.structs.replace(one, layers=()) == msgspec.structs.replace(group, layers=())
+        )
+        if (index := next(alike, None)) is None:
+            found.append(msgspec.structs.replace(group, layers=layers))
+        else:
+            joined = found[index].layers + layers
+            found[index] = msgspec.structs.replace(found[index], layers=joined)
+    return found

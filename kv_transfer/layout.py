@@ -4,7 +4,7 @@ Layers that are cached alike form a group. What a layer keeps of each token is a
 
     Llama                 one group, planes k and v
     latent attention      one group, one plane that every rank has whole
-    window + full         two groups, each with a block table of its own
+    window + full         two groups, each with a block table of its own; heads may differ, too
     linear attention      one block a request, whose pages hold one state of all tokens so far
 
 Memory of a rank. All groups share one pool of block ids and one page size, and a block belongs to
@@ -385,13 +385,13 @@ def _of_stage(layout: KVLayout, stage: int) -> KVLayout:
 
 def attention_group(
     *, layers: Sequence[int], heads: int, head_dim: int, dtype: str, block_size: int,
-    window: int | None = None,
+    window: int | None = None, v_head_dim: int | None = None,
 ) -> KVGroup:  # fmt: skip
-    """Returns a group with planes k and v, as most models have."""
-    row_bytes = head_dim * DTYPE_BYTES[dtype]
+    """Returns a group with planes k and v; values are as wide as keys, or `v_head_dim`."""
+    k, v = (width * DTYPE_BYTES[dtype] for width in (head_dim, v_head_dim or head_dim))
     return KVGroup(
         layers=tuple(layers),
-        planes=(Plane("k", heads, row_bytes), Plane("v", heads, row_bytes)),
+        planes=(Plane("k", heads, k), Plane("v", heads, v)),
         block_size=block_size,
         dtype=dtype,
         window=window,

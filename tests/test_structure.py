@@ -48,6 +48,7 @@ ENGINE_ORDER = [
         "eplb_config",
         "expert_placement",
         "fast_paths",
+        "head_sizes",
         "inspection_config",
         "life_places",
         "lora",
@@ -180,6 +181,7 @@ TORCH_FREE = [
     "engine.contracts",
     "engine.eplb_config",
     "engine.fast_paths",
+    "engine.head_sizes",
     "engine.expert_placement",
     "engine.life_places",
     "engine.kv_cache",
@@ -221,6 +223,7 @@ CONTRACTS = {
     },
     "engine.layers.attention.backend": {
         "tandem_kernels.attention.attention_metadata",
+        "tandem_kernels.attention.kv_pages",
         "tandem_kernels.attention.kv_scales",
     },
     "kv_transfer.base": {"kv_transfer.layout", "kv_transfer.metadata", "kv_transfer.tier"},

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import Attention, AttentionInputs
+from tandem_kernels.attention.kv_pages import KVPages, apart
 
 
 class LargestKeysAndValues:
@@ -36,19 +37,20 @@ class LargestKeysAndValues:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if isinstance(module, Attention):
             _, kv_cache, inputs, *_ = args
-            self._take(module, kv_cache, inputs)
+            self._take(module, apart(kv_cache), inputs)
         elif isinstance(module, LatentAttentionBlock):
             _, _, kv_cache, inputs = args
-            self._take(module, kv_cache.expand(-1, 2, -1, -1, -1), inputs)
+            self._take(module, apart(kv_cache.expand(-1, 2, -1, -1, -1)), inputs)
 
-    def _take(self, layer: nn.Module, kv_cache: Tensor, inputs: AttentionInputs) -> None:
+    def _take(self, layer: nn.Module, pages: KVPages, inputs: AttentionInputs) -> None:
         slots = inputs.slot_mapping[inputs.slot_mapping >= 0]
         if len(slots) == 0:
             return
-        block_size = kv_cache.shape[3]
+        block_size = pages.k.shape[2]
         blocks = torch.div(slots, block_size, rounding_mode="floor")
-        written = kv_cache.permute(0, 3, 1, 2, 4)[blocks, slots - blocks * block_size]
-        largest = written.float().abs().amax(dim=(0, 3))
+        places = blocks, slots - blocks * block_size
+        written = (plane.transpose(1, 2)[places] for plane in (pages.k, pages.v))
+        largest = torch.stack([numbers.float().abs().amax(dim=(0, 2)) for numbers in written])
         index = self._index.setdefault(layer, len(self._index))
         if index == len(self.largest):
             self.largest.append(largest)

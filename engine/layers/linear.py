@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.head_sizes import HeadSizes
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.methods.base import (
     ColumnPart,
@@ -33,9 +34,9 @@ from engine.layers.rows import PartialSum, RowForm, Rows, UnnormedRows, Unscaled
 from engine.layers.shard import CheckpointWeight, Shard, nothing_of
 from kv_transfer.layout import HeadRange
 
-GateForm = Literal["none", "paired", "apart"]
+GateForm = Literal["none", "paired", "apart", "per_head"]
 """Says where a checkpoint has the gates of query heads: behind each of them, or as a projection of
-their own."""
+their own, with a number for each that a head attends to, or one for each head."""
 
 
 class MergedColumnParallelLinear(LinearLayer):
@@ -131,14 +132,17 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """[T, hidden] -> [T, (Hq + 2 Hkv) * D]: queries, keys and values of this rank's heads.
+    """[T, hidden] -> [T, Hq D + Hkv (D + Dv)]: queries, keys and values of this rank's heads.
 
     Args:
+        heads: Of all ranks.
         kv_heads: Which key/value heads this rank stores. Ranks beyond their number share one.
         head_order: [head_dim] int64 or None: element i of each query and key head is element
             `head_order[i]` of the checkpoint's.
         gates: Where the checkpoint has gates of query heads. The output then begins with those of
-            all heads, [T, Hq * D].
+            all heads, [T, Hq Dv] or [T, Hq].
+        gate_name: Of their projection, if they have one.
+        shares_keys: Values are projected by the weights of keys.
 
     Attributes:
         names: Of the projections in the checkpoint, in the order of the outputs.
@@ -149,42 +153,47 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     def __init__(
         self,
         hidden_size: int,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: HeadSizes,
         kv_heads: HeadRange,
         shard: Shard,
         *,
         bias: bool,
         head_order: Tensor | None = None,
         gates: GateForm = "none",
+        gate_name: str = "gate_proj",
+        shares_keys: bool = False,
     ) -> None:
-        start, count = shard.part(num_heads)
+        start, count = shard.part(heads.num_heads)
+        head_dim, kv = heads.head_dim, (kv_heads.start, kv_heads.count, heads.num_kv_heads)
 
-        def part(first: int, heads: int, total: int, order: Tensor | None) -> ColumnPart:
+        def part(
+            first: int, held: int, total: int, width: int, order: Tensor | None = None
+        ) -> ColumnPart:
             if order is not None:
-                order = repeated(order, heads)
-            return ColumnPart(first * head_dim, heads * head_dim, total * head_dim, order)
+                order = repeated(order, held)
+            return ColumnPart(first * width, held * width, total * width, order)
 
-        kv = kv_heads.start, kv_heads.count, num_kv_heads
-        queries = part(start, count, num_heads, head_order)
+        queries = part(start, count, heads.num_heads, head_dim, head_order)
         if gates == "paired":
             of_query = torch.arange(head_dim) if head_order is None else head_order
             pairs = torch.arange(count)[:, None] * (2 * head_dim)
             of_gate = pairs + head_dim + torch.arange(head_dim)
             order = torch.cat((of_gate.flatten(), (pairs + of_query).flatten()))
             queries = ColumnPart(2 * queries.start, 2 * queries.count, 2 * queries.total, order)
-        parts: tuple[ColumnPart, ...] = (queries, part(*kv, head_order), part(*kv, None))
-        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-        if gates == "apart":
-            parts = (part(start, count, num_heads, None), *parts)
-            names = ("gate_proj", *names)
+        keys, values = part(*kv, head_dim, head_order), part(*kv, heads.v_head_dim)
+        parts: tuple[ColumnPart, ...] = (queries, keys, values)
+        names: tuple[str, ...] = ("q_proj", "k_proj", "k_proj" if shares_keys else "v_proj")
+        if gates in ("apart", "per_head"):
+            width = heads.v_head_dim if gates == "apart" else 1
+            parts = (part(start, count, heads.num_heads, width), *parts)
+            names = (gate_name, *names)
         super().__init__(hidden_size, parts, shard, bias=bias, names=names)
         self.names = names
 
     def heads(self, x: Rows | UnnormedRows, places: HeadPlaces) -> Tensor | None:
         """Returns heads that are rotated and written to the cache, [T, Hq + 2 Hkv, D], where one
-        launch computes all that; else None. Not for layers with gates."""
+        launch computes all that; else None. Not for layers with gates, nor where values are
+        narrower than keys."""
         return self.method.project_heads(self, x, places)
 
 

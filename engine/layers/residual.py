@@ -56,6 +56,10 @@ class ResidualStream:
         assert self._waiting is None, "what waits has all rows"
         self.sum = self.sum.index_select(0, rows)
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiplies the stream by `factor` [1]."""
+        self.sum = self.read(None).mul_(factor)
+
     def value(self) -> Tensor:
         """Returns a copy of the stream, [T, H], which goes on as if nothing had looked."""
         self._waiting = waiting = self._taken()

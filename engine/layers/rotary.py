@@ -14,7 +14,15 @@ import math
 import torch
 from torch import Tensor
 
-from engine.rope import LinearRope, LongRope, QueryScale, RopeScaling, Rotary, YarnRope
+from engine.rope import (
+    LinearRope,
+    LongRope,
+    ProportionalRope,
+    QueryScale,
+    RopeScaling,
+    Rotary,
+    YarnRope,
+)
 
 
 def cos_sin_cache(head_dim: int, num_positions: int, rotary: Rotary) -> Tensor:
@@ -28,6 +36,9 @@ def cos_sin_cache(head_dim: int, num_positions: int, rotary: Rotary) -> Tensor:
             frequencies = frequencies / scaling.factor
         case YarnRope() as scaling:
             frequencies, length = yarn_scaled(frequencies, rotary.theta, scaling)
+        case ProportionalRope() as scaling:
+            turning = torch.arange(len(frequencies)) < scaling.pairs
+            frequencies = frequencies * turning / scaling.factor
         case LongRope() as scaling:
             frequencies = frequencies / torch.tensor(scaling.factors, dtype=torch.float32)
             length = scaling.attention_factor

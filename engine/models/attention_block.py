@@ -11,14 +11,15 @@ from engine.layers.norm import RMSNorm
 from engine.layers.shard import Shard
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.linear import LinearSpec
+from tandem_kernels.attention.value_form import ValueForm
 
 
 def attention_block(
     config: EngineConfig, spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
 ) -> AttentionBlock | LatentAttentionBlock:
     """Returns the block of layer `index`, not yet loaded; `norm` is that of what it adds."""
-    model = config.model
-    head_order = spec.rotary_of(index).head_order(model.head_dim)
+    heads = config.model.heads_of(index)
+    head_order = spec.rotary_of(index).head_order(heads.head_dim)
     if (latent := spec.latent) is not None:
         sizes = LatentSizes(
             q_rank=latent.q_rank,
@@ -31,7 +32,7 @@ def attention_block(
         )
         return LatentAttentionBlock(
             spec.hidden_size,
-            model.num_heads,
+            heads.num_heads,
             sizes,
             shard,
             norm=norm,
@@ -40,7 +41,7 @@ def attention_block(
     options = AttentionOptions(
         bias=spec.attention_bias,
         output_bias=spec.output_bias,
-        sinks=spec.attention_sinks,
+        sinks=index in spec.sink_layers,
         head_norm=spec.head_norm,
         eps=spec.rms_norm_eps,
         norm_offset=spec.norm_offset,
@@ -48,13 +49,15 @@ def attention_block(
         softcap=spec.attention_softcap,
         head_order=head_order,
         output_gate=spec.output_gate,
-        kv_scales=layer_scales(config.cache.kv_scales, index, model.num_kv_heads, shard),
+        gate_activation=spec.gate_activation,
+        gate_name=spec.gate_name,
+        shares_keys=index in spec.shared_projections,
+        values=ValueForm(normed=spec.value_norm, scale=spec.value_scale),
+        kv_scales=layer_scales(config.cache.kv_scales, index, heads.num_kv_heads, shard),
     )
     return AttentionBlock(
         spec.hidden_size,
-        model.head_dim,
-        model.num_heads,
-        model.num_kv_heads,
+        heads,
         shard,
         options,
         norm=norm,

@@ -175,9 +175,11 @@ def load_model_config(
     file, whole = _read_config(path, wrapper, weights)
     length = _max_model_len(folder, file, max_model_len)
     with _named(path):
+        file = kind.renamed(file)
         spec = kind.from_config(file, length)
         place, values = file.quantization
         schemes = read_quantization(folder, values, quantization, place)
+        layer_heads = kind.read_heads(file)
         vision = read_vision(folder, wrapper, whole, kind.head_dim_of(file), file.hidden_size)
     if weights is not None:
         check_fused_layers(folder, schemes, weights.tensors)
@@ -193,6 +195,7 @@ def load_model_config(
         num_heads=file.num_attention_heads,
         num_kv_heads=file.num_kv_heads,
         head_dim=kind.head_dim_of(file),
+        layer_heads=layer_heads,
         max_model_len=length,
         eos_token_ids=find_end_tokens(folder, file),
         dtype=_stored_dtype(folder, file, weights) if dtype == "auto" else dtype,

@@ -108,7 +108,7 @@ class ConfigFile(msgspec.Struct):
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
     final_logit_softcapping: float | msgspec.UnsetType | None = msgspec.UNSET
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: bool | str | None = None
     partial_rotary_factor: float | None = None
     original_max_position_embeddings: int | None = None
     sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
@@ -142,7 +142,8 @@ class ConfigFile(msgspec.Struct):
     attention_out_bias: bool = False
     dual_chunk_attention_config: dict[str, object] | None = None
     mlp_layer_types: list[str] | None = None
-    moe_layer_freq: int = 1
+    moe_layer_freq: int | list[int] = 1
+    """One of this many layers has experts; or 0 for a layer that has none, MiMo's form."""
     scoring_func: str | None = None
     use_qk_norm: bool | None = None
     moe_intermediate_size: int | None = None
@@ -180,6 +181,35 @@ class ConfigFile(msgspec.Struct):
     clip_qkv: float | None = None
     full_attention_interval: int | None = None
     attn_output_gate: bool | None = None
+    swa_num_attention_heads: int | None = None
+    """Fields that begin with `swa` are of layers with a window."""
+    swa_num_key_value_heads: int | None = None
+    swa_head_dim: int | None = None
+    swa_v_head_dim: int | None = None
+    swa_rope_theta: float | None = None
+    sliding_window_size: int | None = None
+    """MiMo's name of the tokens before itself that a token sees."""
+    hybrid_layer_pattern: list[int] | None = None
+    """It is 1 for a layer with a window, MiMo's form of `layer_types`."""
+    attention_value_scale: float | msgspec.UnsetType | None = msgspec.UNSET
+    add_swa_attention_sink_bias: bool | None = None
+    add_full_attention_sink_bias: bool | None = None
+    layernorm_epsilon: float | None = None
+    attention_projection_layout: str | None = None
+    global_head_dim: int | None = None
+    """Global are layers without a window, in Gemma's words."""
+    num_global_key_value_heads: int | None = None
+    per_layer_config: dict[str, dict[str, object]] | None = None
+    """The same as transformers writes it: changes of fields by the number of a layer."""
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    hidden_size_per_layer_input: int | None = None
+    enable_moe_block: bool = False
+    num_attention_heads_per_layer: list[int] | None = None
+    gating: bool | str = True
+    moe_routed_scaling_factor: float | None = None
+    moe_apply_router_weight_on_input: bool = False
+    moe_router_logit_softcapping: float = 0.0
     linear_num_key_heads: int | None = None
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None

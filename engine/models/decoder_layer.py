@@ -11,15 +11,15 @@ from engine.layers.attention.block import AttentionBlock
 from engine.layers.attention.latent_block import LatentAttentionBlock
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.linear_attention import GatedDeltaNet, StateInputs
-from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.residual import ResidualStream
 from engine.layers.rows import Rows, UnnormedRows
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.sparse_mlp import SparseMLP
 from engine.models.attention_block import attention_block, linear_attention_block
-from engine.models.expert_block import expert_weights, sparse_mlp
+from engine.models.expert_block import expert_weights, mlp_block
 from engine.models.specs.dense import DenseSpec
+from tandem_kernels.attention.kv_pages import PagedKV
 
 
 class DecoderLayer(nn.Module):
@@ -27,6 +27,7 @@ class DecoderLayer(nn.Module):
 
     before_attention: RMSNorm | None
     before_mlp: RMSNorm | None
+    scalar: nn.Parameter | None
 
     def __init__(self, config: EngineConfig, spec: DenseSpec, shard: Shard, index: int) -> None:
         super().__init__()
@@ -47,18 +48,8 @@ class DecoderLayer(nn.Module):
         else:
             self.self_attn = attention_block(config, spec, index, shard.at("self_attn"), after)
         self.before_mlp = norm(spec.norms.before_mlp)
-        self.mlp: GatedMLP | SparseMLP
-        if spec.experts is not None and index not in spec.experts.dense_layers:
-            after_mlp = norm(spec.norms.after_mlp)
-            self.mlp = sparse_mlp(spec.hidden_size, spec.experts, shard, after_mlp)
-        else:
-            self.mlp = GatedMLP(
-                spec.hidden_size,
-                spec.intermediate_size,
-                shard.at("mlp"),
-                is_gelu=spec.activation == "gelu_tanh",
-                norm=norm(spec.norms.after_mlp),
-            )
+        self.scalar = shard.parameter(1) if spec.scales_layers else None
+        self.mlp = mlp_block(spec, index, shard, norm(spec.norms.after_mlp))
 
     @property
     def keeps_rows(self) -> bool:
@@ -68,7 +59,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         stream: ResidualStream,
-        kv_cache: Tensor,
+        kv_cache: PagedKV,
         inputs: AttentionInputs | StateInputs,
         kept: Tensor | None = None,
     ) -> None:
@@ -85,6 +76,8 @@ class DecoderLayer(nn.Module):
             mlp(stream, self.before_mlp, slots)
         else:
             mlp(stream.read_rows(self.before_mlp, mlp.input_form), stream)
+        if self.scalar is not None:
+            stream.scale(self.scalar)
 
     def _attended_rows(self, stream: ResidualStream) -> Rows | UnnormedRows:
         """Returns the rows of the stream as the layer's attention is best given them."""
@@ -105,6 +98,8 @@ class DecoderLayer(nn.Module):
         ):
             if norm is not None:
                 yield from norm.checkpoint_weights(f"{prefix}.{name}")
+        if self.scalar is not None:
+            yield CheckpointWeight(f"{prefix}.layer_scalar", self.scalar, (1,))
         attention = f"{prefix}.self_attn"
         if isinstance(self.self_attn, GatedDeltaNet):
             yield from self.self_attn.checkpoint_weights(f"{prefix}.linear_attn")

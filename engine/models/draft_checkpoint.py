@@ -270,6 +270,7 @@ def _layers(folder: Path, target: ModelConfig, file: ConfigFile, layer: DenseSpe
         num_heads=file.num_attention_heads,
         num_kv_heads=file.num_kv_heads,
         head_dim=type(layer).head_dim_of(file),
+        layer_heads=(),
         model_hash=_digest(type(layer).__name__, file, folder, target),
         spec=msgspec.to_builtins(layer),
         kv_layers=(),

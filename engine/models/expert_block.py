@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.layers.expert_share import ExpertShare
+from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.router import Router, RouterOptions
 from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.shared_expert import SharedExpert
 from engine.layers.sparse_mlp import Experts, SparseMLP
+from engine.models.specs.dense import DenseSpec
 from engine.models.specs.experts import ExpertNames, ExpertSpec
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
@@ -50,6 +52,22 @@ def sparse_mlp(
         ),
         shared,
         shard,
+        norm=norm,
+    )
+
+
+def mlp_block(
+    spec: DenseSpec, index: int, shard: Shard, norm: RMSNorm | None
+) -> GatedMLP | SparseMLP:
+    """Returns the feed-forward block of layer `index`, [T, H] -> [T, H], not yet loaded; `norm` is
+    that of what it adds."""
+    if spec.experts is not None and index not in spec.experts.dense_layers:
+        return sparse_mlp(spec.hidden_size, spec.experts, shard, norm)
+    return GatedMLP(
+        spec.hidden_size,
+        spec.intermediate_size,
+        shard.at("mlp"),
+        is_gelu=spec.activation == "gelu_tanh",
         norm=norm,
     )
 

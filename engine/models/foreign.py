@@ -41,7 +41,6 @@ DIFFERENCES = {
     "flex_olmo": ("Olmo2ForCausalLM", "experts"),
     "gemma": ("Gemma2ForCausalLM", "no norms behind the blocks, and no bound of scores"),
     "gemma3n": ("Gemma3ForCausalLM", "embeddings of each layer, and layers that share keys"),
-    "gemma4": ("Gemma3ForCausalLM", "heads of two sizes, and layers that share keys"),
     "glm": ("Glm4ForCausalLM", "no norms behind the blocks"),
     "glm4v": ("Glm4ForCausalLM", "three positions for each token"),
     "glm5_next": (_DEEPSEEK, "an indexer, layers with a state of Kimi Delta Attention"),
@@ -62,7 +61,6 @@ DIFFERENCES = {
     "jamba": ("MixtralForCausalLM", _MAMBA),
     "kimi_k3": (_DEEPSEEK, "layers with a state of Kimi Delta Attention"),
     "kimi_linear": (_DEEPSEEK, "layers with a state of Kimi Delta Attention"),
-    "laguna": ("Qwen3MoeForCausalLM", _HEADS_BY_LAYER),
     "lfm2": (_LLAMA, "convolutions in place of attention"),
     "lfm2_moe": ("Qwen3MoeForCausalLM", "convolutions in place of attention"),
     "llama4": (
@@ -72,8 +70,10 @@ DIFFERENCES = {
     "longcat_flash": (_DEEPSEEK, "two blocks of attention a layer, and experts that do nothing"),
     "mamba": (_LLAMA, _MAMBA),
     "mamba2": (_LLAMA, _MAMBA2),
-    "mimo_v2": ("Qwen3MoeForCausalLM", "sinks, and heads of two sizes"),
-    "mimo_v2_flash": ("Qwen3MoeForCausalLM", "sinks, and heads of two sizes"),
+    "mimo_v2": (
+        "MiMoV2FlashForCausalLM",
+        "queries, keys and values in one tensor, cut for four ranks",
+    ),
     "minimax": ("MixtralForCausalLM", "layers with a state of lightning attention"),
     "minimax_m3_vl": ("MiniMaxM2ForCausalLM", "blocks of tokens chosen by index keys"),
     "mllama": (_LLAMA, "layers that attend to an image"),

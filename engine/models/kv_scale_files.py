@@ -110,7 +110,7 @@ def _from_file(model: ModelConfig, path: Path) -> KVScaleTable:
     if not len(found.k) == len(found.v) == model.num_layers:
         raise CheckpointError(path, f"has not the model's {model.num_layers} layers", cure)
     k, v = (
-        tuple(_checked(path, f"layer {i}", scales, model) for i, scales in enumerate(layers))
+        tuple(_checked(path, f"layer {i}", scales, model, i) for i, scales in enumerate(layers))
         for layers in (found.k, found.v)
     )
     return KVScaleTable(k=k, v=v, source=f"of {path}")
@@ -121,12 +121,13 @@ def _from_checkpoint(model: ModelConfig) -> KVScaleTable:
     for tensor in _by_preference(WeightFiles(Path(model.path)).tensors.values()):
         match = _NAME.match(tensor.name)
         assert match is not None
-        scales = _checked(tensor.file, tensor.name, _numbers(tensor), model)
+        layer = int(match["layer"])
+        scales = _checked(tensor.file, tensor.name, _numbers(tensor), model, layer)
         kind = match["kind"] or match["of" if match["what"] == "output_scale" else "what"]
         kind = kind.removesuffix("_scale")
         for one in ("k", "v") if kind == "kv" else (kind,):
             if one in found:
-                found[one].setdefault(int(match["layer"]), scales)
+                found[one].setdefault(layer, scales)
     count = len(found["k"].keys() | found["v"].keys())
     if count == 0:
         return KVScaleTable(source="1.0, as the checkpoint has none")
@@ -160,10 +161,12 @@ def _numbers(tensor: StoredTensor) -> list[float]:
     return list(numbers)
 
 
-def _checked(place: Path, name: str, scales: list[float], model: ModelConfig) -> HeadScales:
+def _checked(
+    place: Path, name: str, scales: list[float], model: ModelConfig, layer: int
+) -> HeadScales:
     """Returns the numbers as float32 has them. Raises `CheckpointError` for what is no scale."""
     is_latent = any(plane.name == "latent" for kv in model.kv_layers for plane in kv.planes)
-    num_heads = 1 if is_latent else model.num_kv_heads
+    num_heads = 1 if is_latent else model.heads_of(min(layer, model.num_layers - 1)).num_kv_heads
     if len(scales) not in (1, num_heads):
         raise CheckpointError(
             place,

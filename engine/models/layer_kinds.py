@@ -6,17 +6,30 @@ Layers that agree in both share their inputs, which are made once a step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.linear_attention import StateInputs
 from engine.layers.rotary import cos_sin_cache, query_scales
 from engine.models.base import ForwardInputs
 from engine.models.specs.dense import DenseSpec
+from engine.rope import Rotary
 from tandem_kernels.batch.state_metadata import StateMetadata
+
+
+class _Turn(NamedTuple):
+    """How the heads of a layer turn."""
+
+    head_dim: int
+    rotary: Rotary
+
+
+def _turn(model: ModelConfig, spec: DenseSpec, layer: int) -> _Turn:
+    return _Turn(model.heads_of(layer).head_dim, spec.rotary_of(layer))
 
 
 class LayerKinds:
@@ -30,18 +43,16 @@ class LayerKinds:
         model, groups = config.model, config.kv_layout.groups
         group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         kinds = [
-            (group_of[i], None if groups[group_of[i]].is_state else spec.rotary_of(i))
+            (group_of[i], None if groups[group_of[i]].is_state else _turn(model, spec, i))
             for i in layers
         ]
         distinct = list(dict.fromkeys(kinds))
         tables = {
-            rotary: cos_sin_cache(model.head_dim, model.max_model_len, rotary).to(device)
-            for rotary in dict.fromkeys(rotary for _, rotary in distinct)
-            if rotary is not None
+            turn: cos_sin_cache(turn.head_dim, model.max_model_len, turn.rotary).to(device)
+            for turn in dict.fromkeys(turn for _, turn in distinct)
+            if turn is not None
         }
-        self._kinds = [
-            (group, None if rotary is None else tables[rotary]) for group, rotary in distinct
-        ]
+        self._kinds = [(group, None if turn is None else tables[turn]) for group, turn in distinct]
         self._of_layer = [distinct.index(kind) for kind in kinds]
         self._query_scales: Tensor | None = None
         if spec.query_scale is not None:

@@ -24,12 +24,15 @@ from engine.models.specs.dots import Dots1Spec
 from engine.models.specs.ernie import Ernie45MoeSpec, Ernie45Spec
 from engine.models.specs.exaone import Exaone4Spec
 from engine.models.specs.gemma import Gemma2Spec, Gemma3Spec
+from engine.models.specs.gemma4 import Gemma4Spec
 from engine.models.specs.glm4 import Glm4Spec
 from engine.models.specs.glm4_moe import Glm4MoeSpec, SolarOpenSpec
 from engine.models.specs.gpt_oss import GptOssSpec
 from engine.models.specs.granite import GraniteSpec
 from engine.models.specs.hunyuan import HYV3Spec
+from engine.models.specs.laguna import LagunaSpec
 from engine.models.specs.llama import InternLM3Spec, IQuestCoderSpec, LlamaSpec, TeleChat3Spec
+from engine.models.specs.mimo import MiMoV2Spec
 from engine.models.specs.minimax import MiniMaxM2Spec
 from engine.models.specs.mistral import Ministral3Spec, MistralSpec
 from engine.models.specs.mistral_latent import Mistral4Spec
@@ -56,6 +59,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "Exaone4ForCausalLM": Exaone4Spec,
     "Gemma2ForCausalLM": Gemma2Spec,
     "Gemma3ForCausalLM": Gemma3Spec,
+    "Gemma4ForCausalLM": Gemma4Spec,
     "Glm4ForCausalLM": Glm4Spec,
     "Glm4MoeForCausalLM": Glm4MoeSpec,
     "Glm4MoeLiteForCausalLM": Glm4MoeLiteSpec,
@@ -64,8 +68,10 @@ MODELS: dict[str, type[ModelSpec]] = {
     "HYV3ForCausalLM": HYV3Spec,
     "IQuestCoderForCausalLM": IQuestCoderSpec,
     "InternLM3ForCausalLM": InternLM3Spec,
+    "LagunaForCausalLM": LagunaSpec,
     "LlamaForCausalLM": LlamaSpec,
     "MiMoForCausalLM": MiMoSpec,
+    "MiMoV2FlashForCausalLM": MiMoV2Spec,
     "MiniMaxM2ForCausalLM": MiniMaxM2Spec,
     "Ministral3ForCausalLM": Ministral3Spec,
     "Mistral4ForCausalLM": Mistral4Spec,

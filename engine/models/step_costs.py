@@ -86,7 +86,7 @@ class _Costs:
         elif self._spec.latent is not None:
             yield from self._latent(f"model.layers.{index}.self_attn")
         else:
-            yield from self._heads(f"model.layers.{index}.self_attn")
+            yield from self._heads(index)
         experts, hidden = self._spec.experts, self._spec.hidden_size
         if experts is None or index in experts.dense_layers:
             yield from _gated(f"model.layers.{index}.mlp", hidden, self._spec.intermediate_size)
@@ -98,15 +98,16 @@ class _Costs:
             if experts.shared_gate:
                 yield _Linear(f"{block}.shared_expert_gate", hidden, 1, is_shared=False)
 
-    def _heads(self, name: str) -> Iterator[_Linear]:
-        model, hidden = self._model, self._spec.hidden_size
-        width = model.num_heads * model.head_dim
+    def _heads(self, layer: int) -> Iterator[_Linear]:
+        heads, hidden = self._model.heads_of(layer), self._spec.hidden_size
+        name, attended = f"model.layers.{layer}.self_attn", heads.num_heads * heads.v_head_dim
+        gates = {"none": 0, "per_head": heads.num_heads}.get(self._spec.output_gate, attended)
         # Where ranks outnumber KV heads, several have the same one.
-        kv_width = max(model.num_kv_heads, self._ranks) * model.head_dim
-        yield _Linear(f"{name}.q_proj", hidden, width * (1 + (self._spec.output_gate != "none")))
-        yield _Linear(f"{name}.k_proj", hidden, kv_width)
-        yield _Linear(f"{name}.v_proj", hidden, kv_width)
-        yield _Linear(f"{name}.o_proj", width, hidden)
+        kv_heads = max(heads.num_kv_heads, self._ranks)
+        yield _Linear(f"{name}.q_proj", hidden, heads.num_heads * heads.head_dim + gates)
+        yield _Linear(f"{name}.k_proj", hidden, kv_heads * heads.head_dim)
+        yield _Linear(f"{name}.v_proj", hidden, kv_heads * heads.v_head_dim)
+        yield _Linear(f"{name}.o_proj", attended, hidden)
 
     def _latent(self, name: str) -> Iterator[_Linear]:
         sizes, hidden, heads = self._spec.latent, self._spec.hidden_size, self._model.num_heads
@@ -162,24 +163,25 @@ class _Costs:
         for group in layout.groups:
             if group.is_state:
                 continue
-            prompts, decodes = self._pair_flops()
+            pairs = [self._pair_flops(layer) for layer in group.layers if layer < layout.num_layers]
             held = sum(
                 plane.heads_of_rank(0, self._ranks).count * plane.row_bytes
                 for plane in group.planes
             )
-            count = len(group.layers)
+            prompts, decodes = (sum(flops) for flops in zip(*pairs, strict=True))
             yield AttentionCost(
                 window=group.window,
-                flops_of_prompts=prompts * count / self._ranks,
-                flops_of_decodes=decodes * count / self._ranks,
-                kv_bytes=held * count,
+                flops_of_prompts=prompts / self._ranks,
+                flops_of_decodes=decodes / self._ranks,
+                kv_bytes=held * len(group.layers),
             )
 
-    def _pair_flops(self) -> tuple[int, int]:
+    def _pair_flops(self, layer: int) -> tuple[int, int]:
         """Returns FLOPs of a pair in one layer, of all heads: scores, and the sum of values."""
-        heads, latent = self._model.num_heads, self._spec.latent
+        sizes, latent = self._model.heads_of(layer), self._spec.latent
+        heads = sizes.num_heads
         if latent is None:
-            flops = 4 * heads * self._model.head_dim
+            flops = 2 * heads * (sizes.head_dim + sizes.v_head_dim)
             return flops, flops
         expanded = latent.nope + latent.rope + latent.value
         absorbed = 2 * latent.kv_rank + latent.rope

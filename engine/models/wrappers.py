@@ -18,10 +18,13 @@ from typing import Any
 
 import msgspec
 
-_VISION = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.")
-_OTHERS = ("thinker.", "talker.", "code2wav.", "time_series.")
-"""These are the other parts of a model that speaks (Qwen3-Omni), or reads series of measurements
-(Intern-S2)."""
+_VISION = (
+    "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.",
+    "vision_embedder.", "embed_vision.",
+)  # fmt: skip
+_OTHERS = ("thinker.", "talker.", "code2wav.", "time_series.", "audio_tower.", "embed_audio.")
+"""These are the other parts of a model that speaks (Qwen3-Omni), takes audio (Gemma 4), or reads
+series of measurements (Intern-S2)."""
 _PREFIXES = {
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
@@ -68,6 +71,17 @@ WRAPPERS = {
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "max_position_embeddings": 131_072,
+        },
+    ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        {"": "Gemma4ForCausalLM"}, {"hidden_activation": "gelu_pytorch_tanh"}
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper(
+        {"": "Gemma4ForCausalLM"},
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
         },
     ),
     "KimiK25ForConditionalGeneration": Wrapper({"": "DeepseekV3ForCausalLM"}),

@@ -13,6 +13,7 @@ from engine.layers.attention.selection import choose_attention
 from engine.models.base import GroupInputs
 from engine.models.registry import spec_of
 from kv_transfer.layout import KVGroup
+from tandem_kernels.attention.kv_pages import PagedKV
 
 
 def attention_of(
@@ -34,12 +35,11 @@ def attention_of(
     )
 
 
-def prepare_attention(
-    attention: AttentionBackend, config: EngineConfig, attended: torch.Tensor
-) -> None:
-    """Lets a backend prepare for the largest step there may be, over a layer's cache `attended`
-    [N, 2, Hkv, B, D]."""
-    num_heads = config.model.num_heads // config.parallel.tensor_parallel_size
+def prepare_attention(attention: AttentionBackend, config: EngineConfig, attended: PagedKV) -> None:
+    """Lets a backend prepare for the largest step there may be, over the cache of the first layer
+    of the first group: such layers see everything, if any do."""
+    heads = config.model.heads_of(config.kv_layout.groups[0].layers[0])
+    num_heads = heads.num_heads // config.parallel.tensor_parallel_size
     longest = min(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
     attention.prepare(num_heads, attended, getattr(torch, config.model.dtype), longest)
 

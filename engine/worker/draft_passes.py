@@ -36,6 +36,7 @@ from engine.models.drafts.base import DraftNetwork
 from engine.models.drafts.medusa import MedusaHeads
 from engine.worker.cudagraph_utils import CudaGraphManager, GraphKey
 from tandem_kernels import ops
+from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs
 
 _NO_ROW = -1
@@ -71,7 +72,7 @@ class DraftPasses:
         self._attention = attention
         self._tables, self._rows, self._of_target = tables, rows, of_target
         self._vocab_size = config.model.vocab_size
-        self._kv_caches: list[torch.Tensor] = []
+        self._kv_caches: list[PagedKV] = []
         self._graphs: CudaGraphManager | None = None
         self.most_rows: int | None = None
         """Rows of the data-parallel group that has most, in this step; None: there is one group."""
@@ -88,8 +89,8 @@ class DraftPasses:
         width = max(1, config.decode_query_len - 1)
         self._drafts = torch.zeros((most, width), dtype=torch.int64, device=device)
 
-    def use_cache(self, kv_caches: list[torch.Tensor]) -> None:
-        """Takes the caches of the network's layers, each [N, 2, Hkv, B, D]."""
+    def use_cache(self, kv_caches: list[PagedKV]) -> None:
+        """Takes the caches of the network's layers."""
         self._kv_caches = kv_caches
 
     def recording(

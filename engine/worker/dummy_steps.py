@@ -171,7 +171,8 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
         sizes = {(FUSED_QKV_ROWS, 0), (FUSED_QKV_ROWS, cached), (budget, 0)}
         for num_tokens, num_cached in sorted(sizes):
             steps += _step_of_many_tokens(num_tokens, num_cached, max_num_reqs, max_model_len)
-    heads = max(1, config.model.num_heads // config.parallel.tensor_parallel_size)
+    fewest = min(heads.num_heads for heads in config.model.kinds_of_heads)
+    heads = max(1, fewest // config.parallel.tensor_parallel_size)
     chunk = max(_CHUNK, _CHUNK_ROWS // heads + 1)
     chunk = min(chunk, longest - 1, max_model_len - _CHUNK_CONTEXT)
     if chunk > 1:

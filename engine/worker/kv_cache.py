@@ -19,7 +19,8 @@ from engine.kv_cache.capacity import num_blocks_for, tokens_that_fit
 from engine.worker.memory import format_bytes
 from engine.worker.memory_budget import MemoryBudget
 from host.memory_file import MemoryFile
-from kv_transfer.layout import DTYPE_BYTES, KVLayout
+from kv_transfer.layout import DTYPE_BYTES, KVLayout, PageShape
+from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 
 
 class KVCacheMemoryError(CannotStartError):
@@ -98,16 +99,16 @@ def size_setting(config: EngineConfig) -> str:
     return "kv_cache_memory_bytes (unset: a tenth of free memory)"
 
 
-def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
+def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[PagedKV]:
     """Returns the cache of every layer of the model, as views of `memory`, the bytes of all slots.
 
     `[num_blocks, planes, heads, block_size, numbers of a row]` where the planes of the group are
-    alike, else `[num_blocks, numbers of a page]`; `[num_blocks, bytes of a page]` of uint8 where it
+    alike, else a view of keys and one of values; `[num_blocks, bytes of a page]` of uint8 where it
     holds states, whose planes differ in dtype. All ranks have the same shapes.
     """
     num_blocks = memory.numel() // layout.block_bytes
     slots = memory.view(layout.num_slots, num_blocks, layout.page_bytes)
-    views: dict[int, torch.Tensor] = {}
+    views: dict[int, PagedKV] = {}
     for index, group in enumerate(layout.groups):
         page = layout.page(index, rank=0)
         first, *others = page.planes
@@ -115,12 +116,20 @@ def layer_views(memory: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
             views |= {at: slots[i, :, : page.num_bytes] for i, at in enumerate(group.layers)}
             continue
         numbers = slots[:, :, : page.num_bytes].view(getattr(torch, group.dtype))
-        shape: tuple[int, ...] = (num_blocks, -1)
-        if all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others):
-            shape = (num_blocks, len(page.planes), first.heads.count, group.block_size, -1)
+        alike = all((o.heads, o.row_bytes) == (first.heads, first.row_bytes) for o in others)
+        shape = num_blocks, len(page.planes), first.heads.count, group.block_size, -1
         for slot, layer in enumerate(group.layers):
-            views[layer] = numbers[slot].view(shape)
+            own = numbers[slot]
+            views[layer] = own.view(shape) if alike else _pages(own, page)
     return [views[layer] for layer in sorted(views)]
+
+
+def _pages(numbers: torch.Tensor, page: PageShape) -> KVPages:
+    """Returns keys and values in pages [num_blocks, numbers of a page]."""
+    keys = page.planes[0]
+    first = keys.num_bytes // numbers.itemsize
+    shape = len(numbers), keys.heads.count, page.block_size, -1
+    return KVPages(numbers[:, :first].view(shape), numbers[:, first:].view(shape))
 
 
 class KVCache:

@@ -123,9 +123,9 @@ compiled for that."""
 NO_SCALES = {"k_scale": None, "v_scale": None}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-HEAD_SIZES = {80: (128,), 90: (64, 80, 128, 256)}
-"""Head sizes by capability. Above 64 all sizes up to 128 are padded to 128, as 80 is; 128 takes the
-most shared memory."""
+HEAD_SIZES = {80: ((128, 128),), 90: ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))}
+"""Widths of keys and values by capability. Above 64 all up to 128 are padded to 128, as 80 is; 128
+takes the most shared memory."""
 
 
 @dataclass
@@ -680,8 +680,9 @@ def invariant_cases(_: int) -> Iterator[Case]:
 
 
 def rope_cases(capability: int) -> Iterator[Case]:
-    shapes = [("bf16", 128, False, False), ("bf16", 80, True, True), ("fp16", 128, True, False)]
+    shapes = [("bf16", 128, False, False), ("bf16", 80, True, True), ("fp16", 192, True, False)]
     for dtype, head_dim, head_norm, is_fp8 in shapes if capability >= 90 else shapes[:1]:
+        value_half = 64 if head_dim == 192 else head_dim // 2
         weights = ["q_weight", "k_weight"]
         heads, num_warps = rope_and_cache.HEADS_PER_PROGRAM, 2
         if dtype == "fp16":
@@ -694,13 +695,17 @@ def rope_cases(capability: int) -> Iterator[Case]:
                 "kv_cache": "*u8" if is_fp8 else f"*{dtype}",
                 **named("*i64", "positions", "slot_mapping"),
                 **named("*fp32", "cos_sin_cache", *NO_SCALES),
-                "eps": "fp32",
+                **named("fp32", "eps", "value_scale"),
             },
             {
                 "NUM_Q_HEADS": 32,
                 "NUM_KV_HEADS": 8,
                 "HALF": head_dim // 2,
                 "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
+                "VALUE_HALF": value_half,
+                "BLOCK_VALUE_HALF": triton.next_power_of_2(value_half),
+                "NORM_VALUES": head_dim == 80,
+                "SCALE_VALUES": head_dim == 192,
                 "BLOCK_SIZE": 64,
                 "HEADS": heads,
                 "HAS_NORM": head_norm,
@@ -718,8 +723,9 @@ def rope_cases(capability: int) -> Iterator[Case]:
 def attention_cases(capability: int) -> Iterator[Case]:
     """Yields cases of caches in 16 bits, and in FP8 where the GPU has its conversions."""
     dtype = "bf16"
-    sizes = [(head_dim, False) for head_dim in HEAD_SIZES[capability]]
-    for head_dim, is_fp8 in [*sizes, *([(128, True), (256, True)] if capability >= 90 else [])]:
+    sizes = [(*widths, False) for widths in HEAD_SIZES[capability]]
+    quantised = [(128, 128, True), (192, 128, True), (256, 256, True)] if capability >= 90 else []
+    for head_dim, value_dim, is_fp8 in [*sizes, *quantised]:
         types = {
             **named(f"*{dtype}", "q", "kv_cache", "out"),
             **named("*i32", "block_tables", "query_start_loc", "seq_lens", "arrived"),
@@ -732,6 +738,8 @@ def attention_cases(capability: int) -> Iterator[Case]:
             "GROUP": 4,
             "HEAD_DIM": head_dim,
             "BLOCK_DIM": triton.next_power_of_2(head_dim),
+            "VALUE_DIM": value_dim,
+            "BLOCK_VALUE": triton.next_power_of_2(value_dim),
             "REQS": 16,
         }
         label = f"{dtype} head_dim={head_dim} fp8={is_fp8}"
@@ -786,6 +794,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
         for by_head in (False, True) if vary else (False,):
             merge = {**shape_of_tile, "PARTS": 16, "BY_HEAD": by_head}
             merge |= rare if vary else plain
+            del merge["HEAD_DIM"], merge["BLOCK_DIM"]
             yield Case(decode_merge.merge_kernel, f"{label} by_head={by_head}", types, merge)
         few = ((16, 16, 64), (256, 2048, 128))
         more = (*few, (8192, 2**20, 16)) if vary else few if is_fp8 else ()
@@ -794,6 +803,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
                 max_rows, total_rows, 8192, head_dim, DTYPES[dtype], block_size
             )
             described = capability >= 90 and block_size % prefill.tile == 0 and prefill.tile >= 64
+            described &= head_dim == value_dim
             box = f"[1, {prefill.tile}, {shape['BLOCK_DIM']}]"
             pages = "fp8e4nv" if is_fp8 else dtype
             described_type = {"tiles_of_blocks": f"tensordesc<{pages}{box}>"}
@@ -1192,15 +1202,13 @@ def ragged_cases(capability: int) -> Iterator[Case]:
         {"NUM_HEADS": 64, "VALUE": 64, "BLOCK_VALUE": 64, "ROWS": 64},
     )
     is_fp8 = capability >= 90
-    scales = {} if is_fp8 else {"k_scale": None, "v_scale": None}
     yield Case(
         context_gather.gather_context_kernel,
         f"fp8={is_fp8}",
-        {**types, "kv_cache": "*fp8e4nv" if is_fp8 else "*bf16", "k_scale": "*fp32",
-         "v_scale": "*fp32"},
+        {**types, "plane": "*fp8e4nv" if is_fp8 else "*bf16", "scales": "*fp32"},
         {
-            "FP8": is_fp8, **scales, "NUM_HEADS": 8, "HEAD_DIM": 128, "BLOCK_DIM": 128,
-            "BLOCK_SIZE": 64, "TILE": 32,
+            "FP8": is_fp8, **({} if is_fp8 else {"scales": None}), "HEAD_DIM": 128,
+            "BLOCK_DIM": 128, "BLOCK_SIZE": 64, "TILE": 32,
         },
         {"num_warps": 4},
     )  # fmt: skip
@@ -1247,7 +1255,9 @@ def linear_attention_cases(capability: int) -> Iterator[Case]:
     )
     heads = {"NUM_HEADS": 32, "DIM": 128, "BLOCK": 128, "ROWS": gated_rms_norm.ROWS}
     yield Case(gated_rms_norm.gated_rms_norm_kernel, "", types, {**heads, **overlap})
-    yield Case(sigmoid_and_mul.sigmoid_and_mul_kernel, "", types, {"BLOCK": 1024, **overlap})
+    for shared in (1, 128):
+        gated = {"BLOCK": 1024, "SHARED": shared, "SOFTPLUS": shared > 1, **overlap}
+        yield Case(sigmoid_and_mul.gate_and_mul_kernel, f"shared={shared}", types, gated)
 
 
 def batch_cases(capability: int) -> Iterator[Case]:

@@ -283,9 +283,15 @@ def gated_rms_norm(
     assert out.dtype == dtype and relative_error(out, expected) < tolerance
 
 
-def sigmoid_and_mul(op: Op, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+def gate_and_mul(
+    sigmoid: Op, softplus: Op, rows: int, width: int, dtype: torch.dtype, device: str
+) -> None:
+    """A gate is for one number, or for all of a head; some are large."""
     x = torch.randn(rows, width, device=device).to(dtype)
-    gate = (4 * torch.randn(rows, 3 * width, device=device)).to(dtype)[:, :width]
-    expected = x.double() / (1 + (-gate.double()).exp())
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
-    assert relative_error(op(x.clone(), gate), expected) < tolerance
+    for count in (width, 4):
+        gate = (8 * torch.randn(rows, 3 * count, device=device)).to(dtype)[:, :count]
+        wide = gate.double().repeat_interleave(width // count, dim=1)
+        factors = (sigmoid, wide.sigmoid()), (softplus, torch.nn.functional.softplus(wide))
+        for op, factor in factors:
+            assert relative_error(op(x.clone(), gate), x.double() * factor) < tolerance

@@ -13,6 +13,7 @@ import kernel_oracle as oracle
 import torch
 from torch import Tensor
 
+from tandem_kernels.attention.kv_pages import KVPages, PagedKV, apart, first_of, sizes_of
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 
 
@@ -47,17 +48,24 @@ def scales_of(num_kv_heads: int, device: str) -> KVScales:
 def in_fp8(batch: oracle.PagedBatch) -> tuple[oracle.PagedBatch, KVScales]:
     """Returns the batch over an FP8 cache; its keys and values are what the cache has."""
     cache = batch.kv_cache
-    scales = scales_of(cache.shape[2], str(cache.device))
+    scales = scales_of(sizes_of(cache).num_kv_heads, str(cache.device))
     both = torch.stack((scales.k, scales.v)).double()
-    stored = torch.empty_strided(
-        cache.shape, cache.stride(), dtype=torch.uint8, device=cache.device
-    )
-    of_page = nearest_bytes(cache.double() / both[:, :, None, None])
-    stored.copy_(torch.where(cache.isnan(), 0x7F, of_page))
+    memory = first_of(cache).untyped_storage()
+    numbers = memory.nbytes() // cache.dtype.itemsize
+    pages = torch.full((numbers,), 0x7F, dtype=torch.uint8, device=cache.device).view(E4M3)
+    planes = []
+    for plane, scale in zip((apart(cache).k, apart(cache).v), both, strict=True):
+        stored = pages.as_strided(plane.shape, plane.stride(), plane.storage_offset())
+        of_page = nearest_bytes(plane.double() / scale[:, None, None])
+        stored.view(torch.uint8).copy_(torch.where(plane.isnan(), 0x7F, of_page))
+        planes.append(stored)
+    quantised: PagedKV = KVPages(*planes)
+    if isinstance(cache, Tensor):
+        quantised = pages.as_strided(cache.shape, cache.stride(), cache.storage_offset())
     kept = []
     for tensors, scale in ((batch.keys, both[0]), (batch.values, both[1])):
         kept.append([_kept(x, scale[:, None, None]) for x in tensors])
-    return replace(batch, kv_cache=stored.view(E4M3), keys=kept[0], values=kept[1]), scales
+    return replace(batch, kv_cache=quantised, keys=kept[0], values=kept[1]), scales
 
 
 def _kept(x: Tensor, scale: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from interpreted_fixtures import (  # noqa: F401
 from tandem_kernels import ops
 from tandem_kernels.attention import prefill_attention, prefill_parts, rope_and_cache
 from tandem_kernels.attention.latent_decode import LatentDecodeTuning, latent_decode
+from tandem_kernels.attention.value_form import ValueForm
 
 SMALL = delta_checks.Sizes(key_heads=1, value_heads=2, key_dim=16, value_dim=40)
 
@@ -164,6 +165,29 @@ def test_paged_attention_with_bounded_scores(window: int | None) -> None:
     check.paged_attention(ops.paged_attention.kernel, batch)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        (([5, 200, 33, 0, 70, 20], [1, 1, 1, 1, 7, 20]), {}),
+        (([5, 70, 33], [1, 1, 1]), {"window": 16, "group": 1, "page_padding": 32}),
+        (([5, 70, 200], [1, 1, 90]), {"window": 50, "group": 8, "page_padding": 32}),
+    ],
+    ids=str,
+)
+def test_values_narrower_than_keys(
+    lengths: tuple[list[int], list[int]], options: dict[str, int]
+) -> None:
+    shape = {"num_kv_heads": 2, "group": 3, "head_dim": 24, "value_dim": 16, "block_size": 16}
+    check.attention_with_sinks(ops.paged_attention.kernel, *lengths, **{**shape, **options})
+    fp8_checks.paged_attention(ops.paged_attention.kernel, *lengths, **{**shape, **options})
+
+
+@dtypes
+def test_values_of_a_form(dtype: torch.dtype) -> None:
+    for values in (ValueForm(normed=True), ValueForm(scale=0.7), ValueForm(normed=True, scale=2.0)):
+        check.written_values(ops.rope_and_cache.kernel, values, dtype)
+
+
 @dtypes
 @pytest.mark.parametrize("keep_k", [False, True])
 def test_write_into_an_fp8_cache(dtype: torch.dtype, keep_k: bool) -> None:
@@ -243,6 +267,7 @@ def test_sinks_behind_a_complete_softmax(dtype: torch.dtype) -> None:
 
 def test_copies_of_contexts() -> None:
     check.gather_context(ops.gather_context.kernel, 24, torch.float32)
+    check.gather_context(ops.gather_context.kernel, 24, torch.float32, value_dim=16)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -275,4 +300,5 @@ def test_delta_rule(dtype: torch.dtype) -> None:
 
 def test_gates_of_linear_attention() -> None:
     delta_checks.gated_rms_norm(ops.gated_rms_norm.kernel, 3, 5, 24, torch.float16, "cpu")
-    delta_checks.sigmoid_and_mul(ops.sigmoid_and_mul.kernel, 3, 1100, torch.float16, "cpu")
+    gates = ops.sigmoid_and_mul.kernel, ops.softplus_and_mul.kernel
+    delta_checks.gate_and_mul(*gates, 3, 1100, torch.float16, "cpu")

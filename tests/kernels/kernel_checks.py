@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tandem_kernels import ops
+from tandem_kernels.attention.kv_pages import KVPages, apart
 from tandem_kernels.attention.kv_scales import E4M3, KVScales
 from tandem_kernels.attention.ragged_batch import RaggedBatch
+from tandem_kernels.attention.value_form import ValueForm
 from tandem_kernels.batch.batch_tables import RowTables, StepInputs, WordTables
 from tandem_kernels.elementwise.clamped_gate import ClampedGate
 
@@ -206,6 +208,34 @@ def rope_and_cache(
     others = torch.ones(by_slot.shape[0], dtype=torch.bool, device=device)
     others[written] = False
     assert by_slot[others].isnan().all()
+
+
+def written_values(
+    op: Op, values: ValueForm, dtype: torch.dtype, sizes: tuple[int, int] = (24, 16),
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Checks values that are normed or scaled before they are written, of other widths than keys,
+    and read from the projection afterwards. `sizes` is (head_dim, value_dim)."""
+    (head_dim, value_dim), num_tokens, block_size = sizes, 5, 16
+    q, k, v = (
+        torch.randn(num_tokens, 3, width, device=device).to(dtype)
+        for width in (head_dim, head_dim, value_dim)
+    )
+    pages = torch.zeros(2, 3 * block_size * (head_dim + value_dim), dtype=dtype, device=device)
+    keys, rest = pages.split([3 * block_size * head_dim, 3 * block_size * value_dim], dim=1)
+    cache = KVPages(keys.view(2, 3, block_size, -1), rest.view(2, 3, block_size, -1))
+    wide = v.double()
+    if values.normed:
+        wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = wide * values.scale
+    table = torch.cat((torch.ones(9, head_dim // 2), torch.zeros(9, head_dim // 2)), dim=1)
+    slots = torch.arange(num_tokens, device=device) + block_size
+    before = k.clone()
+    places = torch.zeros_like(slots), table.to(device), cache, slots
+    op(q, k, v, *places, None, None, 1e-6, True, values=values)
+    for found in (v, cache.v[1, :, :num_tokens].transpose(0, 1)):
+        assert oracle.relative_error(found, expected) < ELEMENTWISE[dtype]
+    assert torch.equal(cache.k[1, :, :num_tokens].transpose(0, 1), before)
 
 
 def paged_attention(op: Op, batch: oracle.PagedBatch) -> None:
@@ -847,20 +877,20 @@ def gather_latents(
     assert wide[:, :, :5].isnan().all()
 
 
-def gather_context(op: Op, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
+def gather_context(
+    op: Op, head_dim: int, dtype: torch.dtype, device: str = "cpu", value_dim: int | None = None
+) -> None:
     """Checks ranges of several requests, one of them empty, in a cache with room behind its
-    blocks, and the same in FP8."""
+    blocks, and the same in FP8. `value_dim`: where values are narrower than keys."""
     seq_lens, ranges = [70, 5, 33, 20], [(16, 60), (0, 5), (7, 7), (19, 20)]
     batch = oracle.paged_batch(
         seq_lens, [1] * 4, num_kv_heads=3, group=1, head_dim=head_dim, block_size=16,
-        dtype=dtype, device=device,
+        dtype=dtype, device=device, page_padding=64, value_dim=value_dim,
     )  # fmt: skip
     first = torch.tensor([start for start, _ in ranges], dtype=torch.int32, device=device)
     bounds = oracle.cumulative([end - start for start, end in ranges]).to(device)
     given = batch.metadata.block_tables, first, bounds, int(bounds[-1]), dtype
-    roomy = torch.full((len(batch.kv_cache), 7, 3, 16, head_dim), math.nan, device=device)
-    roomy = roomy.to(dtype)[:, :2].copy_(batch.kv_cache)
-    found = op(roomy, *given)
+    found = op(batch.kv_cache, *given)
     for copied, stored in zip(found, (batch.keys, batch.values), strict=True):
         rows = [
             part[:, start:end].transpose(0, 1)
@@ -869,8 +899,10 @@ def gather_context(op: Op, head_dim: int, dtype: torch.dtype, device: str = "cpu
         assert copied.dtype == dtype and torch.equal(copied, torch.cat(rows).to(dtype))
     factors = torch.tensor([0.5, 1.0, 2.0], device=device)
     scales = KVScales(factors, factors.flip(0))
-    quantised = batch.kv_cache.to(E4M3)
-    copies, plain = op(quantised, *given, scales), op(quantised.to(dtype), *given)
+    pages = apart(batch.kv_cache)
+    quantised = KVPages(pages.k.to(E4M3), pages.v.to(E4M3))
+    rounded = KVPages(quantised.k.to(dtype), quantised.v.to(dtype))
+    copies, plain = op(quantised, *given, scales), op(rounded, *given)
     for copied, numbers, scale in zip(copies, plain, (scales.k, scales.v), strict=True):
         assert torch.equal(copied, numbers * scale[:, None].to(dtype))
 

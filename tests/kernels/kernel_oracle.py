@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import KVPages, PagedKV
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
@@ -45,7 +46,7 @@ class PagedBatch:
     """A ragged batch whose pages are scattered and whose unused places hold NaN."""
 
     q: Tensor
-    kv_cache: Tensor
+    kv_cache: PagedKV
     metadata: AttentionMetadata
     keys: list[Tensor]
     values: list[Tensor]
@@ -54,9 +55,9 @@ class PagedBatch:
     sinks: Tensor | None = None
 
     def expected(self, width: int | None = None) -> Tensor:
-        """Computes [T, Hq, D] float64 by softmax over each query token's own context; `width`: of
-        values that are narrower than keys."""
-        shape = (*self.q.shape[:2], width or self.q.shape[2])
+        """Computes [T, Hq, Dv] float64 by softmax over each query token's own context; `width`: of
+        values that are the first numbers of keys."""
+        shape = (*self.q.shape[:2], width or self.values[0].shape[2])
         out = torch.zeros(shape, dtype=torch.float64, device=self.q.device)
         bounds = self.metadata.query_start_loc.tolist()
         for r, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -97,33 +98,43 @@ def paged_batch(
     spare_blocks: int = 3,
     window: int | None = None,
     page_padding: int = 0,
+    value_dim: int | None = None,
 ) -> PagedBatch:
     """Makes random requests; the leading ones with one query token count as decodes. What no query
     sees through `window` is NaN, and entries of tables before it name a block that is all NaN.
-    `page_padding`: unused numbers behind each block.
+    `page_padding`: unused numbers behind each block. `value_dim`: where values are narrower than
+    keys.
     """
     blocks_of = [-(-n // block_size) for n in seq_lens]
     num_blocks = sum(blocks_of) + spare_blocks
-    shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
-    page = math.prod(shape[1:])
+    shape, value_dim = (num_blocks, num_kv_heads, block_size, -1), value_dim or head_dim
+    keys_end = num_kv_heads * block_size * head_dim
+    page = keys_end + num_kv_heads * block_size * value_dim
     pages = torch.full((num_blocks, page + page_padding), math.nan, dtype=dtype, device=device)
-    kv_cache = pages[:, :page].view(shape)
+    planes = KVPages(pages[:, :keys_end].view(shape), pages[:, keys_end:page].view(shape))
+    kv_cache: PagedKV = planes
+    if value_dim == head_dim:
+        kv_cache = pages[:, :page].view(num_blocks, 2, *shape[1:])
     null, *free = torch.randperm(num_blocks).tolist()
     # A wrong entry behind a request's last block must never be followed.
     tables = torch.full((len(seq_lens), max(blocks_of) + 2), 2**30, dtype=torch.int32)
     keys, values = [], []
     for r, seq_len in enumerate(seq_lens):
-        kv = torch.randn(2, num_kv_heads, seq_len, head_dim, device=device).to(dtype)
+        k, v = (
+            torch.randn(num_kv_heads, seq_len, width, device=device).to(dtype)
+            for width in (head_dim, value_dim)
+        )
         first = 0 if window is None else max(0, seq_len - query_lens[r] - window + 1)
         tables[r, : first // block_size] = null
         for b in range(first // block_size, blocks_of[r]):
             tables[r, b] = free.pop()
             begin = max(first, b * block_size)
-            piece = kv[:, :, begin : (b + 1) * block_size]
             place = begin - b * block_size
-            kv_cache[tables[r, b], :, :, place : place + piece.shape[2]] = piece
-        keys.append(kv[0])
-        values.append(kv[1])
+            for plane, own in ((planes.k, k), (planes.v, v)):
+                piece = own[:, begin : (b + 1) * block_size]
+                plane[tables[r, b], :, place : place + piece.shape[1]] = piece
+        keys.append(k)
+        values.append(v)
     num_decodes = next((r for r, n in enumerate(query_lens) if n != 1), len(query_lens))
     q = torch.randn(sum(query_lens), num_kv_heads * group, head_dim, device=device).to(dtype)
     metadata = AttentionMetadata(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import fp8_checks
 import kernel_checks as check
 import kernel_oracle as oracle
 import pytest
@@ -58,6 +59,24 @@ def test_sinks(window: int | None, fixed_order: bool) -> None:
     shape = {"num_kv_heads": 2, "group": 3, "head_dim": 24, "block_size": 16, "window": window}
     lengths = [5, 0, 70, 16, 17, 64, 20], [1, 1, 1, 1, 1, 7, 20]
     check.attention_with_sinks(ops.paged_attention, *lengths, fixed_order=fixed_order, **shape)
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("window", [None, 16, 40])
+@pytest.mark.parametrize("page_padding", [0, 640, 7])
+def test_values_narrower_than_keys(
+    window: int | None, page_padding: int, fixed_order: bool
+) -> None:
+    torch.manual_seed(6)
+    shape = {
+        "num_kv_heads": 2, "group": 3, "head_dim": 24, "value_dim": 16, "block_size": 16,
+        "window": window, "page_padding": page_padding, "fixed_order": fixed_order,
+    }  # fmt: skip
+    lengths = [5, 0, 70, 16, 17, 64, 20], [1, 1, 1, 1, 1, 7, 20]
+    check.attention_with_sinks(ops.paged_attention, *lengths, **shape)
+    fp8_checks.paged_attention(ops.paged_attention, *lengths, **shape)
+    del shape["fixed_order"]
+    check.paged_attention(ops.paged_attention, oracle.paged_batch(*lengths, **shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -172,6 +191,7 @@ def test_one_token_of_a_prompt_equals_a_decode() -> None:
 def test_copies_of_contexts(dtype: torch.dtype) -> None:
     torch.manual_seed(9)
     check.gather_context(ops.gather_context, 24, dtype)
+    check.gather_context(ops.gather_context, 24, dtype, value_dim=16)
 
 
 @pytest.mark.parametrize("dtype", list(check.ATTENTION), ids=str)

@@ -33,4 +33,4 @@ def test_gated_delta_rule(dtype: torch.dtype, batch: check.Batch) -> None:
 @dtypes
 def test_gates(dtype: torch.dtype) -> None:
     check.gated_rms_norm(ops.gated_rms_norm, 5, 3, 24, dtype, "cpu")
-    check.sigmoid_and_mul(ops.sigmoid_and_mul, 5, 72, dtype, "cpu")
+    check.gate_and_mul(ops.sigmoid_and_mul, ops.softplus_and_mul, 5, 72, dtype, "cpu")

@@ -11,6 +11,7 @@ import torch
 from fused_qkv_checks import QkvShape
 
 from tandem_kernels import ops
+from tandem_kernels.attention.value_form import ValueForm
 from tandem_kernels.gemm import few_row_shapes, fused_qkv_shapes
 
 dtypes = pytest.mark.parametrize("dtype", list(check.ELEMENTWISE), ids=str)
@@ -139,6 +140,12 @@ def test_rope_and_cache(dtype: torch.dtype, head_dim: int, head_norm: bool) -> N
     check.rope_and_cache(
         ops.rope_and_cache, dtype, head_dim=head_dim, head_norm=head_norm, keep_k=head_norm
     )
+
+
+@dtypes
+def test_values_of_a_form(dtype: torch.dtype) -> None:
+    for values in (ValueForm(normed=True), ValueForm(scale=0.7), ValueForm(normed=True, scale=2.0)):
+        check.written_values(ops.rope_and_cache, values, dtype)
 
 
 @pytest.mark.parametrize("group", [0, 128])

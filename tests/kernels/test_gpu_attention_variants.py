@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp8_checks
 import kernel_checks as check
 import kernel_oracle as oracle
 import pytest
@@ -9,6 +10,7 @@ import torch
 from gpu_fixtures import check_attention, halves, poisoned_and_fresh  # noqa: F401
 
 from tandem_kernels import ops
+from tandem_kernels.attention.value_form import ValueForm
 
 pytestmark = pytest.mark.gpu
 
@@ -75,3 +77,44 @@ def test_decodes_through_a_small_window(block_size: int) -> None:
     lengths = [1, 127, 128, 129, 1000, 0, 9000], [1] * 7
     more = {"window": 128, "block_size": block_size, "device": "cuda"}
     check.attention_with_sinks(ops.paged_attention, *lengths, **shape, **more)  # type: ignore[arg-type]
+
+
+@halves
+@pytest.mark.parametrize("window", [None, 128, 1024])
+@pytest.mark.parametrize("widths", [(192, 128), (24, 16)])
+def test_values_narrower_than_keys(
+    dtype: torch.dtype, widths: tuple[int, int], window: int | None
+) -> None:
+    """Decodes alone, few and many of them, behind prompts, and behind long contexts; with sinks,
+    and over an FP8 cache."""
+    shape = {
+        "num_kv_heads": 4, "group": 16, "head_dim": widths[0], "value_dim": widths[1],
+        "dtype": dtype, "window": window, "block_size": 64, "page_padding": 640, "device": "cuda",
+    }  # fmt: skip
+    for lengths in (
+        ([1, 127, 128, 129, 1000, 0, 9000], [1] * 7),
+        ([5000], [1]),
+        ([700] * 70, [1] * 70),
+        ([300, 700, 2500], [1, 129, 2400]),
+        ([9000], [40]),
+    ):
+        check.attention_with_sinks(ops.paged_attention, *lengths, **shape)
+        fp8_checks.paged_attention(ops.paged_attention, *lengths, **shape)
+
+
+@halves
+@pytest.mark.parametrize("window", [None, 1024])
+def test_heads_of_512(dtype: torch.dtype, window: int | None) -> None:
+    shape = {
+        "num_kv_heads": 2, "group": 8, "head_dim": 512, "dtype": dtype, "window": window,
+        "block_size": 64,
+    }  # fmt: skip
+    check_attention([1, 127, 128, 129, 1000, 0, 5000], [1] * 7, **shape)
+    check_attention([300, 700, 2500], [1, 129, 2400], **shape)
+
+
+@halves
+def test_values_of_a_form(dtype: torch.dtype) -> None:
+    for values in (ValueForm(normed=True), ValueForm(scale=0.7), ValueForm(normed=True, scale=2.0)):
+        for sizes in ((192, 128), (512, 512), (256, 256)):
+            check.written_values(ops.rope_and_cache, values, dtype, sizes, "cuda")

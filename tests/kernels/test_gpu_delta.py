@@ -62,7 +62,7 @@ def test_how_a_request_is_cut_changes_no_bit() -> None:
 def test_gates(dtype: torch.dtype, rows: int) -> None:
     check.gated_rms_norm(ops.gated_rms_norm, rows, 32, 128, dtype, "cuda")
     check.gated_rms_norm(ops.gated_rms_norm, rows, 3, 96, dtype, "cuda")
-    check.sigmoid_and_mul(ops.sigmoid_and_mul, rows, 4096, dtype, "cuda")
+    check.gate_and_mul(ops.sigmoid_and_mul, ops.softplus_and_mul, rows, 4096, dtype, "cuda")
 
 
 def test_a_graph_computes_whatever_its_tensors_say() -> None:

@@ -57,6 +57,7 @@ def test_expansion_of_cached_latents(dtype: torch.dtype, num_heads: int) -> None
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_copies_of_contexts(dtype: torch.dtype, head_dim: int) -> None:
     check.gather_context(ops.gather_context, head_dim, dtype, "cuda")
+    check.gather_context(ops.gather_context, head_dim, dtype, "cuda", value_dim=16)
 
 
 @halves

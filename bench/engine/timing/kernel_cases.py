@@ -151,7 +151,7 @@ def dense_attention(
         whole = AttentionMetadata(lengths, bounds, lengths, 0, length, length)
         uncached = split_metadata(whole, (length,) * num_prompts)
         flash = FlashPrefill(package)
-        others["FlashAttention 3"] = [lambda: flash.attend(spec, heads, uncached)]
+        others["FlashAttention 3"] = [lambda: flash.attend(spec, heads.flatten(1), uncached)]
     return others
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.attention.kv_scales import KVScales
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -88,10 +89,12 @@ class AttentionSpec:
 
     Attributes:
         num_heads, num_kv_heads: Of this rank.
+        head_dim: Numbers of a query and of a key.
         scale: Factor of the scores.
         softcap: Bound of the scores, `softcap * tanh(score / softcap)`; 0: none.
         sinks: [num_heads] float32 or None: scores without a value, which the softmax counts.
         kv_scales: Of an FP8 cache; None: the cache is in the dtype of keys and values.
+        v_head_dim: Numbers of a value; 0: as many as of a key.
     """
 
     num_heads: int
@@ -101,19 +104,45 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: Tensor | None = field(default=None, compare=False)
     kv_scales: KVScales | None = field(default=None, compare=False)
+    v_head_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Returns the numbers of all queries of a token, which come first among its heads."""
+        return self.num_heads * self.head_dim
+
+    def queries(self, heads: Tensor) -> Tensor:
+        """Returns [T, Hq, D] of `AttentionBackend.attend`'s heads."""
+        return heads[:, : self.query_width].view(len(heads), self.num_heads, self.head_dim)
+
+    def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries [T, Hq, D], keys [T, Hkv, D] and values [T, Hkv, Dv] of
+        `AttentionBackend.attend`'s heads."""
+        count, width = self.num_kv_heads, self.value_dim
+        sizes = [self.query_width, count * self.head_dim, count * width]
+        q, k, v = torch.split(heads, sizes, dim=1)
+        return (
+            q.view(len(q), self.num_heads, self.head_dim),
+            k.view(len(k), count, self.head_dim),
+            v.view(len(v), count, width),
+        )
 
 
 class AttentionBackend(ABC):
     """Owns the order of chunks, the metadata and the kernels of attention."""
 
     def prepare(  # noqa: B027
-        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+        self, num_heads: int, kv_cache: PagedKV, dtype: torch.dtype, max_tokens: int
     ) -> None:
         """Does what takes long the first time, for prompts of up to `max_tokens` tokens.
 
         Args:
             num_heads: Query heads of this rank.
-            kv_cache: [N, 2, Hkv, B, D] of any layer.
+            kv_cache: [N, 2, Hkv, B, D] of a layer that sees everything, or its pages.
             dtype: Of queries, keys and values, before they are in the cache.
         """
 
@@ -141,15 +170,15 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(
-        self, spec: AttentionSpec, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, spec: AttentionSpec, heads: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata
     ) -> Tensor:
         """Attends, once the step's keys and values are in the cache.
 
         Args:
-            heads: [T, Hq + 2 Hkv, D], queries, rotated, keys and values. Where it does not read new
-                keys (`reads_new_keys`), keys and values may be anything.
-            kv_cache: [N, 2, Hkv, B, D].
+            heads: [T, Hq D + Hkv (D + Dv)], queries, rotated, keys and values. Where it does not
+                read new keys (`reads_new_keys`), keys and values may be anything.
+            kv_cache: [N, 2, Hkv, B, D], or its pages.
 
         Returns:
-            [T, Hq, D].
+            [T, Hq, Dv].
         """

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from engine.head_sizes import HeadSizes
+from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.layer import Attention, AttentionInputs
 from engine.layers.linear import GateForm, QKVParallelLinear, RowParallelLinear, repeated
 from engine.layers.methods.base import HeadPlaces
@@ -24,9 +26,12 @@ from engine.layers.shard import CheckpointWeight, Shard
 from engine.layers.split_norm import SplitRMSNorm
 from kv_transfer.layout import HeadRange, heads_of_rank
 from tandem_kernels import ops
+from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.attention.kv_scales import KVScales
+from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 
 HeadNorm = Literal["none", "each", "all"]
+GateActivation = Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +48,12 @@ class AttentionOptions:
         scale: Of the scores; None: head_dim ** -0.5.
         softcap: Bound of the scores; 0: none.
         head_order: See `engine.rope.Rotary.head_order`.
-        output_gate: What each head attends to is multiplied by the sigmoid of a gate of its own;
-            says where the checkpoint has it.
+        output_gate: What each head attends to is multiplied by a gate; says where the checkpoint
+            has it.
+        gate_activation: What is done to gates first.
+        gate_name: Of the gates' projection, if they have one.
+        shares_keys: Values are projected by the weights of keys.
+        values: See `Attention`.
         kv_scales: See `AttentionSpec`.
     """
 
@@ -58,6 +67,10 @@ class AttentionOptions:
     softcap: float = 0.0
     head_order: tuple[int, ...] | None = None
     output_gate: GateForm = "none"
+    gate_activation: GateActivation = "sigmoid"
+    gate_name: str = "gate_proj"
+    shares_keys: bool = False
+    values: ValueForm = PLAIN_VALUES
     kv_scales: KVScales | None = None
 
 
@@ -65,7 +78,7 @@ class AttentionBlock(nn.Module):
     """Adds grouped-query attention to the residual stream.
 
     Args:
-        num_heads, num_kv_heads: Of all ranks.
+        heads: Of all ranks.
         norm: Of what is added; None: none.
         input_size: Of what it reads; None: `hidden_size`.
     """
@@ -77,9 +90,7 @@ class AttentionBlock(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: HeadSizes,
         shard: Shard,
         options: AttentionOptions,
         *,
@@ -87,6 +98,7 @@ class AttentionBlock(nn.Module):
         input_size: int | None = None,
     ) -> None:
         super().__init__()
+        head_dim, num_heads, num_kv_heads = heads.head_dim, heads.num_heads, heads.num_kv_heads
         first_head, local_heads = shard.part(num_heads)
         kv_heads = heads_of_rank(num_kv_heads, shard.tp.rank, shard.tp.size)
         self.eps = options.eps
@@ -95,37 +107,44 @@ class AttentionBlock(nn.Module):
         head_order = None if order is None else torch.tensor(order)
         self.qkv_proj = QKVParallelLinear(
             input_size or hidden_size,
-            head_dim,
-            num_heads,
-            num_kv_heads,
+            heads,
             kv_heads,
             shard,
             bias=options.bias,
             head_order=head_order,
             gates=options.output_gate,
+            gate_name=options.gate_name,
+            shares_keys=options.shares_keys,
         )
-        has_gates = options.output_gate != "none"
-        self.num_gates = local_heads * head_dim if has_gates else 0
-        heads = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
+        gates_of_head = {"none": 0, "per_head": 1}.get(options.output_gate, heads.v_head_dim)
+        self.num_gates = local_heads * gates_of_head
+        self.has_softplus = options.gate_activation == "softplus"
+        normed = (HeadRange(first_head, local_heads), num_heads), (kv_heads, num_kv_heads)
         self.q_norm, self.k_norm = (
-            _head_norm(part, total, head_dim, options, head_order, shard) for part, total in heads
+            _head_norm(part, total, head_dim, options, head_order, shard) for part, total in normed
         )
         self.has_plain_heads = (
-            options.head_norm == "none" and not has_gates and options.kv_scales is None
+            options.head_norm == "none"
+            and not self.num_gates
+            and options.kv_scales is None
+            and options.values.is_plain
+            and heads.v_head_dim == head_dim
         )
         self.heads = first_head, num_heads
         self.sinks = shard.parameter(local_heads, dtype=torch.float32) if options.sinks else None
-        self.attention = Attention(
+        spec = AttentionSpec(
             local_heads,
             kv_heads.count,
             head_dim,
-            options.scale,
+            head_dim**-0.5 if options.scale is None else options.scale,
             options.softcap,
             self.sinks,
-            kv_scales=options.kv_scales,
+            options.kv_scales,
+            heads.v_head_dim,
         )
+        self.attention = Attention(spec, options.values)
         self.o_proj = RowParallelLinear(
-            num_heads * head_dim, hidden_size, shard.at("o_proj"), bias=options.output_bias
+            num_heads * heads.v_head_dim, hidden_size, shard.at("o_proj"), bias=options.output_bias
         )
 
     @property
@@ -137,32 +156,34 @@ class AttentionBlock(nn.Module):
         self,
         x: Rows | UnnormedRows,
         stream: ResidualStream,
-        kv_cache: Tensor,
+        kv_cache: PagedKV,
         inputs: AttentionInputs,
         kept: Tensor | None = None,
     ) -> None:
         """Attends for `x`, [T, H], normed or to be normed. The stream goes on with the rows `kept`
         [n] alone; None: with all."""
         heads = gates = None
-        if self.has_plain_heads:
+        if self.has_plain_heads and isinstance(kv_cache, Tensor):
             heads = self.qkv_proj.heads(x, _places(kv_cache, inputs))
         if heads is None:
             normed = x.normed() if isinstance(x, UnnormedRows) else x
             heads, gates = self._written(self.qkv_proj(normed), kv_cache, inputs)
-        inputs.scale_queries(heads[:, : self.attention.spec.num_heads])
+        heads = heads.flatten(1)
+        inputs.scale_queries(heads[:, : self.attention.spec.query_width])
         attended: Tensor = self.attention(heads, kv_cache, inputs, kept)
         if kept is not None:
             stream.keep(kept)
         if gates is not None:
             gates = gates if kept is None else gates.index_select(0, kept)
-            attended = ops.sigmoid_and_mul(attended, gates)
+            gate = ops.softplus_and_mul if self.has_softplus else ops.sigmoid_and_mul
+            attended = gate(attended, gates)
         self.o_proj.add_to(stream, attended, self.norm)
 
     def _written(
-        self, projected: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+        self, projected: Tensor, kv_cache: PagedKV, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor | None]:
         """Rotates what was projected and writes keys and values. Returns heads, and the gates of
-        the query's, [T, Hq * D]; None: they have none."""
+        the query's, [T, Hq * Dv] or [T, Hq]; None: they have none."""
         gates, qkv = None, projected
         if self.num_gates:
             gates, qkv = projected[:, : self.num_gates], projected[:, self.num_gates :]

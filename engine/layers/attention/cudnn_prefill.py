@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.layers.attention.backend import AttentionSpec
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillMetadata
+from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 from tandem_kernels.device import has_capability
 
 BUCKET = 256
@@ -26,12 +27,16 @@ class CudnnPrefill(DensePrefill):
         self.min_tokens = min_tokens
 
     @staticmethod
-    def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-        """Returns whether it is the faster one here: on Hopper and later, in half precision."""
+    def is_available(
+        dtype: torch.dtype, head_dim: int, device: torch.device, v_head_dim: int | None = None
+    ) -> bool:
+        """Returns whether it is the faster one here: on Hopper and later, in half precision, with
+        values as wide as keys."""
         return (
             has_capability(device, (9, 0))
             and dtype in (torch.float16, torch.bfloat16)
             and head_dim in (64, 96, 128)
+            and v_head_dim in (None, head_dim)
             and torch.backends.cudnn.enabled
         )
 
@@ -39,6 +44,7 @@ class CudnnPrefill(DensePrefill):
         self, spec: AttentionSpec, heads: Tensor, metadata: UncachedPrefillMetadata
     ) -> Tensor:
         lengths, num_heads, scale = metadata.prompt_lens, spec.num_heads, spec.scale
+        heads = heads.view(len(heads), -1, spec.head_dim)
         if sum(lengths) == len(heads) and len(lengths) == 1:
             return _attend(heads, num_heads, scale)
         attended = torch.empty_like(heads[:, :num_heads], memory_format=torch.contiguous_format)
@@ -50,9 +56,9 @@ class CudnnPrefill(DensePrefill):
         return attended
 
     def prepare(
-        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+        self, num_heads: int, kv_cache: PagedKV, dtype: torch.dtype, max_tokens: int
     ) -> None:
-        _, _, num_kv_heads, _, head_dim = kv_cache.shape
+        num_kv_heads, _, head_dim, _ = sizes_of(kv_cache)
         for length in range(self.min_tokens, max_tokens + 1, BUCKET):
             shape = (length, num_heads + 2 * num_kv_heads, head_dim)
             heads = torch.zeros(shape, dtype=dtype, device=kv_cache.device)

@@ -26,6 +26,7 @@ from engine.layers.attention.uncached_prefill import (
 )
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import PagedKV, apart, sizes_of
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 from tandem_kernels.device import has_warpgroup_mma
 
@@ -58,10 +59,14 @@ def is_installed(package: str = PACKAGE) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Returns whether its kernels are made for this."""
+def is_available(
+    dtype: torch.dtype, head_dim: int, device: torch.device, v_head_dim: int | None = None
+) -> bool:
+    """Returns whether its kernels are made for this; values are as wide as keys unless
+    `v_head_dim` says otherwise."""
     return (
-        has_warpgroup_mma(device)
+        (v_head_dim in (None, head_dim) or (head_dim, v_head_dim) in _UNLIKE_SIZES)
+        and has_warpgroup_mma(device)
         and dtype in (torch.float16, torch.bfloat16)
         and head_dim <= 256
         and head_dim % 8 == 0
@@ -70,14 +75,15 @@ def is_available(dtype: torch.dtype, head_dim: int, device: torch.device) -> boo
 
 def flash_attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Does what `tandem_kernels.reference.attention.paged_attention` does: `q` [T, Hq, D] and
-    `kv_cache` [N, 2, Hkv, B, D] -> [T, Hq, D]. Rows of requests with `seq_lens` 0 are anything."""
-    keys, values = kv_cache.transpose(2, 3).unbind(1)
+    """Does what `tandem_kernels.reference.attention.paged_attention` does: `q` [T, Hq, D] ->
+    [T, Hq, Dv]. Rows of requests with `seq_lens` 0 are anything."""
+    pages = apart(kv_cache)
+    keys, values = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
     more = {} if sinks is None else {"return_softmax_lse": True}
     attended = importlib.import_module(PACKAGE).flash_attn_with_kvcache(
         q,
@@ -126,9 +132,7 @@ class FlashRagged:
     @staticmethod
     def package(dtype: torch.dtype, key: int, value: int, device: torch.device) -> str | None:
         """Returns the one to use for these widths of heads, or None when there is none."""
-        if key != value and (key, value) not in _UNLIKE_SIZES:
-            return None
-        return FlashPrefill.package(dtype, key, device)
+        return FlashPrefill.package(dtype, key, device, value)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float
@@ -162,9 +166,11 @@ class FlashPrefill(DensePrefill):
         self.ragged = FlashRagged(package)
 
     @staticmethod
-    def package(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
+    def package(
+        dtype: torch.dtype, head_dim: int, device: torch.device, v_head_dim: int | None = None
+    ) -> str | None:
         """Returns the one to use here, or None when there is none."""
-        if not is_available(dtype, head_dim, device):
+        if not is_available(dtype, head_dim, device, v_head_dim):
             return None
         if is_installed(PACKAGE):
             return PACKAGE
@@ -175,20 +181,21 @@ class FlashPrefill(DensePrefill):
         self, spec: AttentionSpec, heads: Tensor, metadata: UncachedPrefillMetadata
     ) -> Tensor:
         lengths = metadata.prompt_lens
-        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        q, k, v = spec.split(heads)
         first = metadata.num_decodes
         bounds = metadata.query_start_loc[first : first + len(lengths) + 1]
         return self._attend(q, k, v, bounds, max(lengths), spec.scale, spec.sinks)
 
     def prepare(
-        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+        self, num_heads: int, kv_cache: PagedKV, dtype: torch.dtype, max_tokens: int
     ) -> None:
         """Loads its kernels onto the device: any length has the same. Arguments as in
-        `AttentionBackend.prepare`; `kv_cache` is [N, 2, Hkv, B, D]."""
-        _, _, num_kv_heads, _, head_dim = kv_cache.shape
+        `AttentionBackend.prepare`."""
+        num_kv_heads, _, head_dim, v_head_dim = sizes_of(kv_cache)
+        heads = (num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, v_head_dim)
         q, k, v = (
-            torch.zeros((self.min_tokens, n, head_dim), dtype=dtype, device=kv_cache.device)
-            for n in (num_heads, num_kv_heads, num_kv_heads)
+            torch.zeros((self.min_tokens, *size), dtype=dtype, device=kv_cache.device)
+            for size in heads
         )
         bounds = torch.tensor([0, self.min_tokens], dtype=torch.int32, device=q.device)
         self._attend(q, k, v, bounds, self.min_tokens, head_dim**-0.5)

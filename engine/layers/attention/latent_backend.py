@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from engine.layers.attention.backend import PrefillChunk, StepBatch, StepOrder
 from engine.layers.attention.context_passes import (
@@ -35,6 +34,7 @@ from engine.layers.attention.context_passes import (
 from engine.layers.attention.paged import PagedBackend
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import PagedKV
 from tandem_kernels.attention.ragged_batch import RaggedBatch
 
 _FEWEST_TOKENS = 64
@@ -97,7 +97,7 @@ class LatentBackend(PagedBackend):
         return self.shape is not None
 
     def prepare(
-        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+        self, num_heads: int, kv_cache: PagedKV, dtype: torch.dtype, max_tokens: int
     ) -> None:
         """Loads the kernels of a library onto the device: any length has the same. Arguments as
         in `AttentionBackend.prepare`; `kv_cache` is [N, 1, 1, B, L + R]."""

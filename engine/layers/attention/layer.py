@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from engine.layers.attention.backend import AttentionBackend, AttentionSpec
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
-from tandem_kernels.attention.kv_scales import KVScales
+from tandem_kernels.attention.kv_pages import PagedKV
+from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,51 +38,37 @@ class AttentionInputs:
     query_scales: Tensor | None = None
 
     def scale_queries(self, queries: Tensor) -> None:
-        """Multiplies `queries` [T, Hq, D] in place, where scores grow with the position."""
+        """Multiplies `queries` [T, ...] in place, where scores grow with the position."""
         if self.query_scales is not None:
-            queries.mul_(self.query_scales[:, None, None])
+            queries.mul_(self.query_scales.view(-1, *(1,) * (queries.dim() - 1)))
 
 
 class Attention(nn.Module):
-    """Attends over one layer's cache [N, 2, Hkv, B, D], once the step's keys and values are there.
+    """Attends over one layer's cache [N, 2, Hkv, B, D], or its pages, once the step's keys and
+    values are there.
 
     Args:
-        num_heads, num_kv_heads: Of this rank.
-        scale: Factor of the scores; None: head_dim ** -0.5.
-        softcap, sinks, kv_scales: See `AttentionSpec`.
+        values: What is done to values before they are written.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        kv_scales: KVScales | None = None,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, values: ValueForm = PLAIN_VALUES) -> None:
         super().__init__()
-        scale = head_dim**-0.5 if scale is None else scale
-        self.spec = AttentionSpec(
-            num_heads, num_kv_heads, head_dim, scale, softcap, sinks, kv_scales
-        )
+        self.spec, self.values = spec, values
 
     def write(
         self,
         qkv: Tensor,
-        kv_cache: Tensor,
+        kv_cache: PagedKV,
         inputs: AttentionInputs,
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        """Rotates, and writes keys and values into the cache: [T, (Hq + 2 Hkv) * D] -> heads
-        [T, Hq + 2 Hkv, D] in the same memory. The weights, [D], normalise each head before RoPE.
+        """Rotates, and writes keys and values into the cache: [T, Hq D + Hkv (D + Dv)], in the same
+        memory. The weights, [D], normalise each head before RoPE.
         """
         spec = self.spec
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        q, k, v = spec.split(qkv)
         ops.rope_and_cache(
             q,
             k,
@@ -96,17 +82,18 @@ class Attention(nn.Module):
             eps,
             keep_k=inputs.backend.reads_new_keys(inputs.metadata),
             kv_scales=spec.kv_scales,
+            values=self.values,
         )
-        return heads
+        return qkv
 
     def forward(
         self,
         heads: Tensor,
-        kv_cache: Tensor,
+        kv_cache: PagedKV,
         inputs: AttentionInputs,
         kept: Tensor | None = None,
     ) -> Tensor:
-        """Attends: heads as `write` returns them -> [T, Hq * D], or the rows `kept` [n] of it."""
+        """Attends: heads as `write` returns them -> [T, Hq * Dv], or the rows `kept` [n] of it."""
         spec, backend = self.spec, inputs.backend
         if kept is not None and inputs.kept is not None:
             few = heads.index_select(0, kept)

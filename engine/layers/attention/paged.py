@@ -17,6 +17,7 @@ from engine.layers.attention.backend import (
 )
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import PagedKV
 
 PagedKernel = Callable[..., Tensor]
 """See `tandem_kernels.reference.attention.paged_attention`; not all have its soft bound, its
@@ -59,9 +60,9 @@ class PagedBackend(AttentionBackend):
         )
 
     def attend(
-        self, spec: AttentionSpec, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, spec: AttentionSpec, heads: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata
     ) -> Tensor:
-        queries = heads[:, : spec.num_heads]
+        queries = spec.queries(heads)
         rare: dict[str, Any] = {"softcap": spec.softcap} if spec.softcap else {}
         if spec.sinks is not None:
             rare["sinks"] = spec.sinks

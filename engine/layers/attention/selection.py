@@ -9,6 +9,7 @@ import torch
 
 from engine.config import AttentionBackendName, EngineConfig
 from engine.contracts.errors import CannotStartError
+from engine.head_sizes import HeadSizes
 from engine.layers.attention import flash_attention
 from engine.layers.attention.backend import AttentionBackend
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
@@ -68,18 +69,32 @@ def choose_attention(
         return _latent_backend(config, device, latent, recorded_tokens)
     if config.device.deterministic or rare_attention or all(has_window):
         wanted = "triton"
-    shape = getattr(torch, config.model.dtype), config.model.head_dim, device
+    dtype, seeing = getattr(torch, config.model.dtype), _heads_that_see_everything(config)
     if wanted == "flash-attn":
-        _check_flash_attention(*shape)
+        for heads in seeing:
+            _check_flash_attention(dtype, heads, device)
         logger.info("attention: FlashAttention 3")
         return PagedBackend(flash_attention.flash_attention)
-    dense = _dense_prefill(*shape, has_sinks=has_sinks) if wanted == "auto" else None
+    dense = None
+    if wanted == "auto" and len(seeing) == 1:
+        dense = _dense_prefill(dtype, seeing[0], device, has_sinks=has_sinks)
     if dense is None:
         logger.info("attention: %s", "Triton" if is_gpu(device) else "torch")
         return PagedBackend(fixed_order=config.device.deterministic)
     which = "uncached" if dense.ragged is None else "long"
     logger.info("attention of %s prompts: %s; of all others: Triton", which, dense.name)
     return UncachedPrefillBackend(dense, recorded_tokens=recorded_tokens)
+
+
+def _heads_that_see_everything(config: EngineConfig) -> list[HeadSizes]:
+    """Returns the heads of layers without a window, each kind of width once."""
+    kinds: dict[tuple[int, int], HeadSizes] = {}
+    for group in config.kv_layout.groups:
+        if group.window is None and not group.is_state:
+            of_model = [layer for layer in group.layers if layer < config.model.num_layers]
+            for heads in map(config.model.heads_of, of_model):
+                kinds.setdefault((heads.head_dim, heads.v_head_dim), heads)
+    return list(kinds.values())
 
 
 def _latent_backend(
@@ -120,11 +135,12 @@ def _check_fp8_cache(wanted: AttentionBackendName, device: torch.device) -> None
 
 
 def _dense_prefill(
-    dtype: torch.dtype, head_dim: int, device: torch.device, *, has_sinks: bool
+    dtype: torch.dtype, heads: HeadSizes, device: torch.device, *, has_sinks: bool
 ) -> DensePrefill | None:
     """Returns the fastest that is there. A library that is installed and does not load is no
     reason not to start: it may have been built for another torch."""
-    package = FlashPrefill.package(dtype, head_dim, device)
+    sizes = dtype, heads.head_dim, device, heads.v_head_dim
+    package = FlashPrefill.package(*sizes)
     if package is not None:
         try:
             return FlashPrefill(package)
@@ -132,19 +148,19 @@ def _dense_prefill(
             logger.warning(_NOT_LOADED, package, error)
     if has_sinks and not CudnnPrefill.has_sinks:
         return None
-    return CudnnPrefill() if CudnnPrefill.is_available(dtype, head_dim, device) else None
+    return CudnnPrefill() if CudnnPrefill.is_available(*sizes) else None
 
 
-def _check_flash_attention(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+def _check_flash_attention(dtype: torch.dtype, heads: HeadSizes, device: torch.device) -> None:
     if not flash_attention.is_installed():
         raise AttentionBackendError(
             f"attention_backend flash-attn needs the package {flash_attention.PACKAGE} "
             "(FlashAttention 3 for Hopper); install it, or choose auto or triton"
         )
-    if not flash_attention.is_available(dtype, head_dim, device):
+    if not flash_attention.is_available(dtype, heads.head_dim, device, heads.v_head_dim):
         raise AttentionBackendError(
-            f"FlashAttention 3 does not compute {dtype} with heads of {head_dim} on {device}; "
-            "choose auto or triton as attention_backend"
+            f"FlashAttention 3 does not compute {dtype} with heads of {heads.head_dim} on "
+            f"{device}; choose auto or triton as attention_backend"
         )
     try:
         importlib.import_module(flash_attention.PACKAGE)

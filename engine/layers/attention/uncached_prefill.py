@@ -39,6 +39,7 @@ from engine.layers.attention.context_passes import (
 from engine.layers.attention.paged import PagedBackend
 from tandem_kernels import ops
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import PagedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +95,15 @@ class DensePrefill(ABC):
         """Computes causal attention of the prompts in `metadata.prompt_lens`.
 
         Args:
-            heads: [T, Hq + 2 Hkv, D], queries, keys and values of the whole batch, rotated.
+            heads: As `AttentionBackend.attend` is given them, of the whole batch.
 
         Returns:
-            [T, Hq, D], whose rows of other requests are anything.
+            [T, Hq, Dv], whose rows of other requests are anything.
         """
 
     @abstractmethod
     def prepare(
-        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+        self, num_heads: int, kv_cache: PagedKV, dtype: torch.dtype, max_tokens: int
     ) -> None:
         """Prepares as `AttentionBackend.prepare` says; `kv_cache` is [N, 2, Hkv, B, D]."""
 
@@ -126,7 +127,7 @@ class UncachedPrefillBackend(AttentionBackend):
         return self.dense.ragged is not None
 
     def prepare(
-        self, num_heads: int, kv_cache: Tensor, dtype: torch.dtype, max_tokens: int
+        self, num_heads: int, kv_cache: PagedKV, dtype: torch.dtype, max_tokens: int
     ) -> None:
         self.dense.prepare(num_heads, kv_cache, dtype, max_tokens)
 
@@ -158,31 +159,31 @@ class UncachedPrefillBackend(AttentionBackend):
         return isinstance(metadata, UncachedPrefillMetadata) and bool(metadata.prompt_lens)
 
     def attend(
-        self, spec: AttentionSpec, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, spec: AttentionSpec, heads: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata
     ) -> Tensor:
         if not isinstance(metadata, UncachedPrefillMetadata):
             return self.paged.attend(spec, heads, kv_cache, metadata)
         rows = metadata.chunk_rows
         if rows == slice(0, len(heads)):
-            return self._copied(spec, heads[:, : spec.num_heads], kv_cache, metadata.passes)
+            return self._copied(spec, spec.queries(heads), kv_cache, metadata.passes)
         if metadata.prompt_lens:
             attended = self.dense.attend(spec, heads, metadata)
         else:
-            attended = heads.new_empty(len(heads), spec.num_heads, spec.head_dim)
+            attended = heads.new_empty(len(heads), spec.num_heads, spec.value_dim)
         first, end = metadata.num_decode_tokens, metadata.end
         if metadata.decodes is not None:
             attended[:first] = self.paged.attend(spec, heads[:first], kv_cache, metadata.decodes)
         if metadata.passes:
-            queries = heads[rows, : spec.num_heads]
+            queries = spec.queries(heads[rows])
             attended[rows] = self._copied(spec, queries, kv_cache, metadata.passes)
         if metadata.others is not None:
             attended[end:] = self.paged.attend(spec, heads[end:], kv_cache, metadata.others)
         return attended
 
     def _copied(
-        self, spec: AttentionSpec, q: Tensor, kv_cache: Tensor, passes: tuple[ContextPass, ...]
+        self, spec: AttentionSpec, q: Tensor, kv_cache: PagedKV, passes: tuple[ContextPass, ...]
     ) -> Tensor:
-        """Attends to copies of contexts: [T, Hq, D] -> [T, Hq, D]."""
+        """Attends to copies of contexts: [T, Hq, D] -> [T, Hq, Dv]."""
         ragged = self.dense.ragged
         assert ragged is not None, "only then are there passes"
         joined: tuple[Tensor, Tensor] | None = None

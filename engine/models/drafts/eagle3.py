@@ -63,9 +63,7 @@ class Eagle3Head(DraftNetwork):
         )
         self.self_attn = AttentionBlock(
             size,
-            model.head_dim,
-            model.num_heads,
-            model.num_kv_heads,
+            model.heads_of(0),
             at.at("self_attn"),
             AttentionOptions(bias=spec.attention_bias, head_norm=spec.head_norm, eps=eps),
             input_size=2 * size,

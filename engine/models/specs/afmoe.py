@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
 import msgspec
 
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
-from engine.models.specs.dense import HeadNorm, NormNames
+from engine.models.specs.dense import HeadNorm, NormNames, OutputGate
 from engine.models.specs.experts import SHARED_EXPERTS, sigmoid_experts
 from engine.models.specs.windowed import WindowedSpec
 
@@ -28,7 +28,7 @@ class AfmoeSpec(WindowedSpec, frozen=True, kw_only=True):
     default_window: ClassVar[int] = 1024
     full_layer_every: ClassVar[int] = 4
     num_dense: ClassVar[int | None] = 1
-    output_gate: ClassVar[Literal["none", "paired", "apart"]] = "apart"
+    default_output_gate: ClassVar[OutputGate] = "apart"
     norms: ClassVar[NormNames] = NormNames(
         after_attention="post_attention_layernorm",
         before_mlp="pre_mlp_layernorm",
@@ -36,10 +36,10 @@ class AfmoeSpec(WindowedSpec, frozen=True, kw_only=True):
     )
 
     @classmethod
-    def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
-        if file.num_dense_layers is not None:
-            file = msgspec.structs.replace(file, first_k_dense_replace=file.num_dense_layers)
-        return super().from_config(file, max_model_len)
+    def renamed(cls, file: ConfigFile) -> ConfigFile:
+        if file.num_dense_layers is None:
+            return file
+        return msgspec.structs.replace(file, first_k_dense_replace=file.num_dense_layers)
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:

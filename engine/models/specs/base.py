@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
+from engine.head_sizes import HeadSizes
 from engine.models.config_file import ConfigFile
 from engine.models.specs.latent import LatentSpec
 
@@ -47,6 +48,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     they stand for, in this order."""
 
     @classmethod
+    def renamed(cls, file: ConfigFile) -> ConfigFile:
+        """Returns config.json with what this family says in fields of its own said in those that
+        others have. All else here is given the result. Raises `UnsupportedField`."""
+        return file
+
+    @classmethod
     @abstractmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
         """Reads config.json.
@@ -61,7 +68,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     @abstractmethod
     def head_dim_of(cls, file: ConfigFile) -> int:
-        """Returns the size of a head."""
+        """Returns the size of a head, of most layers where they differ."""
+
+    @classmethod
+    def read_heads(cls, file: ConfigFile) -> tuple[HeadSizes, ...]:
+        """Returns the heads of each layer; none: they are alike, with values as wide as keys.
+        Raises `UnsupportedField`."""
+        return ()
 
     @abstractmethod
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -95,7 +108,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_sinks(self) -> bool:
-        """Returns whether each query head has an attention sink."""
+        """Returns whether query heads of any layer have attention sinks."""
         return False
 
     @abstractmethod

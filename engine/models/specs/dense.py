@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from engine.config import KVLayers, ModelConfig, ParallelConfig
+from engine.head_sizes import HeadSizes
 from engine.models.config_file import DEFAULT_ROPE_THETA, ConfigFile
 from engine.models.errors import CheckpointError
 from engine.models.specs.base import ModelSpec, UnsupportedField
 from engine.models.specs.experts import ExpertSpec, first_layers
+from engine.models.specs.kv_planes import planes_of_heads
 from engine.models.specs.latent import LatentSpec
 from engine.models.specs.linear import LinearSpec
 from engine.models.specs.rope import read_rotary
 from engine.rope import UNROTATED, QueryScale, Rotary
-from kv_transfer.layout import attention_group
+from kv_transfer.layout import Plane
 
 HeadNorm = Literal["none", "each", "all"]
+OutputGate = Literal["none", "paired", "apart", "per_head"]
+GateActivation = Literal["sigmoid", "softplus"]
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -61,8 +65,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             always all of it.
         default_theta: The base by which heads rotate where config.json has none.
         interleaved_rotary: See `engine.rope.Rotary`.
-        output_gate: What a head attends to is multiplied by a gate of its own; see
-            `engine.layers.linear.GateForm`.
+        default_output_gate: `output_gate` where the family has no choice.
+        gate_activation, gate_name: What is done to it, and its projection's name, if it has one.
+        scales_layers: The stream is multiplied by a number of its own behind each layer.
+        value_norm: Values are divided by their root mean square, head by head.
         other_weights: Names of the checkpoint's tensors that are not read, such as layers that
             predict several tokens at once; those that begin with them.
         has_dense_layers: Layers may have an ordinary feed-forward block.
@@ -71,7 +77,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         scales_embedding: Embeddings are multiplied by the root of the hidden size.
         attention_bias: Queries, keys and values have a bias.
         output_bias: So has the projection behind attention.
-        attention_sinks: Each query head has one; see `AttentionSpec`.
+        output_gate: What a head attends to is multiplied by a gate; see
+            `engine.layers.linear.GateForm`.
+        sink_layers: Layers whose query heads each have an attention sink; see `AttentionSpec`.
+        shared_projections: Layers whose values are projected by the weights of their keys.
+        value_scale: Multiplies values.
         head_norm: RMSNorm of queries and keys before RoPE: over each head, over all heads of all
             ranks together, or none.
         num_extra_layers: Layers behind the last that a checkpoint may have and we do not read, as
@@ -107,7 +117,11 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     default_theta: ClassVar[float] = DEFAULT_ROPE_THETA
     interleaved_rotary: ClassVar[bool] = False
     scales_embedding: ClassVar[bool] = False
-    output_gate: ClassVar[Literal["none", "paired", "apart"]] = "none"
+    default_output_gate: ClassVar[OutputGate] = "none"
+    gate_activation: ClassVar[GateActivation] = "sigmoid"
+    gate_name: ClassVar[str] = "gate_proj"
+    scales_layers: ClassVar[bool] = False
+    value_norm: ClassVar[bool] = False
     other_weights: ClassVar[tuple[str, ...]] = ()
     has_dense_layers: ClassVar[bool] = True
     num_dense: ClassVar[int | None] = None
@@ -119,7 +133,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     tie_word_embeddings: bool
     attention_bias: bool = False
     output_bias: bool = False
-    attention_sinks: bool = False
+    output_gate: OutputGate = "none"
+    sink_layers: tuple[int, ...] = ()
+    shared_projections: tuple[int, ...] = ()
+    value_scale: float = 1.0
     head_norm: HeadNorm = "none"
     num_extra_layers: int = 0
     sliding_window: int | None = None
@@ -138,7 +155,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, file: ConfigFile, max_model_len: int) -> Self:
-        for fault in cls._faults(file):
+        for fault in (*cls._faults(file), *_head_faults(cls.read_heads(file))):
             raise fault
         window = cls.read_window(file)
         tied = file.tie_word_embeddings
@@ -150,6 +167,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             "tie_word_embeddings": cls.default_tied if tied is None else tied,
             "attention_bias": cls.default_attention_bias,
             "head_norm": cls.default_head_norm,
+            "output_gate": cls.default_output_gate,
             "num_extra_layers": file.num_nextn_predict_layers or file.num_mtp_layers or 0,
             "sliding_window": None if window is None or window >= max_model_len else window,
         }
@@ -206,26 +224,23 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
         return self.window_rotary if is_local and self.window_rotary is not None else self.rotary
 
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
-        if self.sliding_window is None:
+        if self.sliding_window is None and not model.layer_heads:
             return ()
         every = range(model.num_layers)
-        local = every if self.window_layers is None else self.window_layers
-        everywhere = [i for i in every if i not in local]
+        local = () if self.sliding_window is None else self.window_layers or every
+        kinds: dict[tuple[int | None, tuple[Plane, ...]], list[int]] = {}
+        for layer in sorted(every, key=lambda layer: layer in local):
+            window = self.sliding_window if layer in local else None
+            planes = planes_of_heads(model.heads_of(layer), model.dtype)
+            kinds.setdefault((window, planes), []).append(layer)
         # A block has a page for each layer of the largest group, so groups are best of one size.
-        size = len(everywhere) or len(local)
-        parts = [local[start : start + size] for start in range(0, len(local), size)]
-        kinds = [(everywhere, None)] if everywhere else []
-        groups = []
-        for layers, window in [*kinds, *((part, self.sliding_window) for part in parts)]:
-            group = attention_group(
-                layers=layers,
-                heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                dtype=model.dtype,
-                block_size=1,
-            )
-            groups.append(KVLayers(layers=group.layers, planes=group.planes, window=window))
-        return tuple(groups)
+        whole = [len(layers) for (window, _), layers in kinds.items() if window is None]
+        size = min(whole or map(len, kinds.values()))
+        return tuple(
+            KVLayers(layers=tuple(layers[start : start + size]), planes=planes, window=window)
+            for (window, planes), layers in kinds.items()
+            for start in range(0, len(layers), size)
+        )
 
     @property
     def rare_attention(self) -> str:
@@ -243,7 +258,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
 
     @property
     def has_sinks(self) -> bool:
-        return self.attention_sinks
+        return bool(self.sink_layers)
 
     @property
     def num_experts(self) -> int:
@@ -262,7 +277,7 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             )
         has_dense = experts is None or len(experts.dense_layers) > 0
         for count, name in (
-            (model.num_heads, "attention heads"),
+            *((heads.num_heads, "attention heads") for heads in model.kinds_of_heads),
             (self.intermediate_size if has_dense else 0, "feed-forward units"),
             (
                 0 if experts is None or spreads_experts else experts.intermediate_size,
@@ -278,13 +293,15 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
                     "evenly",
                     "choose a tensor_parallel_size that divides them",
                 )
-        if self.latent is None and model.num_kv_heads % tp_size and tp_size % model.num_kv_heads:
-            raise CheckpointError(
-                model.path,
-                f"has {model.num_kv_heads} key/value heads, which {tp_size} tensor-parallel ranks "
-                "can neither share nor repeat evenly",
-                "choose a tensor_parallel_size that divides them or is a multiple of them",
-            )
+        kv_heads = () if self.latent is not None else model.kinds_of_heads
+        for count in (heads.num_kv_heads for heads in kv_heads):
+            if count % tp_size and tp_size % count:
+                raise CheckpointError(
+                    model.path,
+                    f"has {count} key/value heads, which {tp_size} tensor-parallel ranks "
+                    "can neither share nor repeat evenly",
+                    "choose a tensor_parallel_size that divides them or is a multiple of them",
+                )
 
     def hash_facts(self, model: ModelConfig) -> tuple[Any, ...]:
         return (
@@ -318,6 +335,9 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
             ("experts", self.experts, None),
             ("latent", self.latent, None),
             ("linear", self.linear, None),
+            ("layer_heads", model.layer_heads, ()),
+            ("shared_projections", self.shared_projections, ()),
+            ("value_scale", self.value_scale, 1.0),
         )
         return tuple((name, value) for name, value, default in facts if value != default)
 
@@ -378,3 +398,15 @@ def _size_faults(file: ConfigFile, has_dense_layers: bool) -> Iterator[Unsupport
         yield UnsupportedField(
             "num_key_value_heads", f"{heads} heads over {kv_heads} key/value heads"
         )
+
+
+def _head_faults(layers: Iterable[HeadSizes]) -> Iterator[UnsupportedField]:
+    """Yields what is wrong with the heads of any layer, where layers differ."""
+    for heads in dict.fromkeys(layers):
+        queries, kv_heads = heads.num_heads, heads.num_kv_heads
+        if min(queries, kv_heads, heads.head_dim, heads.v_head_dim) < 1:
+            yield UnsupportedField("num_key_value_heads", "a size below 1 in some layers")
+        elif queries % kv_heads:
+            yield UnsupportedField(
+                "num_key_value_heads", f"{queries} heads over {kv_heads} in some layers"
+            )

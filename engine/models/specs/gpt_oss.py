@@ -44,7 +44,7 @@ class GptOssSpec(WindowedSpec, frozen=True, kw_only=True):
             **super().read_more(file, max_model_len),
             "attention_bias": has_bias,
             "output_bias": has_bias,
-            "attention_sinks": True,
+            "sink_layers": tuple(range(file.num_hidden_layers)),
             "experts": ExpertSpec(
                 count=num_experts_of(file),
                 top_k=number_of(file, "num_experts_per_tok"),

@@ -7,7 +7,8 @@ import msgspec
 from engine.config import Dtype, KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField, of_each_layer
-from kv_transfer.layout import DTYPE_BYTES, Plane, attention_group
+from engine.models.specs.kv_planes import planes_of_heads
+from kv_transfer.layout import DTYPE_BYTES, Plane
 
 _STATE_DTYPE = "float32"
 _FULL_LAYER_EVERY = 4
@@ -45,16 +46,10 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         """Returns the layers with attention, and these in groups of as many."""
         full = [i for i in range(model.num_layers) if i not in self.layers]
-        attention = attention_group(
-            layers=full,
-            heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=model.dtype,
-            block_size=1,
-        )
+        attention = planes_of_heads(model.heads_of(full[0]), model.dtype)
         planes = self.planes(model.dtype)
         return (
-            KVLayers(layers=attention.layers, planes=attention.planes),
+            KVLayers(layers=tuple(full), planes=attention),
             *(
                 KVLayers(layers=self.layers[i : i + len(full)], planes=planes, is_state=True)
                 for i in range(0, len(self.layers), len(full))

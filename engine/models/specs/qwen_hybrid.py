@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from engine.config import KVLayers, ModelConfig
 from engine.models.config_file import ConfigFile
 from engine.models.specs.base import UnsupportedField
+from engine.models.specs.dense import OutputGate
 from engine.models.specs.experts import ExpertSpec, number_of
 from engine.models.specs.linear import read_linear
 from engine.models.specs.qwen import Qwen3Spec
@@ -26,7 +27,7 @@ class HybridSpec(Qwen3Spec, frozen=True, kw_only=True):
     default_head_dim: ClassVar[int | None] = 256
     default_rotary_part: ClassVar[float | None] = 0.25
     norm_offset: ClassVar[float] = 1.0
-    output_gate: ClassVar[Literal["none", "paired", "apart"]] = "paired"
+    default_output_gate: ClassVar[OutputGate] = "paired"
     other_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
     is_split: ClassVar[bool]
 

@@ -10,6 +10,7 @@ from engine.rope import (
     AnyRopeScaling,
     LinearRope,
     LongRope,
+    ProportionalRope,
     QueryScale,
     RopeScaling,
     Rotary,
@@ -47,13 +48,16 @@ def read_rotary(
     rope = rope or file.rope
     said = rope.partial_rotary_factor or file.partial_rotary_factor
     part = partial if said is None else said
-    dim = int(head_dim * part)
+    is_proportional = rope.kind == "proportional"
+    dim = head_dim if is_proportional and 0 < part <= 1 else int(head_dim * part)
     if not 0 < dim <= head_dim or dim % 2:
         raise UnsupportedField("partial_rotary_factor", f"{part} of a head of {head_dim}")
     return Rotary(
         theta=rope.rope_theta or theta or file.base_frequency(),
         dim=dim,
-        scaling=_read_scaling(file, rope, dim, max_model_len),
+        scaling=ProportionalRope(pairs=int(part * dim // 2), factor=rope.factor or 1.0)
+        if is_proportional
+        else _read_scaling(file, rope, dim, max_model_len),
         interleaved=interleaved,
     )
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.models.config_file import ConfigFile
+from engine.models.config_file import ConfigFile, RopeFields
 from engine.models.specs.base import UnsupportedField, of_each_layer
 from engine.models.specs.dense import DenseSpec
 from engine.models.specs.rope import read_rotary
@@ -36,7 +36,8 @@ class WindowedSpec(DenseSpec, frozen=True, kw_only=True):
     def read_rotary(cls, file: ConfigFile, max_model_len: int) -> Rotary:
         theta = file.rope_theta or cls.default_theta
         rope = file.rope.full_attention or file.rope
-        return read_rotary(file, cls.head_dim_of(file), max_model_len, rope=rope, theta=theta)
+        part, head_dim = cls.default_rotary_part or 1.0, cls.head_dim_of(file)
+        return read_rotary(file, head_dim, max_model_len, rope=rope, theta=theta, partial=part)
 
     @classmethod
     def read_more(cls, file: ConfigFile, max_model_len: int) -> dict[str, Any]:
@@ -58,10 +59,14 @@ class WindowedSpec(DenseSpec, frozen=True, kw_only=True):
     @classmethod
     def read_window_rotary(cls, file: ConfigFile, max_model_len: int) -> Rotary | None:
         """Returns how layers with a window rotate: scaling is for the others alone."""
-        theta = file.rope_local_base_freq or cls.local_theta
+        theta = file.swa_rope_theta or file.rope_local_base_freq or cls.local_theta
         if theta is None:
             return None
-        head_dim = cls.head_dim_of(file)
-        if (local := file.rope.sliding_attention) is not None:
-            return read_rotary(file, head_dim, max_model_len, rope=local, theta=theta)
-        return Rotary(theta=theta, dim=head_dim)
+        local = file.rope.sliding_attention or RopeFields()
+        part, head_dim = cls.default_rotary_part or 1.0, cls.window_head_dim_of(file)
+        return read_rotary(file, head_dim, max_model_len, rope=local, theta=theta, partial=part)
+
+    @classmethod
+    def window_head_dim_of(cls, file: ConfigFile) -> int:
+        """Returns the size of a head in layers with a window."""
+        return cls.head_dim_of(file)

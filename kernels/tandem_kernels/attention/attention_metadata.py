@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem_kernels.attention.kv_pages import PagedKV, sizes_of, strides_of
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -47,13 +49,12 @@ class AttentionMetadata:
         """Returns the number of leading query rows that belong to decodes."""
         return self.num_decodes * self.decode_query_len
 
-    def longest_context(self, kv_cache: Tensor) -> int:
+    def longest_context(self, kv_cache: PagedKV) -> int:
         """Returns the tokens that a block table has room for: a recorded step may be replayed
         behind contexts of any length up to that."""
-        return self.block_tables.shape[1] * kv_cache.shape[3]
+        return self.block_tables.shape[1] * sizes_of(kv_cache).block_size
 
-    def strides(self, q: Tensor, kv_cache: Tensor) -> tuple[int, ...]:
-        """Returns the steps from a token of `q` to the next, and in `kv_cache` [N, 2, Hkv, B, D]
-        from a block, from keys to values and from a head, and from a block table."""
-        block, value, head = kv_cache.stride()[:3]
-        return q.stride(0), block, value, head, self.block_tables.stride(0)
+    def strides(self, q: Tensor, kv_cache: PagedKV) -> tuple[int, ...]:
+        """Returns the steps from a token of `q` to the next, those of `kv_pages.strides_of`, and
+        from a block table to the next."""
+        return q.stride(0), *strides_of(kv_cache), self.block_tables.stride(0)

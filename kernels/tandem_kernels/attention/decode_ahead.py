@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.attention.decode_line import find, skipped
+from tandem_kernels.attention.head_planes import planes_of_head
 from tandem_kernels.attention.soft_cap import soft_capped
 
 
@@ -32,12 +33,15 @@ def ask_ahead(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Loads the keys and values [TILE, BLOCK_DIM] of the tile at `here`, but for the newest
-    position's; returns also which those are, and where the newest is, or None: elsewhere."""
+    """Loads the keys [TILE, BLOCK_DIM] and values [TILE, BLOCK_VALUE] of the tile at `here`, but
+    for the newest position's; returns also which those are, where the newest key and value are,
+    and whether they are in this tile."""
     r, begin = find(ends, here)
     exists = here < length
     seq_len = tl.load(seq_lens + r, mask=exists, other=0)
@@ -45,7 +49,7 @@ def ask_ahead(
     tiles = tl.maximum(tl.cdiv(seq_len, TILE) - first, 1)
     head = (here - begin) // tiles
     start = (first + (here - begin) % tiles) * TILE
-    dim = tl.arange(0, BLOCK_DIM)
+    dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     position = start + tl.arange(0, TILE)
     newest = seq_len - 1
     older = position < newest
@@ -54,19 +58,25 @@ def ask_ahead(
     table = block_tables + r.to(tl.int64) * table_stride
     if BLOCK_SIZE % TILE == 0:
         block = tl.load(table + start // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        place = block * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
-        own = block * block_stride + newest % BLOCK_SIZE * HEAD_DIM
+        offset = start % BLOCK_SIZE + tl.arange(0, TILE)
+        own_block = block
     else:
         block = tl.load(table + position // BLOCK_SIZE, mask=older, other=0).to(tl.int64)
-        place = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
+        offset = position % BLOCK_SIZE
         own_block = tl.load(table + newest // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        own = own_block * block_stride + newest % BLOCK_SIZE * HEAD_DIM
-    of_head = kv_cache + head.to(tl.int64) * head_stride
+    keys_at, values_at = planes_of_head(
+        kv_cache, head, head_stride, value_stride, HEAD_DIM, VALUE_DIM
+    )
+    place = block * block_stride + offset * HEAD_DIM
     real = older[:, None] & (dim < HEAD_DIM)[None, :]
-    keys = tl.load(of_head + place[:, None] + dim[None, :], mask=real, other=0.0)
-    values = tl.load(of_head + value_stride + place[:, None] + dim[None, :], mask=real, other=0.0)
+    keys = tl.load(keys_at + place[:, None] + dim[None, :], mask=real, other=0.0)
+    place = block * block_stride + offset * VALUE_DIM
+    real = older[:, None] & (value_dim < VALUE_DIM)[None, :]
+    values = tl.load(values_at + place[:, None] + value_dim[None, :], mask=real, other=0.0)
+    own = keys_at + own_block * block_stride + newest % BLOCK_SIZE * HEAD_DIM + dim
+    own_value = values_at + own_block * block_stride + newest % BLOCK_SIZE * VALUE_DIM + value_dim
     has_newest = exists & (start <= newest) & (newest < start + TILE)
-    return keys, values, older, of_head + own + dim, has_newest
+    return keys, values, older, own, own_value, has_newest
 
 
 @triton.jit
@@ -76,21 +86,24 @@ def attend_ahead(
     values: tl.tensor,
     older: tl.tensor,
     own: tl.tensor,
+    own_value: tl.tensor,
     has_newest: tl.tensor,
-    value_stride: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     ABSENT: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the softmax state of `q` over positions that were asked for ahead and the newest, at
-    `own`. ABSENT: the score of the newest if it is elsewhere."""
+    """Returns the softmax state of `q` over positions that were asked for ahead and the newest,
+    whose key is at `own`. ABSENT: the score of the newest if it is elsewhere."""
     known = has_newest & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)
     own_key = tl.load(own, mask=known, other=0.0)
-    own_value = tl.load(own + value_stride, mask=known, other=0.0).to(tl.float32)
+    known = has_newest & (tl.arange(0, BLOCK_VALUE) < VALUE_DIM)
+    newest_value = tl.load(own_value, mask=known, other=0.0).to(tl.float32)
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     own_score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1)
     if CAPPED:
@@ -102,6 +115,6 @@ def attend_ahead(
     weights = tl.exp2(scores - peak[:, None])
     own_weight = tl.exp2(own_score - peak)
     total = tl.sum(weights, axis=1) + own_weight
-    acc = own_weight[:, None] * own_value[None, :]
+    acc = own_weight[:, None] * newest_value[None, :]
     acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
     return peak, total, acc

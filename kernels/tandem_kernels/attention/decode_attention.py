@@ -42,6 +42,8 @@ from tandem_kernels.attention.decode_line import find, line, skipped
 from tandem_kernels.attention.decode_merge import merge_kernel
 from tandem_kernels.attention.decode_tuning import DecodeTuning, decode_tuning
 from tandem_kernels.attention.fp8_cache import in_half, unpacked
+from tandem_kernels.attention.head_planes import planes_of_head
+from tandem_kernels.attention.kv_pages import PagedKV, PageSizes, first_of, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.soft_cap import soft_capped
 from tandem_kernels.device import has_e4m3, num_programs, supports_pdl
@@ -55,13 +57,13 @@ first tile ahead, heads are merged by programs of their own, and what follows ma
 @triton.jit
 def _attend(
     q: tl.tensor,
-    kv_cache: tl.tensor,
+    keys_at: tl.tensor,
+    values_at: tl.tensor,
     block_table: tl.tensor,
     first_tile: tl.tensor,
     last_tile: tl.tensor,
     seq_len: tl.tensor,
     block_stride: tl.tensor,
-    value_stride: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     peak: tl.tensor,
@@ -69,6 +71,8 @@ def _attend(
     acc: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -81,15 +85,18 @@ def _attend(
     """Returns the softmax state (peak, sum, accumulator) of `q` [ROWS, BLOCK_DIM] over tiles of one
     head, and over what `peak`, `total` and `acc` are of.
 
-    `kv_cache` points at the head's keys in block 0; scores are in powers of two. FP8: at pairs of
-    numbers, see `fp8_cache`.
+    `keys_at` and `values_at` point at the head in block 0; scores are in powers of two. FP8: at
+    pairs of numbers, see `fp8_cache`.
     """
     row_len: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
     width: tl.constexpr = BLOCK_DIM // 2 if FP8 else BLOCK_DIM
+    value_len: tl.constexpr = VALUE_DIM // 2 if FP8 else VALUE_DIM
+    value_width: tl.constexpr = BLOCK_VALUE // 2 if FP8 else BLOCK_VALUE
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, width)
+    value_dim = tl.arange(0, value_width)
     if FP8:
-        acc_odd = tl.zeros([ROWS, width], tl.float32)
+        acc_odd = tl.zeros([ROWS, value_width], tl.float32)
         kind: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
         q, q_odd = in_half(q).reshape(ROWS, width, 2).split()
     for tile in range(first_tile, last_tile):
@@ -99,13 +106,14 @@ def _attend(
             inside &= start + lane >= seq_len - WINDOW
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-            place = block * block_stride + (start % BLOCK_SIZE + lane) * row_len
+            offset = start % BLOCK_SIZE + lane
         else:
             position = start + lane
-            block = tl.load(block_table + position // BLOCK_SIZE, mask=inside, other=0)
-            place = block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * row_len
+            block = tl.load(block_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            offset = position % BLOCK_SIZE
+        place = block * block_stride + offset * row_len
         mask = inside[:, None] & (dim < row_len)[None, :]
-        keys = tl.load(kv_cache + place[:, None] + dim[None, :], mask=mask, other=0)
+        keys = tl.load(keys_at + place[:, None] + dim[None, :], mask=mask, other=0)
         if FP8:
             keys, keys_odd = unpacked(tl.trans(keys), NATIVE)
             scores = tl.dot(q, keys.to(kind), input_precision=PRECISION)
@@ -120,9 +128,9 @@ def _attend(
         shrink = tl.exp2(peak - higher)
         peak = higher
         total = total * shrink + tl.sum(weights, axis=1)
-        values = tl.load(
-            kv_cache + value_stride + place[:, None] + dim[None, :], mask=mask, other=0
-        )
+        place = block * block_stride + offset * value_len
+        mask = inside[:, None] & (value_dim < value_len)[None, :]
+        values = tl.load(values_at + place[:, None] + value_dim[None, :], mask=mask, other=0)
         acc = acc * shrink[:, None]
         if FP8:
             values, values_odd = unpacked(values, NATIVE)
@@ -161,6 +169,8 @@ def decode_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -180,10 +190,10 @@ def decode_attention_kernel(
     _, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     run = tl.cdiv(length, tl.num_programs(0))
     if AHEAD:
-        keys, values, older, own, has_newest = ask_ahead(
+        keys, values, older, own, own_value, has_newest = ask_ahead(
             kv_cache, block_tables, seq_lens, ends, program * run, length,
             block_stride, value_stride, head_stride, table_stride,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, TILE, WINDOW,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_SIZE, TILE, WINDOW,
         )  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -192,7 +202,9 @@ def decode_attention_kernel(
     end = tl.minimum(here + run, length)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_DIM)
+    value_dim = tl.arange(0, BLOCK_VALUE)
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    kept = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
     while here < end:
         r, begin = find(ends, here)
         seq_len = tl.load(seq_lens + r)
@@ -210,51 +222,35 @@ def decode_attention_kernel(
         query = tl.load(q + place, mask=real, other=0.0)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_DIM // 2 if FP8 else BLOCK_DIM], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_VALUE // 2 if FP8 else BLOCK_VALUE], tl.float32)
         walked = first_tile
         if AHEAD:  # noqa: SIM102
             if here == program * run:
                 peak, total, acc = attend_ahead(
-                    query, keys, values, older, own, has_newest, value_stride,
-                    own_scale, own_cap, HEAD_DIM, BLOCK_DIM, CAPPED, PRECISION, float("-inf"),
+                    query, keys, values, older, own, own_value, has_newest, own_scale, own_cap,
+                    HEAD_DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, CAPPED, PRECISION, float("-inf"),
                 )  # fmt: skip
                 walked += 1
-        peak, total, acc = _attend(
-            query,
-            kv_cache + head.to(tl.int64) * head_stride,
-            block_tables + r.to(tl.int64) * table_stride,
-            first + walked,
-            first + last_tile,
-            seq_len,
-            block_stride,
-            value_stride,
-            own_scale,
-            own_cap,
-            peak,
-            total,
-            acc,
-            HEAD_DIM,
-            BLOCK_DIM,
-            BLOCK_SIZE,
-            ROWS,
-            TILE,
-            WINDOW,
-            CAPPED,
-            PRECISION,
-            FP8,
-            NATIVE,
+        keys_at, values_at = planes_of_head(
+            kv_cache, head, head_stride, value_stride, HEAD_DIM, VALUE_DIM
         )
+        table = block_tables + r.to(tl.int64) * table_stride
+        peak, total, acc = _attend(
+            query, keys_at, values_at, table, first + walked, first + last_tile, seq_len,
+            block_stride, own_scale, own_cap, peak, total, acc, HEAD_DIM, BLOCK_DIM, VALUE_DIM,
+            BLOCK_VALUE, BLOCK_SIZE, ROWS, TILE, WINDOW, CAPPED, PRECISION, FP8, NATIVE,
+        )  # fmt: skip
         if FP8:
             acc = acc * tl.load(v_scale + head)
         if (first_tile == 0) & (last_tile == tiles):
             if HAS_SINKS:
                 total = with_sink(total, peak, sinks, head * GROUP + row, row < GROUP)
-            to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim[None, :]
-            tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+            to = (r * NUM_KV_HEADS * GROUP + query_head) * VALUE_DIM + value_dim[None, :]
+            tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
         else:
             slot = program * 2 + (first_tile == 0).to(tl.int32)
-            to = (slot * GROUP + row[:, None]) * HEAD_DIM + dim[None, :]
-            tl.store(partial_acc + to, acc, mask=real)
+            to = (slot * GROUP + row[:, None]) * VALUE_DIM + value_dim[None, :]
+            tl.store(partial_acc + to, acc, mask=kept)
             state = partial_state + slot * (2 * GROUP) + row
             tl.store(state, peak, mask=row < GROUP)
             tl.store(state + GROUP, total, mask=row < GROUP)
@@ -263,7 +259,7 @@ def decode_attention_kernel(
 
 def decode_attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     scale: float,
     out: Tensor,
@@ -276,41 +272,33 @@ def decode_attention(
 
     Args:
         q: [R, Hq, D], row r belongs to request r of `metadata`; heads of a token adjacent.
-        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent; D even.
+        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent, or pages; widths even.
         metadata: Only block tables, sequence lengths and the window are read.
         scale: Multiplies the scores.
-        out: [R, Hq, D] contiguous, written completely.
+        out: [R, Hq, Dv] contiguous, written completely.
         tuning: None: the choice for this shape.
         softcap: Bound of the scores; 0: none.
         sinks: [Hq] float32, or None.
         kv_scales: Of a cache of e4m3 numbers; None: it has those of `q`.
     """
     num_reqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[2]
+    sizes = sizes_of(kv_cache)
+    num_kv_heads = sizes.num_kv_heads
     num_units, group = num_reqs * num_kv_heads, num_q_heads // num_kv_heads
     is_fp8, few = kv_scales is not None, num_units <= _FEW_UNITS
     tuning = tuning or decode_tuning(num_units, head_dim, kv_cache.dtype)
     programs = num_programs(q.device, tuning.programs_per_sm)
-    partial_acc = torch.empty((programs, 2, group, head_dim), dtype=torch.float32, device=q.device)
-    partial_state = torch.empty((programs, 2, 2, group), dtype=torch.float32, device=q.device)
-    shape = _shape(q, num_kv_heads, metadata, tuning, is_fp8=is_fp8)
+    acc_shape, state_shape = (programs, 2, group, sizes.value_dim), (programs, 2, 2, group)
+    partial_acc = torch.empty(acc_shape, dtype=torch.float32, device=q.device)
+    partial_state = torch.empty(state_shape, dtype=torch.float32, device=q.device)
+    shape = _shape(q, sizes, metadata, tuning, is_fp8=is_fp8)
     shape["HAS_SINKS"] = sinks is not None
     numbers = kv_cache.view(torch.int16) if is_fp8 else kv_cache
     decode_attention_kernel[(programs,)](
-        q,
-        numbers,
-        metadata.block_tables,
-        metadata.seq_lens,
-        *pointers(kv_scales),
-        sinks,
-        out,
-        partial_acc,
-        partial_state,
-        num_reqs,
-        *metadata.strides(q, numbers),
-        scale * LOG2_E,
+        q, first_of(numbers), metadata.block_tables, metadata.seq_lens, *pointers(kv_scales), sinks,
+        out, partial_acc, partial_state, num_reqs, *metadata.strides(q, numbers), scale * LOG2_E,
         softcap / scale,
-        BLOCK_SIZE=kv_cache.shape[3],
+        BLOCK_SIZE=sizes.block_size,
         ROWS=max(16, triton.next_power_of_2(group)),
         CAPPED=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -319,8 +307,10 @@ def decode_attention(
         AHEAD=few and not is_fp8,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=_padded(head_dim, is_fp8=is_fp8),
         **shape,
-    )
+    )  # fmt: skip
     merge_kernel[(num_units if few else programs, group)](
         metadata.seq_lens,
         sinks,
@@ -338,21 +328,27 @@ def decode_attention(
 
 def _shape(
     q: Tensor,
-    num_kv_heads: int,
+    sizes: PageSizes,
     metadata: AttentionMetadata,
     tuning: DecodeTuning,
     *,
     is_fp8: bool,
 ) -> dict[str, Any]:
     """Returns what both kernels are compiled for."""
-    num_reqs, num_q_heads, head_dim = q.shape
+    num_reqs, num_q_heads, _ = q.shape
     return {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": num_q_heads // num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": max(32 if is_fp8 else 1, triton.next_power_of_2(head_dim)),
+        "NUM_KV_HEADS": sizes.num_kv_heads,
+        "GROUP": num_q_heads // sizes.num_kv_heads,
+        "VALUE_DIM": sizes.value_dim,
+        "BLOCK_VALUE": _padded(sizes.value_dim, is_fp8=is_fp8),
         "TILE": tuning.tile,
         "REQS": max(16, triton.next_power_of_2(num_reqs)),
         "WINDOW": metadata.window or 0,
         **({"OVERLAP": True, "launch_pdl": True} if supports_pdl(q.device) else {"OVERLAP": False}),
     }
+
+
+def _padded(width: int, *, is_fp8: bool) -> int:
+    """Returns the columns of a tile that has a head's numbers."""
+    padded: int = triton.next_power_of_2(width)
+    return max(32 if is_fp8 else 1, padded)

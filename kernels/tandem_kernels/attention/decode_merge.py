@@ -25,8 +25,8 @@ def merge_kernel(
     num_runs: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     TILE: tl.constexpr,
     REQS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -42,7 +42,7 @@ def merge_kernel(
     and so on.
     """
     g = tl.program_id(1)
-    dim = tl.arange(0, BLOCK_DIM)
+    dim = tl.arange(0, BLOCK_VALUE)
     kind = out.dtype.element_ty
     seq_len, ends, length = line(seq_lens, num_reqs, NUM_KV_HEADS, TILE, REQS, WINDOW)
     run = tl.cdiv(length, num_runs)
@@ -55,8 +55,8 @@ def merge_kernel(
         begin = tl.sum(tl.where(request == r, ends, 0), axis=0) - (NUM_KV_HEADS - head) * tiles
         program = begin // tl.maximum(run, 1)
         if own_len == 0:
-            to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
-            tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
+            to = ((r * NUM_KV_HEADS + head) * GROUP + g) * VALUE_DIM + dim
+            tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=dim < VALUE_DIM)
     else:
         program = tl.program_id(0)
         own = (request % num_runs == program) & (request < num_reqs)
@@ -64,8 +64,8 @@ def merge_kernel(
             for r in range(program, num_reqs, num_runs):
                 if tl.load(seq_lens + r) == 0:
                     for head in range(NUM_KV_HEADS):
-                        to = ((r * NUM_KV_HEADS + head) * GROUP + g) * HEAD_DIM + dim
-                        tl.store(out + to, tl.zeros([BLOCK_DIM], kind), mask=dim < HEAD_DIM)
+                        to = ((r * NUM_KV_HEADS + head) * GROUP + g) * VALUE_DIM + dim
+                        tl.store(out + to, tl.zeros([BLOCK_VALUE], kind), mask=dim < VALUE_DIM)
 
     if OVERLAP:
         # Even where nothing is to be merged: the next kernel may wait for this one only.
@@ -91,7 +91,7 @@ def merge_kernel(
     last = (begin + tiles - 1) // run
     peak = -3.0e38
     total = 0.0
-    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_VALUE], tl.float32)
     for first in range(program, last + 1, PARTS):
         part = first + tl.arange(0, PARTS)
         known = part <= last
@@ -99,8 +99,8 @@ def merge_kernel(
         state = partial_state + slot * (2 * GROUP) + g
         part_peak = tl.load(state, mask=known, other=-3.0e38)
         part_total = tl.load(state + GROUP, mask=known, other=0.0)
-        place = (slot * GROUP + g)[:, None] * HEAD_DIM + dim[None, :]
-        real = known[:, None] & (dim < HEAD_DIM)[None, :]
+        place = (slot * GROUP + g)[:, None] * VALUE_DIM + dim[None, :]
+        real = known[:, None] & (dim < VALUE_DIM)[None, :]
         parts = tl.load(partial_acc + place, mask=real, other=0.0)
         higher = tl.maximum(peak, tl.max(part_peak, axis=0))
         shrink = tl.exp2(peak - higher)
@@ -111,5 +111,5 @@ def merge_kernel(
     query_head = head * GROUP + g
     if HAS_SINKS:
         total = with_sink(total, peak, sinks, query_head, g < GROUP)
-    to = (r * NUM_KV_HEADS * GROUP + query_head) * HEAD_DIM + dim
-    tl.store(out + to, (acc / total).to(kind), mask=dim < HEAD_DIM)
+    to = (r * NUM_KV_HEADS * GROUP + query_head) * VALUE_DIM + dim
+    tl.store(out + to, (acc / total).to(kind), mask=dim < VALUE_DIM)

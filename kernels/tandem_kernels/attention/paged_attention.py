@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.decode_attention import decode_attention
+from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.attention.prefill_attention import prefill_attention
 from tandem_kernels.attention.prefill_tuning import fixed_tuning
@@ -24,7 +25,7 @@ there is little to walk."""
 DecodeKernel = Literal["window", "decode", "prefill"]
 
 
-def kernel_of_decode(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> DecodeKernel:
+def kernel_of_decode(q: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata) -> DecodeKernel:
     """Returns which kernel attends decodes. In fixed order, and with drafts, it is that of long
     queries, together with those; a window that is small but does not fit into registers is not
     worth cutting either."""
@@ -38,7 +39,7 @@ def kernel_of_decode(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -
 
 def paged_attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     scale: float,
     softcap: float = 0.0,
@@ -51,7 +52,8 @@ def paged_attention(
     a context from its beginning, and what lies behind a query's own position adds nothing. So do
     decodes with drafts, and those whose window is small but does not fit into registers.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shape = *q.shape[:2], sizes_of(kv_cache).value_dim
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
     num_decodes = metadata.num_decodes
     rare = softcap, sinks, kv_scales
     if metadata.fixed_order or metadata.decode_query_len > 1:

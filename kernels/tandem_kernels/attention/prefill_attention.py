@@ -23,11 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.attention_sink import with_sink
+from tandem_kernels.attention.described_tiles import described_tiles
 from tandem_kernels.attention.fp8_cache import in_half
+from tandem_kernels.attention.head_planes import planes_of_head
+from tandem_kernels.attention.kv_pages import PagedKV, first_of, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales, pointers
 from tandem_kernels.attention.prefill_parts import (
     PartsKept,
@@ -37,7 +39,7 @@ from tandem_kernels.attention.prefill_parts import (
 )
 from tandem_kernels.attention.prefill_tuning import PrefillTuning, prefill_tuning
 from tandem_kernels.attention.soft_cap import soft_capped
-from tandem_kernels.device import has_copy_engine, supports_pdl
+from tandem_kernels.device import supports_pdl
 
 LOG2_E = 1.4426950408889634
 
@@ -86,51 +88,56 @@ def _places(
     start: tl.tensor,
     seq_len: tl.tensor,
     block_stride: tl.tensor,
-    HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Offsets [TILE] of a head's rows at positions `start` and on."""
+    """Returns where the blocks of positions `start` and on begin, and which rows of a block they
+    are."""
     lane = tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
-        block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-        return block * block_stride + (start % BLOCK_SIZE + lane) * HEAD_DIM
-    position = start + lane
-    block = tl.load(block_table + position // BLOCK_SIZE, mask=position < seq_len, other=0)
-    return block.to(tl.int64) * block_stride + (position % BLOCK_SIZE) * HEAD_DIM
+        block = tl.load(block_table + start // BLOCK_SIZE)
+        row = start % BLOCK_SIZE + lane
+    else:
+        position = start + lane
+        block = tl.load(block_table + position // BLOCK_SIZE, mask=position < seq_len, other=0)
+        row = position % BLOCK_SIZE
+    return block.to(tl.int64) * block_stride, row
 
 
 @triton.jit
 def _whole_tiles(
     tiles_of_blocks: tl.tensor,
-    page: tl.tensor,
+    keys_at: tl.tensor,
+    values_at: tl.tensor,
     table: tl.tensor,
     start: tl.tensor,
     head: tl.tensor,
     seq_len: tl.tensor,
     block_stride: tl.tensor,
-    value_stride: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> tl.tensor:
-    """Returns a head's keys and values [TILE, BLOCK_DIM] at positions that are all written."""
+    """Returns a head's keys [TILE, BLOCK_DIM] and values [TILE, BLOCK_VALUE] at positions that are
+    all written."""
     if DESCRIBED:
         block = tl.load(table + start // BLOCK_SIZE)
         line = head * BLOCK_SIZE + start % BLOCK_SIZE
         keys = tiles_of_blocks.load([block, line, 0]).reshape(TILE, BLOCK_DIM)
         line += NUM_KV_HEADS * BLOCK_SIZE
-        values = tiles_of_blocks.load([block, line, 0]).reshape(TILE, BLOCK_DIM)
+        values = tiles_of_blocks.load([block, line, 0]).reshape(TILE, BLOCK_VALUE)
     else:
-        dim = tl.arange(0, BLOCK_DIM)
-        real_dim = (dim < HEAD_DIM)[None, :]
-        place = _places(table, start, seq_len, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
-        places = page + place[:, None] + dim[None, :]
-        keys = tl.load(places, mask=real_dim, other=0.0)
-        values = tl.load(places + value_stride, mask=real_dim, other=0.0)
+        dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
+        block, row = _places(table, start, seq_len, block_stride, BLOCK_SIZE, TILE)
+        places = keys_at + (block + row * HEAD_DIM)[:, None] + dim[None, :]
+        keys = tl.load(places, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        places = values_at + (block + row * VALUE_DIM)[:, None] + value_dim[None, :]
+        values = tl.load(places, mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
     return keys, values
 
 
@@ -169,30 +176,24 @@ def prefill_attention_kernel(
     block_tables: tl.tensor,
     query_start_loc: tl.tensor,
     seq_lens: tl.tensor,
-    k_scale: tl.tensor,
-    v_scale: tl.tensor,
+    k_scale: tl.tensor, v_scale: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
     partial_acc: tl.tensor,
     partial_state: tl.tensor,
     arrived: tl.tensor,
-    first_req: tl.tensor,
-    num_reqs: tl.tensor,
+    first_req: tl.tensor, num_reqs: tl.tensor,
     q_stride: tl.tensor,
-    block_stride: tl.tensor,
-    value_stride: tl.tensor,
-    head_stride: tl.tensor,
-    table_stride: tl.tensor,
+    block_stride: tl.tensor, value_stride: tl.tensor,
+    head_stride: tl.tensor, table_stride: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -201,7 +202,7 @@ def prefill_attention_kernel(
     FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
     IN_PARTS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Computes, in program (h, i, p), part p of the i-th tile from the end of KV head h."""
     if OVERLAP:
         gdc_wait()
@@ -229,12 +230,15 @@ def prefill_attention_kernel(
         scale, cap = scale * of_keys, cap / of_keys
         queries = in_half(queries)
     own_position = cached + token
-    page = kv_cache + head.to(tl.int64) * head_stride
+    keys_at, values_at = planes_of_head(
+        kv_cache, head, head_stride, value_stride, HEAD_DIM, VALUE_DIM
+    )
     table = block_tables + r.to(tl.int64) * table_stride
 
     peak = tl.full([ROWS], -3.0e38, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_VALUE], tl.float32)
+    value_dim = tl.arange(0, BLOCK_VALUE)
     seen_by_all = (cached + first_token + 1) // TILE * TILE
     begin, end = 0, tl.minimum(cached + first_token + BLOCK_Q, seq_len)
     lane = tl.arange(0, TILE)
@@ -249,8 +253,8 @@ def prefill_attention_kernel(
             return
     for start in range(begin, tl.minimum(seen_by_all, end), TILE):
         keys, values = _whole_tiles(
-            tiles_of_blocks, page, table, start, head, seq_len, block_stride, value_stride,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, TILE, DESCRIBED,
+            tiles_of_blocks, keys_at, values_at, table, start, head, seq_len, block_stride,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, BLOCK_SIZE, TILE, DESCRIBED,
         )  # fmt: skip
         peak, total, acc = _advance(
             queries, peak, total, acc, keys, values, start + lane, own_position, scale, cap,
@@ -260,11 +264,12 @@ def prefill_attention_kernel(
         inside = start + lane < seq_len
         if WINDOW > 0:
             inside &= start + lane >= first_seen
-        mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
-        place = _places(table, start, seq_len, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
-        places = page + place[:, None] + dim[None, :]
-        keys = tl.load(places, mask=mask, other=0.0)
-        values = tl.load(places + value_stride, mask=mask, other=0.0)
+        block, line = _places(table, start, seq_len, block_stride, BLOCK_SIZE, TILE)
+        places = keys_at + (block + line * HEAD_DIM)[:, None] + dim[None, :]
+        keys = tl.load(places, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+        places = values_at + (block + line * VALUE_DIM)[:, None] + value_dim[None, :]
+        mask = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
+        values = tl.load(places, mask=mask, other=0.0)
         peak, total, acc = _advance(
             queries, peak, total, acc, keys, values, start + lane, own_position, scale, cap,
             True, WINDOW, CAPPED, PRECISION,
@@ -272,7 +277,7 @@ def prefill_attention_kernel(
     if IN_PARTS:
         tile = q_tile * NUM_KV_HEADS + head
         kept = partial_acc, partial_state, arrived
-        is_last, peak, total, acc = joined(*kept, tile, parts, peak, total, acc, ROWS, BLOCK_DIM)
+        is_last, peak, total, acc = joined(*kept, tile, parts, peak, total, acc, ROWS, BLOCK_VALUE)
         if not is_last:
             return
     if HAS_SINKS:
@@ -281,13 +286,15 @@ def prefill_attention_kernel(
         acc = acc * tl.load(v_scale + head)
     # Requests without a context may come this way as decodes: theirs is zero.
     attended = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    to = (query_row * (NUM_KV_HEADS * GROUP) + query_head) * HEAD_DIM + dim[None, :]
+    to = (query_row * (NUM_KV_HEADS * GROUP) + query_head) * VALUE_DIM + value_dim[None, :]
+    written = (row < BLOCK_Q * GROUP) & (token < num_tokens)
+    real = written[:, None] & (value_dim < VALUE_DIM)[None, :]
     tl.store(out + to, attended.to(out.dtype.element_ty), mask=real)
 
 
 def prefill_attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     scale: float,
     out: Tensor,
@@ -302,10 +309,10 @@ def prefill_attention(
 
     Args:
         q: [T, Hq, D] of the whole step; heads of a token adjacent.
-        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent.
+        kv_cache: [N, 2, Hkv, B, D], rows of a head adjacent, or pages.
         metadata: The whole step.
         scale: Multiplies the scores.
-        out: [T, Hq, D] contiguous; rows of the requests behind the decodes are written.
+        out: [T, Hq, Dv] contiguous; rows of the requests behind the decodes are written.
         tuning: None: the choice for this shape.
         softcap: Bound of the scores; 0: none.
         sinks: [Hq] float32, or None.
@@ -313,7 +320,7 @@ def prefill_attention(
         overlaps: The step is short: the kernel is launched before its predecessor has drained.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_kv_heads, block_size, _, value_dim = sizes_of(kv_cache)
     group = num_q_heads // num_kv_heads
     first_req, num_reqs = metadata.num_decodes, metadata.seq_lens.shape[0]
     block_dim = triton.next_power_of_2(head_dim)
@@ -321,34 +328,24 @@ def prefill_attention(
     rows = max(tuning.rows, triton.next_power_of_2(group))
     tiles = triton.cdiv(num_tokens - first_req, rows // group)
     kept = _room_for_parts(q, kv_cache, metadata, tiles, rows) if tuning.in_parts else PartsKept()
-    described = metadata.window is None and _can_describe(kv_cache, tuning.tile)
+    described = described_tiles(kv_cache, tuning.tile, block_dim, metadata.window)
     overlaps = overlaps and supports_pdl(q.device)
     prefill_attention_kernel[(num_kv_heads, tiles + num_reqs - first_req, kept.num_parts)](
-        q,
-        kv_cache,
-        describe_tiles(kv_cache, tuning.tile, block_dim) if described else None,
-        metadata.block_tables,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        *pointers(kv_scales),
-        sinks,
-        out,
-        *kept.tensors,
-        first_req,
-        num_reqs,
-        *metadata.strides(q, kv_cache),
-        scale * LOG2_E,
-        softcap / scale,
+        q, first_of(kv_cache), described, metadata.block_tables, metadata.query_start_loc,
+        metadata.seq_lens, *pointers(kv_scales), sinks, out, *kept.tensors, first_req, num_reqs,
+        *metadata.strides(q, kv_cache), scale * LOG2_E, softcap / scale,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_DIM=block_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_VALUE=triton.next_power_of_2(value_dim),
         BLOCK_SIZE=block_size,
         BLOCK_Q=rows // group,
         ROWS=rows,
         TILE=tuning.tile,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        DESCRIBED=described,
+        DESCRIBED=described is not None,
         WINDOW=metadata.window or 0,
         CAPPED=softcap > 0,
         HAS_SINKS=sinks is not None,
@@ -358,31 +355,32 @@ def prefill_attention(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlaps else {}),
-    )
+    )  # fmt: skip
 
 
-def tuning_of(q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> PrefillTuning:
+def tuning_of(q: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata) -> PrefillTuning:
     """Returns the choice for the requests of a step behind its decodes."""
     num_tokens, num_q_heads, head_dim = q.shape
+    sizes = sizes_of(kv_cache)
     return prefill_tuning(
-        metadata.max_query_len * (num_q_heads // kv_cache.shape[2]),
+        metadata.max_query_len * (num_q_heads // sizes.num_kv_heads),
         (num_tokens - metadata.num_decodes) * num_q_heads,
         min(metadata.max_seq_len, metadata.window or metadata.max_seq_len),
         head_dim,
         q.dtype,
-        kv_cache.shape[3],
+        sizes.block_size,
         metadata.window,
     )
 
 
 def _room_for_parts(
-    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, tiles: int, rows: int
+    q: Tensor, kv_cache: PagedKV, metadata: AttentionMetadata, tiles: int, rows: int
 ) -> PartsKept:
     """Returns room for the parts of a step. `tiles`: of all query tokens, if one request has them;
     each request more has up to one more."""
     if metadata.window is not None:
         return PartsKept()
-    num_kv_heads = kv_cache.shape[2]
+    num_kv_heads, _, _, value_dim = sizes_of(kv_cache)
     num_tokens = q.shape[0] - metadata.num_decodes
     most_tiles = tiles + metadata.seq_lens.shape[0] - metadata.num_decodes
     parts = num_parts(
@@ -391,26 +389,5 @@ def _room_for_parts(
         metadata.longest_context(kv_cache),
         q.device,
     )
-    block_dim = triton.next_power_of_2(q.shape[-1])
+    block_dim = triton.next_power_of_2(value_dim)
     return PartsKept.of(num_kv_heads * most_tiles, parts, rows, block_dim, q.device)
-
-
-def _can_describe(kv_cache: Tensor, tile: int) -> bool:
-    """Returns whether there is a copy engine, tiles are in one block each, and rows where it can
-    begin."""
-    *_, block_size, head_dim = kv_cache.shape
-    if not has_copy_engine(kv_cache.device):
-        return False
-    return block_size % tile == 0 and tile >= 64 and head_dim * kv_cache.itemsize % 16 == 0
-
-
-def describe_tiles(kv_cache: Tensor, tile: int, block_dim: int) -> TensorDescriptor:
-    """Describes the cache as [block, row of a block, D], loaded [1, tile, block_dim] at a time.
-
-    The rows of a block are those of all heads' keys, then of all heads' values; columns behind
-    D read as zero.
-    """
-    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    shape = [num_blocks, 2 * num_kv_heads * block_size, head_dim]
-    strides = [kv_cache.stride(0), head_dim, 1]
-    return TensorDescriptor(kv_cache, shape, strides, [1, tile, block_dim])

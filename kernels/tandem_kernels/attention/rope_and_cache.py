@@ -9,7 +9,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem_kernels.attention.fp8_cache import e4m3_bits
+from tandem_kernels.attention.kv_pages import PagedKV, first_of, sizes_of, strides_of
 from tandem_kernels.attention.kv_scales import KVScales, pointers
+from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 from tandem_kernels.device import supports_pdl, uses_pdl
 
 HEADS_PER_PROGRAM = 8
@@ -58,6 +60,25 @@ def _store(
 
 
 @triton.jit
+def _value_halves(
+    place: tl.tensor, inside: tl.tensor, eps: tl.tensor, value_scale: tl.tensor,
+    VALUE_HALF: tl.constexpr, NORM_VALUES: tl.constexpr, SCALE_VALUES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load values at `place` [heads, half], as `ValueForm` has them; two tiles."""
+    first = tl.load(place, mask=inside, other=0.0)
+    second = tl.load(place + VALUE_HALF, mask=inside, other=0.0)
+    if NORM_VALUES or SCALE_VALUES:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+    if NORM_VALUES:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = (1.0 / tl.sqrt_rn(squares / (2 * VALUE_HALF) + eps))[:, None]
+        first, second = first * scale, second * scale
+    if SCALE_VALUES:
+        first, second = first * value_scale, second * value_scale
+    return first, second
+
+
+@triton.jit
 def rope_and_cache_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -76,13 +97,18 @@ def rope_and_cache_kernel(
     block_stride: tl.tensor,
     value_stride: tl.tensor,
     eps: tl.tensor,
+    value_scale: tl.tensor,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    VALUE_HALF: tl.constexpr,
+    BLOCK_VALUE_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
+    SCALE_VALUES: tl.constexpr,
     KEEP_K: tl.constexpr,
     FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -129,12 +155,18 @@ def rope_and_cache_kernel(
             to = page + row * (2 * HALF) + half[None, :]
             _store(to, first, k_scale, head, inside, FP8, NUM_KV_HEADS)
             _store(to + HALF, second, k_scale, head, inside, FP8, NUM_KV_HEADS)
-            place = v + token * v_stride + head[:, None] * (2 * HALF) + half[None, :]
-            first_value = tl.load(place, mask=inside, other=0.0)
-            second_value = tl.load(place + HALF, mask=inside, other=0.0)
-            to += value_stride
-            _store(to, first_value, v_scale, head, inside, FP8, NUM_KV_HEADS)
-            _store(to + HALF, second_value, v_scale, head, inside, FP8, NUM_KV_HEADS)
+            lanes = tl.arange(0, BLOCK_VALUE_HALF)
+            real = (head < NUM_KV_HEADS)[:, None] & (lanes < VALUE_HALF)[None, :]
+            own = v + token * v_stride + head[:, None] * (2 * VALUE_HALF) + lanes[None, :]
+            first_value, second_value = _value_halves(
+                own, real, eps, value_scale, VALUE_HALF, NORM_VALUES, SCALE_VALUES
+            )
+            if KEEP_K and (NORM_VALUES or SCALE_VALUES):
+                tl.store(own, first_value.to(v.dtype.element_ty), mask=real)
+                tl.store(own + VALUE_HALF, second_value.to(v.dtype.element_ty), mask=real)
+            to = page + value_stride + row * (2 * VALUE_HALF) + lanes[None, :]
+            _store(to, first_value, v_scale, head, real, FP8, NUM_KV_HEADS)
+            _store(to + VALUE_HALF, second_value, v_scale, head, real, FP8, NUM_KV_HEADS)
 
 
 def rope_and_cache(
@@ -143,17 +175,18 @@ def rope_and_cache(
     v: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     slot_mapping: Tensor,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     keep_k: bool = False,
     kv_scales: KVScales | None = None,
+    values: ValueForm = PLAIN_VALUES,
 ) -> Tensor:
     """See `reference.elementwise.rope_and_cache`. The heads of one token must be adjacent."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    num_kv_heads, value_dim = v.shape[1:]
     if num_tokens == 0:
         return q
     heads, num_warps = HEADS_PER_PROGRAM, 2
@@ -167,7 +200,7 @@ def rope_and_cache(
         v,
         positions,
         cos_sin_cache,
-        kv_cache if kv_scales is None else kv_cache.view(torch.uint8),
+        first_of(kv_cache if kv_scales is None else kv_cache.view(torch.uint8)),
         slot_mapping,
         q_weight,
         k_weight,
@@ -175,16 +208,20 @@ def rope_and_cache(
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
+        *strides_of(kv_cache)[:2],
         eps,
+        values.scale,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        BLOCK_SIZE=kv_cache.shape[3],
+        VALUE_HALF=value_dim // 2,
+        BLOCK_VALUE_HALF=triton.next_power_of_2(value_dim // 2),
+        BLOCK_SIZE=sizes_of(kv_cache).block_size,
         HEADS=heads,
         HAS_NORM=q_weight is not None,
+        NORM_VALUES=values.normed,
+        SCALE_VALUES=values.scale != 1.0,
         KEEP_K=keep_k,
         FP8=kv_scales is not None,
         OVERLAP=supports_pdl(q.device),

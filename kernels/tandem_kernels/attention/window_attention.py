@@ -20,6 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
 from tandem_kernels.attention.attention_sink import with_sink
 from tandem_kernels.attention.decode_ahead import attend_ahead
+from tandem_kernels.attention.head_planes import planes_of_head
+from tandem_kernels.attention.kv_pages import PagedKV, first_of, sizes_of
 from tandem_kernels.device import supports_pdl
 
 LOG2_E = 1.4426950408889634
@@ -28,7 +30,7 @@ _MOST_BYTES = 32 * 1024
 _BYTES_OF_WARP = 4 * 1024
 
 
-def takes_window(q: Tensor, kv_cache: Tensor, window: int | None) -> bool:
+def takes_window(q: Tensor, kv_cache: PagedKV, window: int | None) -> bool:
     """Returns whether a window's keys and values fit. A cache of other numbers than the query's
     does not."""
     if window is None or kv_cache.dtype != q.dtype:
@@ -61,6 +63,8 @@ def window_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -74,7 +78,7 @@ def window_attention_kernel(
     the power of two behind it."""
     r = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    dim = tl.arange(0, BLOCK_DIM)
+    dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     row = tl.arange(0, ROWS)
     seq_len = tl.load(seq_lens + r)
     newest = seq_len - 1
@@ -82,34 +86,40 @@ def window_attention_kernel(
     older = position < newest
     table = block_tables + r * table_stride
     block = tl.load(table + position // BLOCK_SIZE, mask=older, other=0).to(tl.int64)
-    of_head = kv_cache + head.to(tl.int64) * head_stride
+    keys_at, values_at = planes_of_head(
+        kv_cache, head, head_stride, value_stride, HEAD_DIM, VALUE_DIM
+    )
     place = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
     inside = older[:, None] & (dim < HEAD_DIM)[None, :]
-    keys = tl.load(of_head + place[:, None] + dim[None, :], mask=inside, other=0.0)
-    values = tl.load(of_head + value_stride + place[:, None] + dim[None, :], mask=inside, other=0.0)
+    keys = tl.load(keys_at + place[:, None] + dim[None, :], mask=inside, other=0.0)
+    place = block * block_stride + position % BLOCK_SIZE * VALUE_DIM
+    inside = older[:, None] & (value_dim < VALUE_DIM)[None, :]
+    values = tl.load(values_at + place[:, None] + value_dim[None, :], mask=inside, other=0.0)
     own_block = tl.load(table + newest // BLOCK_SIZE, mask=newest >= 0, other=0).to(tl.int64)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    own = of_head + own_block * block_stride + newest % BLOCK_SIZE * HEAD_DIM + dim
+    own = keys_at + own_block * block_stride + newest % BLOCK_SIZE * HEAD_DIM + dim
+    own_value = values_at + own_block * block_stride + newest % BLOCK_SIZE * VALUE_DIM + value_dim
     query_head = head * GROUP + row
     real = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     at = r * q_stride + query_head[:, None] * HEAD_DIM + dim[None, :]
     query = tl.load(q + at, mask=real, other=0.0)
     # A request without a context has one position, of zeros.
     peak, total, acc = attend_ahead(
-        query, keys, values, older, own, newest >= 0, value_stride, scale, cap,
-        HEAD_DIM, BLOCK_DIM, CAPPED, PRECISION, 0.0,
+        query, keys, values, older, own, own_value, newest >= 0, scale, cap,
+        HEAD_DIM, BLOCK_DIM, VALUE_DIM, BLOCK_VALUE, CAPPED, PRECISION, 0.0,
     )  # fmt: skip
     if HAS_SINKS:
         total = with_sink(total, peak, sinks, query_head, row < GROUP)
-    to = (r * NUM_KV_HEADS * GROUP + query_head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+    to = (r * NUM_KV_HEADS * GROUP + query_head[:, None]) * VALUE_DIM + value_dim[None, :]
+    kept = (row < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
+    tl.store(out + to, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
 
 
 def window_attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     scale: float,
     out: Tensor,
@@ -119,13 +129,13 @@ def window_attention(
     """Attends for one query token of each request; only where `takes_window` says so. Arguments
     are those of `decode_attention`."""
     num_reqs, num_q_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[2]
+    num_kv_heads, block_size, _, value_dim = sizes_of(kv_cache)
     group, window = num_q_heads // num_kv_heads, metadata.window
     assert window is not None
     overlap = supports_pdl(q.device)
     window_attention_kernel[(num_reqs, num_kv_heads)](
         q,
-        kv_cache,
+        first_of(kv_cache),
         metadata.block_tables,
         metadata.seq_lens,
         sinks,
@@ -137,7 +147,9 @@ def window_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=kv_cache.shape[3],
+        VALUE_DIM=value_dim,
+        BLOCK_VALUE=triton.next_power_of_2(value_dim),
+        BLOCK_SIZE=block_size,
         ROWS=max(16, triton.next_power_of_2(group)),
         WINDOW=window,
         SPAN=max(16, triton.next_power_of_2(window)),

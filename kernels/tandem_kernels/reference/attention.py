@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import PagedKV, apart, sizes_of
 from tandem_kernels.attention.kv_scales import KVScales
 from tandem_kernels.reference.fp8_cache import dequantise
 
 
 def paged_attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     scale: float,
     softcap: float = 0.0,
@@ -33,8 +34,8 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], Hq a multiple of Hkv; query head h reads KV head `h // (Hq // Hkv)`.
-        kv_cache: [N, 2, Hkv, B, D], blocks contiguous; the step's own keys and values are already
-            written.
+        kv_cache: [N, 2, Hkv, B, D], blocks contiguous, or pages whose values have Dv numbers; the
+            step's own keys and values are already written.
         metadata: The ragged batch.
         scale: Multiplies the scores, usually `D ** -0.5`.
         softcap: Bounds them softly, to `softcap * tanh(score / softcap)`; 0: not.
@@ -45,17 +46,18 @@ def paged_attention(
             float32; None: it has the dtype of `q`.
 
     Returns:
-        [T, Hq, D] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
+        [T, Hq, Dv] in the dtype of `q`. Rows of requests with `seq_lens` 0 are zero.
     """
     dtype = q.dtype
     if kv_scales is not None:
         q = q.float()
-    out = torch.zeros_like(q)
+    sizes = sizes_of(kv_cache)
+    out = q.new_zeros(*q.shape[:2], sizes.value_dim)
     seq_lens = metadata.seq_lens.tolist()
     window = metadata.window
     alone = metadata.fixed_order or window is not None or metadata.decode_query_len > 1
     num_decodes = 0 if alone or softcap or sinks is not None else metadata.num_decodes
-    for requests in _similar_lengths(seq_lens[:num_decodes], kv_cache.shape[3]):
+    for requests in _similar_lengths(seq_lens[:num_decodes], sizes.block_size):
         _decode(out, q, kv_cache, metadata, requests, scale, kv_scales)
     if num_decodes < len(seq_lens):
         bounds = metadata.query_start_loc.tolist()
@@ -91,14 +93,14 @@ def _similar_lengths(seq_lens: list[int], block_size: int) -> Iterator[Tensor | 
 def _decode(
     out: Tensor,
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     metadata: AttentionMetadata,
     requests: Tensor | slice,
     scale: float,
     kv_scales: KVScales | None,
 ) -> None:
     """Attends for one query token of each of `requests`; request r owns query row r."""
-    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    num_kv_heads, block_size, head_dim, value_dim = sizes_of(kv_cache)
     seq_lens = metadata.seq_lens[requests]
     lengths = seq_lens.tolist()
     num_blocks = -(-max(lengths) // block_size)
@@ -109,49 +111,64 @@ def _decode(
         # Entries behind a request's last block name its first block instead, which exists.
         blocks = torch.where(valid[:, ::block_size], blocks, blocks[:, :1])
         mask = valid[:, None, None]
-    k, v = kv = _gather(kv_cache, blocks, kv_scales)
+    k, v = _gather(kv_cache, blocks, kv_scales)
     if mask is not None:
         for i, length in enumerate(lengths):
-            kv[:, i, :, length:] = 0
+            k[i, :, length:] = 0
+            v[i, :, length:] = 0
     grouped = q[requests].reshape(len(lengths), num_kv_heads, -1, head_dim)
     attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
-    out[requests] = attended.reshape(len(lengths), -1, head_dim)
+    out[requests] = attended.reshape(len(lengths), -1, value_dim)
 
 
-def _gather(kv_cache: Tensor, blocks: Tensor, kv_scales: KVScales | None) -> Tensor:
-    """Pages of `blocks` [R, n] as [2, R, Hkv, n * B, D], copied once, a (block, head) at a time;
-    of an FP8 cache in float32."""
-    if kv_scales is not None:
-        stored = _gather(kv_cache.view(torch.uint8), blocks, None)
-        scales = torch.stack((kv_scales.k, kv_scales.v))
-        return dequantise(stored, scales[:, None, :, None, None])
-    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    if not kv_cache.is_contiguous():
-        # Pages have room behind the block.
-        kv_cache = kv_cache.index_select(0, blocks.flatten())
-        blocks = torch.arange(len(kv_cache), device=blocks.device).view(blocks.shape)
-        num_blocks = len(kv_cache)
-    pages = kv_cache.view(num_blocks * 2 * num_kv_heads, block_size, head_dim)
-    head = torch.arange(2 * num_kv_heads, device=blocks.device).view(2, 1, num_kv_heads, 1)
-    chosen = blocks.unsqueeze(1) * (2 * num_kv_heads) + head
-    gathered = pages.index_select(0, chosen.flatten())
-    return gathered.view(2, blocks.shape[0], num_kv_heads, -1, head_dim)
+def _gather(kv_cache: PagedKV, blocks: Tensor, kv_scales: KVScales | None) -> tuple[Tensor, Tensor]:
+    """Returns the keys and the values of `blocks` [R, n], [R, Hkv, n * B, D] each; of an FP8 cache
+    in float32."""
+    pages = apart(kv_cache)
+    if kv_scales is None:
+        return _gathered(pages.k, blocks), _gathered(pages.v, blocks)
+    pages = pages.view(torch.uint8)
+    pairs = (pages.k, kv_scales.k), (pages.v, kv_scales.v)
+    keys, values = (
+        dequantise(_gathered(plane, blocks), scale[:, None, None]) for plane, scale in pairs
+    )
+    return keys, values
+
+
+def _gathered(plane: Tensor, blocks: Tensor) -> Tensor:
+    """Returns `blocks` [R, n] of a plane [N, Hkv, B, D] as [R, Hkv, n * B, D], copied once, a
+    (block, head) at a time, where blocks lie a whole number of heads apart."""
+    num_requests, num_blocks = blocks.shape
+    count, num_heads, block_size, width = plane.shape
+    heads_apart, rest = divmod(plane.stride(0), block_size * width)
+    if rest:
+        found = plane.index_select(0, blocks.flatten())
+        by_request = found.view(num_requests, num_blocks, num_heads, block_size, width)
+        return by_request.transpose(1, 2).flatten(2, 3)
+    num_rows = (count - 1) * heads_apart + num_heads
+    rows = plane.as_strided((num_rows, block_size, width), (block_size * width, width, 1))
+    head = torch.arange(num_heads, device=blocks.device)[:, None]
+    chosen = blocks.unsqueeze(1) * heads_apart + head
+    gathered = rows.index_select(0, chosen.flatten())
+    return gathered.view(num_requests, num_heads, -1, width)
 
 
 def _context(
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     block_table: Tensor,
     first: int,
     seq_len: int,
     kv_scales: KVScales | None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of one request from position `first` on, both [Hkv, seq_len - first, D]."""
-    block_size = kv_cache.shape[3]
+    """Keys and values of one request from position `first` on, [Hkv, seq_len - first, D] each."""
+    block_size = sizes_of(kv_cache).block_size
     first_block = first // block_size
     blocks = block_table[None, first_block : -(-seq_len // block_size)]
-    gathered = _gather(kv_cache, blocks, kv_scales)
     start = first_block * block_size
-    k, v = gathered[:, 0, :, first - start : seq_len - start]
+    k, v = (
+        plane[0, :, first - start : seq_len - start]
+        for plane in _gather(kv_cache, blocks, kv_scales)
+    )
     return k, v
 
 
@@ -232,7 +249,7 @@ def _one_by_one(
 
 
 def gather_context(
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     block_tables: Tensor,
     first: Tensor,
     bounds: Tensor,
@@ -243,7 +260,7 @@ def gather_context(
     """Copies keys and values of parts of R requests' contexts.
 
     Args:
-        kv_cache: [N, 2, Hkv, B, D].
+        kv_cache: [N, 2, Hkv, B, D], or pages.
         block_tables: [R, max_blocks] int32.
         first: [R] int32, the first position of each request that is copied.
         bounds: [R + 1] int32: those of request r become rows `bounds[r] : bounds[r + 1]`.
@@ -252,18 +269,17 @@ def gather_context(
         kv_scales: Of an FP8 cache; None: the cache has numbers of `dtype`.
 
     Returns:
-        Keys and values, [S, Hkv, D] each, the numbers of a head behind each other.
+        Keys and values, [S, Hkv, D] and [S, Hkv, Dv], the numbers of a head behind each other.
     """
     counts = bounds.diff().long()
     requests = torch.repeat_interleave(counts)
     rows = torch.arange(num_keys, device=bounds.device)
     positions = rows - bounds[requests] + first[requests]
-    block_size = kv_cache.shape[3]
-    blocks = block_tables[requests, positions // block_size].long()
-    stored = kv_cache if kv_scales is None else kv_cache.view(torch.uint8)
-    found = stored[blocks, :, :, positions % block_size]
+    block_size = sizes_of(kv_cache).block_size
+    places = block_tables[requests, positions // block_size].long(), positions % block_size
+    pages = apart(kv_cache) if kv_scales is None else apart(kv_cache).view(torch.uint8)
+    keys, values = (plane.transpose(1, 2)[places] for plane in (pages.k, pages.v))
     if kv_scales is not None:
-        scales = torch.stack((kv_scales.k, kv_scales.v))
-        found = dequantise(found, scales[None, :, :, None])
-    keys, values = found.to(dtype).unbind(1)
-    return keys, values
+        keys = dequantise(keys, kv_scales.k[:, None])
+        values = dequantise(values, kv_scales.v[:, None])
+    return keys.to(dtype), values.to(dtype)

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem_kernels.attention.kv_pages import PagedKV, apart
 from tandem_kernels.attention.kv_scales import KVScales
+from tandem_kernels.attention.value_form import PLAIN_VALUES, ValueForm
 from tandem_kernels.reference.fp8_cache import quantise
 from tandem_kernels.reference.steady import sigmoid
 
@@ -78,10 +80,22 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Computes `x * sigmoid(gate)`, both [T, I]. The memory of `x` may be reused."""
+    """Computes `x * sigmoid(gate)`: x [T, I], gate [T, I], or [T, H] with a number for each I / H
+    neighbours. The memory of `x` may be reused."""
+    return _times(x, sigmoid(gate.float()))
+
+
+def softplus_and_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Computes `x * log(1 + exp(gate))`; see `sigmoid_and_mul`."""
+    return _times(x, F.softplus(gate.float()))
+
+
+def _times(x: Tensor, factors: Tensor) -> Tensor:
+    """Multiplies [T, I] by [T, I], or by [T, H], in float32."""
+    parts = x.view(len(x), factors.shape[1], -1)
     if x.dtype == torch.float32:
-        return x.mul_(sigmoid(gate))
-    return (x.float() * sigmoid(gate.float())).to(x.dtype)
+        return parts.mul_(factors[..., None]).view(x.shape)
+    return (parts.float() * factors[..., None]).to(x.dtype).view(x.shape)
 
 
 def rope_and_cache(
@@ -90,29 +104,31 @@ def rope_and_cache(
     v: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedKV,
     slot_mapping: Tensor,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     keep_k: bool = False,
     kv_scales: KVScales | None = None,
+    values: ValueForm = PLAIN_VALUES,
 ) -> Tensor:
     """Rotate queries and keys, and write keys and values into the paged cache.
 
     Args:
         q: [T, Hq, D], changed in place.
         k: [T, Hkv, D].
-        v: [T, Hkv, D].
+        v: [T, Hkv, Dv].
         positions: [T] int64.
         cos_sin_cache: [M, D] float32, cosines in the first half, sines in the second.
-        kv_cache: [N, 2, Hkv, B, D], written at `slot_mapping`.
+        kv_cache: [N, 2, Hkv, B, D], or pages where Dv differs from D, written at `slot_mapping`.
         slot_mapping: [T] int64, `block * B + offset`; -1 writes nothing.
         q_weight: [D] or None, RMSNorm of each query head before the rotation.
         k_weight: [D] or None, the same for keys.
-        eps: Of those norms.
-        keep_k: Keys that are written to the cache are also changed in place.
+        eps: Of those norms, and of values.
+        keep_k: Keys that are written to the cache are also changed in place, and so are values.
         kv_scales: The cache has e4m3 numbers of these scales; None: it has those of `k` and `v`.
+        values: What is done to values.
 
     Returns:
         `q`, rotated.
@@ -120,12 +136,16 @@ def rope_and_cache(
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin, q_weight, eps))
     rotated_k = _rotate(k, cos, sin, k_weight, eps)
+    formed_v = v if values.is_plain else _formed(v, values, eps)
     if keep_k:
-        k.copy_(torch.where(slot_mapping[:, None, None] >= 0, rotated_k.to(k.dtype), k))
+        written = slot_mapping[:, None, None] >= 0
+        k.copy_(torch.where(written, rotated_k.to(k.dtype), k))
+        v.copy_(torch.where(written, formed_v.to(v.dtype), v))
     if kv_scales is None:
-        _write_slots(kv_cache, slot_mapping, rotated_k.to(kv_cache.dtype), v.to(kv_cache.dtype))
+        dtype = kv_cache.dtype
+        _write_slots(kv_cache, slot_mapping, rotated_k.to(dtype), formed_v.to(dtype))
     else:
-        pairs = (rotated_k, kv_scales.k), (v, kv_scales.v)
+        pairs = (rotated_k, kv_scales.k), (formed_v, kv_scales.v)
         rows = [quantise(x, scale[:, None]).view(torch.uint8) for x, scale in pairs]
         _write_slots(kv_cache.view(torch.uint8), slot_mapping, *rows)
     return q
@@ -140,13 +160,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: flo
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _write_slots(kv_cache: Tensor, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+def _formed(v: Tensor, values: ValueForm, eps: float) -> Tensor:
+    """Returns values as they are kept, in float32."""
+    wide = v.float()
+    if values.normed:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * values.scale
+
+
+def _write_slots(kv_cache: PagedKV, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
     written = slot_mapping >= 0
     if not bool(written.all()):
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
-    block_size = kv_cache.shape[3]
+    pages = apart(kv_cache)
+    block_size = pages.k.shape[2]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     offsets = slot_mapping - blocks * block_size
-    by_slot = kv_cache.permute(1, 0, 3, 2, 4)  # [2, N, B, Hkv, D]
-    by_slot[0].index_put_((blocks, offsets), k)
-    by_slot[1].index_put_((blocks, offsets), v)
+    pages.k.transpose(1, 2).index_put_((blocks, offsets), k)  # [N, B, Hkv, D]
+    pages.v.transpose(1, 2).index_put_((blocks, offsets), v)

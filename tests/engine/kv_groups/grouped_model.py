@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.config import EngineConfig, KVLayers, ModelConfig, ParallelConfig
+from engine.head_sizes import HeadSizes
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
@@ -41,6 +42,7 @@ from engine.models.specs.base import ModelSpec
 from engine.parallel.place import ParallelPlace
 from engine.rope import Rotary
 from kv_transfer.layout import DTYPE_BYTES, Plane
+from tandem_kernels.attention.kv_pages import KVPages
 
 ARCHITECTURE = "GroupedForTests"
 KINDS = ("full", "window", "latent", "window", "full")
@@ -101,14 +103,10 @@ class LatentBlock(nn.Module):
         self.o_proj = RowParallelLinear(NUM_HEADS * LATENT, HIDDEN, shard)
 
     def forward(
-        self, x: Tensor, stream: ResidualStream, kv_cache: Tensor, inputs: AttentionInputs
+        self, x: Tensor, stream: ResidualStream, kv_cache: KVPages, inputs: AttentionInputs
     ) -> None:
-        """Attends; `kv_cache` is [N, numbers of a page], planes one after the other."""
-        split = self.block_size * LATENT
-        planes = (
-            kv_cache[:, :split].unflatten(1, (self.block_size, LATENT)),
-            kv_cache[:, split:].unflatten(1, (self.block_size, PLACE)),
-        )
+        """Attends; `kv_cache` has a plane of latents and one of places, of one head each."""
+        planes = kv_cache.k[:, 0], kv_cache.v[:, 0]
         new = F.linear(x, self.down_weight).split((LATENT, PLACE), dim=1)
         written = inputs.slot_mapping >= 0
         slots = inputs.slot_mapping[written]
@@ -160,7 +158,7 @@ class GroupedLM(CausalLM):
             LatentBlock(shard, groups[self.group_of[layer]].block_size)
             if kind == "latent"
             else AttentionBlock(
-                HIDDEN, HEAD_DIM, NUM_HEADS, KV_HEADS[kind], shard,
+                HIDDEN, HeadSizes.alike(NUM_HEADS, KV_HEADS[kind], HEAD_DIM), shard,
                 AttentionOptions(),
             )
             for layer, kind in enumerate(KINDS)

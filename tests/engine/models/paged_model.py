@@ -17,6 +17,7 @@ from engine.models.base import CausalLM, ForwardInputs, GroupInputs
 from engine.worker.kv_cache import layer_views
 from kv_transfer.layout import KVGroup
 from tandem_kernels.attention.attention_metadata import AttentionMetadata
+from tandem_kernels.attention.kv_pages import KVPages
 from tandem_kernels.batch.state_metadata import StateMetadata
 
 BLOCK_SIZE = 16
@@ -48,11 +49,13 @@ class PagedModel:
         layout = config.kv_layout
         self._groups = layout.groups
         sizes = {group.block_size for group in layout.groups if not group.is_state}
-        assert sizes == {BLOCK_SIZE}
+        assert min(sizes) == BLOCK_SIZE
+        self._largest_block = max(sizes)
         memory = torch.empty(_NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8, device=device)
         self.kv_caches = layer_views(memory, layout)
         for layer in self.kv_caches:
-            layer.fill_(float("nan") if layer.is_floating_point() else 255)
+            for plane in (layer.k, layer.v) if isinstance(layer, KVPages) else (layer,):
+                plane.fill_(float("nan") if plane.is_floating_point() else 255)
         self.layers_seen: list[int] = []
         self.backend: AttentionBackend = PagedBackend()
 
@@ -69,14 +72,17 @@ class PagedModel:
     def prefill_behind(self, first: list[int], second: list[int], chunk: int) -> torch.Tensor:
         """Logits of `second` from where it leaves the full blocks that it shares with `first`."""
         common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-        shared = common // BLOCK_SIZE
+        shared = common // self._largest_block * self._largest_block
         assert shared > 0
         if any(group.is_state for group in self._groups):
-            first = first[: shared * BLOCK_SIZE]  # A state is right for its last token only.
+            first = first[:shared]  # A state is right for its last token only.
         leader = PagedSequence(first)
         self._compute([leader], chunk)
-        blocks = [of_group[:shared] for of_group in leader.blocks]
-        follower = PagedSequence(second, blocks, shared * BLOCK_SIZE)
+        blocks = [
+            of_group[: group.num_blocks_for(shared)]
+            for of_group, group in zip(leader.blocks, self._groups, strict=True)
+        ]
+        follower = PagedSequence(second, blocks, shared)
         return self._compute([follower], chunk)[0]
 
     def _compute(self, sequences: list[PagedSequence], chunk: int) -> list[torch.Tensor]:

@@ -49,6 +49,7 @@ from tests.engine.models.family import LATENT, YARN, Family
 from tests.engine.models.gpt_oss_family import GPT_OSS_FAMILIES
 from tests.engine.models.hybrid_families import HYBRID_FAMILIES
 from tests.engine.models.image_families import IMAGE_FAMILIES
+from tests.engine.models.layered_families import LAYERED_FAMILIES
 from tests.engine.models.more_families import MORE_FAMILIES
 from tests.engine.models.nearby_families import NEARBY_FAMILIES
 from tests.engine.models.parity_cases import MAX_LEN, prompts
@@ -82,6 +83,7 @@ FAMILIES = {
     **IMAGE_FAMILIES,
     **HYBRID_FAMILIES,
     **NEARBY_FAMILIES,
+    **LAYERED_FAMILIES,
     "deepseek_v2": Family(
         DeepseekV2ForCausalLM,
         DeepseekV2Config,
@@ -234,6 +236,8 @@ def save_checkpoint(family: Family, folder: Path, dtype: torch.dtype = torch.flo
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.75 + 0.5 * torch.rand(buffer.shape))
     model.to(dtype).save_pretrained(folder, max_shard_size=family.shard_size)
     if family.stacks_experts:
         _stack_experts(folder / "model.safetensors")

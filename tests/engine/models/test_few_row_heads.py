@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.head_sizes import HeadSizes
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.paged import PagedBackend
@@ -37,8 +38,8 @@ class Layer:
         policy = GemmPolicy(few_row_heads=rows)
         shard = Shard(ParallelPlace(range(1)), torch.bfloat16, CPU, policy)
         self.norm = RMSNorm(HIDDEN, 1e-5, shard, offset=norm_offset)
-        sizes = HIDDEN, HEAD_DIM, HEADS, KV_HEADS
-        self.block = AttentionBlock(*sizes, shard, AttentionOptions(**options))
+        sizes = HeadSizes.alike(HEADS, KV_HEADS, HEAD_DIM)
+        self.block = AttentionBlock(HIDDEN, sizes, shard, AttentionOptions(**options))
         for parameter in (*self.norm.parameters(), *self.block.parameters()):
             parameter.data.normal_(std=0.3)
         dtype = torch.bfloat16 if options.get("kv_scales") is None else E4M3

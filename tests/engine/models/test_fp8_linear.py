@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import Dtype, EngineConfig
+from engine.head_sizes import HeadSizes
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import (
     GateUpParallelLinear,
@@ -221,7 +222,7 @@ def test_blocks_of_scales_follow_outputs_that_change_places(rank: int) -> None:
     turned = (*range(64), *range(128, 192), *range(64, 128), *range(192, 256))
     for head_order, method in ((None, Fp8BlockLinear), (torch.tensor(turned), Dequantised)):
         qkv = QKVParallelLinear(
-            128, 256, 4, 2, HeadRange(rank, 1), block_shard(rank, 2), bias=False,
+            128, HeadSizes.alike(4, 2, 256), HeadRange(rank, 1), block_shard(rank, 2), bias=False,
             head_order=head_order, gates="paired",
         )  # fmt: skip
         assert isinstance(qkv.method, method)

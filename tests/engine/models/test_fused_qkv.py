@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.head_sizes import HeadSizes
 from engine.layers.attention.block import AttentionBlock, AttentionOptions
 from engine.layers.attention.layer import AttentionInputs
 from engine.layers.attention.paged import PagedBackend
@@ -30,7 +31,10 @@ def behind(rows: int, fused_from: int, **options: bool) -> tuple[Tensor, Tensor]
     shard = Shard(ParallelPlace(range(1)), torch.bfloat16, CPU, policy)
     norm = RMSNorm(HIDDEN, 1e-5, shard)
     block = AttentionBlock(
-        HIDDEN, HEAD_DIM, HEADS, KV_HEADS, shard, AttentionOptions(eps=1e-5, **options)
+        HIDDEN,
+        HeadSizes.alike(HEADS, KV_HEADS, HEAD_DIM),
+        shard,
+        AttentionOptions(eps=1e-5, **options),
     )
     for parameter in (*norm.parameters(), *block.parameters()):
         parameter.data.normal_(std=0.2)

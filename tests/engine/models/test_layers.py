@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.head_sizes import HeadSizes
 from engine.layers.embedding import LMHead, VocabParallelEmbedding
 from engine.layers.gemm_policy import GemmPolicy
 from engine.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -71,7 +72,7 @@ def test_each_query_head_finds_its_kv_head_on_its_rank(size: int) -> None:
     seen: list[int] = []
     for rank in range(size):
         kv_heads = heads_of_rank(2, rank, size)
-        qkv = QKVParallelLinear(6, 4, 8, 2, kv_heads, shard(rank, size), bias=True)
+        qkv = QKVParallelLinear(6, HeadSizes.alike(8, 2, 4), kv_heads, shard(rank, size), bias=True)
         weights = {w.name: w for w in qkv.checkpoint_weights("q", "k", "v")}
         assert set(weights) == {f"{p}.{s}" for p in "qkv" for s in ("weight", "bias")}
         assert weights["q.weight"].shape == (32, 6) and weights["k.bias"].shape == (8,)

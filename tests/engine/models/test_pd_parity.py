@@ -25,6 +25,9 @@ from tests.engine.models.reference_models import GreedyAnswers, reference
     ("family", "transports", "tp_size", "block_sizes"),
     [
         ("gemma3", "stream", 2, (16, 32)),
+        ("mimo_v2", "stream", 2, (16, 64)),
+        ("gemma4", "cuda_ipc,stream", 2, (16, 32)),
+        ("laguna", "stream", 1, (32, 16)),
         ("deepseek_v3_yarn", "stream", 2, (16, 64)),
         ("deepseek_v2", "cuda_ipc,stream", 1, (32, 16)),
         ("glm4_moe", "cuda_ipc,stream", 1, (16, 16)),

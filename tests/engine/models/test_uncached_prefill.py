@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.batch.input_batch import BatchOrder
 from engine.layers.attention import flash_attention
-from engine.layers.attention.backend import AttentionBackend, PrefillChunk
+from engine.layers.attention.backend import AttentionBackend, AttentionSpec, PrefillChunk
 from engine.layers.attention.cudnn_prefill import CudnnPrefill
 from engine.layers.attention.flash_attention import PREFILL_PACKAGE, FlashPrefill
 from engine.layers.attention.layer import Attention, AttentionInputs
@@ -262,7 +262,8 @@ class _Batch:
             scales = torch.linspace(0.5, 2, KV_HEADS, device=device)
             kv_scales = KVScales(scales, scales.flip(0))
         self.rotary = cos_sin_cache(head_dim, MAX_LEN, Rotary(theta=1e4, dim=head_dim)).to(device)
-        self.layer = Attention(HEADS, KV_HEADS, head_dim, sinks=sinks, kv_scales=kv_scales)
+        spec = AttentionSpec(HEADS, KV_HEADS, head_dim, head_dim**-0.5, 0.0, sinks, kv_scales)
+        self.layer = Attention(spec)
 
     def attended(self, backend: AttentionBackend) -> Tensor:
         metadata = backend.metadata(self)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.layers.attention.backend import AttentionBackend, PrefillChunk
+from engine.layers.attention.backend import AttentionBackend, AttentionSpec, PrefillChunk
 from engine.layers.attention.paged import PagedBackend
 from engine.layers.attention.uncached_prefill import DensePrefill, UncachedPrefillBackend
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
@@ -36,7 +36,7 @@ class LibraryOf(DensePrefill):
         self.min_tokens = min_tokens
 
     def attend(self, spec: Any, heads: Tensor, metadata: Any) -> Tensor:
-        return heads[:, : spec.num_heads]
+        return spec.queries(heads)
 
     def prepare(self, *sizes: Any) -> None:
         raise NotImplementedError
@@ -84,11 +84,10 @@ def tunings_of(
 
     backend = backend_of(min_tokens, PagedBackend(kernel))
     metadata = metadata_of(backend, requests)
-    heads = torch.empty(
-        sum(tokens for tokens, _ in requests), num_heads + 2 * num_kv_heads, HEAD_DIM,
-        device="meta", dtype=torch.half,
-    )  # fmt: skip
-    spec: Any = Spec(num_heads)
+    width = (num_heads + 2 * num_kv_heads) * HEAD_DIM
+    num_tokens = sum(tokens for tokens, _ in requests)
+    heads = torch.empty(num_tokens, width, device="meta", dtype=torch.half)
+    spec = AttentionSpec(num_heads, num_kv_heads, HEAD_DIM, 1.0)
     backend.attend(spec, heads, cache, metadata)
     return found
 
@@ -113,15 +112,6 @@ def metadata_of(backend: AttentionBackend, requests: list[tuple[int, int]]) -> A
     starts = torch.tensor([0, *np.cumsum(query_lens)], device="meta")
     shape = torch.empty(len(both), device="meta")
     return backend.metadata(Batch(order, shape[:, None], starts, shape))
-
-
-@dataclass
-class Spec:
-    num_heads: int
-    softcap: float = 0.0
-    sinks: None = None
-    kv_scales: None = None
-    scale: float = 1.0
 
 
 TOKENS = (2, 4, 5, 16, 17, 64, 65, 129, 511, 513, 700, 1023, 1024, 1500, 2040, 4100)

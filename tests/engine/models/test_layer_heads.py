@@ -1,0 +1,245 @@
+"""Reads heads that differ by layer from config.json as publishers write it, and counts the bytes
+that are kept of a token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from engine.head_sizes import HeadSizes
+from engine.models.checkpoint import CheckpointError, check_parallel, load_model_config
+from engine.models.registry import spec_of
+from engine.models.specs.dense import DenseSpec
+from kv_transfer.errors import HandshakeMismatch
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+MIMO = {
+    "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash",
+    "vocab_size": 152576, "hidden_size": 4096, "intermediate_size": 16384,
+    "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 4,
+    "head_dim": 192, "v_head_dim": 128, "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+    "max_position_embeddings": 262144, "layernorm_epsilon": 1e-5, "rope_theta": 5000000,
+    "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "attention_value_scale": 0.707,
+    "sliding_window": 128, "sliding_window_size": 128, "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False, "attention_bias": False,
+    "hybrid_layer_pattern": [0, *([1, 1, 1, 1, 0] + [1, 1, 1, 1, 1, 0] * 7)],
+    "moe_layer_freq": [0] + [1] * 47, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": None, "norm_topk_prob": True, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": None, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}  # fmt: skip
+
+
+LAGUNA = {
+    "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "vocab_size": 100352,
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
+    "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 262144, "attention_bias": False, "rms_norm_eps": 1e-6,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "gating": True, "sliding_window": 512,
+    "rope_parameters": {
+        FULL: {
+            "rope_theta": 500000.0, "rope_type": "yarn", "factor": 64.0,
+            "original_max_position_embeddings": 4096, "beta_slow": 1.0, "beta_fast": 64.0,
+            "attention_factor": 1.4158883083359672, "partial_rotary_factor": 0.5,
+        },
+        WINDOW: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        "original_max_position_embeddings": 4096,
+    },
+    "layer_types": [FULL, WINDOW, WINDOW, WINDOW] * 10, "partial_rotary_factor": 0.5,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 39, "moe_routed_scaling_factor": 2.5,
+    "moe_apply_router_weight_on_input": False, "use_bidirectional_attention": False,
+    "num_attention_heads_per_layer": [48, 64, 64, 64] * 10,
+}  # fmt: skip
+GEMMA4_31B = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
+    "tie_word_embeddings": True, "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376,
+        "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "num_global_key_value_heads": 4, "head_dim": 256,
+        "global_head_dim": 512, "attention_k_eq_v": True, "sliding_window": 1024,
+        "layer_types": ([WINDOW] * 5 + [FULL]) * 10, "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision",
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False,
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+            },
+            WINDOW: {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Published:
+    """A published config.json and what it means.
+
+    Attributes:
+        kept: By (window, number of layers): bytes of a token in one of these layers.
+        block_sizes: Of groups, in their order, on one rank and on eight, from 64 on.
+    """
+
+    config: dict[str, Any]
+    heads: dict[str, HeadSizes]
+    kept: dict[tuple[int | None, int], int]
+    block_sizes: dict[int, tuple[int, ...]]
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def heads(queries: int, kv: int, key: int, value: int) -> HeadSizes:
+    return HeadSizes(num_heads=queries, num_kv_heads=kv, head_dim=key, v_head_dim=value)
+
+
+PUBLISHED = {
+    "mimo_v2_flash": Published(
+        MIMO,
+        {FULL: heads(64, 4, 192, 128), WINDOW: heads(64, 8, 192, 128)},
+        {(None, 9): 4 * (192 + 128) * 2, (129, 39): 8 * (192 + 128) * 2},
+        {1: (128, 64, 64, 64, 64, 64), 8: (64, 64, 64, 64, 64, 64)},
+        {"value_scale": 0.707, "sink_layers": 39},
+    ),
+    "laguna_xs": Published(
+        LAGUNA,
+        {FULL: heads(48, 8, 128, 128), WINDOW: heads(64, 8, 128, 128)},
+        {(None, 10): 8 * 256 * 2, (512, 30): 8 * 256 * 2},
+        {1: (64, 64, 64, 64), 8: (64, 64, 64, 64)},
+        {"output_gate": "per_head"},
+    ),
+    "gemma4_31b": Published(
+        GEMMA4_31B,
+        {FULL: heads(32, 4, 512, 512), WINDOW: heads(32, 16, 256, 256)},
+        {(None, 10): 4 * 1024 * 2, (1024, 50): 16 * 512 * 2},
+        {1: (128, 64, 64, 64, 64, 64), 8: (64, 64, 64, 64, 64, 64)},
+        {"attention_scale": 1.0, "shared_projections": 10, "final_softcap": 30.0},
+    ),
+}
+each = pytest.mark.parametrize("name", PUBLISHED)
+
+
+def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_model_config(folder, load_format="dummy")
+
+
+def layout_of(model: ModelConfig, tp_size: int) -> Any:
+    return EngineConfig(
+        engine_id="e", epoch=1, model=model, cache=CacheConfig(block_size=64),
+        parallel=ParallelConfig(tensor_parallel_size=tp_size),
+    ).kv_layout  # fmt: skip
+
+
+@each
+def test_heads_of_each_layer(name: str, tmp_path: Path) -> None:
+    known = PUBLISHED[name]
+    model = model_of(known.config, tmp_path)
+    spec = spec_of(model)
+    assert isinstance(spec, DenseSpec)
+    local = set(spec.window_layers or ())
+    for layer in range(model.num_layers):
+        assert model.heads_of(layer) == known.heads[WINDOW if layer in local else FULL]
+    assert set(model.kinds_of_heads) == set(known.heads.values())
+    for field_name, value in known.more.items():
+        found = getattr(spec, field_name)
+        assert (len(found) if isinstance(found, tuple) else found) == value
+
+
+@each
+def test_bytes_of_a_token(name: str, tmp_path: Path) -> None:
+    """A token takes what its heads have, and blocks of all groups fit one page."""
+    known = PUBLISHED[name]
+    model = model_of(known.config, tmp_path)
+    for tp_size, sizes in known.block_sizes.items():
+        layout = layout_of(model, tp_size)
+        found: dict[tuple[int | None, int], int] = {}
+        for group in layout.groups:
+            ours = sum(plane.heads * plane.row_bytes for plane in group.planes)
+            found[group.window, ours] = found.get((group.window, ours), 0) + len(group.layers)
+            assert (
+                group.bytes_needed(tp_size) <= layout.page_bytes < 2 * group.bytes_needed(tp_size)
+            )
+        assert {(window, n): size for (window, size), n in found.items()} == known.kept
+        assert tuple(group.block_size for group in layout.groups) == sizes
+
+
+@each
+def test_ranks_share_every_kind_of_heads(name: str, tmp_path: Path) -> None:
+    model = model_of(PUBLISHED[name].config, tmp_path)
+    check_parallel(model, ParallelConfig(tensor_parallel_size=8))
+    with pytest.raises(CheckpointError, match="heads, which 3 tensor-parallel ranks"):
+        check_parallel(model, ParallelConfig(tensor_parallel_size=3))
+
+
+def test_peers_with_other_heads_are_named(tmp_path: Path) -> None:
+    ours = layout_of(model_of(MIMO, tmp_path), 1)
+    theirs = layout_of(model_of(MIMO | {"swa_v_head_dim": 64}, tmp_path), 1)
+    theirs = msgspec.structs.replace(theirs, model_hash=ours.model_hash)
+    with pytest.raises(HandshakeMismatch, match=r"groups\[1\].planes\[1\].row_bytes"):
+        ours.check_compatible(theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"per_layer_config": {"3": {"head_dim": 128}}}, "per_layer_config"),
+    ],
+    ids=str,
+)
+def test_what_gemma4_cannot_mean_yet_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    text = GEMMA4_31B["text_config"] | changes  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=named):
+        model_of(GEMMA4_31B | {"text_config": text}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_attention_heads_per_layer": [48]}, "num_attention_heads_per_layer"),
+        ({"num_attention_heads_per_layer": [50] * 40}, "num_key_value_heads"),
+        ({"gating": "per-token"}, "gating"),
+        ({"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input"),
+        ({"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping"),
+    ],
+    ids=str,
+)
+def test_what_laguna_cannot_mean_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        model_of(LAGUNA | changes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"swa_num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"swa_num_attention_heads": -64}, "num_key_value_heads"),
+        ({"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern"),
+        ({"moe_layer_freq": [0, 1]}, "moe_layer_freq"),
+        ({"attention_projection_layout": "fused_qkv"}, "attention_projection_layout"),
+    ],
+    ids=str,
+)
+def test_what_mimo_cannot_mean_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        model_of(MIMO | changes, tmp_path)
