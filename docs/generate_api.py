@@ -173,9 +173,16 @@ ROUTER_PATHS = {
     "/v1/conversations/{conversation_id}": "Tells, changes or deletes a conversation.",
     "/v1/conversations/{conversation_id}/items": "Lists the items of a conversation, or adds some.",
     "/v1/conversations/{conversation_id}/items/{item_id}": "Tells or deletes one item.",
+    "/v1/files": "Lists files, or keeps one: requests of a [batch](batches.md).",
+    "/v1/files/{file_id}": "Tells or deletes one file.",
+    "/v1/files/{file_id}/content": "Sends a file.",
+    "/v1/batches": "Lists batches, or makes one.",
+    "/v1/batches/{batch_id}": "Tells how far a batch is.",
+    "/v1/batches/{batch_id}/cancel": "Ends the work on a batch.",
 }
 """Paths that a router answers itself; an empty meaning is the decode node's."""
 KEPT = "with `--response-store`"
+BATCHED = "with `--batch-store`"
 
 Titles = dict[type[BaseModel], str]
 
@@ -279,7 +286,8 @@ def node_paths() -> dict[str, tuple[set[str], str]]:
 
 
 def router_paths() -> dict[str, tuple[set[str], str]]:
-    settings = RouterSettings(decode="127.0.0.1:1/2", response_store=SecretStr("sqlite:///kept"))
+    store = SecretStr("sqlite:///kept")
+    settings = RouterSettings(decode="127.0.0.1:1/2", response_store=store, batch_store=store)
     return _paths(create_app(settings).router.routes)
 
 
@@ -389,6 +397,8 @@ def _first_line(text: str | None) -> str:
 
 
 def router_mark(path: str, router: Collection[str]) -> str:
+    if path.startswith(("/v1/files", "/v1/batches")):
+        return BATCHED
     is_kept = path.startswith(("/v1/responses/{", "/v1/conversations"))
     return KEPT if is_kept else _mark(path in router)
 

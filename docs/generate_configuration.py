@@ -59,6 +59,7 @@ SET = frozenset(
         "log_level",
         "log_format",
         "response_store",
+        "batch_store",
         "switchable",
         "num_routers",
         "reasoning_parser",
@@ -122,6 +123,10 @@ EXPERT = frozenset(
         "kv_nixl_window_bytes",
         "kv_staging_bytes",
         "response_lease_s",
+        "batch_lease_s",
+        "batch_store_timeout_s",
+        "batch_idle_window_s",
+        "batch_reserve",
         "num_blocks",
     ]
 )

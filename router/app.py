@@ -41,8 +41,9 @@ from router.edge.api_keys import ApiKeyCheck, ApiKeyGate, ApiKeys
 from router.edge.error_answers import add_error_answers
 from router.edge.operator_routes import OperatorParts, operator_routes
 from router.make_adapters import make_adapters
+from router.make_batches import BatchParts, KeptBatches, make_batches
 from router.make_discovery import make_discovery
-from router.make_forwarder import make_forwarder
+from router.make_forwarder import make_forwarder, make_policy
 from router.make_responses import KEPT_PATHS, KeptRoutes, make_responses
 from router.make_scaling import make_scaling
 from router.models.known_models import KnownModels
@@ -65,16 +66,14 @@ from router.observe.status.recent_requests import RecentRequests
 from router.observe.status.snapshot import StatusSources
 from router.observe.status.status_feed import StatusFeed
 from router.observe.store_metrics import StoreMetrics
-from router.placement.base_policy import BasePolicy
-from router.placement.choose_policy import PolicyName, choose_policy
-from router.placement.tandem_policy import TandemParameters
+from router.placement.spare_nodes import SpareNodes
 from router.relay.attempts import Attempts
 from router.relay.forward import Forwarder
 from router.relay.known_labels import start_at_zero
 from router.relay.retry_budget import RetryBudget
 from router.relay.silence_watch import SilenceWatch
 from router.request.proxied_path import PROXIED_PATHS
-from router.request.tenants import ANYONE
+from router.request.tenants import ANYONE, Tenant
 from router.scaling.scaling_metrics import ScalingCollector
 from router.scaling.scaling_signal import ScalingSignal
 
@@ -107,6 +106,7 @@ class Services:
     caches: PrefixCaches
     adapters: AdapterSync
     tracer: Tracer
+    spare: SpareNodes
     draining: bool = False
     sources: StatusSources = field(init=False)
     feed: StatusFeed = field(init=False)
@@ -134,7 +134,10 @@ class Services:
         return {model: gate for model, gate in found.items() if gate is not None}
 
     def tenant_names(self) -> set[str]:
-        return {tenant.name for tenant in self.keys.tenants | {ANYONE}}
+        return set(self.tenants_by_name())
+
+    def tenants_by_name(self) -> dict[str, Tenant]:
+        return {tenant.name: tenant for tenant in self.keys.tenants | {ANYONE}}
 
 
 def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> FastAPI:
@@ -157,13 +160,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
         body_limits=settings.body_limits(),
         tracer=services.tracer,
     )
-    kept = _make_responses(settings, services, endpoint)
-    for path in PROXIED_PATHS:
-        is_kept = kept is not None and path in KEPT_PATHS
-        serve(app, [Route(path, kept.endpoint if kept and is_kept else endpoint, methods=["POST"])])
-    if kept is not None:
-        app.state.kept = kept
-        serve(app, kept.routes)
+    _serve_requests(app, settings, services, endpoint)
     catalog = ModelCatalog(
         registry=services.registry,
         models=services.models,
@@ -199,18 +196,47 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
     return app
 
 
-def _make_responses(
+def _serve_requests(
+    app: FastAPI, settings: RouterSettings, services: Services, endpoint: ProxyEndpoint
+) -> None:
+    """Serves the paths of requests, and what is kept of them."""
+    kept, batches = _make_kept(settings, services, endpoint)
+    for path in PROXIED_PATHS:
+        is_kept = kept is not None and path in KEPT_PATHS
+        serve(app, [Route(path, kept.endpoint if kept and is_kept else endpoint, methods=["POST"])])
+    if kept is not None:
+        app.state.kept = kept
+        serve(app, kept.routes)
+    if batches is not None:
+        app.state.batches = batches
+        serve(app, batches.routes)
+
+
+def _make_kept(
     settings: RouterSettings, services: Services, api: ProxyEndpoint
-) -> KeptRoutes | None:
-    if not settings.response_store.get_secret_value():
-        return None
-    return make_responses(
-        settings,
-        api,
-        api.room,
-        lambda: {tenant.name: tenant for tenant in services.keys.tenants | {ANYONE}},
-        StoreMetrics(services.metrics, services.metrics.registry),
-    )
+) -> tuple[KeptRoutes | None, KeptBatches | None]:
+    """Returns what keeps responses, and what keeps batches, where there are stores for them."""
+    keeps_responses = bool(settings.response_store.get_secret_value())
+    keeps_batches = bool(settings.batch_store.get_secret_value())
+    if not keeps_responses and not keeps_batches:
+        return None, None
+    metrics = StoreMetrics(services.metrics, services.metrics.registry)
+    tenants = services.tenants_by_name
+    kept = batches = None
+    if keeps_responses:
+        kept = make_responses(settings, api, api.room, tenants, metrics)
+    if keeps_batches:
+        parts = BatchParts(
+            api=api,
+            spare=services.spare,
+            tenants=tenants,
+            table=lambda: services.models.table,
+            registry=services.metrics.registry,
+            store=metrics,
+        )
+        batches = make_batches(settings, parts)
+        services.sources.batches = batches.runs.facts
+    return kept, batches
 
 
 async def _alive() -> Response:
@@ -253,7 +279,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     monitor = LoadMonitor(registry, metrics, settings.watch_interval_s, credentials, world.rng)
     transport = world.transport or _make_transport(settings, credentials)
     silence = _make_silence_watch(settings, registry)
-    policy = _make_policy(settings, registry, world.rng)
+    policy = make_policy(settings, registry, world.rng)
     scaling = make_scaling(settings, registry)
     attempts = Attempts(
         policy=policy,
@@ -270,9 +296,8 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
     gates = _make_gates(settings, models, world.rng, scaling)
     metrics.registry.register(GateCollector(gates, lambda: models.table.models()))
     metrics.registry.register(ScalingCollector(scaling, lambda: models.table.models()))
-    metrics.registry.register(models.rules)
-    metrics.registry.register(ModelsCollector(models))
-    metrics.registry.register(CredentialsCollector(credentials))
+    for collector in (models.rules, ModelsCollector(models), CredentialsCollector(credentials)):
+        metrics.registry.register(collector)
     tracer = Tracer.open(settings, "tandem-router", socket.gethostname())
     metrics.registry.register(TracerCollector(tracer))
     return Services(
@@ -298,6 +323,7 @@ def make_services(settings: RouterSettings, world: OuterWorld) -> Services:
         gates=gates,
         models=models,
         tracer=tracer,
+        spare=policy.spare,
     )
 
 
@@ -353,23 +379,6 @@ def _make_registry(settings: RouterSettings) -> NodeRegistry:
     )
 
 
-def _make_policy(
-    settings: RouterSettings, registry: NodeRegistry, rng: random.Random
-) -> BasePolicy:
-    return choose_policy(
-        PolicyName(settings.policy),
-        registry,
-        rng,
-        TandemParameters(
-            prefill_tokens_per_s=settings.default_prefill_tokens_per_s,
-            short_prompt_tokens=settings.short_prompt_tokens,
-            max_index_entries=settings.max_index_entries,
-        ),
-        decode_choices=settings.decode_choices,
-        max_prefill_candidates=settings.max_prefill_candidates,
-    )
-
-
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
@@ -388,8 +397,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             services.adapters.run(),
         ):
             stack.push_async_callback(_stop, asyncio.create_task(work))
-        if (kept := getattr(app.state, "kept", None)) is not None:
-            await stack.enter_async_context(kept.running())
+        for kept in (getattr(app.state, name, None) for name in ("kept", "batches")):
+            if kept is not None:
+                await stack.enter_async_context(kept.running())
         yield
 
 

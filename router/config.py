@@ -122,6 +122,61 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
         "answered with 503.",
     )
 
+    batch_store: SecretStr = Field(
+        default=SecretStr(""),
+        description="Database that keeps files and batches (/v1/files, /v1/batches): "
+        "sqlite:///FILE, for one router, or postgresql://USER:PASSWORD@HOST/DATABASE, for any "
+        "number. It may be that of --response-store. Empty: there are no batches.",
+    )
+    batch_store_mib_per_tenant: int = Field(
+        default=10_240,
+        ge=0,
+        description="MiB of files that one tenant may keep, with the answers of its batches; with "
+        "more, uploads are answered with 429. 0: any.",
+    )
+    batch_store_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds that the database has for one transaction, before calls that need it "
+        "are answered with 503.",
+    )
+    batch_ttl_s: float = Field(
+        default=30 * 86400.0,
+        gt=0,
+        description="Seconds that a file is kept, unless its upload says how long, and a batch "
+        "after its window.",
+    )
+    batch_lease_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds of silence of a router after which another one takes over its "
+        "batches. Clocks of routers may differ by less than two thirds of it.",
+    )
+    batch_max_file_mib: int = Field(default=512, ge=1, description="MiB of the longest file.")
+    batch_max_requests: int = Field(
+        default=100_000, ge=1, description="Requests of the longest batch."
+    )
+    batch_max_per_tenant: int = Field(
+        default=100,
+        ge=1,
+        description="Batches of one tenant that have not ended; more are answered with 429.",
+    )
+    batch_max_concurrent_requests: int = Field(
+        default=256, ge=1, description="Requests of batches that this router has at nodes at once."
+    )
+    batch_idle_window_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds in which capacity was not used by anything before requests of batches "
+        "may use it.",
+    )
+    batch_reserve: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Part of the prefill nodes that batches leave free in any case, at least one.",
+    )
+
     kubernetes_url: str = Field(
         default="https://kubernetes.default.svc",
         description="Kubernetes API, for k8s:// entries of the node lists.",

@@ -1,4 +1,4 @@
-"""Puts together what has requests answered."""
+"""Puts together what places requests and has them answered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import random
 from router.config import RouterSettings
 from router.make_scaling import make_prefill_hold
 from router.models.per_model import PerModel
+from router.nodes.registry import NodeRegistry
+from router.placement.base_policy import BasePolicy
+from router.placement.choose_policy import PolicyName, choose_policy
+from router.placement.tandem_policy import TandemParameters
 from router.relay.attempts import Attempts
 from router.relay.client import Clients
 from router.relay.forward import Forwarder
@@ -36,3 +40,21 @@ def make_forwarder(settings: RouterSettings, attempts: Attempts, rng: random.Ran
         no_node_wait_s=settings.no_node_wait_s,
         rng=rng,
     )
+
+
+def make_policy(settings: RouterSettings, registry: NodeRegistry, rng: random.Random) -> BasePolicy:
+    policy = choose_policy(
+        PolicyName(settings.policy),
+        registry,
+        rng,
+        TandemParameters(
+            prefill_tokens_per_s=settings.default_prefill_tokens_per_s,
+            short_prompt_tokens=settings.short_prompt_tokens,
+            max_index_entries=settings.max_index_entries,
+        ),
+        decode_choices=settings.decode_choices,
+        max_prefill_candidates=settings.max_prefill_candidates,
+    )
+    policy.spare.window_s = settings.batch_idle_window_s
+    policy.spare.reserve = settings.batch_reserve
+    return policy

@@ -74,7 +74,7 @@ ENGINE_ORDER = [
 ]
 
 SCHED_ORDER = [
-    {"counters", "request_limits", "request_queue", "step_fence"},
+    {"counters", "request_limits", "request_queue", "request_table", "step_fence"},
     {"prompts"},
     {"departures"},
     {"arrivals"},
@@ -98,8 +98,9 @@ ROUTER_ORDER = [
     {"scaling"},
     {"observe"},
     {"relay", "responses"},
+    {"batches"},
     {"edge", "make_discovery", "make_adapters", "make_scaling"},
-    {"make_forwarder", "make_responses"},
+    {"make_batches", "make_forwarder", "make_responses"},
     {"app"},
     {"server", "garbage"},
     {"main"},

@@ -115,7 +115,7 @@ class ElasticCluster(SimCluster):
             self._decode_at[decode.address.target] = decode
             pod.node = decode
         self._tell_members()
-        self._tell(pod.node.address, pod.node.report())
+        self.reports.tell(pod.node.address, pod.node.report())
 
     def _take_away(self, tier: _Tier, pod: _Pod) -> None:
         node = pod.node

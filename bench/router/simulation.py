@@ -228,7 +228,7 @@ def decision_us(num_prefill: int, count: int = 4000) -> float:
     requests, _ = requests_of("conversation", num_prefill, 0.95, 2 * count, 0, PrefillCost())
     cluster = SimCluster(shape, policy_maker(Case(group="", label="", load=0.95)), 0)
     cluster.run(requests[:count])
-    cluster.report_now()
+    cluster.reports.now()
     place = cluster.routers[0].policy.place
     began = time.process_time()
     for request in requests[count:]:

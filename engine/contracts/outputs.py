@@ -358,6 +358,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_waiting: int = 0
     num_waiting_for_remote_kvs: int = 0
     num_waiting_tokens: int = 0
+    num_idle_class: int = 0
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_free_rows: int = 0

@@ -39,6 +39,8 @@ it.
 MAX_SALT_LENGTH = 4096
 MAX_CHOICES = 1024
 """Answers to one prompt."""
+IDLE_PRIORITY = (1 << 31) - 1
+"""The lowest: of requests that use what no other request does."""
 
 
 class UnknownSpecVersion(InvalidRequest):
@@ -71,7 +73,8 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         num_resumed_tokens: This many tokens at the end of the prompt are output that another node
             has given to the client. They count as output for penalties, `min_tokens`, `max_tokens`
             and bad words.
-        priority: Smaller runs first, where the scheduler looks at it. 32 bits.
+        priority: Smaller runs first, where the scheduler looks at it. 32 bits. `IDLE_PRIORITY`: it
+            uses what no other request does, and reports of load count it apart.
         cache_salt: Separates the prefix caches of tenants.
         prefix_hash: The name that routers give to the prompt's beginning; 0 for none. Nodes repeat
             it in their reports, and the engine does not use it.

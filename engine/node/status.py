@@ -167,6 +167,7 @@ class NodeStatus:
             num_waiting_requests=stats.num_waiting + work.num_queued,
             num_running_requests=stats.num_running,
             num_waiting_tokens=stats.num_waiting_tokens,
+            num_idle_requests=stats.num_idle_class,
             num_free_blocks=stats.num_free_blocks if stats.num_total_blocks else total,
             num_total_blocks=total,
             block_size=self._tokens_per_block(),

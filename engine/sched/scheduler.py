@@ -12,9 +12,8 @@ Between steps the node server adds, aborts and advises, and the connector report
 never needs a result to schedule the next step: it plans by what a decoding row may have at most,
 and rows that turn out to have ended are taken out one step late. Results name (row, epoch, step)
 and their number of tokens; what a row computed behind its end is dropped. A result may also name
-requests that cannot go on: each ends with an error, and nothing else does. Blocks that were given
-up wait until every step that could write them has retired (`StepFence`). What may end a request or
-a transfer returns `EngineCoreOutputs`, to be passed on.
+requests that cannot go on: each ends with an error. Blocks that were given up wait until each step
+that could write them has retired (`StepFence`). What may end anything returns `EngineCoreOutputs`.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from engine.sched.prompts.even_chunks import EvenChunks
 from engine.sched.prompts.prompt_order import PromptOrder
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_limits import RequestLimits
+from engine.sched.request_table import RequestTable
 from engine.sched.rows.adapters import AdapterTable
 from engine.sched.rows.in_flight import StepShape, StepsInFlight
 from engine.sched.rows.row import Row
@@ -80,7 +80,7 @@ class Scheduler:
         )
         self._prompts.arrivals = self._remote.arrivals
         self._forks = Forks(self._kv_cache, self._fence, self._waiting, config.scheduler.policy)
-        self._requests: dict[str, Request] = {}
+        self._requests = RequestTable()
         self.adapters = AdapterTable(config, self._requests, self._waiting)
         parts = self._limits, config, kv_cache, self._fence, self._waiting
         reclaim = self._remote.arrivals.reclaim, self._forks.reclaim

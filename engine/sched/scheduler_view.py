@@ -5,7 +5,6 @@ It only reads, at any moment between two calls of the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from engine.sched.choices.forks import Forks
 from engine.sched.counters import SchedulerCounters
 from engine.sched.remote_kv import RemoteKV
 from engine.sched.request_queue import RequestQueue
+from engine.sched.request_table import RequestTable
 from engine.sched.rows.adapters import AdapterTable
 from engine.sched.rows.in_flight import StepsInFlight
 from engine.sched.rows.row import Row
@@ -52,7 +52,7 @@ class SchedulerView:
 
     def __init__(
         self,
-        requests: Mapping[str, Request],
+        requests: RequestTable,
         kv_cache: KVCacheManager,
         waiting: RequestQueue,
         running: RunningRows,
@@ -85,6 +85,7 @@ class SchedulerView:
             num_waiting=len(self._waiting) + len(self._forks.ready),
             num_waiting_for_remote_kvs=remote.arrivals.num_started,
             num_waiting_tokens=self._waiting.num_tokens + self._running.num_prompt_tokens_left,
+            num_idle_class=self._requests.num_idle,
             num_free_blocks=self._kv_cache.num_free_blocks,
             num_total_blocks=self._kv_cache.num_blocks,
             num_free_rows=table.num_free,

@@ -65,6 +65,15 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 {{- printf "%s.%s.svc.%s" (include "tandem.name" .) .root.Release.Namespace .root.Values.clusterDomain -}}
 {{- end -}}
 
+{{/* The claim of the file that a router keeps batches in; empty: there is none. */}}
+{{- define "tandem.batchClaim" -}}
+{{- with .of.batchStore -}}
+{{- if .existingClaim -}}{{ .existingClaim }}
+{{- else if .size -}}{{ include "tandem.name" (dict "root" $.root "component" "batches") }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "tandem.routerEnv" -}}
 {{- include "tandem.podIp" . }}
 {{- with .of.responseStore }}
@@ -78,6 +87,16 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 - name: TANDEM_ROUTER_RESPONSE_STORE
   value: sqlite:////var/lib/tandem/responses/responses.db
 {{- end }}
+{{- end }}
+{{- if .of.batchStore.existingSecret }}
+- name: TANDEM_ROUTER_BATCH_STORE
+  valueFrom:
+    secretKeyRef:
+      name: {{ .of.batchStore.existingSecret | quote }}
+      key: {{ .of.batchStore.secretKey | quote }}
+{{- else if include "tandem.batchClaim" . }}
+- name: TANDEM_ROUTER_BATCH_STORE
+  value: sqlite:////var/lib/tandem/batches/batches.db
 {{- end }}
 {{- include "tandem.tracesEnv" (dict "root" .root "name" "router") }}
 {{- $auth := .root.Values.auth }}
@@ -116,6 +135,10 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 - name: responses
   mountPath: /var/lib/tandem/responses
 {{- end }}
+{{- if include "tandem.batchClaim" . }}
+- name: batches
+  mountPath: /var/lib/tandem/batches
+{{- end }}
 {{- with .of.extraVolumeMounts }}
 {{- toYaml . | nindent 0 }}
 {{- end }}
@@ -144,6 +167,11 @@ k8s://{{ include "tandem.name" . }}.{{ .root.Release.Namespace }}
 {{- end }}
 {{- with .of.responseStore.existingClaim }}
 - name: responses
+  persistentVolumeClaim:
+    claimName: {{ . | quote }}
+{{- end }}
+{{- with include "tandem.batchClaim" . }}
+- name: batches
   persistentVolumeClaim:
     claimName: {{ . | quote }}
 {{- end }}

@@ -270,6 +270,14 @@
 {{- include "tandem.mistake" (dict "found" $found "text" "router.responseStore.existingClaim is a file for one router: set router.replicas to 1 and router.autoscaling.kind to none, or use PostgreSQL (existingSecret)") -}}
 {{- end -}}
 {{- end -}}
+{{- with $router.batchStore -}}
+{{- $isFile := or .existingClaim .size -}}
+{{- if or (and .existingSecret $isFile) (and .existingClaim .size) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.batchStore names more than one of existingSecret (PostgreSQL), existingClaim and size (a SQLite file): leave one out") -}}
+{{- else if and $isFile (or (gt (int $router.replicas) 1) (ne $router.autoscaling.kind "none")) -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "router.batchStore.size and existingClaim are a file for one router: set router.replicas to 1 and router.autoscaling.kind to none, or use PostgreSQL (existingSecret)") -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $tier := .tiers -}}
 {{- $grace := include "tandem.graceSeconds" $tier.drain | int -}}
 {{- if lt (include "tandem.graceSeconds" $router.drain | int) $grace -}}

@@ -24,23 +24,23 @@ from functools import partial
 
 from engine.sched.rows.step_slack import StepSlack
 from planner.simulation.engine import SimEngine
+from planner.simulation.idle_work import IdleWork
 from planner.simulation.jobs import Job, SimRouter
 from planner.simulation.measured import Measured
 from planner.simulation.nodes import PrefixCache, SimDecodeNode, SimPrefillNode
+from planner.simulation.reporting import Reporting
 from planner.simulation.requests import SimRequest
 from planner.simulation.step_filling import InOrderOfArrival, StepFilling
 from planner.simulation.step_times import PrefillCost, StepTimes
 from planner.simulation.virtual_time import VirtualTime
 from router.admission.admission_gate import AdmissionGate, GateLimits
 from router.admission.waiting_line import Waiting
-from router.errors import Overloaded
+from router.errors import NoNodeAvailable, Overloaded
 from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.registry import NodeRegistry
-from router.nodes.report import NodeReport
 from router.placement.policy import Policy
 from router.placement.prefill_outcome import PrefillOutcome
-
-_CHANGE_DELAY_S = 0.02
+from router.placement.spare_nodes import SpareNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class ClusterShape:
         block_tokens, cache_blocks: Size of a block of the prefix caches, and of each cache.
         max_waiting_tokens: A prefill node with more refuses; 0: none does.
         gate: Admission at the routers; None: all are admitted.
+        reports_always: Also while nothing waits for them.
         deadline_s: Time to the first token that requests name; 0: none.
         steps: Times of steps.
         batched: Steps take prompts up to `max_batched_tokens`, and decode nodes step too, with room
@@ -66,6 +67,7 @@ class ClusterShape:
     num_routers: int = 4
     report_s: float = 0.25
     reports_on_change: bool = True
+    reports_always: bool = False
     reports_prefixes: bool = True
     block_tokens: int = 512
     cache_blocks: int = 6000
@@ -94,6 +96,15 @@ class SimCluster:
     ) -> None:
         self.timeline = VirtualTime()
         self.shape = shape
+        self._coming: deque[float] = deque()
+        """Times of the requests that have not come yet."""
+        self.reports = Reporting(
+            timeline=self.timeline,
+            every_s=shape.report_s,
+            on_change=shape.reports_on_change,
+            always=shape.reports_always,
+            coming=self._coming,
+        )
         self._rng = random.Random(seed)
         self._numbers = itertools.count()
         pace = itertools.chain(speeds, itertools.repeat(1.0))
@@ -102,23 +113,47 @@ class SimCluster:
         self._prefill_at = {node.address.target: node for node in self.prefills}
         self._decode_at = {node.address.target: node for node in self.decodes}
         self.routers = [self._make_router(make_policy) for _ in range(shape.num_routers)]
+        self.reports.nodes = lambda: [*self.prefills, *self.decodes]
+        self.reports.routers = self.routers
         self.measured = Measured()
         self._left = 0
-        self._coming: deque[float] = deque()
-        """Times of the requests that have not come yet."""
         self._warm_at = 0.0
 
-    def run(self, requests: Sequence[SimRequest], warm_part: float = 0.15) -> Measured:
-        """Runs all `requests`: to their first token, or to their last if decode nodes step."""
+    def run(
+        self,
+        requests: Sequence[SimRequest],
+        warm_part: float = 0.15,
+        batch: Sequence[SimRequest] = (),
+    ) -> Measured:
+        """Runs all `requests`: to their first token, or to their last if decode nodes step.
+        `batch`: what runs beside them on what they leave free."""
         self._left = len(requests)
         self._coming.extend(request.at_s for request in requests)
         self._warm_at = requests[int(warm_part * len(requests))].at_s
         for request in requests:
             self.timeline.at(request.at_s, partial(self._arrive, request))
-        self._report_all()
+        self.reports.begin()
+        if batch:
+            self._begin_batch(batch)
         while self._left:
             self.timeline.step()
         return self.measured
+
+    def _begin_batch(self, batch: Sequence[SimRequest]) -> None:
+        router = self.routers[0]
+
+        def start(request: SimRequest) -> None:
+            self._left += 1
+            self._offer(request, router)
+
+        spare: SpareNodes = router.policy.spare  # type: ignore[attr-defined]
+        IdleWork(
+            timeline=self.timeline,
+            spare=spare,
+            requests=batch,
+            start=start,
+            goes_on=lambda: bool(self._coming),
+        ).begin()
 
     # Nodes -------------------------------------------------------------------------------------
 
@@ -127,7 +162,7 @@ class SimCluster:
         node = SimPrefillNode(_address(NodeRole.PREFILL, index), self._make_cache(), engine)
         engine.begin = partial(self._begin_remote, node)
         engine.first = partial(self._first_token, node)
-        engine.began = partial(self._changed, node)
+        engine.began = partial(self.reports.changed, node)
         return node
 
     def _make_decode(self, index: int) -> SimDecodeNode:
@@ -137,7 +172,7 @@ class SimCluster:
         node = SimDecodeNode(address, kv_tokens, self._make_cache(), engine)
         node.steps, node.max_sequences = self.shape.batched, self.shape.max_sequences
         engine.slack = StepSlack(self.shape.itl_objective_s)
-        engine.began = partial(self._changed, node)
+        engine.began = partial(self.reports.changed, node)
         engine.begin = partial(self._begin_local, node)
         engine.first = partial(self._first_local, node)
         engine.end = partial(self._end, node)
@@ -178,43 +213,6 @@ class SimCluster:
         prefills = [node.address for node in self.prefills]
         return prefills + [node.address for node in self.decodes]
 
-    # Reports -----------------------------------------------------------------------------------
-
-    def report_now(self) -> None:
-        """Brings the reports of all nodes to all routers."""
-        for node in self.prefills:
-            self._tell(node.address, node.report())
-        for decode in self.decodes:
-            self._tell(decode.address, decode.report())
-
-    def _report_all(self) -> None:
-        self.report_now()
-        next_at = self._next_report_at()
-        if next_at is not None:
-            self.timeline.at(next_at, self._report_all)
-
-    def _next_report_at(self) -> float | None:
-        """Returns when all nodes report again; None: nothing asks any more. Routers look at reports
-        when they place a request, so while none waits, only the last one before the next counts:
-        rare requests and long answers would be simulated for ever."""
-        now, every_s = self.timeline.now, self.shape.report_s
-        if any(len(router.gate.line) for router in self.routers):
-            return now + every_s
-        if not self._coming:
-            return None
-        return now + every_s * max(1, math.ceil((self._coming[0] - now) / every_s) - 1)
-
-    def _changed(self, node: SimPrefillNode | SimDecodeNode) -> None:
-        if self.shape.reports_on_change:
-            report = node.report()
-            self.timeline.at(
-                self.timeline.now + _CHANGE_DELAY_S, lambda: self._tell(node.address, report)
-            )
-
-    def _tell(self, address: NodeAddress, report: NodeReport) -> None:
-        for router in self.routers:
-            router.registry.take_report(address, report)
-
     # A request ---------------------------------------------------------------------------------
 
     def _arrive(self, request: SimRequest) -> None:
@@ -223,6 +221,9 @@ class SimCluster:
         if self.shape.deadline_s:
             info = replace(request.info, ttft_deadline_s=self.shape.deadline_s)
             request = replace(request, info=info)
+        self._offer(request, router)
+
+    def _offer(self, request: SimRequest, router: SimRouter) -> None:
         try:
             waiting = router.gate.offer(request.info, lambda: self._place(request, router))
         except Overloaded:
@@ -242,7 +243,13 @@ class SimCluster:
 
     def _place(self, request: SimRequest, router: SimRouter) -> None:
         began = time.perf_counter()
-        placement = router.policy.place(request.info)
+        try:
+            placement = router.policy.place(request.info)
+        except NoNodeAvailable:
+            # Nodes are always there: those for what only uses what others leave free are not.
+            self.timeline.at(self.timeline.now, router.gate.free)
+            self._refuse(request)
+            return
         took_s = time.perf_counter() - began
         try:
             router.gate.check_placement(request.info, placement, self.timeline.now - request.at_s)
@@ -264,7 +271,7 @@ class SimCluster:
             self._start_prefill(job, decode)
 
     def _counts(self, request: SimRequest) -> bool:
-        return request.at_s >= self._warm_at
+        return request.at_s >= self._warm_at and not request.info.is_idle_class
 
     def _start_pending(self, decode: SimDecodeNode) -> None:
         """Starts what the decode node has room for, in order of arrival. A request that would not
@@ -277,6 +284,7 @@ class SimCluster:
             decode.pending.popleft()
             decode.used_tokens += job.num_held
             decode.num_running += 1
+            decode.num_idle += job.request.info.is_idle_class
             self._start_prefill(job, decode)
 
     def _start_prefill(self, job: Job, decode: SimDecodeNode) -> None:
@@ -294,14 +302,14 @@ class SimCluster:
             refusing = ranked.pop(0)
             job.refused_by += (refusing.address.target,)
             self.measured.num_full += 1
-            self._changed(refusing)
+            self.reports.changed(refusing)
         return ranked[0]
 
     def _enqueue(self, node: SimPrefillNode, job: Job) -> None:
         node.num_waiting_tokens += job.request.num_prompt
         self._look_up(node.cache, job)
         node.engine.add_prompt(job)
-        self._changed(node)
+        self.reports.changed(node)
 
     def _begin_remote(self, node: SimPrefillNode, job: Job) -> None:
         self._look_up(node.cache, job)
@@ -366,6 +374,7 @@ class SimCluster:
         self.measured.num_overfull += node.used_tokens + job.num_held > node.kv_tokens
         node.used_tokens += job.num_held
         node.num_running += 1
+        node.num_idle += job.request.info.is_idle_class
         pace_s = self.shape.steps.decode_s(1, 0)
         self.timeline.at(
             self.timeline.now + job.request.num_output * pace_s, lambda: self._leave(node, job)
@@ -375,6 +384,9 @@ class SimCluster:
         request = job.request
         self._left -= 1
         self._leave(node, job)
+        if request.info.is_idle_class:
+            self.measured.num_batch += 1
+            self.measured.num_batch_tokens += request.num_prompt + request.num_output
         job.router.policy.finished(request.info, request.num_output)
         if self._counts(request):
             ttft_s = job.first_at - request.at_s + self.shape.overhead_s
@@ -387,6 +399,7 @@ class SimCluster:
     def _leave(self, node: SimDecodeNode, job: Job) -> None:
         node.used_tokens -= job.num_held
         node.num_running -= 1
+        node.num_idle -= job.request.info.is_idle_class
         job.decode_work.close()
 
     def _gaps(self, job: Job | None, seconds: float, count: float) -> None:

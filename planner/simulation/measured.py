@@ -19,6 +19,7 @@ class Measured:
         num_full: Prompts that a prefill node was too full for.
         num_refused: Requests that a router refused.
         num_overfull: Requests that a decode node had no KV left for.
+        num_batch, num_batch_tokens: Requests of batches that ended, and their tokens.
     """
 
     ttft_s: list[float] = field(default_factory=list)
@@ -32,6 +33,8 @@ class Measured:
     num_full: int = 0
     num_refused: int = 0
     num_overfull: int = 0
+    num_batch: int = 0
+    num_batch_tokens: int = 0
 
 
 def weighted_quantiles(

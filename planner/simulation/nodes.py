@@ -60,6 +60,9 @@ class SimPrefillNode:
             sequence=self.sequence,
             num_waiting_requests=len(engine.waiting),
             num_running_requests=len(engine.computing),
+            num_idle_requests=sum(
+                job.request.info.is_idle_class for job in (*engine.waiting, *engine.computing)
+            ),
             num_waiting_tokens=self.num_waiting_tokens,
             num_free_blocks=num_blocks,
             num_total_blocks=num_blocks,
@@ -81,6 +84,7 @@ class SimDecodeNode:
     engine: SimEngine
     used_tokens: int = 0
     num_running: int = 0
+    num_idle: int = 0
     sequence: int = 0
     model: str = "m"
     max_sequences: int = 256
@@ -101,6 +105,7 @@ class SimDecodeNode:
             sequence=self.sequence,
             num_waiting_requests=len(self.pending) + self.num_running - running,
             num_running_requests=running,
+            num_idle_requests=self.num_idle,
             num_waiting_tokens=self.engine.num_waiting_tokens if self.steps else 0,
             slack_tokens_per_s=self.engine.slack.tokens_per_s(self._usage()),
             num_free_blocks=max(0, total - self.used_tokens // _KV_BLOCK),

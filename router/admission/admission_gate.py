@@ -93,7 +93,8 @@ class AdmissionGate:
             Overloaded: the line is full, or too long for the request's deadline or class.
         """
         self.check_rates(request)
-        self.on_request(request)
+        if not request.is_idle_class:
+            self.on_request(request)
         try:
             return self._let_in(request, admit)
         except Overloaded:
@@ -103,6 +104,7 @@ class AdmissionGate:
     def _let_in(self, request: RequestInfo, admit: Callable[[], None]) -> Waiting | None:
         now = self.clock()
         self._check_shedding(request)
+        self._check_idle(request)
         if self.num_started < self.num_slots() and not len(self.line):
             self._start(admit)
             return None
@@ -181,6 +183,12 @@ class AdmissionGate:
             raise self._refuse(
                 Refusal.SHED, "There is no room for batch requests now.", self.drain_s()
             )
+
+    def _check_idle(self, request: RequestInfo) -> None:
+        """Refuses a request of the idle class where another one would have to wait."""
+        is_busy = len(self.line) > 0 or self.num_started >= self.num_slots()
+        if request.is_idle_class and is_busy:
+            raise self._refuse(Refusal.SHED, "There is no idle capacity now.", self.drain_s())
 
     def _check_line(self, request: RequestInfo) -> None:
         if len(self.line) >= self.limits.max_waiting:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 
@@ -51,7 +51,7 @@ from router.relay.forward import Forwarder
 from router.request.client_request import ClientRequest
 from router.request.info import read_request_info
 from router.request.request_history import RequestHistory
-from router.request.tenants import Tenant
+from router.request.tenants import Priority, Tenant
 from router.request.trace import RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,8 @@ class ProxyEndpoint:
             read = partial(read_request_info, path, name, headers, body, tenant, route)
             info = await long_work.run(is_long, read)
         info = info.bounded(table.max_model_lens.get(info.model, 0))
+        if scope["state"].get("is_idle"):
+            info = replace(info, priority=Priority.IDLE)
         record.read(info)
         return ClientRequest(info, headers, body, record, scope["state"].get("kept", ""))
 

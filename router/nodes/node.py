@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from edge.adapter_call import AdapterCall
-from router.nodes.address import NodeAddress
+from router.nodes.address import NodeAddress, NodeRole
 from router.nodes.health import Health
 from router.nodes.pace import Pace
 from router.nodes.report import AdapterId, NodeReport
@@ -54,13 +54,18 @@ class Patience:
 class OwnWork:
     """Counts what this router has put on a node and is not over. `recent_*` is the part since the
     node's last report, which therefore cannot contain it yet. `tokens` are of prompts, on a prefill
-    node; `kv_tokens` are those that requests will hold in the end, on a decode node."""
+    node; `kv_tokens` are those that requests will hold in the end, on a decode node. `idle_*` are
+    of the idle class, which uses what no other does; others set `was_used`, until the next look."""
 
     num_requests: int = 0
     num_tokens: int = 0
     recent_requests: int = 0
     recent_tokens: int = 0
     recent_kv_tokens: int = 0
+    idle_requests: int = 0
+    idle_prompts: int = 0
+    idle_tokens: int = 0
+    was_used: bool = False
     recent_pulls: dict[str, list[int]] = field(default_factory=dict)
     """Prompt tokens whose KV it will pull, by the prefill node's `host:port`."""
 
@@ -164,11 +169,25 @@ class Node:
             return 0.0
         return report.kv_usage + (self.work.recent_kv_tokens + num_tokens) / report.num_kv_tokens
 
+    @property
+    def serves_others(self) -> bool:
+        """Returns whether it has work besides that of the idle class. What is on its way is in no
+        report yet."""
+        work, report = self.work, self.report
+        if report is None or work.was_used or work.num_tokens > work.idle_tokens:
+            return True
+        is_prefill = self.address.role is NodeRole.PREFILL
+        own_idle = work.idle_prompts if is_prefill else work.idle_requests
+        of_others = work.num_requests - work.idle_requests
+        return of_others > 0 or report.num_requests > max(report.num_idle_requests, own_idle)
+
     @contextmanager
-    def hold_request(self, num_kv_tokens: int = 0) -> Iterator[None]:
+    def hold_request(self, num_kv_tokens: int = 0, *, is_idle: bool = False) -> Iterator[None]:
         """Counts one request of ours on the node as long as this is open."""
         work, known_at = self.work, self.reported_at
         work.num_requests += 1
+        work.idle_requests += is_idle
+        work.was_used |= not is_idle
         work.recent_requests += 1
         work.recent_kv_tokens += num_kv_tokens
         try:
@@ -176,14 +195,18 @@ class Node:
                 yield
         finally:
             work.num_requests -= 1
+            work.idle_requests -= is_idle
             if self.reported_at == known_at:
                 work.recent_requests -= 1
                 work.recent_kv_tokens -= num_kv_tokens
 
     @contextmanager
-    def hold_tokens(self, num_tokens: int) -> Iterator[None]:
+    def hold_tokens(self, num_tokens: int, *, is_idle: bool = False) -> Iterator[None]:
         """Counts this many prompt tokens of ours on the node as long as this is open."""
         work, known_at = self.work, self.reported_at
+        work.idle_prompts += is_idle
+        work.idle_tokens += num_tokens * is_idle
+        work.was_used |= not is_idle
         work.num_tokens += num_tokens
         work.recent_tokens += num_tokens
         try:
@@ -191,5 +214,7 @@ class Node:
                 yield
         finally:
             work.num_tokens -= num_tokens
+            work.idle_prompts -= is_idle
+            work.idle_tokens -= num_tokens * is_idle
             if self.reported_at == known_at:
                 work.recent_tokens -= num_tokens

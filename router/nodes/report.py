@@ -85,6 +85,8 @@ class NodeReport:
     num_waiting_requests: int = 0
     num_running_requests: int = 0
     num_waiting_tokens: int = 0
+    num_idle_requests: int = 0
+    """Those of both kinds that only use what no other request does."""
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     block_size: int = 0
@@ -121,6 +123,7 @@ class NodeReport:
             num_waiting_requests=load.num_waiting_requests,
             num_running_requests=load.num_running_requests,
             num_waiting_tokens=load.num_waiting_tokens,
+            num_idle_requests=load.num_idle_requests,
             num_free_blocks=load.num_free_blocks,
             num_total_blocks=load.num_total_blocks,
             block_size=load.block_size,

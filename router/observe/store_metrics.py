@@ -1,4 +1,4 @@
-"""Measures the store of responses."""
+"""Measures the stores: of responses, and of files and batches."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class StoreMetrics:
         self._router = router
         self._seconds = Histogram(
             "tandem_router_store_seconds",
-            "Time of a transaction of the response store, in seconds.",
+            "Time of a transaction of the store of responses or batches, in seconds.",
             ["kind"],
             buckets=_BUCKETS,
             registry=registry,
         )
         self._failures = Counter(
             "tandem_router_store_failures",
-            "Transactions of the response store that failed, or took too long.",
+            "Transactions of the store of responses or batches that failed, or took too long.",
             ["kind"],
             registry=registry,
         )

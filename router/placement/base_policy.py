@@ -20,6 +20,7 @@ from router.placement.decode_choice import DecodeChoice, OutputLengths, without
 from router.placement.node_pool import NodeGroup, NodePool
 from router.placement.policy import Placement, PrefillChoice
 from router.placement.prefill_outcome import PrefillOutcome
+from router.placement.spare_nodes import SpareNodes
 from router.request.info import RequestInfo
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,13 @@ class RankedPrefills:
     prefix_holder: Node | None = None
 
 
+_NONE = RankedPrefills((), PrefillChoice.NONE)
+
+
+def _no_spare() -> NoNodeAvailable:
+    return NoNodeAvailable("No node has capacity now that no other request uses. Try again later.")
+
+
 class BasePolicy(ABC):
     """Hands the best `max_prefill_candidates` of the ranked nodes to the decode node."""
 
@@ -62,6 +70,7 @@ class BasePolicy(ABC):
         self.outputs = OutputLengths()
         self._decode_choice = DecodeChoice(rng=rng, num_choices=decode_choices)
         self.max_prefill_candidates = max_prefill_candidates
+        self.spare = SpareNodes(registry=registry)
 
     @abstractmethod
     def rank(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
@@ -73,10 +82,12 @@ class BasePolicy(ABC):
             num_kv_tokens = request.num_prompt_tokens + self.outputs.expected(request)
         decode = self._pick_decode(request, tried, num_kv_tokens)
         group = self.pool.partners(decode, request.adapter_digest)
-        if group.nodes and request.generates:
+        if request.is_idle_class:
+            ranked = self._rank_spare(request, group, decode)
+        elif group.nodes and request.generates:
             ranked = self.rank(request, group, decode)
         else:
-            ranked = RankedPrefills((), PrefillChoice.NONE)
+            ranked = _NONE
         prefills = tuple(ranked.nodes[: self.max_prefill_candidates])
         placement = Placement(
             decode,
@@ -87,9 +98,21 @@ class BasePolicy(ABC):
             queue_s=ranked.queue_s,
             ttft_s=ranked.ttft_s,
             prefix_holder=ranked.prefix_holder,
+            is_idle=request.is_idle_class,
         )
         self.placed(request, placement)
         return placement
+
+    def _rank_spare(self, request: RequestInfo, group: NodeGroup, decode: Node) -> RankedPrefills:
+        """Ranks prefill nodes that no other request uses; without one the decode node computes the
+        prompt. Raises `NoNodeAvailable` where it may not."""
+        spare = self.spare.prefills(group.nodes)
+        if spare:
+            return self.rank(request, NodeGroup(tuple(spare)), decode)
+        if not self.spare.may_compute(decode):
+            raise _no_spare()
+        choice = PrefillChoice.LOCAL if group.nodes else PrefillChoice.NONE
+        return RankedPrefills((), choice, request.num_prompt_tokens)
 
     def placed(self, request: RequestInfo, placement: Placement) -> None:
         """Records that a decision was made."""
@@ -137,6 +160,10 @@ class BasePolicy(ABC):
             raise self._why_no_decode_node(request.adapter or request.model)
         if request.adapter:
             nodes = home_nodes(nodes, request.adapter_digest, num_kv_tokens)
+        if request.is_idle_class:
+            nodes = self.spare.decodes(nodes, num_kv_tokens)
+            if not nodes:
+                raise _no_spare()
         return self._decode_choice.pick(nodes, num_kv_tokens)
 
     def _why_no_decode_node(self, model: str) -> NoNodeAvailable:

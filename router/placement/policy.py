@@ -43,6 +43,7 @@ class Placement:
         queue_s: Estimated seconds until the prompt is begun; 0 when nothing knows.
         ttft_s: Estimated seconds to the first token; likewise.
         prefix_holder: Who probably has more of the prompt's KV than the first prefill node.
+        is_idle: The request only uses what no other request does.
     """
 
     decode: Node
@@ -53,16 +54,18 @@ class Placement:
     queue_s: float = 0.0
     ttft_s: float = 0.0
     prefix_holder: Node | None = None
+    is_idle: bool = False
 
     def hold_decode(self) -> AbstractContextManager[None]:
         """Counts the request as work of the decode node while this is open."""
-        return self.decode.hold_request(self.num_kv_tokens)
+        return self.decode.hold_request(self.num_kv_tokens, is_idle=self.is_idle)
 
     def hold_prefill(self) -> AbstractContextManager[None]:
         """Counts the prompt as work of the node that computes it while this is open."""
         if not self.num_new_tokens:
             return nullcontext()
-        return (*self.prefills, self.decode)[0].hold_tokens(self.num_new_tokens)
+        computing = (*self.prefills, self.decode)[0]
+        return computing.hold_tokens(self.num_new_tokens, is_idle=self.is_idle)
 
 
 class Policy(Protocol):

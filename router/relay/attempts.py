@@ -128,6 +128,8 @@ class Attempts:
         outcome = PrefillOutcome.from_headers(exchange.node_headers())
         exchange.outcome = outcome
         self.policy.observe(info, exchange.placement, outcome)
+        if info.is_idle_class:
+            return None
         signal = self.scaling.of(info.model)
         if 400 <= exchange.status < 500:
             signal.unfit(info)

@@ -34,6 +34,11 @@ _LIST_START = b" \t\r\n["
 _SEVERAL = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 """Matches the beginning of a list of texts, or of lists: several prompts."""
 _MAX_COUNT = 1 << 31
+_ASKED_PRIORITIES = {
+    "interactive": Priority.INTERACTIVE,
+    "standard": Priority.STANDARD,
+    "batch": Priority.BATCH,
+}
 
 
 class _Message(msgspec.Struct):
@@ -110,6 +115,11 @@ class RequestInfo:
     tenant: Tenant = ANYONE
     priority: Priority = Priority.STANDARD
     ttft_deadline_s: float = 0.0
+
+    @property
+    def is_idle_class(self) -> bool:
+        """Returns whether it may only use what no other request does."""
+        return self.priority is Priority.IDLE
 
     def bounded(self, max_model_len: int) -> Self:
         """Returns it with no more tokens than its model can take, whose nodes refuse what is
@@ -225,7 +235,7 @@ def _salted(tenant: Tenant, data: bytes) -> bytes:
 
 def _priority(headers: Mapping[str, str], tenant: Tenant) -> Priority:
     """Returns what the client asks for, as far as its tenant may have it."""
-    wanted = Priority.__members__.get(headers.get(names.PRIORITY, "").upper())
+    wanted = _ASKED_PRIORITIES.get(headers.get(names.PRIORITY, "").lower())
     return tenant.priority if wanted is None else max(wanted, tenant.priority)
 
 

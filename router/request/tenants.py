@@ -7,11 +7,13 @@ from enum import IntEnum
 
 
 class Priority(IntEnum):
-    """Orders classes of service; a lower number goes first."""
+    """Orders classes of service; a lower number goes first. `IDLE` is of requests that only use
+    what no other request does, and are refused otherwise: clients cannot ask for it."""
 
     INTERACTIVE = 0
     STANDARD = 1
     BATCH = 2
+    IDLE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,13 +78,21 @@ async def ask(
     kept: str,
     *,
     path: str = PATH,
+    is_idle: bool = False,
 ) -> None:
-    """Has a body answered to `send`; `kept` is what a node gets of the response."""
+    """Has a body answered to `send`; `kept` is what a node gets of the response. `is_idle`: only
+    with capacity that nothing else uses."""
     name = uuid.uuid4().hex
     trace = TraceContext.from_headers(headers, name)
     current_trace.set(trace)
     known = {"content-type": "application/json", **headers}
-    state = {"request_id": name, "trace": trace, "tenant": tenant, "kept": kept}
+    state = {
+        "request_id": name,
+        "trace": trace,
+        "tenant": tenant,
+        "kept": kept,
+        "is_idle": is_idle,
+    }
     scope: Scope = {
         "type": "http",
         "method": "POST",

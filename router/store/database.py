@@ -19,6 +19,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -44,6 +45,20 @@ Observe = Callable[[str, float, bool], None]
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """Says what a database is for: the flag that names it, what it keeps, the code of the error
+    where it is away, and what a client may do then besides trying again."""
+
+    flag: str = "--response-store"
+    kept: str = "responses"
+    code: str = "response_store_unavailable"
+    advice: str = ', or send "store": false'
+
+
+RESPONSES_KEPT = Purpose()
+
+
 class Connections(Protocol):
     """Runs transactions on connections of its own."""
 
@@ -61,9 +76,16 @@ class Connections(Protocol):
 class Database:
     """Runs transactions. `url` begins with sqlite:/// or postgresql://."""
 
-    def __init__(self, url: str, timeout_s: float, observe: Observe) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float,
+        observe: Observe,
+        purpose: Purpose = RESPONSES_KEPT,
+    ) -> None:
         """Raises `ConfigurationError` for a URL that names neither."""
-        self._url = _checked_url(url)
+        self._url = _checked_url(url, purpose.flag)
+        self._purpose = purpose
         self._timeout_s = timeout_s
         self._observe = observe
         self._connections: Connections | None = None
@@ -110,10 +132,11 @@ class Database:
                 yield
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             has_failed = True
-            logger.error("the response store failed: %s", _shown(error))
+            told = self._purpose
+            logger.error("the store of %s failed: %s", told.kept, _shown(error))
             raise StoreUnavailable(
-                "The store of responses does not answer now. Try again shortly, or send "
-                '"store": false.'
+                f"The store of {told.kept} does not answer now. Try again shortly{told.advice}.",
+                code=told.code,
             ) from None
         finally:
             self._observe(kind, time.monotonic() - began_at, has_failed)
@@ -147,7 +170,7 @@ def _make_tables(connection: Connection) -> None:
         raise OSError(f"it has tables of version {version}, not {SCHEMA_VERSION}")
 
 
-def _checked_url(text_: str) -> URL:
+def _checked_url(text_: str, flag: str) -> URL:
     try:
         url = make_url(text_)
     except ArgumentError:
@@ -155,13 +178,11 @@ def _checked_url(text_: str) -> URL:
     backend = url.get_backend_name() if url is not None else ""
     if url is not None and backend == "sqlite" and url.database:
         if not Path(url.database).parent.is_dir():
-            raise ConfigurationError(
-                f"--response-store: there is no folder for the file {url.database}"
-            )
+            raise ConfigurationError(f"{flag}: there is no folder for the file {url.database}")
         return url.set(drivername="sqlite")
     if url is None or backend not in ("postgresql", "postgres") or not url.database:
         raise ConfigurationError(
-            "--response-store must be sqlite:///FILE (an absolute path has four slashes) or "
+            f"{flag} must be sqlite:///FILE (an absolute path has four slashes) or "
             "postgresql://USER:PASSWORD@HOST/DATABASE"
         )
     # The field writes sslmode; asyncpg's name for it is ssl.

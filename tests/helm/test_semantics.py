@@ -632,3 +632,32 @@ def test_the_router_reads_its_store_s_url_from_a_secret_or_keeps_a_file_on_a_cla
     env, container = router(existingClaim="claim")
     folder = str(Path(str(env["value"]).removeprefix("sqlite:///")).parent)
     assert folder in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+def test_batches_are_kept_on_a_volume_that_outlives_the_release() -> None:
+    """One router has it at a time: the next one starts when the last one has ended."""
+
+    def router(**store: str) -> tuple[Rendered, str]:
+        own = {"router": {"replicas": 1, "batchStore": store}}
+        found = HelmSdk.shared().render(overlay(values_of("default"), own))
+        [env] = [
+            one
+            for one in containers(found)["router"]["env"]
+            if one["name"] == "TANDEM_ROUTER_BATCH_STORE"
+        ]
+        return found, str(env.get("value", ""))
+
+    found, url = router(size="5Gi")
+    folder = str(Path(url.removeprefix("sqlite:///")).parent)
+    mounts = {m["mountPath"]: m["name"] for m in containers(found)["router"]["volumeMounts"]}
+    spec = serving_pod(found, "router")["spec"]
+    [volume] = [one for one in spec["volumes"] if one["name"] == mounts[folder]]
+    claim = found.one("PersistentVolumeClaim", "batches")
+    assert claim["metadata"]["name"] == volume["persistentVolumeClaim"]["claimName"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "5Gi"
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    deployment = found.one("Deployment", "router")
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    found, url = router(existingSecret="database")
+    assert not url
+    assert not [one for one in found.objects if one["kind"] == "PersistentVolumeClaim"]

@@ -22,6 +22,7 @@ from router.admission.admission_gate import AdmissionGate
 from router.admission.waiting_line import Waiting
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
+from router.observe.batch_metrics import BatchFacts
 from router.observe.metrics import RouterMetrics
 from router.observe.status.log_histogram import LogHistogram
 from router.observe.status.node_rates import NodeRates
@@ -37,6 +38,7 @@ _SESSIONS_SHOWN = 12
 _TENANTS_SHOWN = 50
 _SESSION_RECENT_S = 600.0
 _STALE_REPORT_S = 2.0
+_BATCHES_SHOWN = 20
 _SAMPLE_S = 1.0
 
 _VERSION = installed_version()
@@ -67,6 +69,7 @@ class StatusSources:
     versions: Callable[[], Collection[tuple[str, str]]]
     metrics: RouterMetrics
     recent: RecentRequests
+    batches: Callable[[], Sequence[BatchFacts]] = tuple
     rates: NodeRates = field(init=False)
     _started_at: float = field(default_factory=time.time)
 
@@ -103,6 +106,7 @@ class StatusSources:
             "sessions": self._sessions(),
             "tenants": self._tenants(total),
             "models": self._models(),
+            "batches": self._batches(),
             "totals": self.metrics.totals(),
             "names": [_name(node) for node in nodes],
         }
@@ -117,6 +121,22 @@ class StatusSources:
             open=b"[%b]" % b",".join(shown),
             ended={first + i: encoded_record(r, first + i) for i, r in enumerate(recent.ended)},
         )
+
+    def _batches(self) -> Sequence[Facts]:
+        """Returns those that this router works on, the oldest first."""
+        return [
+            {
+                "id": one.id,
+                "tenant": one.tenant,
+                "model": one.model,
+                "status": one.status,
+                "total": one.num_total,
+                "completed": one.num_completed,
+                "failed": one.num_failed,
+                "expires_at": round(one.expires_at),
+            }
+            for one in self.batches()[:_BATCHES_SHOWN]
+        ]
 
     def _router(self) -> Facts:
         return {
