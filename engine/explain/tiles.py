@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.explain.launches import Launch
+from tandem_kernels.attention.kv_pages import PagedKV, sizes_of
 from tandem_kernels.device import gpu_name
 from tandem_kernels.experts.expert_tuning import (
     FIXED,
@@ -36,20 +37,20 @@ def _fields(tuning: Any, *names: str) -> str:
     return ", ".join(f"{name.removeprefix('num_')} {getattr(tuning, name)}" for name in names)
 
 
-def _paged(q: Tensor, kv_cache: Tensor, metadata: Any, *rest: Any) -> tuple[str, str]:
+def _paged(q: Tensor, kv_cache: PagedKV, metadata: Any, *rest: Any) -> tuple[str, str]:
     from tandem_kernels.attention.decode_tuning import decode_tuning
     from tandem_kernels.attention.paged_attention import kernel_of_decode
     from tandem_kernels.attention.prefill_attention import tuning_of
     from tandem_kernels.attention.prefill_tuning import fixed_tuning
 
-    kernels, tiles = [], []
+    kernels, tiles, heads = [], [], sizes_of(kv_cache).num_kv_heads
     decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
     kind = kernel_of_decode(q, kv_cache, metadata) if decodes else "prefill"
     if kind == "window":
         kernels.append("window_attention_kernel")
-        tiles.append(f"the window of {metadata.window} at once, {decodes} x {kv_cache.shape[2]}")
+        tiles.append(f"the window of {metadata.window} at once, {decodes} x {heads}")
     elif kind == "decode":
-        tuning = decode_tuning(decodes * kv_cache.shape[2], q.shape[-1], kv_cache.dtype)
+        tuning = decode_tuning(decodes * heads, q.shape[-1], kv_cache.dtype)
         kernels.append("decode_attention_kernel, merge_kernel")
         tiles.append(_fields(tuning, "tile", "num_warps", "num_stages", "programs_per_sm"))
     if kind == "prefill" or decodes < requests:
