@@ -258,6 +258,7 @@ def shape_config(
     shape: str,
     *,
     device: str = "cuda",
+    num_layers: int | None = None,
     max_model_len: int = 9216,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 8192,
@@ -273,11 +274,13 @@ def shape_config(
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> EngineConfig:
     """Returns an engine with random weights, of `QUANTIZATIONS` or plain; the prefix cache is
-    off."""
+    off. `num_layers`: None for all of them."""
     published = QUANTIZATIONS.get(quantization)
-    quantised = {"quantization_config": published} if published else {}
+    changed: dict[str, object] = {"quantization_config": published} if published else {}
+    if num_layers is not None:
+        changed["num_hidden_layers"] = num_layers
     with tempfile.TemporaryDirectory() as folder:
-        text = json.dumps(config_json(shape) | quantised)
+        text = json.dumps(config_json(shape) | changed)
         (Path(folder) / "config.json").write_text(text)
         model = load_model_config(
             folder,

@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Looks for cliffs: cases drawn from wide ranges, each between two neighbours.
+
+A case is a decode step (1 to 256 rows, contexts of 16 to 64k tokens, equal or mixed) or prompts (50
+to 20,000 tokens, alone or several, some behind a prefix). Its neighbours have 0.8 and 1.25 times as
+many tokens; where it takes over 1.15 times what a straight line between them says, or a neighbour
+does by so much more than it, there is a cliff.
+
+    python -m bench.engine.sweep --seed 1                        # all engines, 60 cases
+    python -m bench.engine.sweep --engines 8b,8b-fp8 --cases 20
+    python -m bench.engine.sweep --layers 8                      # of each model: starts sooner
+    python -m bench.engine.sweep --plot                          # draw what was measured before
+
+Weights are random, experts are chosen uniformly, contexts are not computed (`timing.bare_steps`).
+Results: bench/results/NAME.json and NAME.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+
+from bench.engine.models.shapes import shape_config
+from bench.engine.models.uniform_routing import uniform_routing
+from bench.engine.timing.bare_steps import BareSteps
+from bench.name_lists import names_among
+from bench.record import RESULTS, write_result
+
+_SMALLER, _LARGER = 0.8, 1.25
+_CLIFF = 1.15
+_MAX_MODEL_LEN = 72_000
+_BUDGET = 8192
+_MOST_TOKENS = 400_000
+"""Of the contexts of a batch: more of them fit on no card of 80 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and how its weights and cache are kept."""
+
+    shape: str
+    quantization: str = ""
+    kv_cache_dtype: str = "auto"
+    num_layers: int | None = None
+
+
+ENGINES: dict[str, Subject] = {
+    "8b": Subject("llama-3.1-8b"),
+    "8b-fp8": Subject("llama-3.1-8b", "fp8", "fp8"),
+    "8b-int4": Subject("llama-3.1-8b", "int4"),
+    "8b-nvfp4": Subject("llama-3.1-8b", "nvfp4"),
+    "30b-a3b": Subject("qwen3-30b-a3b"),
+    "30b-a3b-fp8": Subject("qwen3-30b-a3b", "fp8"),
+    "gpt-oss-20b": Subject("gpt-oss-20b"),
+    "v2-lite": Subject("deepseek-v2-lite"),
+    "35b-a3b": Subject("qwen3.5-35b-a3b"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        kind: `decode`: a step behind `lengths`. `prompts`: of `lengths`, `before` tokens cached.
+        lengths: One a request.
+    """
+
+    kind: str
+    lengths: tuple[int, ...]
+    before: int = 0
+
+    def scaled(self, factor: float) -> Case:
+        return Case(
+            self.kind, tuple(max(1, round(length * factor)) for length in self.lengths), self.before
+        )
+
+    @property
+    def name(self) -> str:
+        span = f"{min(self.lengths)}-{max(self.lengths)}" if self.is_mixed else self.lengths[0]
+        behind = f" behind {self.before}" if self.before else ""
+        return f"{self.kind} {len(self.lengths)} x {span}{behind}"
+
+    @property
+    def is_mixed(self) -> bool:
+        return len(set(self.lengths)) > 1
+
+    def seconds(self, steps: BareSteps) -> float:
+        if self.kind == "decode":
+            return steps.decode_s(self.lengths)
+        return steps.prompts_s([(length, self.before) for length in self.lengths])
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A case between its neighbours. `ratio`: its time over the line between theirs."""
+
+    engine: str
+    case: str
+    ms: float
+    smaller_ms: float
+    larger_ms: float
+    ratio: float
+
+    @property
+    def is_cliff(self) -> bool:
+        return not 1 / _CLIFF <= self.ratio <= _CLIFF
+
+
+def draw(chance: random.Random, count: int) -> list[Case]:
+    """Returns cases, every other one a decode step."""
+    return [_decode(chance) if index % 2 else _prompts(chance) for index in range(count)]
+
+
+def _log_uniform(chance: random.Random, low: float, high: float) -> int:
+    return round(low * (high / low) ** chance.random())
+
+
+def _decode(chance: random.Random) -> Case:
+    batch = _log_uniform(chance, 1, 256)
+    longest = min(65_536, _MOST_TOKENS // batch)
+    if chance.random() < 0.3:
+        return Case("decode", tuple(_log_uniform(chance, 16, longest) for _ in range(batch)))
+    return Case("decode", (_log_uniform(chance, 16, longest),) * batch)
+
+
+def _prompts(chance: random.Random) -> Case:
+    count = 1 if chance.random() < 0.5 else _log_uniform(chance, 2, 16)
+    longest = 20_000 // (1 if count < 4 else 4)
+    before = _log_uniform(chance, 64, 40_000) if chance.random() < 0.3 else 0
+    if chance.random() < 0.3:
+        return Case("prompts", tuple(_log_uniform(chance, 50, longest) for _ in range(count)))
+    return Case("prompts", (_log_uniform(chance, 50, longest),) * count, before)
+
+
+def measure(name: str, cases: Sequence[Case], num_layers: int | None) -> list[Figure]:
+    """Starts an engine and times its cases; those for which it has no room are left out."""
+    subject = ENGINES[name]
+    config = shape_config(
+        subject.shape,
+        num_layers=num_layers,
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_batched_tokens=_BUDGET,
+        quantization=subject.quantization,
+        kv_cache_dtype="fp8" if subject.kv_cache_dtype == "fp8" else "auto",
+    )
+    figures = []
+    started = time.perf_counter()
+    has_experts = "a3b" in name or name in ("gpt-oss-20b", "v2-lite")
+    with uniform_routing(_BUDGET) if has_experts else nullcontext():
+        steps = BareSteps(config)
+        print(f"{name}: started in {time.perf_counter() - started:.0f} s", flush=True)
+        for case in cases:
+            trio = case.scaled(_SMALLER), case, case.scaled(_LARGER)
+            if not steps.fits([length + case.before for length in trio[2].lengths]):
+                print(f"{name}: {case.name} does not fit", flush=True)
+                continue
+            figures.append(compare(name, case, [one.seconds(steps) for one in trio]))
+            mark = "  CLIFF" if figures[-1].is_cliff else ""
+            print(
+                f"{name}: {case.name}: {figures[-1].ms} ms, {figures[-1].ratio}{mark}", flush=True
+            )
+        steps.close()
+    del steps
+    gc.collect()
+    torch.cuda.empty_cache()
+    return figures
+
+
+def compare(engine: str, case: Case, seconds: Sequence[float]) -> Figure:
+    """Sets a case's seconds, the middle ones, beside the line between the outer ones."""
+    smaller, own, larger = (1e3 * one for one in seconds)
+    share = (1 - _SMALLER) / (_LARGER - _SMALLER)
+    expected = smaller + share * (larger - smaller)
+    rounded = (round(one, 3) for one in (own, smaller, larger))
+    return Figure(engine, case.name, *rounded, ratio=round(own / expected, 3))
+
+
+def plot(name: str) -> None:
+    """Draws the ratio of each case over its time, of the results with this name."""
+    from matplotlib import pyplot
+
+    found = json.loads((RESULTS / f"{name}.json").read_text())["figures"]["cases"]
+    figures = [Figure(**one) for one in found]
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for engine in dict.fromkeys(one.engine for one in figures):
+        own = [one for one in figures if one.engine == engine]
+        axes.scatter([one.ms for one in own], [one.ratio for one in own], s=14, label=engine)
+    axes.axhspan(1 / _CLIFF, _CLIFF, alpha=0.1)
+    axes.set(xscale="log", xlabel="ms", ylabel="time over that between its neighbours")
+    axes.legend(fontsize=7, ncols=3)
+    figure.savefig(RESULTS / f"{name}.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engines", type=names_among(ENGINES), default=list(ENGINES))
+    parser.add_argument("--cases", type=int, default=60, help="of all engines together")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="of each model; default: all that it has")
+    parser.add_argument("--name", default="sweep", help="of the result files")
+    parser.add_argument("--plot", action="store_true", help="draw what NAME.json has")
+    arguments = parser.parse_args()
+    if arguments.plot:
+        plot(arguments.name)
+        return
+    chance = random.Random(arguments.seed)
+    each = -(-arguments.cases // len(arguments.engines))
+    figures: list[Figure] = []
+    for name in arguments.engines:
+        figures += measure(name, draw(chance, each), arguments.layers)
+        found = [asdict(one) for one in figures]
+        path = write_result(arguments.name, {"layers": arguments.layers, "cases": found})
+    cliffs = [one for one in figures if one.is_cliff]
+    print(f"{len(figures)} cases, {len(cliffs)} cliffs; {path}")
+    for one in cliffs:
+        print(f"{one.engine}: {one.case}: {one.smaller_ms} {one.ms} {one.larger_ms} ms")
+
+
+if __name__ == "__main__":
+    main()
