@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -36,6 +36,8 @@ from tandem_kernels.device import GpuFacts, as_on
 
 _TELL_AT_START = ("engine.models.factory", "engine.layers.attention.selection")
 """Loggers that say once what an engine does, which must not be said of an explanation."""
+_FAKE_TENSORS = FakeTensorMode()
+"""One for all, since launchers keep tensors of their own from call to call."""
 _NUM_BLOCKS = 8
 _HOST = torch.device("cpu")
 _TELLING = ("attention.", "experts.", "gemm.", "linear_attention.")
@@ -107,11 +109,12 @@ class _OneOf(ParallelGroup):
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step: `num_decodes` requests with `context` tokens each, and prompts of these lengths,
-    none of which is cached."""
+    behind `cached` tokens each."""
 
     num_decodes: int = 0
     context: int = 1024
     prompts: tuple[int, ...] = ()
+    cached: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +125,8 @@ class Batch:
         if self.num_decodes:
             parts.append(f"{self.num_decodes} decodes of {self.context} tokens")
         if self.prompts:
-            parts.append(f"prompts of {', '.join(map(str, self.prompts))} tokens")
+            behind = f" behind {self.cached}" if self.cached else ""
+            parts.append(f"prompts of {', '.join(map(str, self.prompts))} tokens{behind}")
         return " and ".join(parts)
 
 
@@ -140,19 +144,39 @@ def explain(
         CannotStartError: The engine could not start either; says why.
     """
     launches = Launches()
+    with asked_model(config, gpu, launches, has_flash) as run:
+        dtype = getattr(torch, config.model.dtype)
+        size = config.parallel.tensor_parallel_size
+        policy = GemmPolicy.choose(config.device, _HOST, size, dtype)
+        return [_explained(config, gpu, policy, run(batch), batch, launches) for batch in batches]
+
+
+@contextmanager
+def asked_model(
+    config: EngineConfig, gpu: GpuFacts | None, launches: Launches, has_flash: bool
+) -> Iterator[Callable[[Batch], AttentionBackend]]:
+    """Makes the model of fake tensors, as on `gpu`, and gives the pass of a batch through it, which
+    is written into `launches` and returns who attends."""
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(as_on(gpu))
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(_FAKE_TENSORS)
         stack.enter_context(torch.inference_mode())
         stack.enter_context(launches.recording(has_flash=has_flash and gpu is not None))
         parallel = config.parallel
         place = ParallelPlace(range(config.model.num_layers), _OneOf(parallel.tensor_parallel_size))
         model = create_model(config, place, _HOST)
         launches.know(model)
-        dtype = getattr(torch, config.model.dtype)
-        policy = GemmPolicy.choose(config.device, _HOST, place.tp.size, dtype)
-        return [_explained(config, gpu, model, policy, batch, launches) for batch in batches]
+        many = spec_of(config.model).has_many_launches
+        recorded = recorded_prompts(config, many_launches=many) if gpu else []
+
+        def run(batch: Batch) -> AttentionBackend:
+            launches.by_layer, launches.layer = {}, 0
+            attention = attention_of(config, _HOST, longest_prompt(recorded))
+            _run(config, model, attention, batch, launches)
+            return attention
+
+        yield run
 
 
 @contextmanager
@@ -171,16 +195,13 @@ def _quiet() -> Iterator[None]:
 def _explained(
     config: EngineConfig,
     gpu: GpuFacts | None,
-    model: CausalLM,
     policy: GemmPolicy,
+    attention: AttentionBackend,
     batch: Batch,
     launches: Launches,
 ) -> Explanation:
-    launches.by_layer, launches.layer = {}, 0
     many = spec_of(config.model).has_many_launches
     recorded = recorded_prompts(config, many_launches=many) if gpu else []
-    attention = attention_of(config, _HOST, longest_prompt(recorded))
-    _run(config, model, attention, batch, launches)
     kinds: dict[tuple[KernelChoice, ...], list[int]] = {}
     for layer, found in launches.by_layer.items():
         rows = tuple(_row(one, policy, gpu) for one in found if _is_telling(one))
@@ -235,7 +256,8 @@ def _graph(
 def _order(batch: Batch) -> BatchOrder:
     decodes = batch.num_decodes
     queries = np.array([1] * decodes + [*batch.prompts], dtype=np.int32)
-    contexts = np.array([batch.context] * decodes + [*batch.prompts], dtype=np.int32)
+    whole = [batch.cached + length for length in batch.prompts]
+    contexts = np.array([batch.context] * decodes + whole, dtype=np.int32)
     rows = np.arange(len(queries), dtype=np.int32)
     return BatchOrder(rows, queries, contexts, decodes, len(queries))
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from engine.layers.attention import flash_attention
 from tandem_kernels import ops
 
+OnKernel = Callable[[ops.Op[..., Any], tuple[Any, ...], dict[str, Any]], None]
 LIBRARY = "library"
 """Stands for a GEMM of torch: cuBLAS on a GPU."""
 _GEMMS = {F.linear, torch.mm, torch.addmm, Tensor.addmm_, torch.bmm, torch.baddbmm, Tensor.bmm}
@@ -47,9 +48,14 @@ class Launch:
 
 class Launches:
     """The launches of a pass, by layer; those in front of the first are of layer -1, and those
-    behind the last of layer `num_layers`."""
+    behind the last of layer `num_layers`.
 
-    def __init__(self) -> None:
+    Args:
+        on_kernel: Called with each operation and its arguments; None: nothing is.
+    """
+
+    def __init__(self, on_kernel: OnKernel | None = None) -> None:
+        self._on_kernel = on_kernel
         self.by_layer: dict[int, list[Launch]] = {}
         self.layer = -1
         self._parts: dict[int, str] = {}
@@ -100,10 +106,18 @@ class Launches:
 
     def _stand_in(self, op: ops.Op[..., Any]) -> Callable[..., Any]:
         name, meaning = op.reference.__name__, op.reference
+        on_kernel = None
+        if self._on_kernel is not None:
+            # The launcher has the name of the reference, which will be another.
+            assert op.kernel is not None
+            on_kernel = self._on_kernel
 
         def record(*args: Any, **kwargs: Any) -> Any:
             self.add(name, op.kernel_module, args)
+            is_inside = self._depth > 0
             with self.inside():
+                if on_kernel is not None and not is_inside:
+                    on_kernel(op, args, kwargs)
                 shape = _RESULTS.get(name)
                 return meaning(*args, **kwargs) if shape is None else shape(*args, **kwargs)
 
@@ -188,6 +202,12 @@ def _heads(x: Tensor, weight: Tensor, bias: Any, positions: Tensor, table: Tenso
     return x.new_empty((len(x), len(weight) // kv_cache.shape[-1], kv_cache.shape[-1]))
 
 
+def _states_read(
+    mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, *rest: Any
+) -> Tensor:
+    return mixed.new_empty((len(mixed), states.shape[1], states.shape[3]))
+
+
 def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -215,5 +235,6 @@ _RESULTS: dict[str, Callable[..., Any]] = {
     "fp4_experts": _expert_outputs,
     "fp4_routed_experts": _routed,
     "causal_conv": _like_first,
+    "gated_delta_rule": _states_read,
 }
 """Shapes of results whose meaning reads numbers, which fake tensors have not."""

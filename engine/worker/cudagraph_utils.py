@@ -38,7 +38,9 @@ LONG_PROMPT_TOKENS = (640, 768, 832, 896, 1024)
 """More sizes. Launched one by one, steps of these take as long at best."""
 LONGEST_PROMPT_TOKENS = (1280, 1536, 1792, 2048)
 """Still more, where launches take the host longer than such steps take the GPU: in models of many
-launches, and where ranks share the work of each."""
+launches, where ranks share the work of each, and where quantised weights are multiplied sooner."""
+MOST_PROMPT_TOKENS = (2560, 3072, 3584, 4096)
+"""The largest, of models of many launches alone: their launches take as long as 5000 tokens do."""
 PROMPT_REQUESTS = (8, 64)
 """Requests of such a step: few or many."""
 MOST_DRAFTED_PLACES = 512
@@ -108,11 +110,14 @@ def recorded_prompts(config: EngineConfig, *, many_launches: bool) -> list[Graph
     if config.parallel.data_parallel_size > 1:
         return []  # Other groups may have other steps at the same time.
     has_state = any(group.is_state for group in config.kv_layout.groups)
-    longest = PROMPT_TOKENS[-1]
-    if not has_state:
-        waits_for_host = many_launches or config.parallel.tensor_parallel_size > 1
-        longest = (LONGEST_PROMPT_TOKENS if waits_for_host else LONG_PROMPT_TOKENS)[-1]
-    return prompt_keys(limits.max_num_seqs, min(longest, limits.max_num_batched_tokens))
+    is_quick = config.parallel.tensor_parallel_size > 1 or config.model.quantization is not None
+    if has_state:
+        sizes = PROMPT_TOKENS
+    elif many_launches:
+        sizes = MOST_PROMPT_TOKENS
+    else:
+        sizes = LONGEST_PROMPT_TOKENS if is_quick else LONG_PROMPT_TOKENS
+    return prompt_keys(limits.max_num_seqs, min(sizes[-1], limits.max_num_batched_tokens))
 
 
 def longest_prompt(keys: list[GraphKey]) -> int:
@@ -125,7 +130,8 @@ def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
     are of as many requests as there may be: a few rows of logits more cost less than a graph."""
     sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
     keys: list[GraphKey] = []
-    for num_tokens in PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS:
+    every = PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS + MOST_PROMPT_TOKENS
+    for num_tokens in every:
         fitting = [num_reqs for num_reqs in sizes if num_reqs < num_tokens <= max_num_tokens]
         drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]
         keys += [GraphKey(num_reqs, num_tokens, True) for num_reqs in drawing]

@@ -17,17 +17,23 @@ from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS,
 from engine.contracts.scheduler_output import AdaptiveOutput, NewRequestData, SchedulerOutput
 from engine.contracts.step_shapes import lengths_up_to
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
+from engine.models.registry import spec_of
 from engine.sample.siblings import DRAWS_AT_ONCE
+from engine.worker.cudagraph_utils import MOST_PROMPT_TOKENS
 from kv_transfer.layout import KVGroup
+from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """The tokens from which attention has tiles that depend on the context."""
+_NEVER_RECORDED = MOST_PROMPT_TOKENS[-1] + 1
+"""A step of so many tokens is attended by a library, if there is one."""
 _CHUNK, _CHUNK_ROWS, _CHUNK_CONTEXT = 640, 128 * 128, 16
-"""Tokens of a chunk that no library of uncached prompts takes, and that has more of them than any
-recorded step, and more query rows (a token has one for each head of the rank): our own attention
-kernel has larger tiles for it. It comes with a decode."""
+"""Tokens of a chunk that no library takes. For steps with more query rows (a token has one for each
+head of the rank) our own attention kernel has larger tiles: such chunks come with a decode."""
+_LONG_CONTEXT = 4096
+"""From here on (`tandem_kernels.attention.prefill_tuning`) that kernel's tiles are larger still."""
 _FEWEST_PROMPTS = 16
 _STRIDE = 7919
 """A prime, by which tokens that shall differ are apart."""
@@ -163,21 +169,15 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     longest = min(max_model_len, config.scheduler.max_num_batched_tokens)
     plain, unfiltered = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
     steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
-    many = min(_MANY_TOKENS, longest)
-    steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
+    for many in sorted({min(_MANY_TOKENS, longest), min(_NEVER_RECORDED, longest)}):
+        steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
     budget = config.scheduler.max_num_batched_tokens
     if budget >= FUSED_QKV_ROWS:
         cached = min(_CHUNK_CONTEXT, max_model_len - 1)
         sizes = {(FUSED_QKV_ROWS, 0), (FUSED_QKV_ROWS, cached), (budget, 0)}
         for num_tokens, num_cached in sorted(sizes):
             steps += _step_of_many_tokens(num_tokens, num_cached, max_num_reqs, max_model_len)
-    fewest = min(heads.num_heads for heads in config.model.kinds_of_heads)
-    heads = max(1, fewest // config.parallel.tensor_parallel_size)
-    chunk = max(_CHUNK, _CHUNK_ROWS // heads + 1)
-    chunk = min(chunk, longest - 1, max_model_len - _CHUNK_CONTEXT)
-    if chunk > 1:
-        lengths = [1, chunk] if max_num_reqs > 1 else [chunk]
-        steps.append(DummyStep(lengths, plain, _CHUNK_CONTEXT))
+    steps += _chunks(config, longest)
     num_prompts = _FEWEST_PROMPTS
     while num_prompts < 2 * max_num_reqs:
         count = min(num_prompts, max_num_reqs, longest // 2)
@@ -189,8 +189,47 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
         if count <= max_num_reqs and 2 * count <= longest:
             steps.append(DummyStep([2] * count, everything(num_logprobs=0)))
             steps.append(DummyStep([1] * count, unfiltered))
+    steps += _decodes_beside_a_prompt(config)
+    steps += [DummyStep([num], plain) for num in _tokens_of_searched_pairs(config)]
     steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]
+    # All tokens pass the last norm here, where they have logits.
+    steps.append(DummyStep([min(_LONG_PROMPT, longest)], everything(0, prompt_logprobs=0)))
     return steps
+
+
+def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:
+    """Returns steps of chunks behind short and behind long contexts, beside a decode."""
+    fewest = min(heads.num_heads for heads in config.model.kinds_of_heads)
+    heads = max(1, fewest // config.parallel.tensor_parallel_size)
+    most = min(max(_CHUNK, _CHUNK_ROWS // heads + 1), longest - 1)
+    plain, steps = SamplingParams(temperature=1.0, top_p=0.5), []
+    for context in (_CHUNK_CONTEXT, _LONG_CONTEXT):
+        length = min(_CHUNK, most, config.model.max_model_len - context)
+        count = min(-(-most // length), (longest - 1) // length) if length > 1 else 0
+        chunks = [length] * min(count, config.scheduler.max_num_seqs)
+        if chunks:
+            decode = [1] if config.scheduler.max_num_seqs > len(chunks) else []
+            steps.append(DummyStep(decode + chunks, plain, context))
+    return steps
+
+
+def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
+    """Returns steps of one, two, four and more decodes with so many tokens besides that no kernel
+    begins early: parts of contexts depend on the one, early beginnings on the other."""
+    limits, steps, count = config.scheduler, [], 1
+    longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
+    while count < limits.max_num_seqs and count + _LONG_PROMPT <= longest:
+        steps.append(DummyStep([1] * count + [_LONG_PROMPT], SamplingParams(temperature=1.0)))
+        count *= 2
+    return steps
+
+
+def _tokens_of_searched_pairs(config: EngineConfig) -> range:
+    """Returns all numbers of tokens whose experts programs search among the step's pairs: kernels
+    are compiled for the pairs, and for the tiles that one expert may need."""
+    per_token = spec_of(config.model).num_experts_per_token
+    most = MAX_SEARCHED_PAIRS // per_token if per_token else 0
+    return range(1, min(most, config.scheduler.max_num_batched_tokens) + 1)
 
 
 def _step_of_many_tokens(

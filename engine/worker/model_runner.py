@@ -123,7 +123,8 @@ class ModelRunner:
         self._prompt_keys = recorded_prompts(
             config, many_launches=spec_of(config.model).has_many_launches
         )
-        self._attention = attention_of(config, device, longest_prompt(self._prompt_keys))
+        self._recorded_tokens = longest_prompt(self._prompt_keys)
+        self._attention = attention_of(config, device, self._recorded_tokens)
         self._graphs: CudaGraphManager | None = None
         self._graph_tokens: dict[GraphKey, torch.Tensor] = {}
         """[requests, decode_query_len] int64, written by each graph that samples."""
@@ -214,7 +215,7 @@ class ModelRunner:
     @property
     def share_of_graphs(self) -> float:
         """Returns the memory of long recorded prompts as a part of the largest step's."""
-        tokens = longest_prompt(self._prompt_keys)
+        tokens = self._recorded_tokens
         return tokens / self._input_buffers.max_num_tokens if tokens > PROMPT_TOKENS[-1] else 0.0
 
     @torch.inference_mode()
@@ -371,7 +372,7 @@ class ModelRunner:
         keeps = wanted is not None and self._keeps_rows and len(wanted) < batch.num_tokens
         self.adapters.apply_to(batch)
         by_group = self._input_buffers.by_group(batch)
-        ends = keeps and attends_ends(batch)
+        ends = keeps and attends_ends(batch, self._recorded_tokens)
         groups = group_inputs(self._groups, by_group, self._attention, keeps_ends=ends)
         network = self._network
         positions, images = self._images.inputs(batch, self.states)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from engine.batch.input_batch import InputBatch
 from engine.config import EngineConfig
 from engine.models.base import CausalLM
-from engine.worker.cudagraph_utils import LONGEST_PROMPT_TOKENS
 
 
 def keeps_sampled_rows(config: EngineConfig, model: CausalLM) -> bool:
@@ -27,11 +26,13 @@ def keeps_sampled_rows(config: EngineConfig, model: CausalLM) -> bool:
     )
 
 
-_RECORDED_TOKENS = LONGEST_PROMPT_TOKENS[-1]
-"""Tokens of a step that may be recorded: there decodes of long contexts are slow, and attention of
-so few tokens takes little."""
+_FEW_TOKENS = 2048
+"""Attention of so few tokens takes little."""
 
 
-def attends_ends(batch: InputBatch) -> bool:
-    """Returns whether a step that keeps sampled rows attends for these alone in the last layer."""
-    return batch.num_tokens > _RECORDED_TOKENS and batch.order.decode_query_len == 1
+def attends_ends(batch: InputBatch, recorded_tokens: int) -> bool:
+    """Returns whether a step that keeps sampled rows attends for these alone in the last layer. Not
+    where it may be recorded, with up to `recorded_tokens` tokens: there decodes of long contexts
+    are slow."""
+    few = max(_FEW_TOKENS, recorded_tokens)
+    return batch.num_tokens > few and batch.order.decode_query_len == 1

@@ -29,12 +29,12 @@ def test_padding_is_that_of_the_graph_that_is_taken() -> None:
 
 
 def test_models_of_many_launches_have_graphs_for_longer_prompts() -> None:
-    every = list(range(300, 2049))
+    every = list(range(300, 4097))
     dense, mixture = (
         length_costs(shape_config(shape), every) for shape in ("llama-3.1-8b", "qwen3-30b-a3b")
     )
     assert max(cost.wasted for cost in dense) == 127 and not dense[-1].graph
-    assert max(cost.wasted for cost in mixture) == 255 and mixture[-1].graph == 2048
+    assert max(cost.wasted for cost in mixture) == 511 and mixture[-1].graph == 4096
 
 
 class TimedEngine:

@@ -85,6 +85,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns how many experts a layer has; 0: none."""
         return 0
 
+    @property
+    def num_experts_per_token(self) -> int:
+        """Returns how many routed experts a token goes to; 0: there are none."""
+        return 0
+
     def kv_layers(self, model: ModelConfig) -> tuple[KVLayers, ...]:
         """Returns the groups of layers that cache alike; none: all layers keep keys and values of
         the model's KV heads, and see all tokens."""

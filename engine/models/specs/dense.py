@@ -264,6 +264,10 @@ class DenseSpec(ModelSpec, frozen=True, kw_only=True):
     def num_experts(self) -> int:
         return 0 if self.experts is None else self.experts.count
 
+    @property
+    def num_experts_per_token(self) -> int:
+        return 0 if self.experts is None else self.experts.top_k
+
     def check_parallel(self, model: ModelConfig, parallel: ParallelConfig) -> None:
         experts, tp_size = self.experts, parallel.tensor_parallel_size
         spreads_experts = parallel.enable_expert_parallel

@@ -77,7 +77,7 @@ def count_tokens(output_counts: Tensor, penalty_rows: Tensor, token_ids: Tensor)
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["presence", "frequency"])
 def apply_penalties_kernel(
     logits: tl.tensor,
     prompt_mask: tl.tensor,

@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EngineConfig, ParallelConfig
 from engine.contracts.sampling_params import SamplingParams
+from engine.fast_paths import FastPath
 from engine.layers.attention.paged import PagedBackend
 from engine.lora import LoRAConfig
 from engine.models.base import CausalLM
@@ -37,9 +38,12 @@ class RowsSeen:
 @pytest.fixture(params=["short steps", "long steps"])
 def pair(make_runner, make_driver, request, monkeypatch):
     """Returns drivers of a runner without and of one with the path, and what that one computes."""
+    graphs: tuple[FastPath, ...] = ()
     if request.param == "long steps":
-        monkeypatch.setattr(sampled_rows, "_RECORDED_TOKENS", 0)
-    plain, kept = make_runner(disabled_fast_paths=("sampled-rows",)), make_runner()
+        monkeypatch.setattr(sampled_rows, "_FEW_TOKENS", 0)
+        graphs = ("prompt-graphs",)
+    plain = make_runner(disabled_fast_paths=("sampled-rows",))
+    kept = make_runner(disabled_fast_paths=graphs)
     rows = RowsSeen(kept._model)
     drivers = [
         make_driver(lambda step, r=r: r.execute_model(step).get_output()) for r in (plain, kept)
@@ -68,7 +72,7 @@ def test_tokens_are_those_of_whole_steps(pair, make_prompt) -> None:
 
 def test_long_steps_attend_for_sampled_tokens_alone(make_runner, make_driver, make_prompt) -> None:
     """Attention of the last layer, that of the first, and what they see."""
-    runner = make_runner()
+    runner = make_runner(disabled_fast_paths=("prompt-graphs",))
     seen: list[tuple[int, int, list[int]]] = []
     attend = PagedBackend.attend
 
@@ -77,7 +81,7 @@ def test_long_steps_attend_for_sampled_tokens_alone(make_runner, make_driver, ma
         return attend(self, spec, heads, kv_cache, metadata)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampled_rows, "_RECORDED_TOKENS", 20)
+        patch.setattr(sampled_rows, "_FEW_TOKENS", 20)
         patch.setattr(PagedBackend, "attend", spy)
         driver = make_driver(lambda step: runner.execute_model(step).get_output())
         driver.add("a", 1, make_prompt(30, 1))
@@ -145,7 +149,7 @@ def test_tokens_on_a_gpu_are_those_of_whole_steps(
     """Graphs of prompts; single launches, which attend as in long steps. What the cache holds has
     the same bits."""
     if enforce_eager:
-        monkeypatch.setattr(sampled_rows, "_RECORDED_TOKENS", 0)
+        monkeypatch.setattr(sampled_rows, "_FEW_TOKENS", 0)
     found = []
     for disabled in (("sampled-rows",), ()):
         config = small_config(

@@ -1,0 +1,91 @@
+"""After warm-up no step of the scheduler needs a kernel that is not compiled: the launchers of
+whole models run on fake tensors, and Triton's own keys of what they would launch are compared."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from bench.engine.models.shapes import shape_config
+from engine.config import EngineConfig
+from engine.explain.explanation import Batch
+from engine.explain.kernel_keys import KernelKey, kernel_keys
+from engine.models.registry import spec_of
+from engine.worker.cudagraph_utils import capture_sizes, recorded_prompts
+from engine.worker.dummy_steps import DummyStep, warm_up_steps
+from tandem_kernels.device import KNOWN_GPUS
+
+pytest.importorskip("triton")
+
+H200 = KNOWN_GPUS["h200"]
+FAMILIES = {
+    "dense": ("llama-3.1-8b", 1, ""),
+    "dense fp8": ("llama-3.1-8b", 1, "fp8"),
+    "experts": ("qwen3-30b-a3b", 1, "fp8"),
+    "windows": ("gpt-oss-20b", 2, ""),
+    "latents": ("deepseek-v2-lite", 2, ""),
+    "states": ("qwen3.5-35b-a3b", 4, ""),
+}
+NUM_DRAWN = 16
+
+
+@cache
+def config_of(family: str) -> EngineConfig:
+    shape, num_layers, quantization = FAMILIES[family]
+    return shape_config(
+        shape, num_layers=num_layers, max_model_len=24_576, quantization=quantization
+    )
+
+
+def batch_of(step: DummyStep) -> Batch:
+    prompts = tuple(length for length in step.lengths if length > 1)
+    decodes = len(step.lengths) - len(prompts)
+    return Batch(decodes, step.num_cached + 1, prompts, step.num_cached)
+
+
+def warmed(config: EngineConfig) -> list[Batch]:
+    """Returns what runs before anything waits: steps, and those that graphs record."""
+    steps = [batch_of(step) for step in warm_up_steps(config)]
+    most = config.scheduler.max_num_seqs
+    steps += [Batch(size, config.model.max_model_len) for size in capture_sizes(config, most)]
+    many = spec_of(config.model).has_many_launches
+    keys = recorded_prompts(config, many_launches=many)
+    return list(dict.fromkeys([*steps, *(Batch(0, 0, (key.num_tokens,)) for key in keys)]))
+
+
+def drawn(chance: random.Random, config: EngineConfig) -> Batch:
+    """Returns a step as the scheduler makes them: decodes, chunks, prefixes that were found."""
+    decodes = chance.choice((0, 0, 1, 2, 5, 14, 50, chance.randint(0, 200)))
+    longest = chance.choice((4, 60, 500, 8000))
+    room = config.scheduler.max_num_batched_tokens - decodes
+    prompts: list[int] = []
+    for _ in range(chance.choice((1, 1, 2, 4, 8, 30)) if decodes else chance.randint(1, 8)):
+        length = round(longest ** chance.random())
+        if length <= room:
+            prompts.append(length)
+            room -= length
+    cached = chance.choice((0, 0, 0, 50, 1000, 15_000))
+    return Batch(decodes, chance.randint(2, 20_000), tuple(prompts), cached)
+
+
+@pytest.mark.parametrize("has_flash", [True, False], ids=["FlashAttention", "our own attention"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_need_nothing_that_warming_up_has_not_compiled(family: str, has_flash: bool) -> None:
+    config, chance = config_of(family), random.Random(f"{family} {has_flash}")
+    steps = [drawn(chance, config) for _ in range(NUM_DRAWN)]
+    before = warmed(config)
+    found = kernel_keys(config, H200, before + steps, has_flash=has_flash)
+    known: set[KernelKey] = set().union(*found[: len(before)])
+    for step, keys in zip(steps, found[len(before) :], strict=True):
+        assert sorted(keys - known) == [], step
+    assert len(known) > len(found[0]), "steps differ in their kernels"
+
+
+def test_what_was_not_warmed_is_found() -> None:
+    """A prompt of 640 tokens has tiles that 16 decodes do not take."""
+    few, more = kernel_keys(config_of("dense"), H200, [Batch(16), Batch(prompts=(640,))])
+    assert {key.kernel for key in more - few} >= {"prefill_attention_kernel"}
+    (again,) = kernel_keys(config_of("dense"), H200, [Batch(16)])
+    assert again == few
