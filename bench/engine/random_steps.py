@@ -21,9 +21,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 
+from bench.arguments import names_among, parser_of
 from bench.engine.models.shapes import QUANTIZATIONS, SHAPES, shape_config
 from bench.engine.random_traffic import RandomTraffic
-from bench.name_lists import names_among
 from bench.record import write_result
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.contracts.group_step import Step
@@ -37,7 +37,7 @@ _MAX_MODEL_LEN = 24_576
 _DRAFTS = 3
 _LONGEST_WAIT_MS = 1000.0
 _KV_BYTES = 4 << 30
-"""With a size that is given no profiling run compiles kernels: warming up has to do it alone. And
+"""Leaves out the profiling run, which compiles kernels as well: warming up has to do it alone. And
 several of these engines find room on one GPU."""
 VARIANTS = ("plain", "drafts", "kv-fp8", "deterministic", "eager", *QUANTIZATIONS)
 
@@ -55,7 +55,7 @@ class LateCompile:
 
 @dataclass(slots=True)
 class Found:
-    """What one engine gave."""
+    """Holds what one engine gave."""
 
     shape: str
     variant: str
@@ -176,9 +176,7 @@ def measure(shape: str, variant: str, arguments: argparse.Namespace) -> Found:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--shapes", type=names_among(SHAPES), default=["llama-3.1-8b"], help="comma separated"
     )

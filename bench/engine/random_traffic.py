@@ -33,7 +33,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What traffic is like for a while.
+    """Describes traffic for a while.
 
     Attributes:
         running: Requests at once, about.

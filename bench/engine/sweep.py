@@ -3,8 +3,8 @@
 
 A case is a decode step (1 to 256 rows, contexts of 16 to 64k tokens, equal or mixed) or prompts (50
 to 20,000 tokens, alone or several, some behind a prefix). Its neighbours have 0.8 and 1.25 times as
-many tokens; where it takes over 1.15 times what a straight line between them says, or a neighbour
-does by so much more than it, there is a cliff.
+many tokens. Where it takes over 1.15 times what a straight line between them says, or that line
+over 1.15 times what it takes, there is a cliff.
 
     python -m bench.engine.sweep --seed 1                        # all engines, 60 cases
     python -m bench.engine.sweep --engines 8b,8b-fp8 --cases 20
@@ -17,7 +17,6 @@ Results: bench/results/NAME.json and NAME.svg.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -28,10 +27,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from bench.arguments import names_among, parser_of
 from bench.engine.models.shapes import shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.timing.bare_steps import BareSteps
-from bench.name_lists import names_among
 from bench.record import RESULTS, write_result
 
 _SMALLER, _LARGER = 0.8, 1.25
@@ -39,7 +38,7 @@ _CLIFF = 1.15
 _MAX_MODEL_LEN = 72_000
 _BUDGET = 8192
 _MOST_TOKENS = 400_000
-"""Of the contexts of a batch: more of them fit on no card of 80 GB."""
+"""Limits the contexts of a batch: more of them fit on no card of 80 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ ENGINES: dict[str, Subject] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is timed.
+    """Says what is timed.
 
     Attributes:
         kind: `decode`: a step behind `lengths`. `prompts`: of `lengths`, `before` tokens cached.
@@ -201,9 +200,7 @@ def plot(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--engines", type=names_among(ENGINES), default=list(ENGINES))
     parser.add_argument("--cases", type=int, default=60, help="of all engines together")
     parser.add_argument("--seed", type=int, default=1)

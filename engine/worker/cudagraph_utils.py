@@ -112,12 +112,12 @@ def recorded_prompts(config: EngineConfig, *, many_launches: bool) -> list[Graph
     has_state = any(group.is_state for group in config.kv_layout.groups)
     is_quick = config.parallel.tensor_parallel_size > 1 or config.model.quantization is not None
     if has_state:
-        sizes = PROMPT_TOKENS
+        longest = PROMPT_TOKENS[-1]
     elif many_launches:
-        sizes = MOST_PROMPT_TOKENS
+        longest = MOST_PROMPT_TOKENS[-1]
     else:
-        sizes = LONGEST_PROMPT_TOKENS if is_quick else LONG_PROMPT_TOKENS
-    return prompt_keys(limits.max_num_seqs, min(sizes[-1], limits.max_num_batched_tokens))
+        longest = LONGEST_PROMPT_TOKENS[-1] if is_quick else LONG_PROMPT_TOKENS[-1]
+    return prompt_keys(limits.max_num_seqs, min(longest, limits.max_num_batched_tokens))
 
 
 def longest_prompt(keys: list[GraphKey]) -> int:

@@ -28,12 +28,12 @@ _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """The tokens from which attention has tiles that depend on the context."""
 _NEVER_RECORDED = MOST_PROMPT_TOKENS[-1] + 1
-"""A step of so many tokens is attended by a library, if there is one."""
+"""Gives a step that a library attends, if there is one."""
 _CHUNK, _CHUNK_ROWS, _CHUNK_CONTEXT = 640, 128 * 128, 16
 """Tokens of a chunk that no library takes. For steps with more query rows (a token has one for each
 head of the rank) our own attention kernel has larger tiles: such chunks come with a decode."""
 _LONG_CONTEXT = 4096
-"""From here on (`tandem_kernels.attention.prefill_tuning`) that kernel's tiles are larger still."""
+"""Makes that kernel's tiles larger still (`tandem_kernels.attention.prefill_tuning`)."""
 _FEWEST_PROMPTS = 16
 _STRIDE = 7919
 """A prime, by which tokens that shall differ are apart."""
@@ -214,8 +214,8 @@ def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:
 
 
 def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
-    """Returns steps of one, two, four and more decodes with so many tokens besides that no kernel
-    begins early: parts of contexts depend on the one, early beginnings on the other."""
+    """Returns steps of one, two, four and more decodes beside a prompt: the parts of a context
+    depend on the one, and whether kernels begin early on the tokens of both."""
     limits, steps, count = config.scheduler, [], 1
     longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
     while count < limits.max_num_seqs and count + _LONG_PROMPT <= longest:

@@ -1,4 +1,4 @@
-"""After warm-up no step of the scheduler needs a kernel that is not compiled: the launchers of
+"""Tests that warming up compiles every kernel that steps of the scheduler need: the launchers of
 whole models run on fake tensors, and Triton's own keys of what they would launch are compared."""
 
 from __future__ import annotations
