@@ -33,6 +33,7 @@ ROUTER_SETS = {
     "host", "port", "admin_host", "admin_port", "prefill", "decode", "api_key_file",
     "node_api_key", "drain_delay_s", "drain_timeout_s", "https_cert_file", "https_key_file",
     "response_store",
+    "batch_store",
 }  # fmt: skip
 SECURITY_SETS = {
     "tls_cert_file", "tls_key_file", "tls_ca_file", "tls_identity", "cluster_token_file",
