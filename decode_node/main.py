@@ -7,6 +7,7 @@ import sys
 from decode_node.config import DecodeNodeSettings
 from decode_node.served_text import create_parsers
 from decode_node.server import serve
+from edge.http.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging
 from engine.frontend.tokenizer import Tokenizer
 from engine.node.process import run_node
@@ -18,6 +19,7 @@ def main() -> int:
     if settings.check:
         return _check(settings)
     setup_logging(settings.log_style(), "decode")
+    return_large_blocks()
     return run_node("decode node", serve(settings))
 
 

@@ -154,6 +154,7 @@ def create_app(settings: RouterSettings, world: OuterWorld | None = None) -> Fas
             limit=settings.max_open_requests,
             models=lambda: services.models.table.models(),
             retry_after_s=services.gates.retry_after_s,
+            max_waiting_bytes=settings.max_waiting_bytes,
         ),
         metrics=services.metrics,
         recent=services.recent,

@@ -386,6 +386,12 @@ class RouterSettings(SecuritySettings, HttpEdgeSettings, TraceSettings, LogSetti
         description="Requests in flight; more are answered with 503. With several models, half is "
         "kept free for those that are asked less.",
     )
+    max_waiting_bytes: int = Field(
+        default=8 << 20,
+        ge=0,
+        description="Bytes of requests that wait for a node, but for the first 64 KiB of each; "
+        "more are answered with 503. One long request of each model may always wait.",
+    )
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uvloop
 
 from edge.command_line import parse_settings
+from edge.http.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging, tell_failure
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         tell_failure("error", error)
         return 1
+    return_large_blocks()
     settle()
     uvloop.run(server.run_until_drained())
     return 0

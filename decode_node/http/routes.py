@@ -35,7 +35,7 @@ from decode_node.serving.request_context import RequestContext
 from decode_node.serving.tokenizer_serving import TokenizerServing
 from edge.http import headers as names
 from edge.http import long_work
-from edge.http.client_connection import read_json_body, request_headers
+from edge.http.client_connection import lease_of, read_json_body, request_headers
 from edge.http.heartbeats import Heartbeats
 from edge.http.kept_response import KeptResponse
 from edge.http.unknown_path import path_without_slash
@@ -96,7 +96,7 @@ class Api:
             headers = {k: v for k, v in headers.items() if k not in names.FROM_ROUTERS}
         limits = self.settings.body_limits(MAX_RESUME_BYTES if names.RESUME in headers else 0)
         offset = resume_offset(headers)
-        with limits.room.lease() as lease:
+        with lease_of(request.scope, limits) as lease:
             raw = await read_json_body(headers, request.receive, limits, lease, offset)
             is_long = len(raw) > long_work.LONG_BODY
             resume = None if offset is None else read_resume(raw[offset:])

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from types import TracebackType
 from typing import Self
 
@@ -17,8 +18,10 @@ from edge.http.json_counter import JsonCounter
 from edge.http.request_head import RequestHead
 from edge.tracing.context import plain_request_id
 
-LEAST_ROOM = 16 << 20
-"""Bytes of bodies that arrive at once, where each may have less than half of it."""
+LEAST_ROOM = 8 << 20
+"""Bytes of bodies that arrive at once, besides those of one that goes on when there is no room."""
+GONE = "gone"
+"""The key under which each request's state holds a future, done when its connection has ended."""
 _LENGTH_DIGITS = 18
 
 
@@ -71,6 +74,11 @@ class BodyLimits:
     room: BodyRoom = field(default_factory=lambda: BodyRoom(LEAST_ROOM))
 
 
+def lease_of(scope: Scope, limits: BodyLimits) -> BodyLease:
+    """Returns what a request needs to have its body read."""
+    return limits.room.lease(scope["state"].get(GONE))
+
+
 def request_headers(scope: Scope) -> Mapping[str, str]:
     """Returns the headers, names in lower case; of a repeated header the first."""
     return headers_of(scope["headers"])
@@ -112,7 +120,7 @@ async def read_json_body(
             of another site, can send without asking does not.
         ClientDisconnected: The client left while sending it.
     """
-    _check_headers(headers, limits.max_bytes)
+    lease.expect(_checked_length(headers, limits.max_bytes))
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
             body = _Body(limits.max_bytes, num_json_bytes)
@@ -125,7 +133,7 @@ async def read_json_body(
                 body.add(part)
                 lease.take(len(part))
                 if not message.get("more_body", False):
-                    return b"".join(body.parts)
+                    return body.whole()
     except TimeoutError:
         raise RequestTimeout(
             f"the request body did not arrive within {limits.timeout_s:g} s, or came slowly while "
@@ -133,7 +141,8 @@ async def read_json_body(
         ) from None
 
 
-def _check_headers(headers: Mapping[str, str], max_bytes: int) -> None:
+def _checked_length(headers: Mapping[str, str], max_bytes: int) -> int:
+    """Returns the length that a body says it has; 0 where it does not. Raises `HttpError`."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise UnsupportedBody(
@@ -153,17 +162,19 @@ def _check_headers(headers: Mapping[str, str], max_bytes: int) -> None:
         raise BadRequest("the Content-Length header is not a number")
     if len(length) > _LENGTH_DIGITS or int(length) > max_bytes:
         raise _too_large(max_bytes)
+    return int(length)
 
 
 class _Body:
-    """Collects a body. Raises `BadRequest`, `RequestTooLarge` as soon as it is too much."""
+    """Collects a body, in one place that grows: at its end nothing is copied. Raises `BadRequest`,
+    `RequestTooLarge` as soon as it is too much."""
 
     def __init__(self, max_bytes: int, num_json_bytes: int | None) -> None:
         self._max_bytes = max_bytes
         self._num_json_bytes = num_json_bytes
         self._counter = JsonCounter()
         self._size = 0
-        self.parts: list[bytes] = []
+        self._bytes = BytesIO()
 
     def add(self, part: bytes) -> None:
         if self._size + len(part) > self._max_bytes:
@@ -171,7 +182,10 @@ class _Body:
         left = None if self._num_json_bytes is None else max(0, self._num_json_bytes - self._size)
         self._counter.feed(part[:left])
         self._size += len(part)
-        self.parts.append(part)
+        self._bytes.write(part)
+
+    def whole(self) -> bytes:
+        return self._bytes.getvalue()
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

@@ -26,7 +26,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -38,16 +38,19 @@ from edge.http.answer_transport import (
     let_go,
     write_directly,
 )
-from edge.http.client_connection import headers_of, request_id
+from edge.http.body_room import FREE_BYTES
+from edge.http.bounded_reads import bounded
+from edge.http.client_connection import GONE, headers_of, request_id
 from edge.http.error_forms import ErrorForm
 from edge.http.errors import BadHead, HeadTooLarge, HttpError, RequestTimeout
 from edge.http.front import HttpFront
+from edge.http.gone_clients import GoneClients
 from edge.http.headers import REQUEST_ID
 from edge.http.offered_protocol import has_body, length_of_body, parser_of_body
 from edge.http.old_client import send_without_chunks
 from edge.http.parse_turns import HeldFlow, ParseTurns
 from edge.http.request_cutter import RequestCutter
-from edge.http.request_head import RequestHead, fault_of
+from edge.http.request_head import HeadCheck, RequestHead, fault_of
 from edge.http.send_clock import HELD_UP_S, SendClock
 from edge.security.tls_files import certificate_names
 
@@ -57,16 +60,6 @@ CALLER = "caller"
 _LINGER_S = 1.0
 _FIRST_WORDS_S = 2.0
 """A new connection is not taken for one that shows no key before it has had time to."""
-
-
-class HeadCheck(Protocol):
-    """Judges who may make a request, by its head alone."""
-
-    @property
-    def asks_for_key(self) -> bool: ...
-
-    def admit(self, head: RequestHead) -> object | None:
-        """Returns who is calling; None for what is open to all. Raises `HttpError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +80,7 @@ class OpenConnections:
 
     by_address: Counter[str] = field(default_factory=Counter)
     turns: ParseTurns = field(default_factory=ParseTurns)
+    gone: GoneClients = field(default_factory=GoneClients)
     unknown: dict[GuardedProtocol, float] = field(default_factory=dict)
 
 
@@ -112,7 +106,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = self._flow = HeldFlow(transport, self._wait_for_turn)
+        self.flow = self._flow = HeldFlow(
+            transport, self._wait_for_turn, self.open_connections.gone
+        )
+        self._gone = self.loop.create_future()
         self._held = RequestCutter()
         self._send_clock = SendClock(transport, self.limits.send_timeout_s)
         self._is_plaintext = transport.get_extra_info("sslcontext") is None
@@ -133,6 +130,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._send_clock.stop()
         self._tell_answer()
         self._held.drop()
+        self._gone.set_result(None)
         by_address = self.open_connections.by_address
         by_address[self._address] -= 1
         if not by_address[self._address]:
@@ -241,11 +239,14 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             raise self._refusal
         super().on_headers_complete()
-        self._held.body_bytes = length_of_body(self.headers)
+        length = self._held.body_bytes = length_of_body(self.headers)
+        if length > FREE_BYTES:
+            self._flow.pause_reading()  # Until the application has room for it.
         self._num_trailer_bytes = 0
         self.cycle.transport = cast("asyncio.Transport", AnswerTransport(self))
         if self.parser.get_http_version() == "1.0":
             send_without_chunks(self.cycle)
+        self.scope["state"][GONE] = self._gone
         self.scope["state"][WRITE_DIRECTLY] = partial(write_directly, self.cycle)
 
     def on_message_complete(self) -> None:
@@ -407,12 +408,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def guarded_protocol(
     limits: ConnectionLimits, check: HeadCheck | None = None, front: HttpFront | None = None
-) -> type[GuardedProtocol]:
+) -> type[asyncio.Protocol]:
     """Returns the protocol of one listener."""
-    shared = {
-        "limits": limits,
-        "check": check,
-        "front": front or HttpFront(),
-        "open_connections": OpenConnections(),
-    }
+    return bounded(guarded_class(limits, check, front))
+
+
+def guarded_class(
+    limits: ConnectionLimits, check: HeadCheck | None = None, front: HttpFront | None = None
+) -> type[GuardedProtocol]:
+    """Returns `GuardedProtocol` with what connections of one listener share."""
+    shared = {"limits": limits, "check": check, "front": front or HttpFront()}
+    shared |= {"open_connections": OpenConnections()}
     return type("GuardedProtocol", (GuardedProtocol,), shared)

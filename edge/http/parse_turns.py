@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from edge.http.gone_clients import GoneClients
+
 _TURN_S = 0.005
 _DRAINED_A_TURN = 4
 
@@ -80,22 +82,27 @@ def _nothing() -> None:
 
 class HeldFlow(FlowControl):
     """Does not read from a client while something of what it sent is held, or the reader of the
-    body has enough. `read_on` is called when it is held, and more is wanted of it."""
+    body has enough. `read_on` is called when it is held, and more is wanted of it. Meanwhile `gone`
+    watches it."""
 
-    def __init__(self, transport: asyncio.Transport, read_on: Callable[[], None]) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, read_on: Callable[[], None], gone: GoneClients
+    ) -> None:
         super().__init__(transport)
+        self._client = transport
         self._read_on = read_on
+        self._gone = gone
         self._is_held = False
         self.is_full = False
 
     def hold(self) -> None:
         self._is_held = True
-        super().pause_reading()
+        self._pause()
 
     def release(self) -> None:
         self._is_held = False
         if not self.is_full:
-            super().resume_reading()
+            self._resume()
 
     def drain_in_turn(self, turns: ParseTurns) -> None:
         """Reads on when it is this connection's turn to have what it sends thrown away."""
@@ -104,15 +111,26 @@ class HeldFlow(FlowControl):
 
     def end(self) -> None:
         """Drops the reference to the connection, which has ended."""
+        self._gone.forget(self._client)
         self._read_on = _nothing
 
     def pause_reading(self) -> None:
         self.is_full = True
-        super().pause_reading()
+        self._pause()
 
     def resume_reading(self) -> None:
         self.is_full = False
         if self._is_held:
             self._read_on()
         else:
-            super().resume_reading()
+            self._resume()
+
+    def _pause(self) -> None:
+        if not self.read_paused:
+            self._gone.watch(self._client)
+        super().pause_reading()
+
+    def _resume(self) -> None:
+        if self.read_paused:
+            self._gone.forget(self._client)
+        super().resume_reading()

@@ -13,7 +13,7 @@ byte for each byte of a body costs a thousand times what the body does. So the p
 from __future__ import annotations
 
 _PIECE_BYTES = 4 << 10
-_BODY_PIECE_BYTES = 64 << 10
+_BODY_PIECE_BYTES = 32 << 10
 _BLANK_LINE = b"\r\n\r\n"
 _BEFORE = len(_BLANK_LINE) - 1
 

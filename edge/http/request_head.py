@@ -14,6 +14,7 @@ import base64
 import binascii
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 PAGES = frozenset({"/status", "/docs", "/openapi.json"})
 """Paths that people open in a browser."""
@@ -56,6 +57,16 @@ class RequestHead:
     def is_page(self) -> bool:
         is_page = self.path in PAGES or self.path.startswith(PARTS)
         return is_page and self.method in ("GET", "HEAD")
+
+
+class HeadCheck(Protocol):
+    """Judges who may make a request, by its head alone."""
+
+    @property
+    def asks_for_key(self) -> bool: ...
+
+    def admit(self, head: RequestHead) -> object | None:
+        """Returns who is calling; None for what is open to all. Raises `HttpError`."""
 
 
 def _password(encoded: str) -> str:

@@ -89,7 +89,7 @@ class HttpEdgeSettings(BaseModel):
     def body_limits(self, more_bytes: int = 0) -> BodyLimits:
         """Returns limits for a body and `more_bytes` besides. All share one room."""
         if self._body_room is None:
-            self._body_room = BodyRoom(max(LEAST_ROOM, 2 * self.max_body_bytes))
+            self._body_room = BodyRoom(max(LEAST_ROOM, self.max_body_bytes))
         most = self.max_body_bytes + more_bytes
         return BodyLimits(most, self.body_timeout_s, self._body_room)
 

@@ -28,6 +28,7 @@ from edge.http.client_connection import (
     BodyLimits,
     ClientDisconnected,
     ClientGuard,
+    lease_of,
     read_json_body,
     request_headers,
 )
@@ -126,7 +127,9 @@ class ProxyEndpoint:
     async def _serve(self, request: ClientRequest, receive: Receive, client: Client) -> int:
         info = request.info
         gate = self.gates.of(info.model)
-        with self.room.admitted(info.model):
+        size = len(request.body)
+        with self.room.admitted(info.model), self.room.waiting(info.model, size) as leave_room:
+            request = replace(request, leave_room=leave_room)
             async with ClientGuard(receive):
                 if not info.generates:
                     return await self._ask(request, client, gate)
@@ -150,7 +153,7 @@ class ProxyEndpoint:
         self.room.check()
         headers = request_headers(scope)
         name, tenant, table = record.trace.request_id, _tenant(scope), self.models.table
-        with self.body_limits.room.lease() as lease:
+        with lease_of(scope, self.body_limits) as lease:
             body = await read_json_body(headers, receive, self.body_limits, lease)
             is_long = len(body) > long_work.LONG_BODY
             path, route = scope["path"], table.route

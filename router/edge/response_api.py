@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from edge.http.client_connection import (
     BodyLimits,
     ClientDisconnected,
+    lease_of,
     read_json_body,
     request_headers,
 )
@@ -104,7 +105,7 @@ class ResponseRoutes:
             # Clients send no body at all where they have nothing to say.
             if headers.get("content-length") == "0":
                 return (b"",)
-            with self.body_limits.room.lease() as lease:
+            with lease_of(request.scope, self.body_limits) as lease:
                 return (await read_json_body(headers, request.receive, self.body_limits, lease),)
 
         return self._route("POST", path, call, read)

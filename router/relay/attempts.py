@@ -87,6 +87,7 @@ class Attempts:
         placement = await self._first_placement(request, wait)
         check(placement)
         while True:
+            request.leave_room()
             headers = self.node_headers(request, placement)
             exchange = self.exchange(placement)
             failure = await self.attempt(exchange, request.info, headers, request.body)

@@ -1,17 +1,19 @@
 """Reads of a request what the router needs to place it, and no more.
 
-Nothing is checked beyond JSON syntax: the decode node validates, with the tokenizer at hand. A
-field of a wrong type counts as absent here and is refused there. So a prompt may be of any length
-here: it counts for what the model can take at most (`RequestInfo.bounded`).
+Nothing is checked beyond JSON syntax: the decode node validates, with the tokenizer at hand. Bodies
+are scanned, and passed on as they came: no values are made of what may be long, and nothing long is
+copied but prompts with images. A field of a wrong type counts as absent here and is refused there.
+So a prompt may be of any length here: it counts for what the model can take at most
+(`RequestInfo.bounded`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Self
+from typing import Self, TypeAlias
 
 import msgspec
 import xxhash
@@ -19,18 +21,20 @@ import xxhash
 from edge.http import headers as names
 from edge.http.errors import BadRequest
 from edge.http.json_fault import json_fault
-from router.request.image_urls import image_names, shortened
+from router.request.image_urls import image_names, may_hold_images, shortened
 from router.request.model_route import ModelRoute, plain_route
-from router.request.prompt_blocks import BLOCK_BYTES, hash_blocks
+from router.request.prompt_blocks import BLOCK_BYTES, MOST_BYTES, hash_blocks
+from router.request.prompt_text import PromptText
 from router.request.proxied_path import PROXIED_PATHS
 from router.request.tenants import ANYONE, Priority, Tenant
 
 _MAX_KEY_LENGTH = 256
 _MAX_ROLE_BYTES = 64
+_MAX_TEXT_BYTES = 64 << 10
+_MAX_LITERAL_BYTES = 64
 _PREFIX_BYTES = 4096
 """About 1024 tokens of raw text: past a short shared opening, still equal in every later turn."""
-_BYTES_PER_TOKEN = 4
-_LIST_START = b" \t\r\n["
+_LIST = re.compile(rb"[ \t\r\n]*\[")
 _SEVERAL = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 """Matches the beginning of a list of texts, or of lists: several prompts."""
 _MAX_COUNT = 1 << 31
@@ -46,10 +50,12 @@ class _Message(msgspec.Struct):
 
     @property
     def is_of_user(self) -> bool:
-        return len(bytes(self.role)) <= _MAX_ROLE_BYTES and _text(self.role) == "user"
+        return len(memoryview(self.role)) <= _MAX_ROLE_BYTES and _text(self.role) == "user"
 
 
 _Body = dict[str, msgspec.Raw]
+Bytes: TypeAlias = bytes | memoryview
+_NOTHING = msgspec.Raw(b"")
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[_Message]).decode
@@ -151,26 +157,25 @@ def read_request_info(
     led = route(asked)
     form = PROXIED_PATHS[path]
     given = fields.get(form.prompt)
-    preamble = bytes(fields.get(form.preamble, b"") if form.preamble else b"")
-    if given is not None:
+    has_images = given is not None and may_hold_images(body)
+    if given is not None and has_images:
         given = msgspec.Raw(shortened(bytes(given)))
-    prompt = preamble + bytes(given or b"").lstrip(_LIST_START)
+    text = PromptText.of(fields.get(form.preamble, _NOTHING), given or _NOTHING)
     opening, is_later_turn = _opening(given)
-    first = b"\n".join(opening)
     # Further questions about the same images belong where these are.
-    first = b"\n".join(image_names(first)) or first
-    if not first and form.takes_text:
-        first = prompt[len(preamble) :][:_PREFIX_BYTES]
-    source, session = _session(headers, fields, preamble + first if first else b"")
+    first: Sequence[Bytes] = (has_images and image_names(opening)) or opening
+    if not first and form.takes_text and text.prompt:
+        first = (text.prompt[:_PREFIX_BYTES],)
+    source, session = _session(headers, fields, (text.preamble, *_lines(first)) if first else ())
     session_key = _session_key(tenant, led.name + led.adapter_digest, source, session)
     version = led.version(session_key or request_id.encode())
-    num_tokens = estimate_tokens(prompt)
+    num_tokens = text.num_tokens
     num_prompts = _num_prompts(given)
     return RequestInfo(
         path=path,
         request_id=request_id,
         generates=form.generates,
-        is_stream=form.generates and bytes(fields.get("stream", b"")).strip() == b"true",
+        is_stream=form.generates and _is_true(fields.get("stream", _NOTHING)),
         asked_model=asked,
         model_name=led.name,
         model=version,
@@ -178,11 +183,13 @@ def read_request_info(
         adapter_digest=led.adapter_digest,
         session_key=session_key,
         session_source=source,
-        session_id=session.decode() if source is not SessionSource.PROMPT else "",
+        session_id=_plain(session) if source is not SessionSource.PROMPT else "",
         is_later_turn=is_later_turn,
         num_prompt_tokens=num_tokens,
-        prefix_blocks=hash_blocks(prompt, _chain_seed(tenant, version + led.adapter_digest)),
-        tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(prompt)),
+        prefix_blocks=hash_blocks(
+            text.beginning(MOST_BYTES), _chain_seed(tenant, version + led.adapter_digest)
+        ),
+        tokens_per_block=BLOCK_BYTES * num_tokens / max(1, len(text)),
         max_tokens=next(filter(None, (_count(fields.get(k)) for k in form.max_tokens)), 0),
         num_prompts=num_prompts,
         num_answers=max((1, *(_count(fields.get(k)) for k in form.answers))) * num_prompts,
@@ -207,22 +214,35 @@ def _bad_json(message: str) -> BadRequest:
 
 
 def _session(
-    headers: Mapping[str, str], fields: _Body, opening: bytes
-) -> tuple[SessionSource, bytes]:
+    headers: Mapping[str, str], fields: _Body, opening: Sequence[Bytes]
+) -> tuple[SessionSource, Sequence[Bytes]]:
     """Returns the first of the client's header, its `prompt_cache_key`, the prompt's opening."""
     if is_plain_key(header := headers.get(names.SESSION, "")):
-        return SessionSource.HEADER, header.encode()
+        return SessionSource.HEADER, (header.encode(),)
     if is_plain_key(cache_key := _text(fields.get("prompt_cache_key"))):
-        return SessionSource.CACHE_KEY, cache_key.encode()
-    return (SessionSource.PROMPT, opening) if opening else (SessionSource.NONE, b"")
+        return SessionSource.CACHE_KEY, (cache_key.encode(),)
+    return (SessionSource.PROMPT, opening) if opening else (SessionSource.NONE, ())
 
 
-def _session_key(tenant: Tenant, model: str, source: SessionSource, session: bytes) -> bytes:
+def _session_key(
+    tenant: Tenant, model: str, source: SessionSource, session: Sequence[Bytes]
+) -> bytes:
     """Returns 16 bytes, equal for requests of one tenant's session to one model."""
     if source is SessionSource.NONE:
         return b""
-    named = b"\0".join((model.encode(), source.value.encode(), session))
-    return xxhash.xxh3_128_digest(_salted(tenant, named))
+    digest = xxhash.xxh3_128(_salted(tenant, b"%b\0%b\0" % (model.encode(), source.value.encode())))
+    for part in session:
+        digest.update(part)
+    return digest.digest()
+
+
+def _lines(texts: Sequence[Bytes]) -> Iterator[Bytes]:
+    for i, text in enumerate(texts):
+        yield from (b"\n", text) if i else (text,)
+
+
+def _plain(session: Sequence[Bytes]) -> str:
+    return b"".join(session).decode()
 
 
 def _chain_seed(tenant: Tenant, model: str) -> int:
@@ -244,16 +264,19 @@ def is_plain_key(text: str) -> bool:
     return 0 < len(text) <= _MAX_KEY_LENGTH and text.isascii() and text.isprintable()
 
 
-def estimate_tokens(prompt: bytes) -> int:
-    """Guesses from JSON text: token ids are counted by their commas, text by its length."""
-    if prompt.lstrip(_LIST_START)[:1].isdigit():
-        return prompt.count(b",") + 1
-    return len(prompt) // _BYTES_PER_TOKEN
+def _is_true(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:_MAX_LITERAL_BYTES]).strip() == b"true"
 
 
 def _text(raw: msgspec.Raw | None) -> str:
+    """Returns "" for what is no text; of one longer than any that means something here, the
+    beginning as it is written."""
     try:
-        return _decode_text(raw) if raw is not None else ""
+        if raw is None:
+            return ""
+        if len(memoryview(raw)) > _MAX_TEXT_BYTES:
+            return bytes(memoryview(raw)[:_MAX_TEXT_BYTES]).decode(errors="replace")
+        return _decode_text(raw)
     except _UNREADABLE:
         return ""
 
@@ -269,7 +292,7 @@ def _count(raw: msgspec.Raw | None) -> int:
 
 def _num_prompts(raw: msgspec.Raw | None) -> int:
     """Returns the number of prompts: of a list of texts, or of lists, each item is one."""
-    if raw is None or not _SEVERAL.match(bytes(raw)):
+    if raw is None or not _SEVERAL.match(memoryview(raw)):
         return 1
     try:
         return max(1, len(_decode_list(raw)))
@@ -283,18 +306,20 @@ def _milliseconds(text: str) -> int:
     return int(text) if is_number else 0
 
 
-def _opening(raw: msgspec.Raw | None) -> tuple[list[bytes], bool]:
+def _opening(raw: msgspec.Raw | None) -> tuple[list[memoryview], bool]:
     """Returns the messages up to the first of the user, and whether there are more: the opening
     is the same in every turn of a conversation, and different between conversations that share a
     system prompt.
 
     The roles are read first, because that ends at the first item which is no object: a million of
     zeros cost as much as one."""
+    if raw is None or not _LIST.match(memoryview(raw)):
+        return [], False
     try:
-        messages = _decode_messages(raw) if raw is not None else []
-        texts = _decode_list(raw) if messages and raw is not None else []
+        messages = _decode_messages(raw)
+        texts = _decode_list(raw) if messages else []
     except _UNREADABLE:
         return [], False
     is_user = (message.is_of_user for message in messages)
     size = next((i for i, found in enumerate(is_user, 1) if found), len(messages))
-    return [bytes(text) for text in texts[:size]], size < len(messages)
+    return [memoryview(text) for text in texts[:size]], size < len(messages)

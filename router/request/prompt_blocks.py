@@ -12,13 +12,15 @@ import xxhash
 
 BLOCK_BYTES = 4096
 """About 1024 tokens of English text."""
-MAX_BLOCKS = 512
+_MAX_BLOCKS = 512
+MOST_BYTES = _MAX_BLOCKS * BLOCK_BYTES
+"""Text behind this many changes no block."""
 
 
 def hash_blocks(text: bytes, seed: int) -> tuple[int, ...]:
     """Returns 64 bits for each complete block. `seed` is what else must agree: tenant, model."""
     chain = []
-    end = min(len(text) - len(text) % BLOCK_BYTES, MAX_BLOCKS * BLOCK_BYTES)
+    end = min(len(text) - len(text) % BLOCK_BYTES, MOST_BYTES)
     for start in range(0, end, BLOCK_BYTES):
         seed = xxhash.xxh3_64_intdigest(text[start : start + BLOCK_BYTES], seed)
         chain.append(seed)

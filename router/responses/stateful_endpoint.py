@@ -20,6 +20,7 @@ from edge.http.client_connection import (
     BodyLimits,
     ClientDisconnected,
     ClientGuard,
+    lease_of,
     read_json_body,
     request_headers,
 )
@@ -60,7 +61,7 @@ class StatefulEndpoint:
             with self.room.arrived():
                 self.room.check()
                 headers = request_headers(scope)
-                with self.body_limits.room.lease() as lease:
+                with lease_of(scope, self.body_limits) as lease:
                     body = await read_json_body(headers, receive, self.body_limits, lease)
                     is_long = len(body) > long_work.LONG_BODY
                     state = await long_work.run(is_long, partial(read_state, body))

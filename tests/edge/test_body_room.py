@@ -10,12 +10,13 @@ import pytest
 
 from edge.http import body_room
 from edge.http.body_room import FREE_BYTES, BodyRoom
-from edge.http.client_connection import BodyLimits, read_json_body
+from edge.http.client_connection import BodyLimits, ClientDisconnected, read_json_body
 from edge.http.errors import RequestTimeout
 
 TIMEOUT_S = 30.0
 JSON = {"content-type": "application/json"}
 PART = FREE_BYTES
+LONG = {**JSON, "content-length": str(9 * PART)}
 
 
 class Sender:
@@ -114,3 +115,47 @@ async def test_without_others_a_slow_body_has_all_its_time(monkeypatch: pytest.M
             await settled()
             sender.may_send.release()
         assert await task == 20 * PART
+
+
+@contextlib.asynccontextmanager
+async def full(limits: BodyLimits) -> AsyncIterator[None]:
+    """Is open while there is no room, and another body is the one that goes on."""
+    limits.room.num_used += 100 * PART
+    other = Sender(9, is_slow=True)
+    other.may_send.release()
+    with limits.room.lease() as lease:
+        reading = asyncio.create_task(read_json_body(JSON, other.receive, limits, lease))
+        await settled()
+        yield
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    limits.room.num_used -= 100 * PART
+
+
+async def test_what_says_that_it_is_long_waits_before_anything_is_read() -> None:
+    limits, sender = limits_of(2), Sender(9)
+    async with full(limits):
+        with limits.room.lease() as lease:
+            task = asyncio.create_task(read_json_body(LONG, sender.receive, limits, lease))
+            await settled()
+            assert sender.num_read == 0
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_who_has_left_does_not_wait() -> None:
+    limits = limits_of(2)
+    gone = asyncio.get_running_loop().create_future()
+
+    async def receive() -> dict[str, object]:
+        assert gone.done()
+        return {"type": "http.disconnect"}
+
+    async with full(limits):
+        with limits.room.lease(gone) as lease:
+            task = asyncio.create_task(read_json_body(LONG, receive, limits, lease))
+            await settled()
+            gone.set_result(None)
+            async with asyncio.timeout(TIMEOUT_S):
+                with pytest.raises(ClientDisconnected):
+                    await task

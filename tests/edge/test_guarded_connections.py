@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from edge.http import guarded_protocol, send_clock
+from edge.http.bounded_reads import bounded
 from edge.http.client_connection import BodyLimits, read_json_body, request_headers
 from edge.http.errors import HttpError, Unauthorized, send_error
 from edge.http.front import HttpFront
@@ -65,7 +66,7 @@ class Service:
 async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterator[Service]:
     """Reads bodies of POST requests only, for 0.2 s at most. `/big` has a long answer, `/stream`
     one that does not say how long it is."""
-    protocol = guarded_protocol.guarded_protocol(ConnectionLimits(**limits), OneKey(), front)
+    protocol = guarded_protocol.guarded_class(ConnectionLimits(**limits), OneKey(), front)
     listener = listen("127.0.0.1", 0)
     running = Service(listener.getsockname()[1], protocol)
 
@@ -94,7 +95,7 @@ async def service(front: HttpFront | None = None, **limits: Any) -> AsyncIterato
 
     config = uvicorn.Config(
         OuterEdge(app, lambda: False, front),
-        http=protocol,
+        http=bounded(protocol),
         lifespan="off",
         log_config=None,
         ws="none",

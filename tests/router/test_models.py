@@ -7,11 +7,13 @@ import asyncio
 import json
 import random
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edge.http.body_room import FREE_BYTES
 from router.admission.admission_gate import GateLimits
 from router.admission.model_gates import ModelGates
 from router.errors import Overloaded, RateLimited
@@ -263,6 +265,26 @@ def test_room_is_kept_for_models_that_are_asked_less() -> None:
     alone = RequestRoom(limit=1, models=lambda: {"a"}, retry_after_s=lambda: 1)
     with alone.admitted("a"), pytest.raises(Overloaded), alone.admitted("a"):
         pass
+
+
+def test_long_bodies_that_wait_have_a_bounded_room() -> None:
+    room = RequestRoom(
+        limit=99, models=lambda: {"a", "b"}, retry_after_s=lambda: 1, max_waiting_bytes=1 << 20
+    )
+    size = (256 << 10) + FREE_BYTES
+    with ExitStack() as held:
+        leave, *_ = [held.enter_context(room.waiting("a", size)) for _ in range(3)]
+        with pytest.raises(Overloaded), room.waiting("a", size):
+            pass
+        held.enter_context(room.waiting("a", FREE_BYTES))
+        held.enter_context(room.waiting("b", 9 << 20))
+        assert room.num_waiting_bytes == 3 * (256 << 10) + (9 << 20) - FREE_BYTES
+        with pytest.raises(Overloaded), room.waiting("b", size):
+            pass
+        leave()
+        leave()
+        assert room.num_waiting_bytes == 2 * (256 << 10) + (9 << 20) - FREE_BYTES
+    assert room.num_waiting_bytes == 0
 
 
 def test_lines_are_apart_and_a_tenants_rates_are_not() -> None:

@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge.http.errors import BadRequest
 from router.nodes.session import Rendezvous, node_hash_seed
-from router.request.info import SessionSource, estimate_tokens, read_request_info
+from router.request.info import SessionSource, read_request_info
+from router.request.prompt_text import PromptText
 from router.request.tenants import Priority, Tenant
 from tests.router.factories import request
 
@@ -171,7 +173,8 @@ def test_nothing_to_go_by_is_no_session(body: dict[str, Any]) -> None:
     [([1, 2, 3], 3), ([[1, 2], [3]], 3), ([5], 1), ("x" * 398, 100), ("", 0)],
 )
 def test_prompt_lengths_are_guessed(prompt: Any, tokens: int) -> None:
-    assert estimate_tokens(json.dumps(prompt).encode()) == tokens
+    text = msgspec.Raw(json.dumps(prompt).encode())
+    assert PromptText.of(msgspec.Raw(b""), text).num_tokens == tokens
 
 
 @pytest.mark.parametrize(

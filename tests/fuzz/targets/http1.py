@@ -13,7 +13,7 @@ import uvicorn
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from edge.http.guarded_protocol import ConnectionLimits, GuardedProtocol, guarded_protocol
+from edge.http.guarded_protocol import ConnectionLimits, GuardedProtocol, guarded_class
 from tests.fuzz.damage import damaged
 from tests.fuzz.target import Fault, Target, same
 
@@ -156,7 +156,7 @@ async def _ours(data: bytes, cut: int) -> tuple[list[Request], bytes]:
         )
         await send({"type": "http.response.body", "body": b""})
 
-    kind = guarded_protocol(_LIMITS)
+    kind = guarded_class(_LIMITS)
     config = uvicorn.Config(app, http=kind, ws="none", log_config=None, lifespan="off")
     config.load()
     loop, faults = asyncio.get_running_loop(), list[Any]()

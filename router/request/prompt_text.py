@@ -1,0 +1,63 @@
+"""Is the JSON text of a prompt as it lies in the body, of which nothing long is copied.
+
+A body may be megabytes long, and many arrive at once. What the router has to know of its prompt is
+found by scans of these bytes: they are looked at through views, and only pieces are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+_BRACKETS = b" \t\r\n["
+_BYTES_PER_TOKEN = 4
+_PIECE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """Has the text of what stands in front of a prompt, and of the prompt itself without the
+    brackets that it begins with."""
+
+    preamble: memoryview
+    prompt: memoryview
+
+    @classmethod
+    def of(cls, preamble: msgspec.Raw, prompt: msgspec.Raw) -> Self:
+        return cls(memoryview(preamble), _without_brackets(memoryview(prompt)))
+
+    def __len__(self) -> int:
+        return len(self.preamble) + len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Guesses: token ids are counted by their commas, text by its length."""
+        if self._begins_with_a_digit():
+            return sum(piece.count(b",") for piece in self._pieces()) + 1
+        return len(self) // _BYTES_PER_TOKEN
+
+    def beginning(self, num_bytes: int) -> bytes:
+        """Returns the first `num_bytes` of it."""
+        front = bytes(self.preamble[:num_bytes])
+        return front + self.prompt[: num_bytes - len(front)]
+
+    def _begins_with_a_digit(self) -> bool:
+        text = _without_brackets(self.preamble) or self.prompt
+        return bytes(text[:1]).isdigit()
+
+    def _pieces(self) -> Iterator[bytes]:
+        for text in (self.preamble, self.prompt):
+            for start in range(0, len(text), _PIECE_BYTES):
+                yield bytes(text[start : start + _PIECE_BYTES])
+
+
+def _without_brackets(text: memoryview) -> memoryview:
+    if text[:1].tobytes() not in _BRACKETS:
+        return text
+    for start in range(0, len(text), _PIECE_BYTES):
+        if rest := bytes(text[start : start + _PIECE_BYTES]).lstrip(_BRACKETS):
+            return text[min(start + _PIECE_BYTES, len(text)) - len(rest) :]
+    return text[:0]

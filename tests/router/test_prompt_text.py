@@ -1,0 +1,97 @@
+"""The router scans bodies: what it makes of them is what whole copies of their parts would give,
+and a body of megabytes costs no copies of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.request.image_urls import shortened
+from router.request.info import SessionSource, read_request_info
+from router.request.prompt_text import PromptText
+
+LONG = 4 << 20
+PIECES = [b"data:image", b'"data":', b'"data": ', b"/", b"\\/", b'"', b"x" * 70, b"y", b" ", b":"]
+IMAGE = re.compile(rb'data:image\\?/[^"]*|(?<="data":")[^"]{64,}|(?<="data": ")[^"]{64,}')
+"""All that is taken for an image, as one expression says it."""
+
+texts = st.binary(max_size=300).map(lambda text: b" [" + text)
+
+
+@settings(deadline=None)
+@given(texts, texts, st.integers(0, 700))
+def test_parts_are_those_of_the_whole(preamble: bytes, prompt: bytes, num_bytes: int) -> None:
+    text = PromptText.of(msgspec.Raw(preamble), msgspec.Raw(prompt))
+    whole = preamble + prompt.lstrip(b" \t\r\n[")
+    assert text.beginning(num_bytes) == whole[:num_bytes]
+    assert len(text) == len(whole)
+    is_ids = whole.lstrip(b" \t\r\n[")[:1].isdigit()
+    assert text.num_tokens == (whole.count(b",") + 1 if is_ids else len(whole) // 4)
+
+
+def named(image: re.Match[bytes]) -> bytes:
+    name = b"img-" + xxhash.xxh3_128_hexdigest(image.group()).encode()
+    return (name * 200)[: min(len(image.group()), 4096)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=20).map(b"".join))
+def test_images_are_found_as_one_expression_would(text: bytes) -> None:
+    assert shortened(text) == IMAGE.sub(named, text)
+    assert (shortened(text) is text) == (IMAGE.search(text) is None)
+
+
+def chat(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, {"role": "user", "content": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a\n" * (LONG // 3)}),
+        ("/v1/completions", {"prompt": [1234567] * (LONG // 9)}),
+        ("/v1/chat/completions", chat("a\n" * (LONG // 3))),
+        ("/v1/responses", {"instructions": "a" * LONG, "input": "hi"}),
+        ("/v1/messages", {"system": "a" * LONG, **chat("hi")}),
+        ("/tokenize", {"prompt": "a" * LONG}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nothing_long_is_copied(path: str, body: dict[str, Any]) -> None:
+    encoded = json.dumps(body).encode()
+    tracemalloc.start()
+    try:
+        info = read_request_info(path, "r", {}, encoded)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2.5 * (1 << 20), "the blocks of a prefix are of the first two megabytes"
+    if info.generates:
+        assert info.num_prompt_tokens > LONG // 12
+        assert len(info.prefix_blocks) > 100
+        assert info.session_source is SessionSource.PROMPT
+
+
+def test_the_key_of_a_session_is_of_the_whole_opening() -> None:
+    opening = "a" * LONG
+    key = read_request_info("/v1/chat/completions", "r", {}, json.dumps(chat(opening)).encode())
+    other = json.dumps(chat(opening[:-1] + "b")).encode()
+    assert key.session_key != read_request_info("/v1/chat/completions", "r", {}, other).session_key
+    first = json.dumps({"role": "user", "content": opening}).encode()
+    said = xxhash.xxh3_128_digest(b"0:\0prompt\0" + first)
+    assert key.session_key == said
+
+
+def test_names_that_are_too_long_to_mean_anything_are_cut() -> None:
+    body = json.dumps({"prompt": "hi", "model": "m" * LONG, "stream": True}).encode()
+    info = read_request_info("/v1/completions", "r", {}, body)
+    assert 60_000 < len(info.asked_model) < 70_000
+    assert info.is_stream
