@@ -164,6 +164,12 @@ class DecodeNodeSettings(EngineSettings, HttpEdgeSettings):
         description="Most likely tokens of which a request may ask log probabilities, for each "
         "token of its answer or prompt.",
     )
+    max_answer_logprobs: int = Field(
+        default=1 << 22,
+        ge=1,
+        description="Log probabilities that an answer may have that is not streamed: tokens times "
+        "one and the most likely ones, of all answers of a request together.",
+    )
     image_workers: int = Field(
         default=2, ge=1, description="Processes that decode and resize images."
     )

@@ -157,7 +157,7 @@ def create_served_model(
             names_reasoning_twice=settings.reasoning_alias,
             stops_in_reasoning=settings.stop_in_reasoning,
         ),
-        limits=AskLimits(settings.max_choices, settings.max_logprobs),
+        limits=AskLimits(settings.max_choices, settings.max_logprobs, settings.max_answer_logprobs),
         defaults=text.defaults,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from decode_node.protocol.generation_body import GenerationBody
 from edge.http.errors import BadRequest
+from engine.contracts.request_spec import RequestSpec
 from engine.contracts.sampling_params import DEFAULT_MAX_LOGPROBS
 
 
@@ -15,6 +16,7 @@ class AskLimits:
 
     max_choices: int = 64
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_answer_logprobs: int = 1 << 22
 
     def check(self, body: GenerationBody, num_prompts: int) -> None:
         """Raises `BadRequest` for too many answers or log probabilities."""
@@ -34,3 +36,22 @@ class AskLimits:
                 raise BadRequest(
                     f"{param} must be between 0 and {self.max_logprobs}, not {asked}", param=param
                 )
+
+    def check_answer(self, body: GenerationBody, spec: RequestSpec, num_prompts: int) -> None:
+        """Raises `BadRequest` for an answer that would have too many log probabilities as a whole,
+        if it became as long as it may. A stream has none of them for long."""
+        asked, of_prompt = spec.sampling.logprobs, spec.sampling.prompt_logprobs
+        if body.stream or (asked is None and of_prompt is None):
+            return
+        count = 0 if asked is None else spec.sampling.max_tokens * (asked + 1)
+        if of_prompt is not None:
+            count += spec.num_own_prompt_tokens * (of_prompt + 1)
+        count *= body.num_choices * num_prompts
+        if count > self.max_answer_logprobs:
+            param = body.param_name("prompt_logprobs" if asked is None else "logprobs")
+            raise BadRequest(
+                f"{param}: the answer may have {count} log probabilities, for all tokens of all "
+                f"answers together, and one answer has {self.max_answer_logprobs} at most; ask "
+                f"for a stream, or lower {param}, max_tokens or n",
+                param=param,
+            )

@@ -19,12 +19,22 @@ from decode_node.chat_templates.probe import probe
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.tools import ToolUse
 from edge.http.errors import BadRequest
-from engine.frontend.chat_template import RESERVED_VARIABLES, ChatTemplate, ChatTemplateError
+from engine.frontend.chat_template import (
+    RESERVED_VARIABLES,
+    ChatTemplate,
+    ChatTemplateError,
+    ChatTemplateTooCostly,
+)
+from engine.frontend.template_budget import rendering_within
 from engine.frontend.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
 _EFFORT = "reasoning_effort"
+TOO_COSTLY = "request_too_complex"
+RENDER_S = 0.5
+_PROBE_S = 1.0
+"""Seconds of processor time."""
 MAX_TEMPLATE = 1 << 18
 """Limit of characters of a client's own template."""
 
@@ -46,8 +56,11 @@ class ChatPrompt:
         self._trusts_templates = trusts_templates
         self._has_warned = False
 
-    def render(self, body: ChatCompletionRequest, tool_use: ToolUse) -> str:
-        """Returns the text of the prompt. Raises `BadRequest`."""
+    def render(
+        self, body: ChatCompletionRequest, tool_use: ToolUse, seconds: float = RENDER_S
+    ) -> str:
+        """Returns the text of the prompt, within `seconds` of processor time. Raises `BadRequest`;
+        its code is `TOO_COSTLY` where the template makes too much of the request."""
         if reserved := sorted(RESERVED_VARIABLES & body.template_variables.keys()):
             raise BadRequest(
                 f"chat_template_kwargs may not set {', '.join(reserved)}",
@@ -56,7 +69,8 @@ class ChatPrompt:
         tools = [tool.raw for tool in tool_use.shown] if tool_use.may_call else []
         template = self._template(body, has_tools=bool(tools))
         wants_prompt = not body.continue_final_message and body.add_generation_prompt is not False
-        forms = probe(template).forms
+        with rendering_within(_PROBE_S):
+            forms = probe(template).forms
         if tools and not forms.shows_tools:
             self._warn_of_hidden_tools()
         last = body.messages[-1]
@@ -69,7 +83,7 @@ class ChatPrompt:
         if self._control_tokens is not None:
             messages = self._control_tokens.sanitize(messages)
         shown = shown_tools(tools, forms)
-        with _as_bad_request("messages"):
+        with _as_bad_request("messages"), rendering_within(seconds):
             return template.render(
                 messages,
                 tools=shown,
@@ -130,5 +144,7 @@ def _replaced(template: ChatTemplate, source: str) -> ChatTemplate:
 def _as_bad_request(param: str) -> Iterator[None]:
     try:
         yield
+    except ChatTemplateTooCostly as error:
+        raise BadRequest(str(error), param=param, code=TOO_COSTLY) from None
     except (ChatTemplateError, TokenizerError) as error:
         raise BadRequest(str(error), param=param) from None

@@ -47,6 +47,8 @@ class ChoicePreparer:
             spec = bare.with_prompt(prompt.token_ids).with_images(read.images.spans)
             spec = spec.with_sampling(grammar=prompt.grammar)
             spec = self._complete(read, spec)
+            if not resumed:
+                read.model.served.limits.check_answer(body, spec, len(read.prompts))
             for i in range(body.num_choices):
                 begun = resumed[len(choices)] if resumed else None
                 request = self._request(read, spec, i, begun, context)

@@ -11,7 +11,7 @@ from decode_node.protocol.completions import CompletionRequest
 from decode_node.protocol.generation_body import too_long
 from decode_node.protocol.kept_part import KeptPart
 from decode_node.protocol.tools import ToolUse
-from decode_node.serving.chat_prompt import ChatPrompt
+from decode_node.serving.chat_prompt import RENDER_S, TOO_COSTLY, ChatPrompt
 from decode_node.serving.long_texts import VERY_LONG, LongTexts
 from decode_node.serving.recent_turns import RecentTurns
 from decode_node.serving.system_turns import system_first
@@ -21,6 +21,9 @@ from engine.config import ModelConfig
 from engine.contracts.errors import CONTEXT_EXCEEDED, InvalidRequest
 from engine.frontend.input_processor import check_token_ids
 from engine.frontend.tokenizer import Tokenizer, TooManyTokens
+
+_QUICK_S = 0.03
+"""Seconds of processor time that rendering may take in the event loop."""
 
 
 class Prompts:
@@ -118,8 +121,16 @@ class Prompts:
         return text, tokens
 
     async def render(self, body: ChatCompletionRequest, tool_use: ToolUse, *, is_long: bool) -> str:
-        """Returns the text of a chat's prompt. Raises `BadRequest`."""
-        return await long_work.run(is_long, partial(self._chat_prompt.render, body, tool_use))
+        """Returns the text of a chat's prompt. A short request of which its template makes much is
+        rendered once more, beside the event loop. Raises `BadRequest`."""
+        render = partial(self._chat_prompt.render, body, tool_use)
+        if not is_long and body.chat_template is None:
+            try:
+                return render(_QUICK_S)
+            except BadRequest as error:
+                if error.code != TOO_COSTLY:
+                    raise
+        return await long_work.run(True, partial(render, RENDER_S))
 
     async def encode(
         self,

@@ -2,7 +2,8 @@
 meant it.
 
 Templates come from the checkpoint, or from a client where the operator allows it, and run in
-Jinja's sandbox with the functions and the `generation` block that templates on the hub rely on.
+Jinja's sandbox with the functions and the `generation` block that templates on the hub rely on,
+within bounds of time and text (`engine.frontend.bounded_templates`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.frontend.bounded_templates import BoundedEnvironment
+from engine.frontend.template_budget import TemplateTooCostly, budget
 
 ChatMessage = Mapping[str, Any]
 """A message: `role`, `content` and what else a template may read."""
@@ -31,12 +34,17 @@ _XML_TOOLS = "xml_tools"
 _CONTINUE_HERE = "\ufdd0continue\ufdd1"
 """Marks the end of a message that the answer continues. Unicode keeps these characters out of
 text."""
+_MAX_INDENT = 64
 _BLANK = " \n"
 """Stands behind the mark, and shows which blanks the template trims."""
 
 
 class ChatTemplateError(ValueError):
     """The template refuses these messages, or it is broken. The text is the template's own."""
+
+
+class ChatTemplateTooCostly(ChatTemplateError):
+    """Rendering needs more time, or makes more text, than one request may have."""
 
 
 class _GenerationBlock(Extension):
@@ -54,7 +62,7 @@ class ChatTemplate:
     """One compiled template. `special_tokens` are its variables bos_token, eos_token and so on."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
@@ -111,6 +119,10 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
         except RecursionError:
             raise ChatTemplateError("these messages are nested too deeply") from None
+        except TemplateTooCostly as error:
+            raise ChatTemplateTooCostly(
+                f"the chat template makes too much of these messages: {error}"
+            ) from None
         return _cut_at_mark(text, continued) if continue_final_message else text
 
 
@@ -155,10 +167,14 @@ def _to_json(
 ) -> str:
     """Writes JSON without HTML escapes, unlike Jinja's own filter. Arguments are those that
     templates on the hub give, as transformers takes them."""
-    return json.dumps(
+    if isinstance(indent, int) and indent > _MAX_INDENT:
+        raise TemplateTooCostly(f"it indents by more than {_MAX_INDENT}")
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    budget().make(len(text))
+    return text

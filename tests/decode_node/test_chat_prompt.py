@@ -13,10 +13,12 @@ from transformers import AutoTokenizer
 from decode_node.protocol.chat import ChatCompletionRequest
 from decode_node.protocol.parse_body import parse_body
 from decode_node.serving.chat_prompt import ChatPrompt
+from decode_node.serving.prompts import Prompts
 from edge.http.errors import BadRequest
 from engine.frontend.chat_template import ChatTemplate
 from engine.frontend.tokenizer import Tokenizer
 from tests.engine.frontend.small_tokenizers import byte_level_backend, save
+from tests.engine.tiny_model import tiny_model
 
 SHOW = "{{ messages | tojson }}|{{ tools | tojson }}|{{ documents | tojson }}"
 USER = {"role": "user", "content": "hi"}
@@ -240,3 +242,23 @@ def test_tools_have_the_name_that_smollm3_has_for_them() -> None:
     assert prompt_of(template, {}) == "none"
     mine = {"tools": [TOOL], "chat_template_kwargs": {"xml_tools": []}}
     assert prompt_of(template, mine) == "none"
+
+
+async def test_a_short_request_of_which_a_template_makes_much_is_refused_in_time() -> None:
+    loops = "{% for a in messages %}{% for b in messages %}{% for c in messages %}x{% endfor %}"
+    template = ChatTemplate(loops + "{% endfor %}{% endfor %}", {})
+    tokenizer = Tokenizer(byte_level_backend(), template)
+    prompts = Prompts(tiny_model(), tokenizer)
+
+    said = {"role": "assistant", "content": "so"}
+
+    def chat(num_messages: int) -> ChatCompletionRequest:
+        body = json.dumps({"messages": [USER, said] * (num_messages // 2)}).encode()
+        return parse_body(body, ChatCompletionRequest)
+
+    few, many = chat(60), chat(1000)
+    assert len(await prompts.render(few, few.tool_use(), is_long=False)) == 60**3
+    for is_long in (False, True):
+        with pytest.raises(BadRequest, match=r"too much of .* 0\.5 s") as refused:
+            await prompts.render(many, many.tool_use(), is_long=is_long)
+        assert refused.value.param == "messages"

@@ -240,6 +240,33 @@ async def test_the_operator_bounds_log_probabilities(most: int, asked: int, stat
                 assert str(most) in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("url", "extra", "count", "param"),
+    [
+        (COMPLETIONS, {"logprobs": 4, "n": 2, "max_tokens": 21}, 210, "logprobs"),
+        (COMPLETIONS, {"logprobs": 4, "prompt": ["a"] * 3, "max_tokens": 14}, 210, "logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "prompt": [5] * 105}, 210, "prompt_logprobs"),
+        (CHATS, {"logprobs": True, "top_logprobs": 9, "max_tokens": 21}, 210, "top_logprobs"),
+    ],
+)
+async def test_the_size_of_an_answer_with_log_probabilities_is_bounded(
+    url: str, extra: dict[str, Any], count: int, param: str
+) -> None:
+    async with http_node(max_answer_logprobs=count - 1) as node:
+        body = {**URLS[url], **extra}
+        response = await node.client.post(url, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == param
+        assert f"may have {count} log probabilities" in error["message"]
+        assert not node.engine.requests, "nothing is computed"
+        if "prompt_logprobs" not in extra:
+            async with node.client.stream("POST", url, json={**body, "stream": True}) as streamed:
+                assert streamed.status_code == 200
+    async with http_node(max_answer_logprobs=count) as node:
+        assert (await node.client.post(url, json=body)).status_code == 200
+
+
 async def test_token_ids_are_where_clients_look_for_them() -> None:
     async with http_node() as node:
         wanted = {"return_token_ids": True, "n": 2}
