@@ -38,6 +38,7 @@ SEVERAL_USES = {
     "top_p": {"decode_node/observe/request_spans.py", "engine/sample"},
     "max_tokens": {
         "decode_node/disagg/proxy.py",  # room for the answer
+        "decode_node/serving/ask_limits.py",  # the size of an answer
         "decode_node/serving/prepare_choices.py",  # for the request's record
         "engine/frontend/input_processor.py",  # what is left of the context
         "engine/frontend/output_processor.py",  # the first token may be the last
@@ -81,6 +82,7 @@ SEVERAL_USES = {
     },
     "logprobs": {
         "decode_node/disagg/prefill_events.py",  # a peer gives as many
+        "decode_node/serving/ask_limits.py",  # the size of an answer
         "engine/contracts/request_spec.py",  # candidates of a beam
         "engine/sample",
         "engine/sched/choices/beams.py",
@@ -95,6 +97,7 @@ SEVERAL_USES = {
         "decode_node/answer/answer.py",  # an answer that echoes waits for them
         "decode_node/disagg/prefill_events.py",  # a peer gives as many
         "decode_node/disagg/proxy.py",  # nothing of the prompt comes from a cache
+        "decode_node/serving/ask_limits.py",  # the size of an answer
         "decode_node/serving/prepare_choices.py",  # a client that has them is resumed without
         "engine/contracts/request.py",
         "engine/sample",

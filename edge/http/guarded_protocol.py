@@ -12,8 +12,7 @@
 -  refused       the answer is sent, then what still comes is thrown away for a moment: closing at
                  once would reset the connection, and the client would lose the answer. In the midst
                  of another answer it would be taken for a part of that one: then it is only closed
--  unread        a client that takes nothing of what is sent for `send_timeout_s` is cut off, in the
-                 midst of an answer or behind the last one
+-  unread        a client that takes nothing of what is sent for `send_timeout_s` is cut off
 -  unknown       until a valid key was shown, where keys are asked for. There may be
                  `max_without_key` of these; for one more the oldest is closed
 """
@@ -106,9 +105,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = self._flow = HeldFlow(
-            transport, self._wait_for_turn, self.open_connections.gone
-        )
+        gone = self.open_connections.gone
+        self.flow = self._flow = HeldFlow(transport, self._wait_for_turn, gone)
         self._gone = self.loop.create_future()
         self._held = RequestCutter()
         self._send_clock = SendClock(transport, self.limits.send_timeout_s)

@@ -23,7 +23,8 @@ from edge.h2 import tls_socket
 from edge.h2.frames import client_opening
 from edge.h2.server import H2Server
 from edge.http import either_listener
-from edge.http.guarded_protocol import ConnectionLimits, guarded_protocol
+from edge.http.bounded_reads import bounded
+from edge.http.guarded_protocol import ConnectionLimits, guarded_class
 from edge.security.config import Role
 from edge.security.credentials import Credentials
 from edge.security.tls_http import TlsConfig
@@ -97,13 +98,13 @@ class Port:
 @asynccontextmanager
 async def http_port(credentials: Credentials) -> AsyncIterator[Port]:
     app = PlainTextResponse("here")
-    protocol = guarded_protocol(ConnectionLimits(header_timeout_s=LIMIT_S))
+    protocol = guarded_class(ConnectionLimits(header_timeout_s=LIMIT_S))
     server = HttpServer(
         TlsConfig(
             app,
             credentials.server_tls("http"),
             handshake_timeout_s=LIMIT_S,
-            http=protocol,
+            http=bounded(protocol),
             lifespan="off",
             log_config=None,
             ws="none",
