@@ -415,6 +415,6 @@ def guarded_class(
     limits: ConnectionLimits, check: HeadCheck | None = None, front: HttpFront | None = None
 ) -> type[GuardedProtocol]:
     """Returns `GuardedProtocol` with what connections of one listener share."""
-    shared = {"limits": limits, "check": check, "front": front or HttpFront()}
+    shared: dict[str, object] = {"limits": limits, "check": check, "front": front or HttpFront()}
     shared |= {"open_connections": OpenConnections()}
     return type("GuardedProtocol", (GuardedProtocol,), shared)

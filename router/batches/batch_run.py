@@ -33,7 +33,7 @@ from router.batches.result_writer import ResultWriter
 from router.batches.validation import Validation, lines_of
 from router.models.known_models import ModelTable
 from router.observe.batch_metrics import BatchFacts, BatchTotals
-from router.request.info import estimate_tokens
+from router.request.prompt_text import estimate_tokens
 from router.request.tenants import Tenant
 from router.store.batches import BatchRow, Progress, change, find_batch
 from router.store.errors import StoreUnavailable

@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute, Route
 from edge.http.client_connection import (
     BodyLimits,
     ClientDisconnected,
+    lease_of,
     read_json_body,
     request_headers,
 )
@@ -81,7 +82,7 @@ class BatchRoutes:
 
     async def _create(self, request: Request) -> Response:
         headers = request_headers(request.scope)
-        with self.body_limits.room.lease() as lease:
+        with lease_of(request.scope, self.body_limits) as lease:
             body = await read_json_body(headers, request.receive, self.body_limits, lease)
         return Response(await self.batches.create(_tenant(request), body), media_type=_JSON)
 

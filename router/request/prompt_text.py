@@ -34,7 +34,7 @@ class PromptText:
 
     @property
     def num_tokens(self) -> int:
-        """Guesses: token ids are counted by their commas, text by its length."""
+        """Returns a guess: token ids are counted by their commas, text by its length."""
         if self._begins_with_a_digit():
             return sum(piece.count(b",") for piece in self._pieces()) + 1
         return len(self) // _BYTES_PER_TOKEN
@@ -52,6 +52,11 @@ class PromptText:
         for text in (self.preamble, self.prompt):
             for start in range(0, len(text), _PIECE_BYTES):
                 yield bytes(text[start : start + _PIECE_BYTES])
+
+
+def estimate_tokens(prompt: bytes) -> int:
+    """Returns the same guess for the JSON text of a prompt, or of all of a request."""
+    return PromptText(memoryview(b""), _without_brackets(memoryview(prompt))).num_tokens
 
 
 def _without_brackets(text: memoryview) -> memoryview:
