@@ -23,6 +23,9 @@ one service, for clusters over several hosts
   decode    streams tokens; works alone, too
   node      is one of both, and changes to the other when asked
 
+a running cluster
+  nodes     lists its nodes, takes one out of use and back
+
 a running node
   profile      records what its GPUs do, for a few seconds
   switch-role  makes a node of `tandem node` prefill or decode
@@ -57,6 +60,7 @@ _COMMANDS = {
     "download": "download",
     "serve": "up",
     "chat": "chat",
+    "nodes": "nodes",
     "profile": "node_profile",
     "switch-role": "switch_role",
 }

@@ -6,25 +6,15 @@ import asyncio
 import sys
 import uuid
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from rich.console import Console
 
-from cli.openai_client import ApiError, ChatStream, first_model
+from cli.openai_client import ApiError, ChatStream, first_model, without_v1
 from cli.timeline import timeline_table
 from edge.command_line import parse_settings
-
-
-def _without_v1(url: str) -> str:
-    """Returns the address of a server, which `tandem up` and clients of the API write with /v1.
-    Raises `ValueError`."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise ValueError(f"{url!r} is no address of a server: write it as http://host:port")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 class ChatSettings(BaseSettings):
@@ -37,7 +27,7 @@ class ChatSettings(BaseSettings):
         cli_hide_none_type=True,
     )
 
-    url: Annotated[str, AfterValidator(_without_v1)] = Field(
+    url: Annotated[str, AfterValidator(without_v1)] = Field(
         default="http://127.0.0.1:8000", description="Address of the server, with or without /v1."
     )
     model: str = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -31,7 +32,7 @@ class ChatStream:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with self._session.post(self._url, json=request, headers=self._headers) as response:
             if response.status != 200:
-                raise ApiError(f"{response.status}: {_error_message(await response.text())}")
+                raise ApiError(f"{response.status}: {error_message(await response.text())}")
             async for line in _lines(response):
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                     event = json.loads(line[6:])
@@ -47,11 +48,21 @@ class ChatStream:
         self.timeline = event.get("timeline") or self.timeline
 
 
-def _error_message(body: str) -> str:
+def error_message(body: str) -> str:
+    """Returns what an error of the API says; the body itself, if that is none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return body[:500]
+
+
+def without_v1(url: str) -> str:
+    """Returns the address of a server, which `tandem up` and clients of the API write with /v1.
+    Raises `ValueError`."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{url!r} is no address of a server: write it as http://host:port")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
@@ -59,7 +70,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     async with session.get(f"{url}/v1/models") as response:
         text = await response.text()
         if response.status != 200:
-            raise ApiError(f"{response.status}: {_error_message(text)}")
+            raise ApiError(f"{response.status}: {error_message(text)}")
     try:
         return str(json.loads(text)["data"][0]["id"])
     except (ValueError, KeyError, TypeError, IndexError):

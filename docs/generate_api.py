@@ -157,6 +157,10 @@ values ask for nothing and are accepted, but for an empty `web_search_options`.
 """
 
 ROUTER_PATHS = {
+    "/admin/nodes": "Lists the nodes that the router knows: id, address, role, state, requests.",
+    "/admin/nodes/{node_id}/drain": "Takes a node, by id or address, [out of use]"
+    "(operations.md#take-a-node-out-of-use): it gets no new requests. For operators alone.",
+    "/admin/nodes/{node_id}/resume": "Takes it back into use. For operators alone.",
     "/v1/models": "Lists the models of all decode nodes.",
     "/v1/models/{model_id:path}": "",
     "/health": "",

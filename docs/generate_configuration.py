@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings
 from cli.chat import ChatSettings
 from cli.local_cluster.cluster import UpSettings
 from cli.node_profile import ProfileSettings
+from cli.nodes import NodesSettings
 from cli.switch_role import SwitchSettings
 from decode_node.config import DecodeNodeSettings
 from prefill_node.config import PrefillNodeSettings
@@ -139,6 +140,7 @@ SERVICES: list[tuple[str, type[BaseSettings]]] = [
     ("tandem decode", DecodeNodeSettings),
     ("tandem node", RoleNodeSettings),
     ("tandem chat", ChatSettings),
+    ("tandem nodes", NodesSettings),
     ("tandem profile", ProfileSettings),
     ("tandem switch-role", SwitchSettings),
 ]

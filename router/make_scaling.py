@@ -7,7 +7,7 @@ import random
 from router.config import RouterSettings
 from router.models.per_model import PerModel
 from router.nodes.address import NodeRole
-from router.nodes.node import Node
+from router.nodes.node import Node, NodeState
 from router.nodes.registry import NodeRegistry
 from router.relay.prefill_hold import PrefillHold, serves
 from router.scaling.scaling_signal import ScalingObjectives, ScalingSignal
@@ -17,13 +17,23 @@ def make_scaling(settings: RouterSettings, registry: NodeRegistry) -> PerModel[S
     """Returns a signal for each model, which sees its nodes."""
     objectives = ScalingObjectives(settings.slo_ttft_ms / 1e3, settings.slo_itl_ms / 1e3)
 
+    def is_drained(node: Node) -> bool:
+        return registry.state(node) is NodeState.DRAINED
+
     def make(model: str) -> ScalingSignal:
-        def nodes(role: NodeRole) -> list[Node]:
+        def all_nodes(role: NodeRole) -> list[Node]:
             return [node for node in registry.nodes(role) if serves(node, model)]
+
+        def nodes(role: NodeRole) -> list[Node]:
+            return [node for node in all_nodes(role) if not is_drained(node)]
+
+        def num_drained(role: NodeRole) -> int:
+            return sum(map(is_drained, all_nodes(role)))
 
         return ScalingSignal(
             objectives=objectives,
             nodes=nodes,
+            num_drained=num_drained,
             state=registry.state,
             clock=registry.clock,
             num_routers=settings.num_routers,

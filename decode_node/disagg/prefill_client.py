@@ -174,7 +174,7 @@ class PrefillClient:
         except (GarbledAnswer, PeerLost) as error:
             node.avoid_until = time.monotonic() + _AVOID_S
             raise PrefillError(WRONG_ANSWER, f"{address}: {error}") from None
-        if reply.load.draining:
+        if reply.load.draining and not reply.load.drained:
             node.avoid_until = time.monotonic() + _AVOID_S
             raise PrefillError("draining", f"{address} is stopping")
         return peer

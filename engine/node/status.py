@@ -15,6 +15,7 @@ sent, and the router moves answers as from a node that is frozen as a whole:
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -36,6 +37,8 @@ from host.life_signs import Silence
 from kv_transfer.control.sizing import pull_bytes_per_token
 from kv_transfer.layout import KVLayout
 from tandem_pb import node_pb2
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_INTERVAL_S = 0.25
 _MIN_INTERVAL_S = 0.02
@@ -73,13 +76,16 @@ class NodeWork:
     """State that the node server knows before its engine does. Changed by its owner alone.
 
     Attributes:
-        draining: No new requests, please.
+        draining: The node stops, or changes its role: it takes no new requests.
+        drained: An operator wants no new requests here. Routers send none; one that comes all the
+            same is answered, and peers still fetch KV.
         num_queued: Requests that the engine does not have yet.
         num_computing: Requests that wait for the engine's next step and nothing else. Those that
             wait for KV from elsewhere do not count.
     """
 
     draining: bool = False
+    drained: bool = False
     num_queued: int = 0
     num_computing: int = 0
 
@@ -163,7 +169,8 @@ class NodeStatus:
             role=self._role,
             epoch=config.epoch,
             sequence=self._sequence,
-            draining=work.draining,
+            draining=work.draining or work.drained,
+            drained=work.drained and not work.draining,
             num_waiting_requests=stats.num_waiting + work.num_queued,
             num_running_requests=stats.num_running,
             num_waiting_tokens=stats.num_waiting_tokens,
@@ -211,6 +218,15 @@ class NodeStatus:
                 for one in stats.groups
             ],
         )
+
+    def set_drained(self, is_drained: bool) -> bool:
+        """Takes the node out of use, or back. Returns whether that changes anything."""
+        if self.work.drained is is_drained:
+            return False
+        self.work.drained = is_drained
+        logger.info("drained by call" if is_drained else "in use again, by call")
+        self.notify()
+        return True
 
     def identity(self) -> node_pb2.SwitchRoleAnswer:
         """Returns who this node is in this life."""
@@ -284,6 +300,18 @@ class NodeStatusServicer(RoleServicer):
             return node_pb2.ResetPrefixCacheAnswer(is_reset=await self._status.reset_prefix_cache())
         except (EngineCallTimeout, EngineDeadError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def SetDrained(
+        self,
+        request: node_pb2.SetDrainedRequest,
+        context: grpc.aio.ServicerContext[node_pb2.SetDrainedRequest, node_pb2.SetDrainedAnswer],
+    ) -> node_pb2.SetDrainedAnswer:
+        if self._status.work.draining:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "this node stops, or changes its role"
+            )
+        changed = self._status.set_drained(request.drained)
+        return node_pb2.SetDrainedAnswer(load=self._status.load(), changed=changed)
 
     async def Watch(
         self,

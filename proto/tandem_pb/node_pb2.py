@@ -24,47 +24,51 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem_pb/node.proto\x12\ttandem.v1\"O\n\x11SwitchRoleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.tandem.v1.NodeRole\x12\x17\n\x0f\x64rain_timeout_s\x18\x02 \x01(\x01\"2\n\x10SwitchRoleAnswer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\'\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"r\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08in_place\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"Y\n\x0b\x41\x64\x61pterCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\t\"D\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\"d\n\x13StartProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x12\n\nwith_stack\x18\x03 \x01(\x08\x12\x15\n\rrecord_shapes\x18\x04 \x01(\x08\"\x14\n\x12StopProfileRequest\"s\n\x07Profile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_steps\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08\x65nded_by\x18\x04 \x01(\t\x12$\n\x06traces\x18\x05 \x03(\x0b\x32\x14.tandem.v1.RankTrace\"D\n\tRankTrace\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\x19\n\x17ResetPrefixCacheRequest\"*\n\x16ResetPrefixCacheAnswer\x12\x10\n\x08is_reset\x18\x01 \x01(\x08\"\"\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"p\n\x06KVPath\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x15\n\rbacklog_bytes\x18\x03 \x01(\x04\x12\x11\n\tavoided_s\x18\x04 \x01(\x01\x12\x11\n\tnum_pulls\x18\x05 \x01(\r\"|\n\tGroupLoad\x12\x1c\n\x14num_waiting_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_running_requests\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\"\xb7\x08\n\x08NodeLoad\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.tandem.v1.NodeRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x1c\n\x14num_waiting_requests\x18\n \x01(\r\x12\x1c\n\x14num_running_requests\x18\x0b \x01(\r\x12\x19\n\x11num_idle_requests\x18\x1d \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\r \x01(\r\x12\x18\n\x10num_total_blocks\x18\x0e \x01(\r\x12\x12\n\nblock_size\x18\x0f \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x10 \x01(\x01\x12\x1a\n\x12slack_tokens_per_s\x18\x13 \x01(\x01\x12\x1e\n\x16seconds_since_progress\x18\x11 \x01(\x01\x12\x15\n\rnum_transfers\x18\x12 \x01(\r\x12\x12\n\nmodel_name\x18\x14 \x01(\t\x12\x15\n\rmodel_aliases\x18\x17 \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x15 \x01(\t\x12\x17\n\x0frecent_prefixes\x18\x16 \x03(\x06\x12\x17\n\x0fserves_prefixes\x18\x18 \x01(\x08\x12$\n\x08\x61\x64\x61pters\x18\x19 \x03(\x0b\x32\x12.tandem.v1.Adapter\x12-\n\radapter_calls\x18\x1a \x03(\x0b\x32\x16.tandem.v1.AdapterCall\x12\x11\n\thttp_port\x18\x1b \x01(\r\x12\x15\n\rmax_model_len\x18\x1c \x01(\r\x12\x0f\n\x07version\x18( \x01(\t\x12\x1e\n\x16prompt_tokens_computed\x18) \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18* \x01(\x04\x12!\n\x19prompt_tokens_transferred\x18+ \x01(\x04\x12\x19\n\x11generation_tokens\x18, \x01(\x04\x12\x17\n\x0fnum_preemptions\x18- \x01(\x04\x12\x15\n\rnum_receiving\x18. \x01(\r\x12\x10\n\x08num_held\x18/ \x01(\r\x12\x12\n\nnum_drafts\x18\x30 \x01(\x04\x12\x1c\n\x14num_accepted_per_pos\x18\x31 \x03(\x04\x12\x1f\n\x17prompt_tokens_from_host\x18\x32 \x01(\x04\x12\x1f\n\x17prompt_tokens_from_disk\x18\x33 \x01(\x04\x12$\n\x06groups\x18\x34 \x03(\x0b\x32\x14.tandem.v1.GroupLoad\x12#\n\x08kv_paths\x18< \x03(\x0b\x32\x11.tandem.v1.KVPath\x12\x1a\n\x12kv_bytes_per_token\x18= \x01(\x01*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\xf7\x03\n\nNodeStatus\x12\x37\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x13.tandem.v1.NodeLoad0\x01\x12Y\n\x10ResetPrefixCache\x12\".tandem.v1.ResetPrefixCacheRequest\x1a!.tandem.v1.ResetPrefixCacheAnswer\x12\x42\n\x0cStartProfile\x12\x1e.tandem.v1.StartProfileRequest\x1a\x12.tandem.v1.Profile\x12@\n\x0bStopProfile\x12\x1d.tandem.v1.StopProfileRequest\x1a\x12.tandem.v1.Profile\x12@\n\x0bLoadAdapter\x12\x1d.tandem.v1.LoadAdapterRequest\x1a\x12.tandem.v1.Adapter\x12\x44\n\rUnloadAdapter\x12\x1f.tandem.v1.UnloadAdapterRequest\x1a\x12.tandem.v1.Adapter\x12G\n\nSwitchRole\x12\x1c.tandem.v1.SwitchRoleRequest\x1a\x1b.tandem.v1.SwitchRoleAnswerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem_pb/node.proto\x12\ttandem.v1\"$\n\x11SetDrainedRequest\x12\x0f\n\x07\x64rained\x18\x01 \x01(\x08\"F\n\x10SetDrainedAnswer\x12!\n\x04load\x18\x01 \x01(\x0b\x32\x13.tandem.v1.NodeLoad\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\"O\n\x11SwitchRoleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.tandem.v1.NodeRole\x12\x17\n\x0f\x64rain_timeout_s\x18\x02 \x01(\x01\"2\n\x10SwitchRoleAnswer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\'\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"r\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08in_place\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\"Y\n\x0b\x41\x64\x61pterCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\t\"D\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\"d\n\x13StartProfileRequest\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x12\n\nwith_stack\x18\x03 \x01(\x08\x12\x15\n\rrecord_shapes\x18\x04 \x01(\x08\"\x14\n\x12StopProfileRequest\"s\n\x07Profile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_steps\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x10\n\x08\x65nded_by\x18\x04 \x01(\t\x12$\n\x06traces\x18\x05 \x03(\x0b\x32\x14.tandem.v1.RankTrace\"D\n\tRankTrace\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\x19\n\x17ResetPrefixCacheRequest\"*\n\x16ResetPrefixCacheAnswer\x12\x10\n\x08is_reset\x18\x01 \x01(\x08\"\"\n\x0cWatchRequest\x12\x12\n\ninterval_s\x18\x01 \x01(\x01\"p\n\x06KVPath\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\x12\x15\n\rbacklog_bytes\x18\x03 \x01(\x04\x12\x11\n\tavoided_s\x18\x04 \x01(\x01\x12\x11\n\tnum_pulls\x18\x05 \x01(\r\"|\n\tGroupLoad\x12\x1c\n\x14num_waiting_requests\x18\x01 \x01(\r\x12\x1c\n\x14num_running_requests\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\"\xc8\x08\n\x08NodeLoad\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.tandem.v1.NodeRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x06 \x01(\x08\x12\x1c\n\x14num_waiting_requests\x18\n \x01(\r\x12\x1c\n\x14num_running_requests\x18\x0b \x01(\r\x12\x19\n\x11num_idle_requests\x18\x1d \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\r \x01(\r\x12\x18\n\x10num_total_blocks\x18\x0e \x01(\r\x12\x12\n\nblock_size\x18\x0f \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x10 \x01(\x01\x12\x1a\n\x12slack_tokens_per_s\x18\x13 \x01(\x01\x12\x1e\n\x16seconds_since_progress\x18\x11 \x01(\x01\x12\x15\n\rnum_transfers\x18\x12 \x01(\r\x12\x12\n\nmodel_name\x18\x14 \x01(\t\x12\x15\n\rmodel_aliases\x18\x17 \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\x15 \x01(\t\x12\x17\n\x0frecent_prefixes\x18\x16 \x03(\x06\x12\x17\n\x0fserves_prefixes\x18\x18 \x01(\x08\x12$\n\x08\x61\x64\x61pters\x18\x19 \x03(\x0b\x32\x12.tandem.v1.Adapter\x12-\n\radapter_calls\x18\x1a \x03(\x0b\x32\x16.tandem.v1.AdapterCall\x12\x11\n\thttp_port\x18\x1b \x01(\r\x12\x15\n\rmax_model_len\x18\x1c \x01(\r\x12\x0f\n\x07version\x18( \x01(\t\x12\x1e\n\x16prompt_tokens_computed\x18) \x01(\x04\x12\x1c\n\x14prompt_tokens_cached\x18* \x01(\x04\x12!\n\x19prompt_tokens_transferred\x18+ \x01(\x04\x12\x19\n\x11generation_tokens\x18, \x01(\x04\x12\x17\n\x0fnum_preemptions\x18- \x01(\x04\x12\x15\n\rnum_receiving\x18. \x01(\r\x12\x10\n\x08num_held\x18/ \x01(\r\x12\x12\n\nnum_drafts\x18\x30 \x01(\x04\x12\x1c\n\x14num_accepted_per_pos\x18\x31 \x03(\x04\x12\x1f\n\x17prompt_tokens_from_host\x18\x32 \x01(\x04\x12\x1f\n\x17prompt_tokens_from_disk\x18\x33 \x01(\x04\x12$\n\x06groups\x18\x34 \x03(\x0b\x32\x14.tandem.v1.GroupLoad\x12#\n\x08kv_paths\x18< \x03(\x0b\x32\x11.tandem.v1.KVPath\x12\x1a\n\x12kv_bytes_per_token\x18= \x01(\x01*R\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_ROLE_PREFILL\x10\x01\x12\x14\n\x10NODE_ROLE_DECODE\x10\x02\x32\xc0\x04\n\nNodeStatus\x12\x37\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x13.tandem.v1.NodeLoad0\x01\x12Y\n\x10ResetPrefixCache\x12\".tandem.v1.ResetPrefixCacheRequest\x1a!.tandem.v1.ResetPrefixCacheAnswer\x12\x42\n\x0cStartProfile\x12\x1e.tandem.v1.StartProfileRequest\x1a\x12.tandem.v1.Profile\x12@\n\x0bStopProfile\x12\x1d.tandem.v1.StopProfileRequest\x1a\x12.tandem.v1.Profile\x12@\n\x0bLoadAdapter\x12\x1d.tandem.v1.LoadAdapterRequest\x1a\x12.tandem.v1.Adapter\x12\x44\n\rUnloadAdapter\x12\x1f.tandem.v1.UnloadAdapterRequest\x1a\x12.tandem.v1.Adapter\x12G\n\nSwitchRole\x12\x1c.tandem.v1.SwitchRoleRequest\x1a\x1b.tandem.v1.SwitchRoleAnswer\x12G\n\nSetDrained\x12\x1c.tandem.v1.SetDrainedRequest\x1a\x1b.tandem.v1.SetDrainedAnswerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem_pb.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEROLE']._serialized_start=2226
-  _globals['_NODEROLE']._serialized_end=2308
-  _globals['_SWITCHROLEREQUEST']._serialized_start=35
-  _globals['_SWITCHROLEREQUEST']._serialized_end=114
-  _globals['_SWITCHROLEANSWER']._serialized_start=116
-  _globals['_SWITCHROLEANSWER']._serialized_end=166
-  _globals['_ADAPTER']._serialized_start=168
-  _globals['_ADAPTER']._serialized_end=207
-  _globals['_LOADADAPTERREQUEST']._serialized_start=209
-  _globals['_LOADADAPTERREQUEST']._serialized_end=323
-  _globals['_ADAPTERCALL']._serialized_start=325
-  _globals['_ADAPTERCALL']._serialized_end=414
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=416
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=484
-  _globals['_STARTPROFILEREQUEST']._serialized_start=486
-  _globals['_STARTPROFILEREQUEST']._serialized_end=586
-  _globals['_STOPPROFILEREQUEST']._serialized_start=588
-  _globals['_STOPPROFILEREQUEST']._serialized_end=608
-  _globals['_PROFILE']._serialized_start=610
-  _globals['_PROFILE']._serialized_end=725
-  _globals['_RANKTRACE']._serialized_start=727
-  _globals['_RANKTRACE']._serialized_end=795
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=797
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=822
-  _globals['_RESETPREFIXCACHEANSWER']._serialized_start=824
-  _globals['_RESETPREFIXCACHEANSWER']._serialized_end=866
-  _globals['_WATCHREQUEST']._serialized_start=868
-  _globals['_WATCHREQUEST']._serialized_end=902
-  _globals['_KVPATH']._serialized_start=904
-  _globals['_KVPATH']._serialized_end=1016
-  _globals['_GROUPLOAD']._serialized_start=1018
-  _globals['_GROUPLOAD']._serialized_end=1142
-  _globals['_NODELOAD']._serialized_start=1145
-  _globals['_NODELOAD']._serialized_end=2224
-  _globals['_NODESTATUS']._serialized_start=2311
-  _globals['_NODESTATUS']._serialized_end=2814
+  _globals['_NODEROLE']._serialized_start=2353
+  _globals['_NODEROLE']._serialized_end=2435
+  _globals['_SETDRAINEDREQUEST']._serialized_start=35
+  _globals['_SETDRAINEDREQUEST']._serialized_end=71
+  _globals['_SETDRAINEDANSWER']._serialized_start=73
+  _globals['_SETDRAINEDANSWER']._serialized_end=143
+  _globals['_SWITCHROLEREQUEST']._serialized_start=145
+  _globals['_SWITCHROLEREQUEST']._serialized_end=224
+  _globals['_SWITCHROLEANSWER']._serialized_start=226
+  _globals['_SWITCHROLEANSWER']._serialized_end=276
+  _globals['_ADAPTER']._serialized_start=278
+  _globals['_ADAPTER']._serialized_end=317
+  _globals['_LOADADAPTERREQUEST']._serialized_start=319
+  _globals['_LOADADAPTERREQUEST']._serialized_end=433
+  _globals['_ADAPTERCALL']._serialized_start=435
+  _globals['_ADAPTERCALL']._serialized_end=524
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=526
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=594
+  _globals['_STARTPROFILEREQUEST']._serialized_start=596
+  _globals['_STARTPROFILEREQUEST']._serialized_end=696
+  _globals['_STOPPROFILEREQUEST']._serialized_start=698
+  _globals['_STOPPROFILEREQUEST']._serialized_end=718
+  _globals['_PROFILE']._serialized_start=720
+  _globals['_PROFILE']._serialized_end=835
+  _globals['_RANKTRACE']._serialized_start=837
+  _globals['_RANKTRACE']._serialized_end=905
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=907
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=932
+  _globals['_RESETPREFIXCACHEANSWER']._serialized_start=934
+  _globals['_RESETPREFIXCACHEANSWER']._serialized_end=976
+  _globals['_WATCHREQUEST']._serialized_start=978
+  _globals['_WATCHREQUEST']._serialized_end=1012
+  _globals['_KVPATH']._serialized_start=1014
+  _globals['_KVPATH']._serialized_end=1126
+  _globals['_GROUPLOAD']._serialized_start=1128
+  _globals['_GROUPLOAD']._serialized_end=1252
+  _globals['_NODELOAD']._serialized_start=1255
+  _globals['_NODELOAD']._serialized_end=2351
+  _globals['_NODESTATUS']._serialized_start=2438
+  _globals['_NODESTATUS']._serialized_end=3014
 # @@protoc_insertion_point(module_scope)

@@ -16,6 +16,20 @@ NODE_ROLE_UNSPECIFIED: NodeRole
 NODE_ROLE_PREFILL: NodeRole
 NODE_ROLE_DECODE: NodeRole
 
+class SetDrainedRequest(_message.Message):
+    __slots__ = ("drained",)
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    drained: bool
+    def __init__(self, drained: bool = ...) -> None: ...
+
+class SetDrainedAnswer(_message.Message):
+    __slots__ = ("load", "changed")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    load: NodeLoad
+    changed: bool
+    def __init__(self, load: _Optional[_Union[NodeLoad, _Mapping]] = ..., changed: bool = ...) -> None: ...
+
 class SwitchRoleRequest(_message.Message):
     __slots__ = ("role", "drain_timeout_s")
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -165,12 +179,13 @@ class GroupLoad(_message.Message):
     def __init__(self, num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "num_waiting_requests", "num_running_requests", "num_idle_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "slack_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "adapter_calls", "http_port", "max_model_len", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk", "groups", "kv_paths", "kv_bytes_per_token")
+    __slots__ = ("node_id", "role", "epoch", "sequence", "draining", "drained", "num_waiting_requests", "num_running_requests", "num_idle_requests", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "block_size", "prefill_tokens_per_s", "slack_tokens_per_s", "seconds_since_progress", "num_transfers", "model_name", "model_aliases", "fingerprint", "recent_prefixes", "serves_prefixes", "adapters", "adapter_calls", "http_port", "max_model_len", "version", "prompt_tokens_computed", "prompt_tokens_cached", "prompt_tokens_transferred", "generation_tokens", "num_preemptions", "num_receiving", "num_held", "num_drafts", "num_accepted_per_pos", "prompt_tokens_from_host", "prompt_tokens_from_disk", "groups", "kv_paths", "kv_bytes_per_token")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_IDLE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +226,7 @@ class NodeLoad(_message.Message):
     epoch: int
     sequence: int
     draining: bool
+    drained: bool
     num_waiting_requests: int
     num_running_requests: int
     num_idle_requests: int
@@ -246,4 +262,4 @@ class NodeLoad(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[GroupLoad]
     kv_paths: _containers.RepeatedCompositeFieldContainer[KVPath]
     kv_bytes_per_token: float
-    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_idle_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., slack_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapter_calls: _Optional[_Iterable[_Union[AdapterCall, _Mapping]]] = ..., http_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., kv_paths: _Optional[_Iterable[_Union[KVPath, _Mapping]]] = ..., kv_bytes_per_token: _Optional[float] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[_Union[NodeRole, str]] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., draining: bool = ..., drained: bool = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_idle_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., slack_tokens_per_s: _Optional[float] = ..., seconds_since_progress: _Optional[float] = ..., num_transfers: _Optional[int] = ..., model_name: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., recent_prefixes: _Optional[_Iterable[int]] = ..., serves_prefixes: bool = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., adapter_calls: _Optional[_Iterable[_Union[AdapterCall, _Mapping]]] = ..., http_port: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., prompt_tokens_transferred: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_receiving: _Optional[int] = ..., num_held: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_accepted_per_pos: _Optional[_Iterable[int]] = ..., prompt_tokens_from_host: _Optional[int] = ..., prompt_tokens_from_disk: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., kv_paths: _Optional[_Iterable[_Union[KVPath, _Mapping]]] = ..., kv_bytes_per_token: _Optional[float] = ...) -> None: ...

@@ -70,6 +70,11 @@ class NodeStatusStub(object):
                 request_serializer=tandem__pb_dot_node__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=tandem__pb_dot_node__pb2.SwitchRoleAnswer.FromString,
                 _registered_method=True)
+        self.SetDrained = channel.unary_unary(
+                '/tandem.v1.NodeStatus/SetDrained',
+                request_serializer=tandem__pb_dot_node__pb2.SetDrainedRequest.SerializeToString,
+                response_deserializer=tandem__pb_dot_node__pb2.SetDrainedAnswer.FromString,
+                _registered_method=True)
 
 
 class NodeStatusServicer(object):
@@ -128,6 +133,14 @@ class NodeStatusServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetDrained(self, request, context):
+        """Takes the node out of use, or back: its reports say so to every router, as long as it lives in
+        this role. It goes on with all that it has. FAILED_PRECONDITION: it stops, or changes its role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -165,6 +178,11 @@ def add_NodeStatusServicer_to_server(servicer, server):
                     servicer.SwitchRole,
                     request_deserializer=tandem__pb_dot_node__pb2.SwitchRoleRequest.FromString,
                     response_serializer=tandem__pb_dot_node__pb2.SwitchRoleAnswer.SerializeToString,
+            ),
+            'SetDrained': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDrained,
+                    request_deserializer=tandem__pb_dot_node__pb2.SetDrainedRequest.FromString,
+                    response_serializer=tandem__pb_dot_node__pb2.SetDrainedAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +375,33 @@ class NodeStatus(object):
             '/tandem.v1.NodeStatus/SwitchRole',
             tandem__pb_dot_node__pb2.SwitchRoleRequest.SerializeToString,
             tandem__pb_dot_node__pb2.SwitchRoleAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDrained(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.NodeStatus/SetDrained',
+            tandem__pb_dot_node__pb2.SetDrainedRequest.SerializeToString,
+            tandem__pb_dot_node__pb2.SetDrainedAnswer.FromString,
             options,
             channel_credentials,
             insecure,

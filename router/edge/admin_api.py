@@ -5,6 +5,7 @@
     GET  /metrics    Prometheus
     GET  /status     a page for people (`router.edge.status_api`)
     POST /reset_prefix_cache    forgets the cached prefixes of all nodes
+    -    /admin/nodes           the nodes, taken out of use and back (`router.edge.node_api`)
 
 All on the port of the API, or the last two on a port of their own (`admin_port`), which then has
 the first two as well.

@@ -10,9 +10,11 @@ from starlette.routing import BaseRoute
 from edge.security.credentials import Credentials
 from router.edge.adapter_api import adapter_routes
 from router.edge.admin_api import admin_routes
+from router.edge.node_api import node_routes
 from router.edge.role_api import role_routes
 from router.edge.status_api import status_routes
 from router.nodes.adapters import ClusterAdapters
+from router.nodes.drains import NodeDrains
 from router.nodes.prefix_caches import PrefixCaches
 from router.nodes.registry import NodeRegistry
 from router.nodes.role_changes import RoleChanges
@@ -35,9 +37,11 @@ def operator_routes(
 ) -> list[BaseRoute]:
     """Returns the routes. Where `may_change` is false they only tell."""
     roles = RoleChanges(registry=registry, credentials=credentials)
+    drains = NodeDrains(registry=registry, credentials=credentials)
     return [
         *admin_routes(metrics, caches, may_change).routes,
         *adapter_routes(adapters, may_change).routes,
         *role_routes(roles, may_change).routes,
+        *node_routes(drains, may_change).routes,
         *status_routes(feed),
     ]

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_IN_TOUCH = (NodeState.READY, NodeState.HALF_OPEN, NodeState.EJECTED)
+_IN_TOUCH = (NodeState.READY, NodeState.HALF_OPEN, NodeState.EJECTED, NodeState.DRAINED)
 
 
 @dataclass(slots=True)

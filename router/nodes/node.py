@@ -6,6 +6,7 @@
                   used only when no node of the tier is ready
     -  leaving    Kubernetes ends its pod, which still serves: likewise
     4. draining   it said that it stops: finishes what it has, gets nothing new
+    -  drained    an operator has taken it out of use: likewise, until another call takes it back
     5. ejected    it failed several requests in a row (`router.nodes.health`)
     6. half-open  an ejection is over: one request at a time, until one succeeds
     7. down       silent for long: not used at all
@@ -36,6 +37,7 @@ class NodeState(StrEnum):
     SUSPECT = "suspect"
     LEAVING = "leaving"
     DRAINING = "draining"
+    DRAINED = "drained"
     EJECTED = "ejected"
     HALF_OPEN = "half_open"
     DOWN = "down"
@@ -112,7 +114,7 @@ class Node:
         if silent_s > patience.down_after_s:
             return NodeState.DOWN
         if report.draining:
-            return NodeState.DRAINING
+            return NodeState.DRAINED if report.drained else NodeState.DRAINING
         if self.health.is_ejected(now):
             return NodeState.EJECTED
         stalled = report.seconds_since_progress > patience.stall_after_s

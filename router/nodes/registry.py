@@ -162,8 +162,8 @@ class NodeRegistry:
             return True
         stall_s = self.patience.stall_after_s
         return (
-            (old.draining, old.model_names, old.fingerprint, old.adapters)
-            != (new.draining, new.model_names, new.fingerprint, new.adapters)
+            (old.draining, old.drained, old.model_names, old.fingerprint, old.adapters)
+            != (new.draining, new.drained, new.model_names, new.fingerprint, new.adapters)
         ) or (old.seconds_since_progress > stall_s) != (new.seconds_since_progress > stall_s)
 
     def _check_partners(self, address: NodeAddress, report: NodeReport) -> None:
@@ -218,7 +218,7 @@ class NodeRegistry:
     def mark_draining(self, node: Node) -> None:
         """Gives a node nothing new from now on: it has just been asked to change its role."""
         if node.report is not None:
-            node.report = replace(node.report, draining=True)
+            node.report = replace(node.report, draining=True, drained=False)
             self.version += 1
 
     def mark_disconnected(self, address: NodeAddress) -> None:

@@ -82,6 +82,8 @@ class NodeReport:
     epoch: int
     sequence: int
     draining: bool = False
+    drained: bool = False
+    """It is `draining` because an operator's call says so."""
     num_waiting_requests: int = 0
     num_running_requests: int = 0
     num_waiting_tokens: int = 0
@@ -120,6 +122,7 @@ class NodeReport:
             epoch=load.epoch,
             sequence=load.sequence,
             draining=load.draining,
+            drained=load.draining and load.drained,
             num_waiting_requests=load.num_waiting_requests,
             num_running_requests=load.num_running_requests,
             num_waiting_tokens=load.num_waiting_tokens,

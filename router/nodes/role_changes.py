@@ -13,21 +13,18 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from edge.grpc_answers import GarbledAnswer, QuietChannel, readable, words_of
-from edge.http.errors import NotFound
-from edge.security.config import PlaintextRefused, Role
+from edge.grpc_answers import GarbledAnswer, readable, words_of
+from edge.security.config import PlaintextRefused
 from edge.security.credentials import Credentials
 from router.errors import NodesRefused
 from router.nodes.address import NodeRole
+from router.nodes.named_node import TIMEOUT_S, named_node, node_stub
 from router.nodes.node import Node
 from router.nodes.registry import NodeRegistry
 from tandem_pb.node_pb2 import NODE_ROLE_DECODE, NODE_ROLE_PREFILL, SwitchRoleRequest
-from tandem_pb.node_pb2_grpc import NodeStatusStub
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 10.0
-_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 _ROLES = {NodeRole.PREFILL: NODE_ROLE_PREFILL, NodeRole.DECODE: NODE_ROLE_DECODE}
 
 
@@ -45,24 +42,16 @@ class RoleChanges:
 
         Raises:
             NotFound: There is no such node.
+            NodesAway: It has not reported yet.
             NodesRefused: It cannot change, cannot be reached, or is needed.
         """
         async with self.lock:
-            node = self._find(name)
+            node = named_node(self.registry, name)
             if role is NodeRole.PREFILL and node.address.role is NodeRole.DECODE:
                 self._check_not_last(node)
             await self._ask(node, role, drain_timeout_s)
             self.registry.mark_draining(node)
             return node
-
-    def _find(self, name: str) -> Node:
-        nodes = [node for node in self.registry.all_nodes() if node.report is not None]
-        for node in nodes:
-            node_id = node.report.node_id if node.report is not None else ""
-            if name in (node.address.target, node.address.status_target, node_id):
-                return node
-        known = ", ".join(sorted(str(node.address) for node in nodes)) or "none"
-        raise NotFound(f"no node is known as {name!r}; there are {known}", param="node")
 
     def _check_not_last(self, node: Node) -> None:
         usable = self.registry.usable(NodeRole.DECODE)
@@ -73,15 +62,11 @@ class RoleChanges:
             )
 
     async def _ask(self, node: Node, role: NodeRole, drain_timeout_s: float) -> None:
-        target = node.address.status_target
         request = SwitchRoleRequest(role=_ROLES[role], drain_timeout_s=drain_timeout_s)
         try:
-            await self.credentials.meet(target)
-            listed = Role(node.address.role)
-            async with self.credentials.channel(target, listed, _OPTIONS) as channel:
-                stub = NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
+            async with node_stub(self.credentials, node) as stub:
                 metadata = self.credentials.metadata()
-                readable(await stub.SwitchRole(request, timeout=_TIMEOUT_S, metadata=metadata))
+                readable(await stub.SwitchRole(request, timeout=TIMEOUT_S, metadata=metadata))
         except grpc.aio.AioRpcError as error:
             logger.warning("%s does not change its role: %s", node.address, error.code().name)
             raise NodesRefused(

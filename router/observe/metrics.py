@@ -64,14 +64,20 @@ class NodeCollector(Collector):
         age = GaugeMetricFamily(
             "tandem_router_node_report_age_seconds", "Since the last load report", labels=labels
         )
+        drained = GaugeMetricFamily(
+            "tandem_router_node_drained",
+            "1 while an operator has taken the node out of use, else 0",
+            labels=labels,
+        )
         now = self._nodes.clock()
         for node in self._nodes.all_nodes():
             name = [node.address.role, node.address.target]
             requests.add_metric(name, node.work.num_requests)
             tokens.add_metric(name, node.work.num_tokens)
+            drained.add_metric(name, self._nodes.state(node) is NodeState.DRAINED)
             if node.report is not None:
                 age.add_metric(name, now - node.reported_at)
-        yield from (requests, tokens, age)
+        yield from (requests, tokens, age, drained)
 
 
 class RouterMetrics:

@@ -5,7 +5,7 @@ decode     one that gave the conversation's last answer: it has the prompt of th
            answer behind it, which routers never see. So it is named for as long a match, too
 
 A few are looked at: an opening that all prompts share is on every node. A wrong guess costs one
-short call.
+short call. A node that an operator has drained gives what it has, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from router.nodes.registry import NodeRegistry
 from router.placement.prefix_index import PrefixMatch
 
 _MAX_LOOKED_AT = 16
+_GIVING = (NodeState.READY, NodeState.DRAINED)
 
 
 def find_holder(
@@ -45,5 +46,6 @@ def _can_give(node: Node, target: Node, registry: NodeRegistry) -> bool:
         and report is not None
         and report.serves_prefixes
         and node.fingerprint == target.fingerprint
-        and registry.state(node) is NodeState.READY
+        and node.connected
+        and registry.state(node) in _GIVING
     )

@@ -11,6 +11,7 @@
               decode: tokens that will be asked for in a second, at the largest batch whose step
               keeps the objective
 -  nothing     there is work, and not one prefill node: at least one is asked for, even while blind
+-  drained     a node that an operator has taken out of use is no capacity: its replica comes on top
 
 Every router tells its own share, not rounded. Their sum is the number of nodes.
 """
@@ -61,14 +62,16 @@ class ScalingObjectives:
 
 @dataclass(slots=True, kw_only=True)
 class ScalingSignal:
-    """Follows the requests to one model. `nodes` gives its nodes, `state` theirs; `clock` gives
-    monotonic seconds; `num_routers` share the requests."""
+    """Follows the requests to one model. `nodes` gives its nodes but those that are drained by
+    call, which `num_drained` counts, `state` theirs; `clock` gives monotonic seconds; `num_routers`
+    share the requests."""
 
     objectives: ScalingObjectives
     nodes: NodesOf
     state: Callable[[Node], NodeState]
     clock: Callable[[], float]
     num_routers: int = 1
+    num_drained: Callable[[NodeRole], int] = lambda role: 0
     steps: StepFit = field(default_factory=StepFit)
     _since: float = field(init=False)
     _tokens: WorkRate = field(init=False)
@@ -153,6 +156,11 @@ class ScalingSignal:
 
     def desired(self, role: NodeRole) -> float | None:
         """Returns this router's share of the nodes that the tier should have; None: unknown."""
+        wanted = self._in_use(role)
+        return None if wanted is None else wanted + self.num_drained(role) / self.num_routers
+
+    def _in_use(self, role: NodeRole) -> float | None:
+        """Returns its share of those that requests may be sent to."""
         objective = self._objective(role)
         now = self.clock()
         if objective <= 0:

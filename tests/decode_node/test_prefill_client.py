@@ -278,6 +278,12 @@ async def test_a_stopping_node_gets_no_work() -> None:
             await client.handshake(address)
 
 
+async def test_a_node_that_is_drained_by_call_takes_what_comes_all_the_same() -> None:
+    async with prefill_node() as (servicer, address, _), prefill_client() as client:
+        servicer.load = node_pb2.NodeLoad(draining=True, drained=True)
+        await client.handshake(address)
+
+
 async def test_nobody_there_is_found_out_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_client_module, "_AVOID_S", 3600.0)
     async with prefill_node() as (_, address, server), prefill_client() as client:

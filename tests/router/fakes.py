@@ -24,6 +24,8 @@ from tandem_pb.node_pb2 import (
     NodeLoad,
     ResetPrefixCacheAnswer,
     ResetPrefixCacheRequest,
+    SetDrainedAnswer,
+    SetDrainedRequest,
     SwitchRoleAnswer,
     SwitchRoleRequest,
     UnloadAdapterRequest,
@@ -114,6 +116,17 @@ class StatusService(NodeStatusServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.role_fault)
         return SwitchRoleAnswer(node_id=self.load.node_id, epoch=self.load.epoch)
 
+    async def SetDrained(
+        self, request: SetDrainedRequest, context: grpc.aio.ServicerContext
+    ) -> SetDrainedAnswer:
+        load = self.load
+        if load.draining and not load.drained:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this node stops")
+        changed = load.drained is not request.drained
+        await self.change(draining=request.drained, drained=request.drained)
+        load.sequence += 1
+        return SetDrainedAnswer(load=load, changed=changed)
+
     def _follow(self, call: AdapterCall) -> None:
         """Reports from now on that this was the newest call about its name."""
         others = [one for one in self.load.adapter_calls if one.name != call.name]
@@ -190,7 +203,7 @@ class FakeNode:
         del self.status.load.adapters[:], self.status.load.adapter_calls[:]
         self.status.load.epoch = random.getrandbits(64)
         self.status.load.sequence = 0
-        self.status.load.draining = False
+        self.status.load.draining = self.status.load.drained = False
         await self.start()
 
 

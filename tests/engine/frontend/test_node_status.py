@@ -293,6 +293,35 @@ async def test_watch_reports_every_interval(channel: grpc.aio.Channel) -> None:
     watch.cancel()
 
 
+async def test_a_drain_by_call_is_reported_and_nothing_else_changes(
+    channel: grpc.aio.Channel, status: NodeStatus
+) -> None:
+    stub = node_pb2_grpc.NodeStatusStub(channel)
+
+    async def ask(is_drained: bool) -> tuple[bool, bool, bool]:
+        answer = await stub.SetDrained(node_pb2.SetDrainedRequest(drained=is_drained))
+        assert answer.load.node_id == status.identity().node_id
+        assert status.load().sequence == answer.load.sequence + 1
+        return answer.changed, answer.load.draining, answer.load.drained
+
+    assert [await ask(drained) for drained in (True, True, False, False)] == [
+        (True, True, True),
+        (False, True, True),
+        (True, False, False),
+        (False, False, False),
+    ]
+    await ask(True)
+    health = health_pb2_grpc.HealthStub(channel)
+    answer = await health.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == SERVING, "it still serves"
+    status.work.draining = True
+    load = status.load()
+    assert load.draining and not load.drained, "it stops, whatever an operator said"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.SetDrained(node_pb2.SetDrainedRequest(drained=False))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
 @pytest.mark.parametrize("service", ["", "tandem.v1.Prefill"])
 async def test_health_follows_draining_and_the_engine(
     engine: StillEngine, status: NodeStatus, channel: grpc.aio.Channel, service: str

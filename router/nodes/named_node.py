@@ -1,0 +1,45 @@
+"""Finds the node that an operator names, and reaches it for one call."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from edge.grpc_answers import QuietChannel
+from edge.http.errors import NotFound
+from edge.security.config import Role
+from edge.security.credentials import Credentials
+from router.errors import NodesAway
+from router.nodes.node import Node
+from router.nodes.registry import NodeRegistry
+from tandem_pb.node_pb2_grpc import NodeStatusStub
+
+TIMEOUT_S = 10.0
+_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+
+
+def named_node(registry: NodeRegistry, name: str) -> Node:
+    """Returns a node that has reported. `name`: where it serves, or its load reports, or its id.
+
+    Raises:
+        NotFound: There is no such node.
+        NodesAway: It has not reported yet.
+    """
+    nodes = registry.all_nodes()
+    for node in nodes:
+        places = (node.address.target, node.address.status_target)
+        if node.report is None and name in places:
+            raise NodesAway(f"{node.address} has not reported yet; try again")
+        if node.report is not None and name in (*places, node.report.node_id):
+            return node
+    known = ", ".join(sorted(str(node.address) for node in nodes if node.report)) or "none"
+    raise NotFound(f"no node is known as {name!r}; there are {known}", param="node")
+
+
+@asynccontextmanager
+async def node_stub(credentials: Credentials, node: Node) -> AsyncIterator[NodeStatusStub]:
+    """Yields what calls `node`; each answer has to be `readable`. Raises `PlaintextRefused`."""
+    target = node.address.status_target
+    await credentials.meet(target)
+    async with credentials.channel(target, Role(node.address.role), _OPTIONS) as channel:
+        yield NodeStatusStub(QuietChannel(channel))  # type: ignore[no-untyped-call]
