@@ -28,6 +28,7 @@ from engine.models.number_names import number_name
 from engine.models.quantization.fused_layers import check_fused_layers
 from engine.models.quantization.reader import read_quantization
 from engine.models.registry import MODELS, find_architecture, spec_of
+from engine.models.slow_reads import telling_slow_reads
 from engine.models.specs.base import UnsupportedField
 from engine.models.specs.vision import read_vision
 from engine.models.vocabularies.files import TOKENIZER_FILE, has_tokenizer
@@ -70,11 +71,13 @@ def resolve_model(
         CheckpointError: No such folder or hub name, or a file is missing or cut off.
     """
     folder = Path(name_or_path).expanduser()
-    if (gguf_file := _gguf_file(name_or_path, folder)) is not None:
+    with telling_slow_reads(folder):
+        gguf_file, is_folder = _gguf_file(name_or_path, folder), folder.is_dir()
+    if gguf_file is not None:
         from engine.models.gguf.convert import converted
 
-        folder = converted(gguf_file)
-    if not folder.is_dir():
+        folder, is_folder = converted(gguf_file), True
+    if not is_folder:
         from engine.models.hub import download
 
         folder = download(name_or_path, folder, load_format, revision, check=check_architecture)

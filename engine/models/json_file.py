@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.models.errors import CheckpointError
+from engine.models.slow_reads import telling_slow_reads
 
 _File = TypeVar("_File")
 _COPY_AGAIN = "copy or download the file again"
@@ -33,7 +34,8 @@ def read_text(path: Path) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with telling_slow_reads(path):
+            return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             path, "is missing", "name a folder with a complete Hugging Face checkpoint"

@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 
 from engine.models.errors import CheckpointError
+from engine.models.slow_reads import telling_slow_reads
 
 DOWNLOAD_AGAIN = "copy or download the checkpoint again"
 _MAX_HEADER_BYTES = 100 << 20
@@ -67,8 +68,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name. Raises `CheckpointError`: it cannot be read, is cut
     off, or its header is broken."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with telling_slow_reads(path), path.open("rb") as file:
+            size = path.stat().st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             fits = size >= _LENGTH_BYTES and length <= size - _LENGTH_BYTES
             header = file.read(length) if fits and length <= _MAX_HEADER_BYTES else None

@@ -375,7 +375,7 @@ def test_bad_json(copy: Callable[[str], Path]) -> None:
         ({"num_key_value_heads": 3}, ("4 heads over 3",)),
         ({"quantization_config": {"quant_method": "aqlm"}}, ("'aqlm'", "quant_method")),
         ({"layer_types": ["sliding_attention"] * 3}, ("sliding window",)),
-        ({"rope_parameters": {"rope_type": "proportional"}}, ("'proportional'",)),
+        ({"rope_parameters": {"rope_type": "spiral"}}, ("'spiral'",)),
         ({"rope_parameters": {"rope_type": "linear"}}, ("'linear' without its factor",)),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "part of each head")),
