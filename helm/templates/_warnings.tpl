@@ -4,7 +4,7 @@
 {{- $scopes := dict -}}
 {{- include "tandem.tierScopes" (dict "root" . "into" $scopes) -}}
 {{- if not (include "tandem.apiKeySecret" .) -}}
-{{- include "tandem.mistake" (dict "found" $found "text" "nobody needs an API key: set auth.apiKeys.existingSecret") -}}
+{{- include "tandem.mistake" (dict "found" $found "text" "no request needs an API key: set auth.apiKeys.existingSecret") -}}
 {{- end -}}
 {{- if not (include "tandem.hasTls" .) -}}
 {{- include "tandem.mistake" (dict "found" $found "text" "prompts and KV go through the network in the clear: set tls.mode, unless a mesh encrypts them") -}}

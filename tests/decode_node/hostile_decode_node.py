@@ -225,8 +225,12 @@ class HostileDecodeNode:
                 {_INVALID},
             ),
             "an adapter that is not here": (
-                lambda: node.UnloadAdapter(pb.UnloadAdapterRequest(name="\x1b", version=1 << 63)),
+                lambda: node.UnloadAdapter(pb.UnloadAdapterRequest(name="\x1b", version=1 << 62)),
                 {_NOT_FOUND},
+            ),
+            "an adapter behind all versions": (
+                lambda: node.UnloadAdapter(pb.UnloadAdapterRequest(name="a", version=1 << 63)),
+                {_INVALID},
             ),
             "another role": (
                 lambda: node.SwitchRole(pb.SwitchRoleRequest(role=2, drain_timeout_s=-1)),

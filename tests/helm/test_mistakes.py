@@ -595,7 +595,7 @@ def test_notes_say_how_to_reach_it_and_what_to_mind() -> None:
     notes = HelmSdk.shared().render(MINIMAL, release="prod", namespace="llm").notes
     assert "http://prod-tandem-router.llm.svc.cluster.local:80/v1" in notes
     assert "helm -n llm test prod" in notes and "together at most 2 GPUs" in notes
-    assert "no other request needs an API key" in notes and "an upgrade is an outage" in notes
+    assert "no request needs an API key" in notes and "an upgrade is an outage" in notes
 
 
 @pytest.mark.parametrize("engine", ["helm-4", "helm-3"])

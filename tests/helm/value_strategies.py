@@ -49,6 +49,8 @@ def _of(node: dict[str, Any], path: tuple[str, ...]) -> SearchStrategy[Any]:
         name = node["$ref"].rpartition("/")[2]
         if name.startswith(RAW):
             return st.just({})
+        if name == "arguments":
+            return st.sampled_from([[], ["--log-level=debug"]])  # services know settings by name
         return st.just([]) if name == "objects" else _of(referred(node["$ref"]), path)
     if "anyOf" in node:
         variants = [variant for variant in node["anyOf"] if variant.get("type") != "null"]

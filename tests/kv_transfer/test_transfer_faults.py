@@ -25,6 +25,7 @@ from msgspec.structs import replace as with_fields
 from kv_transfer.config import PullTransportName
 from kv_transfer.layout import KVLayout
 from kv_transfer.metadata import ComputedMeta, KVPeer, Reclaim, TransferEventKind
+from kv_transfer.producer import sender as sender_module
 from kv_transfer.producer.pull_service import PullService
 from kv_transfer.producer.send_transfer import SendTransfer
 from kv_transfer.producer.sender import KVSender
@@ -459,9 +460,10 @@ async def test_kv_that_nobody_pulls_is_dropped_when_its_lease_ends() -> None:
         await producer.until_empty()
 
 
-async def test_kv_that_is_pulled_for_ever_is_dropped_too() -> None:
-    """Each message that leaves renews the lease, of which there are 20 behind the last token."""
-    async with Loopback(SHAPE, SHAPE, lease_s=0.05) as (producer, _):
+async def test_kv_that_is_pulled_for_ever_is_dropped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message that leaves renews the lease, of which there are a few behind the last token."""
+    monkeypatch.setattr(sender_module, "_MOST_LEASES", 3)
+    async with Loopback(SHAPE, SHAPE, lease_s=0.5) as (producer, _):
         transfer_id = producer.export_computed(1, 40)
         await producer.until_all(STAGED, transfer_id)
         (sender,) = producer.senders
@@ -469,9 +471,9 @@ async def test_kv_that_is_pulled_for_ever_is_dropped_too() -> None:
         while (export := held(sender, transfer_id)) is not None:
             sender.was_sent(export, 1)
             await asyncio.sleep(0.01)
-        assert time.monotonic() - started >= 0.9
+        assert time.monotonic() - started >= 1.0
         (event,) = await producer.until_all(FAILED, transfer_id)
-        assert "pulled for 1 s and not released" in event.reason
+        assert "pulled for 1.5 s and not released" in event.reason
         await producer.until_empty()
 
 

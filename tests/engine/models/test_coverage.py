@@ -15,6 +15,8 @@ from tests.engine.models.reference_models import FAMILIES
 COMPARED = {family.architecture for family in FAMILIES.values()}
 ELSEWHERE = {
     "BailingMoeV2ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
     "InternVLForConditionalGeneration",

@@ -155,7 +155,8 @@ def test_the_library_is_taken_where_it_has_the_sizes(
     config = replace(tiny_config(tmp_path))
     cpu = torch.device("cpu")
     assert choose_attention(config, cpu, latent=DEEPSEEK) == LatentBackend(shape=DEEPSEEK)
-    monkeypatch.setattr(flash_attention, "is_available", lambda *shape: True)
+    sizes = flash_attention._UNLIKE_SIZES
+    monkeypatch.setattr(flash_attention, "is_available", lambda dtype, *size: size[::2] in sizes)
     monkeypatch.setattr(flash_attention, "is_installed", lambda *package: True)
     monkeypatch.setattr(flash_attention, "forward_kernel", lambda package: print)
     backend = choose_attention(config, cpu, latent=DEEPSEEK)

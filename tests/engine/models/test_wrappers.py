@@ -165,6 +165,8 @@ NEWER = "model.language_model.", "lm_head."
         ("qwen3_5_tied", "Qwen3_5ForConditionalGeneration", NEWER),
         ("qwen3_tied", "InternS1ForConditionalGeneration", NEWER),
         ("qwen2", "InternVLForConditionalGeneration", PUBLISHED),
+        ("gemma4", "Gemma4ForConditionalGeneration", NEWER),
+        ("gemma4", "Gemma4UnifiedForConditionalGeneration", NEWER),
     ],
 )
 def test_wherever_tensors_are_they_are_those_of_the_decoder(
@@ -202,8 +204,8 @@ def test_only_the_tower_is_skipped(checkpoints: Path, tmp_path: Path) -> None:
     name = "Mistral3ForConditionalGeneration"
     folder = wrap(checkpoints / "mistral", tmp_path / "wrapped", name, PUBLISHED)
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"audio_tower.conv.weight": torch.ones(3)}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="does not use: audio_tower.conv.weight"):
+    save_file(tensors | {"depth_tower.conv.weight": torch.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="does not use: depth_tower.conv.weight"):
         make_paged_model(folder, ParallelGroup(0, 1))
 
 
