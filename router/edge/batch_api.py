@@ -31,13 +31,13 @@ from edge.http.client_connection import (
 from edge.http.errors import BadRequest
 from router.batches.batch_calls import BatchCalls
 from router.batches.file_calls import FileCalls
+from router.edge.list_order import is_ascending
 from router.request.tenants import Tenant
 from router.store.files import FilePage
 
 _JSON = "application/json"
 _MAX_FILES, _MAX_BATCHES, _DEFAULT_BATCHES = 10_000, 100, 20
 _MAX_DIGITS = 9
-_ORDERS = {"asc": True, "desc": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +110,9 @@ def _page(request: Request, default: int, most: int) -> FilePage:
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
     if not is_number or not 1 <= int(text) <= most:
         raise BadRequest(f"limit must be 1 to {most}", param="limit")
-    order = request.query_params.get("order", "desc")
-    if order not in _ORDERS:
-        raise BadRequest("order must be asc or desc", param="order")
     return FilePage(
         limit=int(text),
-        is_ascending=_ORDERS[order],
+        is_ascending=is_ascending(request),
         after=request.query_params.get("after", ""),
         purpose=request.query_params.get("purpose", ""),
     )

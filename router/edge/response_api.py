@@ -31,6 +31,7 @@ from edge.http.client_connection import (
     request_headers,
 )
 from edge.http.errors import BadRequest
+from router.edge.list_order import is_ascending
 from router.request.tenants import Tenant
 from router.responses.conversation_calls import ConversationCalls
 from router.responses.event_feed import run_events, stored_events
@@ -41,7 +42,6 @@ from router.store.items import Page
 _JSON = "application/json"
 _MAX_LIMIT, _DEFAULT_LIMIT = 100, 20
 _MAX_DIGITS = 9
-_ORDERS = {"asc": True, "desc": False}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 Call = Callable[..., Awaitable[bytes]]
@@ -144,13 +144,10 @@ def _tenant(request: Request) -> str:
 def _page(request: Request) -> Page:
     """Returns the part of a list that is asked for. Raises `BadRequest`."""
     limit = _number(request, "limit", _DEFAULT_LIMIT)
-    order = request.query_params.get("order", "desc")
     if not 1 <= limit <= _MAX_LIMIT:
         raise BadRequest(f"limit must be 1 to {_MAX_LIMIT}", param="limit")
-    if order not in _ORDERS:
-        raise BadRequest("order must be asc or desc", param="order")
     after = request.query_params.get("after", "")
-    return Page(limit=limit, is_ascending=_ORDERS[order], after=after)
+    return Page(limit=limit, is_ascending=is_ascending(request), after=after)
 
 
 def _number(request: Request, name: str, default: int) -> int:

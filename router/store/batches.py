@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, delete, func, insert, select, update
+from sqlalchemy import Row, delete, func, insert, select, update
 
 from router.store.files import FilePage, after
+from router.store.owned_rows import named, owned
 from router.store.tables import BATCHES
 from router.store.transaction import Transaction
 
@@ -90,7 +91,7 @@ def add_batch(transaction: Transaction, batch: BatchRow) -> None:
 
 
 def find_batch(transaction: Transaction, tenant: str, name: str, now: float) -> BatchRow | None:
-    query = select(*_COLUMNS).where(*_is(tenant, name), BATCHES.c.kept_until > now)
+    query = select(*_COLUMNS).where(*named(BATCHES, tenant, name), BATCHES.c.kept_until > now)
     row = transaction.execute(query).first()
     return None if row is None else _batch(row)
 
@@ -131,7 +132,7 @@ def change(
 ) -> BatchRow | None:
     """Writes what the owner of a batch has found. Returns the batch as it is then; None: it is not
     the owner any more, or the batch has another status."""
-    where = [*_owned(batch), BATCHES.c.status == batch.status]
+    where = [*owned(BATCHES, batch, UNFINISHED), BATCHES.c.status == batch.status]
     if not transaction.execute(update(BATCHES).where(*where).values(**values)).rowcount:
         return None
     return find_batch(transaction, batch.tenant, batch.id, now)
@@ -143,13 +144,15 @@ def count(transaction: Transaction, batch: BatchRow, progress: Progress) -> bool
         field.name: BATCHES.c[field.name] + getattr(progress, field.name)
         for field in fields(Progress)
     }
-    found = transaction.execute(update(BATCHES).where(*_owned(batch)).values(**values))
+    found = transaction.execute(
+        update(BATCHES).where(*owned(BATCHES, batch, UNFINISHED)).values(**values)
+    )
     return bool(found.rowcount)
 
 
 def cancel(transaction: Transaction, batch: BatchRow, now: float) -> bool:
     """Has a batch cancelled, whatever router works on it. Returns whether it was at work."""
-    where = [*_is(batch.tenant, batch.id), BATCHES.c.status == batch.status]
+    where = [*named(BATCHES, batch.tenant, batch.id), BATCHES.c.status == batch.status]
     values = {"status": "cancelling", "times": batch.when("cancelling", now)}
     return bool(transaction.execute(update(BATCHES).where(*where).values(**values)).rowcount)
 
@@ -160,7 +163,7 @@ def claim(
     """Makes `owner` the owner of a batch whose lease has run out. Returns it as it is then; None:
     another one was faster."""
     values = {"owner": owner, "lease_until": lease_until, "attempt": batch.attempt + 1}
-    where = [*_owned(batch), BATCHES.c.lease_until == batch.lease_until]
+    where = [*owned(BATCHES, batch, UNFINISHED), BATCHES.c.lease_until == batch.lease_until]
     if not transaction.execute(update(BATCHES).where(*where).values(**values)).rowcount:
         return None
     return find_batch(transaction, batch.tenant, batch.id, now)
@@ -176,7 +179,11 @@ def yield_batch(transaction: Transaction, key: tuple[str, str, int], until: floa
     """Gives up one batch, by tenant, id and attempt. It has no owner, and may be taken after
     `until`."""
     tenant, name, attempt = key
-    where = [*_is(tenant, name), BATCHES.c.attempt == attempt, BATCHES.c.status.in_(UNFINISHED)]
+    where = [
+        *named(BATCHES, tenant, name),
+        BATCHES.c.attempt == attempt,
+        BATCHES.c.status.in_(UNFINISHED),
+    ]
     values = {"owner": "", "lease_until": until}
     transaction.execute(update(BATCHES).where(*where).values(**values))
 
@@ -200,19 +207,6 @@ def drop_expired(transaction: Transaction, now: float) -> int:
     """Removes batches that are kept no longer. Returns how many there were."""
     where = [BATCHES.c.kept_until <= now, BATCHES.c.status.not_in(UNFINISHED)]
     return transaction.execute(delete(BATCHES).where(*where)).rowcount
-
-
-def _owned(batch: BatchRow) -> list[ColumnElement[bool]]:
-    return [
-        *_is(batch.tenant, batch.id),
-        BATCHES.c.owner == batch.owner,
-        BATCHES.c.attempt == batch.attempt,
-        BATCHES.c.status.in_(UNFINISHED),
-    ]
-
-
-def _is(tenant: str, name: str) -> list[ColumnElement[bool]]:
-    return [BATCHES.c.tenant == tenant, BATCHES.c.id == name]
 
 
 def _batch(row: Row[tuple[object, ...]]) -> BatchRow:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, delete, insert, or_, select, update
+from sqlalchemy import delete, insert, or_, select, update
 
 from router.store.items import Item, drop_items, items_of, put_items
+from router.store.owned_rows import named
 from router.store.tables import CONVERSATIONS
 from router.store.transaction import Transaction
 
@@ -47,7 +48,9 @@ def find_conversation(
     transaction: Transaction, tenant: str, name: str, now: float
 ) -> ConversationRow | None:
     """Returns a conversation that has not expired."""
-    query = select(*_COLUMNS).where(*_is(tenant, name), CONVERSATIONS.c.expires_at > now)
+    query = select(*_COLUMNS).where(
+        *named(CONVERSATIONS, tenant, name), CONVERSATIONS.c.expires_at > now
+    )
     row = (transaction.execute(query)).first()
     return None if row is None else ConversationRow(**row._mapping)
 
@@ -65,7 +68,7 @@ def append_items(
 ) -> bool:
     """Adds items at the end, and has the conversation expire then. Returns False where it was
     deleted meanwhile: nothing is added then."""
-    where = _is(conversation.tenant, conversation.id)
+    where = named(CONVERSATIONS, conversation.tenant, conversation.id)
     # The row is written first: other writers of items wait for this transaction.
     used = update(CONVERSATIONS).where(*where).values(expires_at=expires_at)
     if not (transaction.execute(used)).rowcount:
@@ -84,14 +87,14 @@ def drop_item(transaction: Transaction, conversation: ConversationRow, item: Ite
 
 
 def set_metadata(transaction: Transaction, conversation: ConversationRow, metadata: bytes) -> None:
-    where = _is(conversation.tenant, conversation.id)
+    where = named(CONVERSATIONS, conversation.tenant, conversation.id)
     transaction.execute(update(CONVERSATIONS).where(*where).values(metadata=metadata))
     _add_bytes(transaction, conversation, len(metadata) - len(conversation.metadata))
 
 
 def drop_conversation(transaction: Transaction, tenant: str, name: str) -> bool:
     """Removes a conversation and its items. Returns whether it was there."""
-    where = _is(tenant, name)
+    where = named(CONVERSATIONS, tenant, name)
     query = select(CONVERSATIONS.c.num_bytes).where(*where).with_for_update()
     num_bytes = (transaction.execute(query)).scalar()
     if num_bytes is None:
@@ -109,7 +112,7 @@ def lock(
     locked_by = CONVERSATIONS.c.locked_by
     free = or_(locked_by.in_(("", response)), CONVERSATIONS.c.locked_until < now)
     values = {"locked_by": response, "locked_until": until}
-    where = [*_is(tenant, name), free]
+    where = [*named(CONVERSATIONS, tenant, name), free]
     return bool(
         (transaction.execute(update(CONVERSATIONS).where(*where).values(**values))).rowcount
     )
@@ -123,7 +126,7 @@ def renew_locks(transaction: Transaction, responses: Sequence[str], until: float
 
 def unlock(transaction: Transaction, tenant: str, name: str, response: str) -> None:
     """Releases a conversation, if this response holds it."""
-    where = [*_is(tenant, name), CONVERSATIONS.c.locked_by == response]
+    where = [*named(CONVERSATIONS, tenant, name), CONVERSATIONS.c.locked_by == response]
     values = {"locked_by": "", "locked_until": 0.0}
     transaction.execute(update(CONVERSATIONS).where(*where).values(**values))
 
@@ -141,10 +144,6 @@ def expired_conversations(
 def _add_bytes(transaction: Transaction, conversation: ConversationRow, num_bytes: int) -> None:
     if num_bytes:
         counted = CONVERSATIONS.c.num_bytes + num_bytes
-        where = _is(conversation.tenant, conversation.id)
+        where = named(CONVERSATIONS, conversation.tenant, conversation.id)
         transaction.execute(update(CONVERSATIONS).where(*where).values(num_bytes=counted))
         transaction.charge(conversation.tenant, num_bytes)
-
-
-def _is(tenant: str, name: str) -> list[ColumnElement[bool]]:
-    return [CONVERSATIONS.c.tenant == tenant, CONVERSATIONS.c.id == name]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Row, delete, func, insert, select, update
 
+from router.store.owned_rows import named
 from router.store.tables import FILES, PARTS
 from router.store.transaction import Transaction
 
@@ -72,7 +73,7 @@ def add_parts(transaction: Transaction, file: FileRow, parts: Sequence[FilePart]
         "num_bytes": FILES.c.num_bytes + num_bytes,
         "num_lines": FILES.c.num_lines + sum(part.num_lines for part in parts),
     }
-    where = _is(file.tenant, file.id)
+    where = named(FILES, file.tenant, file.id)
     if not transaction.execute(update(FILES).where(*where).values(**counted)).rowcount:
         return False
     if parts:
@@ -101,13 +102,13 @@ def finish_file(
         "expires_at": expires_at,
         "filename": filename,
     }
-    transaction.execute(update(FILES).where(*_is(file.tenant, file.id)).values(**values))
+    transaction.execute(update(FILES).where(*named(FILES, file.tenant, file.id)).values(**values))
     return find_file(transaction, file.tenant, file.id, now)
 
 
 def find_file(transaction: Transaction, tenant: str, name: str, now: float) -> FileRow | None:
     """Returns a whole file that has not expired."""
-    query = select(*_COLUMNS).where(*_is(tenant, name), *_is_seen(now))
+    query = select(*_COLUMNS).where(*named(FILES, tenant, name), *_is_seen(now))
     row = transaction.execute(query).first()
     return None if row is None else _file(row)
 
@@ -167,7 +168,7 @@ def places_between(
 def hide_file(transaction: Transaction, tenant: str, name: str) -> None:
     """Has a file hidden, and expired: `drop_some` removes it."""
     values = {"is_whole": False, "expires_at": 0.0}
-    transaction.execute(update(FILES).where(*_is(tenant, name)).values(**values))
+    transaction.execute(update(FILES).where(*named(FILES, tenant, name)).values(**values))
 
 
 def drop_some(transaction: Transaction, tenant: str, name: str, max_parts: int) -> bool:
@@ -182,7 +183,7 @@ def drop_some(transaction: Transaction, tenant: str, name: str, max_parts: int) 
         transaction.charge(account(tenant), -sum(row.size for row in found))
     if len(found) == max_parts:
         return False
-    transaction.execute(delete(FILES).where(*_is(tenant, name)))
+    transaction.execute(delete(FILES).where(*named(FILES, tenant, name)))
     return True
 
 
@@ -191,10 +192,6 @@ def expired_files(transaction: Transaction, now: float, limit: int) -> list[tupl
     query = select(FILES.c.tenant, FILES.c.id).where(FILES.c.expires_at <= now)
     rows = transaction.execute(query.order_by(FILES.c.tenant).limit(limit))
     return [(row.tenant, row.id) for row in rows]
-
-
-def _is(tenant: str, name: str) -> list[ColumnElement[bool]]:
-    return [FILES.c.tenant == tenant, FILES.c.id == name]
 
 
 def _is_seen(now: float) -> list[ColumnElement[bool]]:

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Row, and_, delete, insert, literal, select, update
+from sqlalchemy import Row, and_, delete, insert, literal, select, update
 
 from router.store.items import Item, drop_items, items_of, put_items
+from router.store.owned_rows import named, owned
 from router.store.tables import EVENTS, RESPONSES
 from router.store.transaction import Transaction
 
@@ -67,7 +68,7 @@ def find_response(
     transaction: Transaction, tenant: str, name: str, now: float
 ) -> ResponseRow | None:
     """Returns a response that has not expired."""
-    query = select(*_COLUMNS).where(*_is(tenant, name), RESPONSES.c.expires_at > now)
+    query = select(*_COLUMNS).where(*named(RESPONSES, tenant, name), RESPONSES.c.expires_at > now)
     row = (transaction.execute(query)).first()
     return None if row is None else _response(row)
 
@@ -76,7 +77,7 @@ def chain_of(transaction: Transaction, tenant: str, name: str, now: float) -> li
     """Returns a response and those that it goes on from, the first one first. Where one is missing
     the list begins behind it."""
     base = select(RESPONSES.c.id, RESPONSES.c.previous, literal(0).label("depth")).where(
-        *_is(tenant, name)
+        *named(RESPONSES, tenant, name)
     )
     chain = base.cte("chain", recursive=True)
     step = select(RESPONSES.c.id, RESPONSES.c.previous, chain.c.depth + 1).where(
@@ -112,7 +113,7 @@ def keep_alive(
 
 def drop_response(transaction: Transaction, tenant: str, name: str) -> bool:
     """Removes a response, its items and its events. Returns whether it was there."""
-    where = _is(tenant, name)
+    where = named(RESPONSES, tenant, name)
     query = select(RESPONSES.c.num_bytes).where(*where).with_for_update()
     num_bytes = (transaction.execute(query)).scalar()
     if num_bytes is None:
@@ -155,7 +156,7 @@ def claim(
     None: another one was faster."""
     values = {"owner": owner, "lease_until": lease_until, "attempt": response.attempt + 1}
     unrenewed = RESPONSES.c.lease_until == response.lease_until
-    where = [*_owned(response), unrenewed]
+    where = [*owned(RESPONSES, response, UNFINISHED), unrenewed]
     if not (transaction.execute(update(RESPONSES).where(*where).values(**values))).rowcount:
         return None
     return find_response(transaction, response.tenant, response.id, 0.0)
@@ -166,7 +167,7 @@ def cancel(transaction: Transaction, response: ResponseRow, body: bytes) -> bool
     unfinished."""
     values = {"status": "cancelled", "body": body, "request": b"", "owner": "", "lease_until": 0.0}
     num_bytes = len(body) - len(response.body) - len(response.request)
-    where = [*_is(response.tenant, response.id), RESPONSES.c.status.in_(UNFINISHED)]
+    where = [*named(RESPONSES, response.tenant, response.id), RESPONSES.c.status.in_(UNFINISHED)]
     found = transaction.execute(update(RESPONSES).where(*where).values(**values))
     add_bytes(transaction, response.tenant, response.id, num_bytes if found.rowcount else 0)
     return bool(found.rowcount)
@@ -203,7 +204,7 @@ def expired(transaction: Transaction, now: float, limit: int) -> list[tuple[str,
 def _write(
     transaction: Transaction, response: ResponseRow, values: Mapping[str, object], num_bytes: int
 ) -> bool:
-    where = _owned(response)
+    where = owned(RESPONSES, response, UNFINISHED)
     found = transaction.execute(update(RESPONSES).where(*where).values(**values))
     add_bytes(transaction, response.tenant, response.id, num_bytes if found.rowcount else 0)
     return bool(found.rowcount)
@@ -213,22 +214,9 @@ def add_bytes(transaction: Transaction, tenant: str, name: str, num_bytes: int) 
     """Counts more bytes of a response, or fewer."""
     if num_bytes:
         counted = RESPONSES.c.num_bytes + num_bytes
-        where = _is(tenant, name)
+        where = named(RESPONSES, tenant, name)
         transaction.execute(update(RESPONSES).where(*where).values(num_bytes=counted))
         transaction.charge(tenant, num_bytes)
-
-
-def _owned(response: ResponseRow) -> list[ColumnElement[bool]]:
-    return [
-        *_is(response.tenant, response.id),
-        RESPONSES.c.owner == response.owner,
-        RESPONSES.c.attempt == response.attempt,
-        RESPONSES.c.status.in_(UNFINISHED),
-    ]
-
-
-def _is(tenant: str, name: str) -> list[ColumnElement[bool]]:
-    return [RESPONSES.c.tenant == tenant, RESPONSES.c.id == name]
 
 
 def _response(row: Row[tuple[object, ...]]) -> ResponseRow:
