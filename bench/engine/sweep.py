@@ -22,7 +22,6 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -32,6 +31,7 @@ from bench.engine.models.shapes import shape_config
 from bench.engine.models.uniform_routing import uniform_routing
 from bench.engine.timing.bare_steps import BareSteps
 from bench.record import RESULTS, write_result
+from engine.config import KVCacheDtype
 
 _SMALLER, _LARGER = 0.8, 1.25
 _CLIFF = 1.15
@@ -47,8 +47,7 @@ class Subject:
 
     shape: str
     quantization: str = ""
-    kv_cache_dtype: str = "auto"
-    num_layers: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
 
 
 ENGINES: dict[str, Subject] = {
@@ -149,12 +148,11 @@ def measure(name: str, cases: Sequence[Case], num_layers: int | None) -> list[Fi
         max_model_len=_MAX_MODEL_LEN,
         max_num_batched_tokens=_BUDGET,
         quantization=subject.quantization,
-        kv_cache_dtype="fp8" if subject.kv_cache_dtype == "fp8" else "auto",
+        kv_cache_dtype=subject.kv_cache_dtype,
     )
     figures = []
     started = time.perf_counter()
-    has_experts = "a3b" in name or name in ("gpt-oss-20b", "v2-lite")
-    with uniform_routing(_BUDGET) if has_experts else nullcontext():
+    with uniform_routing(_BUDGET):
         steps = BareSteps(config)
         print(f"{name}: started in {time.perf_counter() - started:.0f} s", flush=True)
         for case in cases:

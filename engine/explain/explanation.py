@@ -167,16 +167,23 @@ def asked_model(
         place = ParallelPlace(range(config.model.num_layers), _OneOf(parallel.tensor_parallel_size))
         model = create_model(config, place, _HOST)
         launches.know(model)
-        many = spec_of(config.model).has_many_launches
-        recorded = recorded_prompts(config, many_launches=many) if gpu else []
+        recorded_tokens = _recorded_tokens(config, gpu)
 
         def run(batch: Batch) -> AttentionBackend:
             launches.by_layer, launches.layer = {}, 0
-            attention = attention_of(config, _HOST, longest_prompt(recorded))
+            attention = attention_of(config, _HOST, recorded_tokens)
             _run(config, model, attention, batch, launches)
             return attention
 
         yield run
+
+
+def _recorded_tokens(config: EngineConfig, gpu: GpuFacts | None) -> int:
+    """Returns the tokens of the largest step with prompts that is a CUDA graph; 0: none is."""
+    if gpu is None:
+        return 0
+    many = spec_of(config.model).has_many_launches
+    return longest_prompt(recorded_prompts(config, many_launches=many))
 
 
 @contextmanager
@@ -200,8 +207,6 @@ def _explained(
     batch: Batch,
     launches: Launches,
 ) -> Explanation:
-    many = spec_of(config.model).has_many_launches
-    recorded = recorded_prompts(config, many_launches=many) if gpu else []
     kinds: dict[tuple[KernelChoice, ...], list[int]] = {}
     for layer, found in launches.by_layer.items():
         rows = tuple(_row(one, policy, gpu) for one in found if _is_telling(one))
@@ -209,7 +214,7 @@ def _explained(
     name = type(attention).__name__
     if dense := getattr(attention, "dense", None):
         name += f": {dense.name} for prompts from {dense.min_tokens} tokens on, else paged"
-    graph = _graph(config, gpu, batch, attention, longest_prompt(recorded))
+    graph = _graph(config, gpu, batch, attention, _recorded_tokens(config, gpu))
     choices = tuple((tuple(layers), rows) for rows, layers in kinds.items())
     return Explanation(str(batch), name, graph, choices)
 

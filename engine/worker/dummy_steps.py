@@ -39,6 +39,7 @@ _STRIDE = 7919
 """A prime, by which tokens that shall differ are apart."""
 _NUM_LOGPROBS = (0, 1, 2, 5, 10, DEFAULT_MAX_LOGPROBS)
 """One for each power of two of what a request may ask for where the operator allows no more."""
+_PLAIN, _UNFILTERED = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
 _SMALL_BATCHES = (1, 2, 4, 8)
 """Kernels of few rows are compiled for each of these."""
 
@@ -167,10 +168,9 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     """Returns the steps to run before anything waits for one."""
     max_num_reqs, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
     longest = min(max_model_len, config.scheduler.max_num_batched_tokens)
-    plain, unfiltered = SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)
-    steps = [DummyStep([min(length, longest)], plain) for length in _SHORT_PROMPTS]
+    steps = [DummyStep([min(length, longest)], _PLAIN) for length in _SHORT_PROMPTS]
     for many in sorted({min(_MANY_TOKENS, longest), min(_NEVER_RECORDED, longest)}):
-        steps += [DummyStep([many], plain, num_cached) for num_cached in (0, max_model_len - many)]
+        steps += [DummyStep([many], _PLAIN, num_cached) for num_cached in (0, max_model_len - many)]
     budget = config.scheduler.max_num_batched_tokens
     if budget >= FUSED_QKV_ROWS:
         cached = min(_CHUNK_CONTEXT, max_model_len - 1)
@@ -182,15 +182,15 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     while num_prompts < 2 * max_num_reqs:
         count = min(num_prompts, max_num_reqs, longest // 2)
         last = min(_LONG_PROMPT, longest - 2 * (count - 1))
-        steps.append(DummyStep([2] * (count - 1) + [last], plain))
-        steps.append(DummyStep([1] * count, unfiltered))
+        steps.append(DummyStep([2] * (count - 1) + [last], _PLAIN))
+        steps.append(DummyStep([1] * count, _UNFILTERED))
         num_prompts *= 2
     for count in _SMALL_BATCHES:
         if count <= max_num_reqs and 2 * count <= longest:
             steps.append(DummyStep([2] * count, everything(num_logprobs=0)))
-            steps.append(DummyStep([1] * count, unfiltered))
+            steps.append(DummyStep([1] * count, _UNFILTERED))
     steps += _decodes_beside_a_prompt(config)
-    steps += [DummyStep([num], plain) for num in _tokens_of_searched_pairs(config)]
+    steps += [DummyStep([num], _PLAIN) for num in _tokens_of_searched_pairs(config)]
     steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]
     # All tokens pass the last norm here, where they have logits.
     steps.append(DummyStep([min(_LONG_PROMPT, longest)], everything(0, prompt_logprobs=0)))
@@ -202,14 +202,14 @@ def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:
     fewest = min(heads.num_heads for heads in config.model.kinds_of_heads)
     heads = max(1, fewest // config.parallel.tensor_parallel_size)
     most = min(max(_CHUNK, _CHUNK_ROWS // heads + 1), longest - 1)
-    plain, steps = SamplingParams(temperature=1.0, top_p=0.5), []
+    steps = []
     for context in (_CHUNK_CONTEXT, _LONG_CONTEXT):
         length = min(_CHUNK, most, config.model.max_model_len - context)
         count = min(-(-most // length), (longest - 1) // length) if length > 1 else 0
         chunks = [length] * min(count, config.scheduler.max_num_seqs)
         if chunks:
             decode = [1] if config.scheduler.max_num_seqs > len(chunks) else []
-            steps.append(DummyStep(decode + chunks, plain, context))
+            steps.append(DummyStep(decode + chunks, _PLAIN, context))
     return steps
 
 
@@ -219,7 +219,7 @@ def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
     limits, steps, count = config.scheduler, [], 1
     longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
     while count < limits.max_num_seqs and count + _LONG_PROMPT <= longest:
-        steps.append(DummyStep([1] * count + [_LONG_PROMPT], SamplingParams(temperature=1.0)))
+        steps.append(DummyStep([1] * count + [_LONG_PROMPT], _UNFILTERED))
         count *= 2
     return steps
 
@@ -244,7 +244,7 @@ def _step_of_many_tokens(
     if count > max_num_reqs:
         return []
     lengths = dummy_lengths(num_tokens, count, most)
-    return [DummyStep(lengths, SamplingParams(temperature=1.0, top_p=0.5), num_cached)]
+    return [DummyStep(lengths, _PLAIN, num_cached)]
 
 
 def everything(num_logprobs: int, prompt_logprobs: int | None = None) -> SamplingParams:
