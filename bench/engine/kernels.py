@@ -1,10 +1,11 @@
 """Every kernel at serving shapes (Llama-3.1-8B, bf16) over its floor, in one run.
 
     python -m bench.engine.kernels [--only "decode attention"]
+    python -m bench.engine.kernels --only layered --name kernels-layered
 
 The floor of a call is the larger of its unavoidable bytes over this device's copy bandwidth and
 its FLOPs over this device's matrix rate, both measured at the start of the run. Calls run back to
-back in a CUDA graph over buffers that together exceed the cache. Writes bench/results/kernels.json
+back in a CUDA graph over buffers that together exceed the cache. Writes bench/results/NAME.json
 and prints the table.
 """
 
@@ -25,12 +26,14 @@ from bench.engine.timing.kernel_cases import (
     prefill_attention_cases,
     sampling_cases,
 )
+from bench.engine.timing.layered_cases import layered_attention_cases
 from bench.record import write_result
 
 FAMILIES = [
     decode_attention_cases,
     fp8_attention_cases,
     prefill_attention_cases,
+    layered_attention_cases,
     elementwise_cases,
     sampling_cases,
     batch_cases,
@@ -61,6 +64,7 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float) -> dict[str, o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="measure operations whose name contains this")
+    parser.add_argument("--name", default="kernels", help="of the result file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench/engine/kernels.py measures a CUDA device; this machine has none")
@@ -73,7 +77,7 @@ def main() -> None:
         if arguments.only in case.op:
             rows.append(measure(case, bytes_per_us, flops_per_us))
             print(" | ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    path = write_result("kernels", {"ceilings": ceilings, "rows": rows})
+    path = write_result(arguments.name, {"ceilings": ceilings, "rows": rows})
     print(f"written to {path}")
 
 

@@ -217,6 +217,25 @@ SHAPES["gpt-oss-120b"] = {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
 }
+# The first layer and six others, of 48: one GPU holds no more.
+SHAPES["mimo-v2-flash-7-layers"] = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "vocab_size": 152_576,
+    "hidden_size": 4096,
+    "intermediate_size": 16_384,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_key_value_heads": 8,
+    "sliding_window_size": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+    "rope_theta": 5_000_000.0,
+}
 SHAPES["tiny"] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128_256,
