@@ -558,6 +558,12 @@ def test_services_start_without_torch(program: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_workers_start_without_the_compiler_of_torch() -> None:
+    """It takes as long to import as torch, and no step is compiled by it."""
+    code = "import sys, engine.executor.worker_proc; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_only_the_ray_executor_knows_ray() -> None:
     """And nothing imports it before an engine asks for Ray."""
     own = {module for module in modules() if module.startswith("engine.executor.ray_")}

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -36,8 +37,6 @@ from tandem_kernels.device import GpuFacts, as_on
 
 _TELL_AT_START = ("engine.models.factory", "engine.layers.attention.selection")
 """Loggers that say once what an engine does, which must not be said of an explanation."""
-_FAKE_TENSORS = FakeTensorMode()
-"""One for all, since launchers keep tensors of their own from call to call."""
 _NUM_BLOCKS = 8
 _HOST = torch.device("cpu")
 _TELLING = ("attention.", "experts.", "gemm.", "linear_attention.")
@@ -93,6 +92,13 @@ class Explanation:
     backend: str
     graph: str
     choices: tuple[tuple[tuple[int, ...], tuple[KernelChoice, ...]], ...]
+
+
+@cache
+def _fake_tensors() -> FakeTensorMode:
+    """Returns one for all, since launchers keep tensors of their own from call to call. Made when
+    it is needed: it imports torch's compiler, which takes as long as torch."""
+    return FakeTensorMode()
 
 
 class _OneOf(ParallelGroup):
@@ -160,7 +166,7 @@ def asked_model(
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(as_on(gpu))
-        stack.enter_context(_FAKE_TENSORS)
+        stack.enter_context(_fake_tensors())
         stack.enter_context(torch.inference_mode())
         stack.enter_context(launches.recording(has_flash=has_flash and gpu is not None))
         parallel = config.parallel
