@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from decode_node.http.adapter_routes import create_adapter_router
-from decode_node.http.admin_routes import create_admin_router
+from decode_node.http.adapter_routes import adapter_routes
+from decode_node.http.admin_routes import admin_routes
 from decode_node.http.callers import CallerCheck
 from decode_node.http.middleware import EdgeMiddleware
 from decode_node.http.openapi import openapi_document
-from decode_node.http.profile_routes import create_profile_router
-from decode_node.http.routes import Api, create_router
-from decode_node.http.tokenizer_routes import create_tokenizer_router
+from decode_node.http.profile_routes import profile_routes
+from decode_node.http.routes import Api, client_routes
+from decode_node.http.tokenizer_routes import tokenizer_routes
 from edge.http.error_forms import ErrorForms
 from edge.http.errors import BadRequest, HttpError, bug
 from edge.http.outer_edge import OuterEdge
@@ -32,7 +32,7 @@ from edge.logs.request_log import RequestLog
 def create_app(api: Api, callers: CallerCheck, num_open: Callable[[], int]) -> ASGIApp:
     """Returns the application. It needs no lifespan: the maker of `api` also starts and stops what
     is in it. `num_open` counts requests that are being answered."""
-    app = FastAPI(title="tandem", openapi_url=None, docs_url=None, redoc_url=None)
+    app = Starlette()
     serve(app, _client_routes(api, num_open))
     serve(app, _operator_routes(api), is_named=False)
     app.add_exception_handler(HttpError, _on_api_error)
@@ -55,16 +55,16 @@ def node_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
 
 
 def _client_routes(api: Api, num_open: Callable[[], int]) -> list[BaseRoute]:
-    own = create_router(api).routes + create_tokenizer_router(api).routes
+    own = client_routes(api) + tokenizer_routes(api)
     return [*own, *_service_routes(api, num_open)]
 
 
 def _operator_routes(api: Api) -> list[BaseRoute]:
     metrics = api.metrics.registry if api.settings.metrics_port is None else None
     return [
-        *create_admin_router(api.reset_prefix_cache, metrics).routes,
-        *create_profile_router(api.profiles).routes,
-        *create_adapter_router(api.adapters).routes,
+        *admin_routes(api.reset_prefix_cache, metrics),
+        *profile_routes(api.profiles),
+        *adapter_routes(api.adapters),
     ]
 
 

@@ -4,8 +4,9 @@ router's routes of the same names do so on all nodes."""
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from decode_node.errors import PermissionDenied
 from decode_node.http.callers import Caller
@@ -16,11 +17,9 @@ from engine.contracts.errors import InvalidRequest
 from engine.frontend.adapter_calls import AdapterCalls
 
 
-def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
+def adapter_routes(adapters: AdapterCalls) -> list[Route]:
     """Returns the routes. They are for routers and, where nothing has to show a key, for all."""
-    router = APIRouter()
 
-    @router.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
         """Serves the adapter in the folder `lora_path`, below `--lora-dir`, as `lora_name`; with
         `load_inplace` in place of another of that name. A router: on all nodes. For operators
@@ -36,7 +35,6 @@ def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
             raise BadRequest(error.message, param=error.param) from None
         return Response(msgspec.json.encode(ref.told()), media_type="application/json")
 
-    @router.post("/v1/unload_lora_adapter")
     async def unload(request: Request) -> Response:
         """Takes the adapter `lora_name` out of use, and answers once its last request has ended. A
         router: on all nodes. For operators alone."""
@@ -51,7 +49,10 @@ def create_adapter_router(adapters: AdapterCalls) -> APIRouter:
             ) from None
         return PlainTextResponse(f"adapter {body.lora_name} is unloaded")
 
-    return router
+    return [
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+    ]
 
 
 def _check(request: Request) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from decode_node.errors import PermissionDenied, Unavailable
 from decode_node.http.callers import Caller
@@ -14,22 +15,12 @@ from decode_node.http.engine_answers import engine_answers
 from edge.http.exposition import Exposition
 
 
-def create_admin_router(
+def admin_routes(
     reset_prefix_cache: Callable[[], Awaitable[bool]], metrics: CollectorRegistry | None
-) -> APIRouter:
+) -> list[Route]:
     """Returns the routes. They are for routers and, where nothing has to show a key, for all.
     `metrics` None: they have a port of their own."""
-    router = APIRouter()
 
-    if metrics is not None:
-        exposition = Exposition(metrics)
-
-        @router.get("/metrics")
-        async def scrape(request: Request) -> Response:
-            """Tells counters and histograms to Prometheus."""
-            return await exposition.response(request)
-
-    @router.post("/reset_prefix_cache")
     async def reset(request: Request) -> Response:
         """Forgets all cached prefixes: a router those of all its nodes. For operators alone."""
         if request.state.caller is not Caller.TRUSTED:
@@ -44,4 +35,15 @@ def create_admin_router(
             )
         return Response(status_code=200)
 
-    return router
+    routes = [Route("/reset_prefix_cache", reset, methods=["POST"])]
+    return routes if metrics is None else [_metrics_route(metrics), *routes]
+
+
+def _metrics_route(metrics: CollectorRegistry) -> Route:
+    exposition = Exposition(metrics)
+
+    async def scrape(request: Request) -> Response:
+        """Tells counters and histograms to Prometheus."""
+        return await exposition.response(request)
+
+    return Route("/metrics", scrape)

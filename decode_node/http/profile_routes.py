@@ -5,8 +5,9 @@ from __future__ import annotations
 from http import HTTPStatus
 
 import msgspec
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from decode_node.errors import PermissionDenied
 from decode_node.http.callers import Caller
@@ -34,11 +35,9 @@ _ERRORS: dict[str, type[HttpError]] = {
 }
 
 
-def create_profile_router(profiles: ProfiledEngine) -> APIRouter:
+def profile_routes(profiles: ProfiledEngine) -> list[Route]:
     """Returns the routes. They are for routers and, where nothing has to show a key, for all."""
-    router = APIRouter()
 
-    @router.post("/start_profile")
     async def start(request: Request) -> Response:
         """Starts a trace of torch.profiler on every rank, if the node has `--torch-profiler-dir`.
         It ends by itself after `num_steps` and `seconds`. For operators alone."""
@@ -50,7 +49,6 @@ def create_profile_router(profiles: ProfiledEngine) -> APIRouter:
         except ProfileRefused as error:
             raise _http_error(error) from None
 
-    @router.post("/stop_profile")
     async def stop(request: Request) -> Response:
         """Ends the trace, and says where each rank's file is once all are written. For operators
         alone."""
@@ -61,7 +59,10 @@ def create_profile_router(profiles: ProfiledEngine) -> APIRouter:
         except ProfileRefused as error:
             raise _http_error(error) from None
 
-    return router
+    return [
+        Route("/start_profile", start, methods=["POST"]),
+        Route("/stop_profile", stop, methods=["POST"]),
+    ]
 
 
 def _check(request: Request) -> None:

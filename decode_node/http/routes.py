@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from decode_node.answer.journal import (
     MAX_RESUME_BYTES,
@@ -126,35 +127,29 @@ class Api:
         return body, context
 
 
-def create_router(api: Api) -> APIRouter:
-    router = APIRouter()
-    _add_answers(router, api)
-    _add_state(router, api)
-    return router
+def client_routes(api: Api) -> list[Route]:
+    """Returns the routes of all that clients ask, but for the tokenizer's."""
+    return [*_answers(api), *_state(api)]
 
 
-def _add_answers(router: APIRouter, api: Api) -> None:
-    """Adds what computes something from a body."""
+def _answers(api: Api) -> list[Route]:
+    """Returns what computes something from a body."""
 
-    @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answers a chat."""
         body, context = await api.read(request, ChatCompletionRequest)
         return await api.serving.chat(body, context)
 
-    @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continues texts."""
         body, context = await api.read(request, CompletionRequest)
         return await api.serving.completions(body, context)
 
-    @router.post("/v1/responses")
     async def responses(request: Request) -> Response:
         """Answers a chat in the shape of OpenAI's newer API, and keeps nothing."""
         body, context = await api.read(request, ResponsesRequest)
         return await api.serving.responses(body, context)
 
-    @router.post("/v1/responses/input_tokens")
     async def input_tokens(request: Request) -> Response:
         """Tells how many tokens the prompt of such a request has."""
         body, context = await api.read(request, InputTokensRequest)
@@ -164,48 +159,59 @@ def _add_answers(router: APIRouter, api: Api) -> None:
             count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
         return _json({"object": "response.input_tokens", "input_tokens": count})
 
-    @router.post("/v1/messages")
     async def messages(request: Request) -> Response:
         """Answers a chat in the shape of Anthropic's API."""
         body, context = await api.read(request, MessagesRequest)
         return await api.serving.messages(body, context)
 
-    @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         """Tells how many tokens the prompt of such a chat has."""
         body, context = await api.read(request, CountTokensRequest)
         count = await api.tokenizer.count(body, is_long=context.is_long, model=context.model)
         return _json({"input_tokens": count})
 
+    return [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]
 
-def _add_state(router: APIRouter, api: Api) -> None:
-    """Adds what tells something of the node."""
 
-    @router.get("/v1/models")
-    async def models() -> Response:
+def _state(api: Api) -> list[Route]:
+    """Returns what tells something of the node."""
+
+    async def models(_: Request) -> Response:
         """Lists the names of the model."""
         return _json(ModelList(data=api.cards.all()))
 
-    @router.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> Response:
+    async def model(request: Request) -> Response:
         """Describes one model."""
+        name: str = request.path_params["name"]
         if not name:
             raise path_without_slash(request)
         return _json(api.cards.of(name))
 
-    @router.get("/health")
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         """Answers 200 while the process answers and its engine works."""
         api.state.check_alive()
         return Response(api.state.own_fault(), media_type="text/plain")
 
-    @router.get("/ready")
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         """Answers 200 while new requests are welcome."""
         api.state.check_accepting()
         if fault := api.state.own_fault():
             raise Unavailable(f"others refuse this node: {fault}")
         return Response(status_code=200)
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/health", health),
+        Route("/ready", ready),
+    ]
 
 
 def _json(content: msgspec.Struct | dict[str, Any]) -> Response:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
@@ -17,7 +17,7 @@ _MAX_SHOWN = 100
 _HIDDEN = {"HEAD", "OPTIONS"}
 
 
-def serve(app: FastAPI, routes: Sequence[BaseRoute], *, is_named: bool = True) -> None:
+def serve(app: Starlette, routes: Sequence[BaseRoute], *, is_named: bool = True) -> None:
     """Adds routes to an application. `is_named`: where a path is not found, they are what there is.
     The framework's own redirects name a scheme and a host, which proxies in front of us have
     changed. Who may GET may HEAD, as load balancers do; the framework does so for some routes
