@@ -4,9 +4,12 @@ without a collection of garbage."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Awaitable, Callable
 
+import httpx
 import pytest
 
 from tests.decode_node.decode_fakes import FakeRequest, until
@@ -123,3 +126,18 @@ async def test_nothing_waits_for_the_collector(way: Callable[[Client], Awaitable
             await way(client)
             await way(client)
             assert not left_behind()
+
+
+async def test_a_life_that_has_ended_leaves_nothing() -> None:
+    """A node that changes its role makes all of this anew each time. What frameworks remember of
+    routes must not hold what was made for the last life."""
+    async with http_node() as node, live(node) as url:
+        async with httpx.AsyncClient(base_url=url) as client:
+            for path in ("/health", "/v1/models", "/v1/models/tiny", "/metrics", "/nothing"):
+                await client.get(path)
+            body = {"prompt": [5, 6, 7], "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        life = [weakref.ref(one) for one in (node.app, node.proxy, node.engine)]
+    del node
+    gc.collect()
+    assert [one() for one in life] == [None] * len(life)
