@@ -2,12 +2,13 @@
 and NVFP4 experts of Qwen3-30B-A3B beside MXFP4's.
 
     python -m bench.engine.fp4                    # with the tunings that are built in
+    python -m bench.engine.fp4 --experts          # experts alone
     python -m bench.engine.fp4 --tune             # sweep the tunings of each shape
     python -m bench.engine.fp4 --tune --rows 1,16
 
 All columns of a row are timed in one process. `written_out` is the library's GEMM of weights that
 are written out first, `bf16` that of weights that are in bf16 all along. Writes
-bench/results/fp4.json, or fp4-tuning.json with --tune.
+bench/results/fp4.json, fp4-experts.json with --experts, or fp4-tuning.json with --tune.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--experts", action="store_true", help="experts alone")
     parser.add_argument("--tune", action="store_true", help="sweep the tunings")
     parser.add_argument("--rows", default=",".join(map(str, TUNED_ROWS)), help="with --tune")
     parser.add_argument("--part", help="I/N: only compile every N-th tuning from I on")
@@ -205,6 +207,9 @@ def main() -> None:
         bytes_per_us = copy_bytes_per_us()
         figures = {"copy_TB_s": round(bytes_per_us / 1e6, 3)}
         layers = list(experts())
+        if given.experts:
+            print(write_result("fp4-experts", {**figures, "experts": layers}))
+            return
         print(
             write_result("fp4", {**figures, "experts": layers, "rows": list(gemms(bytes_per_us))})
         )

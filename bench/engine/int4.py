@@ -2,6 +2,7 @@
 
     python -m bench.engine.int4                    # with the tunings that are built in
     python -m bench.engine.int4 --tune             # sweep, and keep the fastest of each shape
+    python -m bench.engine.int4 --tune --rows 128
 
 Each row has our kernel, the library's GEMM on weights that are dequantised first (`dequantised`),
 and the library's on weights that are in bf16 all along (`bf16`). The floor is the longer of the
@@ -17,7 +18,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -152,6 +153,12 @@ _TILES = {
         Int4Tuning(128, 128, 1, True, 8, 2),
         Int4Tuning(128, 128, 1, True, 8, 2, 0, True),
         Int4Tuning(128, 64, 1, True, 4, 2, 0, True),
+        *(
+            Int4Tuning(128, cols, 1, True, warps, stages, ahead, late, pieces)
+            for cols, warps in ((64, 4), (128, 4), (128, 8))
+            for pieces, stages in ((2, 3), (4, 3), (4, 4))
+            for ahead, late in ((8, False), (8, True))
+        ),
     ],
 }
 """Lists what may suit this many rows: few, because each takes seconds to compile. Of 32 rows and
@@ -167,22 +174,24 @@ def tunings(rows: int, *, gated: bool) -> Iterator[Int4Tuning]:
     yield replace(_TILES[tile][0], splits=splits[0], ahead=0)
 
 
-def candidates() -> Iterator[tuple[str, int, Int4Tuning]]:
-    for name, rows in itertools.product(SHAPES, TUNED_ROWS):
+def candidates(tuned: Sequence[int]) -> Iterator[tuple[str, int, Int4Tuning]]:
+    for name, rows in itertools.product(SHAPES, tuned):
         for tuning in tunings(rows, gated=SHAPES[name].gated):
             yield name, rows, tuning
 
 
-def compile_part(index: int, count: int, group_size: int) -> None:
+def compile_part(index: int, count: int, group_size: int, tuned: Sequence[int]) -> None:
     """Launches every `count`-th distinct tuning once."""
-    distinct = {(SHAPES[name].gated, tuning): (name, rows) for name, rows, tuning in candidates()}
+    distinct = {
+        (SHAPES[name].gated, tuning): (name, rows) for name, rows, tuning in candidates(tuned)
+    }
     for (_, tuning), (name, rows) in list(distinct.items())[index::count]:
         Case(SHAPES[name], rows, group_size).packed_us(tuning, replays=0)
 
 
-def compile_all(processes: int, group_size: int) -> None:
+def compile_all(processes: int) -> None:
     """Fills the compile cache by processes that launch each tuning once."""
-    command = [sys.executable, "-m", "bench.engine.int4", "--tune", "--group-size", str(group_size)]
+    command = [sys.executable, "-m", "bench.engine.int4", *sys.argv[1:]]
     parts = [subprocess.Popen([*command, "--part", f"{i}/{processes}"]) for i in range(processes)]
     assert all(part.wait() == 0 for part in parts)
 
@@ -190,10 +199,10 @@ def compile_all(processes: int, group_size: int) -> None:
 Row = dict[str, object]
 
 
-def tune(group_size: int) -> list[Row]:
+def tune(group_size: int, tuned: Sequence[int]) -> list[Row]:
     """Returns, and prints, the five fastest of each shape."""
     by_case: dict[tuple[str, int], list[Int4Tuning]] = {}
-    for name, rows, tuning in candidates():
+    for name, rows, tuning in candidates(tuned):
         by_case.setdefault((name, rows), []).append(tuning)
     found: list[Row] = []
     for (name, rows), all_tunings in by_case.items():
@@ -242,16 +251,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tune", action="store_true", help="sweep the tunings")
+    parser.add_argument("--rows", default=",".join(map(str, TUNED_ROWS)), help="with --tune")
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128)
     parser.add_argument("--part", help="I/N: only compile every N-th tuning from I on")
     given = parser.parse_args()
+    tuned = [int(count) for count in given.rows.split(",")]
     if given.part:
         index, count = map(int, given.part.split("/"))
-        compile_part(index, count, given.group_size)
+        compile_part(index, count, given.group_size, tuned)
         return
     if given.tune:
-        compile_all(min(16, os.cpu_count() or 1), given.group_size)
-        rows, name = tune(given.group_size), "int4_tuning"
+        compile_all(min(16, os.cpu_count() or 1))
+        rows, name = tune(given.group_size, tuned), "int4_tuning"
         figures: dict[str, object] = {}
     else:
         bytes_per_us, flops_per_us = copy_bytes_per_us(), matmul_flops_per_us()

@@ -557,6 +557,7 @@ def int4_cases(capability: int) -> Iterator[Case]:
                     "OVERLAP": capability >= 90,
                     "AHEAD": tuning.ahead,
                     "LATE": tuning.late,
+                    "LANES": 64 // tuning.pieces,
                     "bias": None,
                     **({} if tuning.splits > 1 else {"parts": None, "arrived": None}),
                 },

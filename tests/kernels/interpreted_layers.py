@@ -32,10 +32,11 @@ from interpreted_fixtures import (  # noqa: F401
 from triton.runtime import interpreter
 
 from tandem_kernels import ops
-from tandem_kernels.gemm import few_row_gemm, few_row_qkv, fp4_gemm
+from tandem_kernels.gemm import few_row_gemm, few_row_qkv, fp4_gemm, int4_gemm
 from tandem_kernels.gemm.few_row_gemm import FewRowTuning
 from tandem_kernels.gemm.fp4_tuning import Fp4Tuning
 from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
+from tandem_kernels.gemm.int4_tuning import Int4Tuning
 from tandem_kernels.lora import lora_gemm
 from tandem_kernels.lora.lora_gemm_tuning import LoraGemmTuning
 
@@ -120,6 +121,18 @@ def test_products_with_4_bit_weights(shape: tuple[int, int, int], group_size: in
     int4.int4_dequantise(ops.int4_dequantise.kernel, shape[1:], group_size, torch.float16)
     columns = ops.int4_gemm.kernel, ops.int4_gate_up.kernel
     int4.int4_gemm(*columns, shape, group_size, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "pieces", "late"), [(128, 2, False), (64, 4, True), (32, 2, True)]
+)
+def test_blocks_of_4_bit_weights_in_several_turns(
+    group_size: int, pieces: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning = Int4Tuning(16, 64, 2, True, 4, 3, late=late, pieces=pieces)
+    monkeypatch.setattr(int4_gemm, "int4_tuning", lambda *sizes, gated: tuning)
+    columns = ops.int4_gemm.kernel, ops.int4_gate_up.kernel
+    int4.int4_gemm(*columns, (3, 40, 384), group_size, torch.float16)
 
 
 @pytest.mark.usefixtures("rows_by_themselves")

@@ -95,6 +95,7 @@ def int4_expert_gemm_kernel(
         EVEN,
         IN_PAIRS,
         LATE,
+        BLOCK // 4,
     )
     if GATED:
         gate, up = gate_and_up(acc, ROWS, COLS)

@@ -81,6 +81,7 @@ def int4_gemm_kernel(
     OVERLAP: tl.constexpr,
     AHEAD: tl.constexpr,
     LATE: tl.constexpr,
+    LANES: tl.constexpr,
 ) -> None:
     """Computes, in program (i, j, s), tile i of outputs and j of rows over part s of the blocks.
 
@@ -123,6 +124,7 @@ def int4_gemm_kernel(
         EVEN,
         IN_PAIRS,
         LATE,
+        LANES,
     )
     if SPLITS > 1:
         real = real_row[:, None] & real_col[None, :]
@@ -227,6 +229,7 @@ def launch(
         OVERLAP=overlap,
         AHEAD=tuning.ahead,
         LATE=tuning.late,
+        LANES=block // 4 // tuning.pieces,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlap else {}),

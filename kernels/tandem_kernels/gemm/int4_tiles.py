@@ -81,6 +81,7 @@ def multiplied_strip(
     EVEN: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     LATE: tl.constexpr,
+    LANES: tl.constexpr,
 ) -> tl.tensor:
     """Returns the products with a strip, [ROWS, COLS] float32.
 
@@ -91,20 +92,23 @@ def multiplied_strip(
         EVEN: The inner dimension has whole blocks, and all outputs are real.
         LATE: Scales multiply the sums of a group in place of its weights: less work where rows are
             few.
+        LANES: Places of a block in one turn of the loop, each of four inputs: all, or where rows
+            are many fewer, so that more turns fit in memory.
     """
     QUARTER: tl.constexpr = BLOCK // 4
+    PIECES: tl.constexpr = QUARTER // LANES
     kind: tl.constexpr = inputs.dtype.element_ty
-    lane = tl.arange(0, QUARTER)
+    lane = tl.arange(0, LANES)
     shape: tl.constexpr = [COLS, ROWS] if SWAPPED else [ROWS, COLS]
     acc = tl.zeros(shape, tl.float32)
     part = acc
     inside = real_col[:, None]
     given_at = inputs[:, None] + lane[None, :]
     strip_at = strip[:, None] + lane[None, :]
-    for block in range(first_block, last_block):
-        numbers = four_numbers(_loaded(strip_at + block * QUARTER, inside, EVEN), kind, IN_PAIRS)
+    for step in range(first_block * PIECES, last_block * PIECES):
+        numbers = four_numbers(_loaded(strip_at + step * LANES, inside, EVEN), kind, IN_PAIRS)
         for quarter in tl.static_range(4):
-            start = block * BLOCK + quarter * QUARTER
+            start = step // PIECES * BLOCK + quarter * QUARTER + step % PIECES * LANES
             if (quarter * QUARTER) % GROUP == 0:
                 group = (start // GROUP).to(tl.int64) * width
                 word = _loaded(words + group, real_col, EVEN)

@@ -18,6 +18,7 @@ class Int4Tuning:
         ahead: This many times 128 bytes of each output are brought into the cache before the
             predecessor has ended; a power of two, or 0.
         late: Scales multiply the sums of a group in place of its weights.
+        pieces: A block is multiplied in this many turns of the loop, 1, 2 or 4.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class Int4Tuning:
     num_stages: int
     ahead: int = 0
     late: bool = False
+    pieces: int = 1
 
 
 FIXED = Int4Tuning(64, 64, splits=1, swapped=True, num_warps=4, num_stages=3, late=True)
