@@ -1,5 +1,6 @@
 """Shared by all tests: one torch thread, no GPU tests without a GPU, one demo checkpoint path,
-examples that do not depend on luck or on a clock, and what may run at the same time."""
+examples that do not depend on luck or on a clock, what may run at the same time, and how programs
+start."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked_programs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else gRPC starts its threads again in a child between fork and exec, where they may abort it.
@@ -80,6 +83,19 @@ def _import_from_a_place_of_its_own() -> None:
         # What cannot be imported, pytest finds and tells when it collects.
         with contextlib.suppress(Exception):
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
+def pytest_configure() -> None:
+    forked_programs.install()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Starts programs as forks of what is imported already, but for tests of the start itself."""
+    if item.get_closest_marker("real_start") is None:
+        return (yield)
+    with forked_programs.real_starts():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,15 +11,22 @@ from collections.abc import Iterator
 import psutil
 
 from cli.local_cluster.cluster import free_ports
+from tests.forked_programs import STORE
 
 
 def descendants(root: int) -> set[int]:
-    """Returns all that live below `root`, without it; empty when `root` is gone."""
+    """Returns all that live below `root`, without it and without what forks programs for tests;
+    empty when `root` is gone."""
     try:
         below = psutil.Process(root).children(recursive=True)
     except psutil.NoSuchProcess:
         return set()
-    return {process.pid for process in below if is_alive(process.pid)}
+    return {p.pid for p in below if is_alive(p.pid) and not is_store(p.pid)}
+
+
+def is_store(pid: int) -> bool:
+    """Returns whether this is a process that forks programs for tests."""
+    return _command(pid).startswith(STORE)
 
 
 def find_processes(root: int, pattern: str) -> list[int]:

@@ -92,6 +92,7 @@ def test_damaged_checkpoints_end_the_start(
 
 
 @pytest.mark.e2e
+@pytest.mark.real_start
 @pytest.mark.parametrize("module", ["prefill_node", "decode_node", "router"])
 def test_a_port_that_is_taken_is_named(demo_checkpoint: Path, module: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -49,6 +49,7 @@ def wait_gone(pids: set[int], timeout_s: float = 30.0) -> set[int]:
 
 
 @pytest.mark.e2e
+@pytest.mark.real_start
 def test_demo_talks_and_leaves_nothing() -> None:
     result = subprocess.run([*TANDEM, "demo"], capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr

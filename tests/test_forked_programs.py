@@ -1,0 +1,81 @@
+"""A program that is a fork does what one that Python has started does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import forked_programs
+from tests.processes import descendants, is_alive, is_store
+
+TANDEM = [sys.executable, "-m", "cli"]
+
+
+def run(*args: str, **more: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TANDEM, *args], capture_output=True, text=True, timeout=60, **more)
+
+
+@pytest.mark.parametrize("args", [["--version"], ["fly"]])
+def test_both_say_the_same_and_end_the_same_way(args: list[str]) -> None:
+    forked = run(*args)
+    with forked_programs.real_starts():
+        real = run(*args)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (
+        real.returncode, real.stdout, real.stderr,
+    )  # fmt: skip
+
+
+def start(*args: str, **more: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
+    )
+
+
+def facts(process: subprocess.Popen[bytes]) -> dict[str, object]:
+    with psutil.Process(process.pid).oneshot():
+        seen = psutil.Process(process.pid)
+        return {
+            "parent": seen.ppid(),
+            "command": seen.cmdline(),
+            "folder": seen.cwd(),
+            "session": os.getsid(process.pid),
+            "group": os.getpgid(process.pid),
+        }
+
+
+def test_others_see_a_child_of_the_tests_with_its_command(tmp_path: Path) -> None:
+    """A session of its own leads a group of its own."""
+    with start("cli", "demo", cwd=tmp_path, start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not descendants(process.pid) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert facts(process) == {
+                "parent": os.getpid(),
+                "command": [*TANDEM, "demo"],
+                "folder": str(tmp_path),
+                "session": process.pid,
+                "group": process.pid,
+            }
+            children = psutil.Process(process.pid).children()
+            assert [child for child in children if is_store(child.pid)]
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    while any(is_alive(child.pid) for child in children):
+        time.sleep(0.02)
+
+
+def test_variables_that_imports_look_at_need_a_real_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("--version").returncode == 0
+    asked: list[object] = []
+    monkeypatch.setattr(forked_programs._Store, "start", lambda *given: asked.append(given))
+    assert run("--version", env={**os.environ, "PYTHONWARNINGS": "error"}).returncode == 0
+    assert not asked
