@@ -25,3 +25,8 @@ def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
         return wanted
 
     return parse
+
+
+def numbers(text: str) -> list[int]:
+    """Reads an argument's value: whole numbers, comma separated. Nothing gives none."""
+    return [int(number) for number in text.split(",") if number]

@@ -89,7 +89,12 @@ class OfflineEngine:
             left -= sum(bool(output.finish_reason) for output in results.outputs)
             if left == 0 and self.core.is_idle:
                 return steps
-            self._poller.poll()
+            self._poller.poll(self._longest_wait_ms())
+
+    def _longest_wait_ms(self) -> int | None:
+        """Returns how long nothing may happen: a step may be held back until then."""
+        held_until = self.core.next_step_at
+        return None if held_until is None else max(0, int(1e3 * (held_until - time.monotonic())))
 
     def close(self) -> None:
         self.executor.shutdown()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,11 +39,13 @@ def test_models_of_many_launches_have_graphs_for_longer_prompts() -> None:
 
 
 class TimedEngine:
-    """Answers each prompt after as many milliseconds as it has tokens, by a clock of its own."""
+    """Answers each prompt after as many milliseconds as it has tokens, by a clock of its own; its
+    host needs two."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.now = 0.0
+        self.executor = SimpleNamespace(host_s=0.0)
 
     def request(self, num_prompt_tokens: int, max_tokens: int) -> int:
         assert max_tokens == 1
@@ -51,6 +54,7 @@ class TimedEngine:
     def run(self, requests: list[int]) -> list[StepResult]:
         self.asked += requests
         self.now += sum(requests) / 1000
+        self.executor.host_s += 0.002
         return [StepResult(self.now, len(requests))]
 
 
@@ -67,6 +71,7 @@ def test_a_sweep_writes_times_beside_a_peers(tmp_path, monkeypatch, capsys) -> N
     assert engine.asked == [300, 337] * 3
     written = json.loads((tmp_path / "swept.json").read_text())["figures"]["lengths"]
     assert [(entry["length"], entry["median_ms"]) for entry in written] == [(300, 300), (337, 337)]
+    assert [entry["host_ms"] for entry in written] == [2.0, 2.0]
     assert "against_peer" not in written[0] and written[1]["against_peer"] == 0.5
     assert "padding" in capsys.readouterr().out
 

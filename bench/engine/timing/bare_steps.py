@@ -82,21 +82,21 @@ class BareSteps:
     def prompts_s(self, prompts: Sequence[tuple[int, int]]) -> float:
         """Returns the median seconds from the first step of prompts (tokens, tokens before) until
         all have a token. In order, each step takes as much of them as its budget allows."""
-        found = []
-        for _ in range(_REPEATS):
-            chunks = self.chunks([length for length, _ in prompts])
-            first = self._beginning(
-                [
-                    self._request(row, before, length, 1)
-                    for row, (length, before) in enumerate(prompts)
-                ]
-            )
-            first.prefill_chunks = chunks[0]
-            rest = [SchedulerOutput(step_id=0, prefill_chunks=chunk) for chunk in chunks[1:]]
-            started = time.perf_counter()
-            ends = self._run([first, *rest, _end(range(len(prompts)))])
-            found.append(ends[len(rest)] - started)
+        found = [self.prompt_ends(prompts)[-1] for _ in range(_REPEATS)]
         return statistics.median(found[1:])
+
+    def prompt_ends(self, prompts: Sequence[tuple[int, int]]) -> list[float]:
+        """Returns for each step of such prompts the seconds until its end, from when the first one
+        began."""
+        chunks = self.chunks([length for length, _ in prompts])
+        first = self._beginning(
+            [self._request(row, before, length, 1) for row, (length, before) in enumerate(prompts)]
+        )
+        first.prefill_chunks = chunks[0]
+        rest = [SchedulerOutput(step_id=0, prefill_chunks=chunk) for chunk in chunks[1:]]
+        started = time.perf_counter()
+        ends = self._run([first, *rest, _end(range(len(prompts)))])
+        return [end - started for end in ends[: len(chunks)]]
 
     def close(self) -> None:
         """Ends the worker and gives its memory back."""
