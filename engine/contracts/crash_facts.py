@@ -58,6 +58,8 @@ class EngineFacts(msgspec.Struct, kw_only=True):
         num_requests: All there are.
         exceptions: By the name of the process, each chain from the first cause on.
         names: Names of processes, by id.
+        num_late_kernels, late_kernels: How many were compiled while requests waited, and the last
+            of them, each with all that its compilation depends on.
     """
 
     requests: list[RequestFacts] = []
@@ -67,6 +69,8 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     transfers: dict[str, float] = {}
     exceptions: dict[str, list[ExceptionFacts]] = {}
     names: dict[int, str] = {}
+    num_late_kernels: int = 0
+    late_kernels: list[str] = []
 
 
 def hash_id(request_id: str) -> str:

@@ -391,6 +391,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """Messages dropped on the sockets of the core and the workers' replies, because they were not
     from processes of this engine.
     """
+    num_kernel_compiles: int = 0
+    """Kernels that workers compiled while they served."""
     kv_transfer: dict[str, float] = {}
     images: ImageStats | None = None
     """Counts images; None where the engine encodes none."""

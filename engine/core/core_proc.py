@@ -56,6 +56,7 @@ from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
 from engine.life_places import CORE_PLACE
 from host.child_process import read_config
+from host.garbage import settle
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.pause_log import PauseKind, PauseLog
 from host.sockets.local_socket import connect_socket
@@ -162,6 +163,7 @@ class EngineCoreProc:
         termination = termination_fd()
         for source in self._poll_sources(core, termination):
             self._poller.register(source, zmq.POLLIN)
+        settle()
         self._send(self._ready(core))
         while True:
             if self._signs is not None:

@@ -22,6 +22,7 @@ from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import Step, StepResult
 from engine.contracts.outputs import ExpertStats, GrammarStats
+from engine.executor.rank_reports import LateKernels
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
@@ -124,6 +125,11 @@ class Executor(ABC):
     def expert_stats(self) -> ExpertStats | None:
         """Returns how evenly experts were chosen; None: nothing balances them."""
         return None
+
+    @property
+    def late_kernels(self) -> LateKernels:
+        """Returns the kernels that ranks compiled while they served."""
+        return LateKernels()
 
     @property
     def num_dropped_messages(self) -> int:

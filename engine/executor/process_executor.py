@@ -35,6 +35,7 @@ from engine.contracts.outputs import ExpertStats, GrammarStats
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults
+from engine.executor.rank_reports import LateKernels, RankReports
 from engine.executor.worker_messages import (
     AdapterLoaded,
     BeginProfile,
@@ -125,10 +126,7 @@ class ProcessExecutor(Executor):
         self._num_blocks, self._device_name = 0, ""
         self._prompt_steps: Sequence[tuple[int, float]] = ()
         self._model_hash = ""
-        self._host_s = 0.0
-        self._ahead_s: float | None = None
-        self._grammar_stats = GrammarStats()
-        self._expert_stats: ExpertStats | None = None
+        self._reports = RankReports()
 
     # Where the workers are --------------------------------------------------------------------
 
@@ -277,10 +275,7 @@ class ProcessExecutor(Executor):
             case StepDone(output) if self._sent_at:
                 if self._results.add(reply.group, output):
                     self._sent_at.popleft()
-                if reply.group == 0:
-                    self._host_s, self._ahead_s = reply.host_s, reply.ahead_s
-                    self._grammar_stats = reply.grammar_stats or self._grammar_stats
-                    self._expert_stats = reply.expert_stats
+                self._reports.take(reply)
             case ProfileBegun() | ProfileEnded():
                 self._profile_replies.append(reply)
             case AdapterLoaded():
@@ -375,19 +370,23 @@ class ProcessExecutor(Executor):
 
     @property
     def host_s(self) -> float:
-        return self._host_s
+        return self._reports.host_s
 
     @property
     def ahead_s(self) -> float | None:
-        return self._ahead_s
+        return self._reports.ahead_s
 
     @property
     def grammar_stats(self) -> GrammarStats:
-        return self._grammar_stats
+        return self._reports.grammar_stats
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        return self._expert_stats
+        return self._reports.expert_stats
+
+    @property
+    def late_kernels(self) -> LateKernels:
+        return self._reports.late_kernels
 
     @property
     def num_dropped_messages(self) -> int:

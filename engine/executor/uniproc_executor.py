@@ -13,6 +13,7 @@ from engine.contracts.group_step import Step
 from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.adapter_loader import AdapterLoader
+from engine.executor.rank_reports import LateKernels
 from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.models.identity import IdentityJob
@@ -33,6 +34,7 @@ class UniprocExecutor(Executor):
         self._adapter_replies: list[AdapterLoaded] = []
         self._adapters = AdapterLoader(self._worker, self._on_adapter)
         self._outputs: deque[AsyncOutput] = deque()
+        self._late_kernels = LateKernels()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def initialize(self, report: ReportProgress) -> KVCaches:
@@ -114,6 +116,12 @@ class UniprocExecutor(Executor):
     @property
     def grammar_stats(self) -> GrammarStats:
         return self._worker.grammar_stats
+
+    @property
+    def late_kernels(self) -> LateKernels:
+        known = self._late_kernels
+        known.add(self._worker.compile_guard.late[known.count :])
+        return known
 
     @property
     def worker_pids(self) -> list[int]:

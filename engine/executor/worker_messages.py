@@ -130,7 +130,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True):
 class StepDone(msgspec.Struct, tag="ran", array_like=True):
     """Comes from one rank of each data-parallel group (`ParallelConfig.answers`), as all that
     sample do so alike. `host_s`, `grammar_stats`, `expert_stats` and `ahead_s`: see `Executor`;
-    None: no grammar has come yet, and nothing balances experts.
+    None: no grammar has come yet, and nothing balances experts. `late_kernels`: those that the rank
+    compiled since its last answer, by name and key.
     """
 
     output: ModelRunnerOutput
@@ -139,6 +140,7 @@ class StepDone(msgspec.Struct, tag="ran", array_like=True):
     group: int = 0
     expert_stats: ExpertStats | None = None
     ahead_s: float | None = None
+    late_kernels: list[str] = []
 
 
 class ProfileBegun(msgspec.Struct, tag="profile_begun", array_like=True):

@@ -57,6 +57,7 @@ from engine.executor.worker_messages import (
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from host.child_process import read_config
+from host.garbage import settle
 from host.life_signs import LifeSign, LifeThread
 from host.sockets.local_socket import Context, connect_socket
 from host.sockets.secure_socket import connect_secure
@@ -92,6 +93,8 @@ class WorkerProc:
         """CLOCK_MONOTONIC seconds at which this process took each step whose result it has not
         sent."""
         self._done_at: float | None = None
+        self._num_late = 0
+        """Kernels compiled late that an answer has named."""
         self._life = self._give_signs(config)
 
     def run(self) -> None:
@@ -145,6 +148,7 @@ class WorkerProc:
                 self._worker.identify(model_hash)
                 handle = self._worker.initialize_kv_cache(num_blocks)
                 self._worker.capture_model(self._report)
+                settle()
                 self._reply(WorkerReady(self._rank, handle, self._worker.prompt_steps))
             case SwitchWorker(engine):
                 self._reply(WorkerReady(self._rank, self._worker.switch_role(engine)))
@@ -160,10 +164,12 @@ class WorkerProc:
             stats = self._worker.grammar_stats
             known = stats if stats.has_any else None
             worker = self._worker
-            done = StepDone(
-                result, worker.host_s, known, worker.group, worker.expert_stats, ahead_s
+            late = worker.compile_guard.late[self._num_late :]
+            self._num_late += len(late)
+            experts = worker.expert_stats
+            self._reply(
+                StepDone(result, worker.host_s, known, worker.group, experts, ahead_s, late)
             )
-            self._reply(done)
 
     def _ahead_s(self, *, is_device: bool) -> float | None:
         """Returns for how long the step that is done lay here before the one in front was."""

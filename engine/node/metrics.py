@@ -168,6 +168,11 @@ class EngineCollector(Collector):
                 stats.worker_host_s,
             ),
             (
+                "tandem_kernel_compiles",
+                "Kernels that workers compiled after the start, while requests waited.",
+                stats.num_kernel_compiles,
+            ),
+            (
                 "tandem_dropped_messages",
                 "Messages on the engine's own sockets that no process of it can have sent.",
                 stats.num_dropped_messages,

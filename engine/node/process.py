@@ -7,7 +7,6 @@ on standard error. Exit codes: 0 stopped as asked, 1 could not start or the engi
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 from collections.abc import Coroutine
@@ -26,11 +25,7 @@ from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.grpc_server import PortInUse
 from engine.node.settings import SettingsError
-
-_GC_THRESHOLDS = (5_000, 50, 100)
-"""Thresholds of the garbage collector: young objects of one large request must not make the
-collector walk everything again, and a collection of young ones must not stop all streams: of 50,000
-they took 30 to 80 ms beside 100 answers."""
+from host.garbage import settle
 
 
 def run_node(name: str, serve: Coroutine[None, None, int]) -> int:
@@ -98,9 +93,7 @@ async def start_engine(
     if starting.cancelled():
         return None
     engine = starting.result()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    settle()
     return engine
 
 

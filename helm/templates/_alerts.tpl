@@ -47,6 +47,11 @@
   for: 1m
   severity: critical
   summary: {{ `'the engine of {{ $labels.pod }} is dead'` }}
+- alert: TandemKernelCompiled
+  expr: sum by (pod) (increase(tandem_kernel_compiles_total{ {{- .all -}} }[30m])) > 0
+  for: 1m
+  severity: warning
+  summary: {{ `'{{ $labels.pod }} compiled kernels while requests waited; its log names them'` }}
 - alert: TandemStaleNode
   expr: max by (tier, node) (tandem_router_node_report_age_seconds{ {{- .router -}} }) > 30
   for: 2m
