@@ -7,9 +7,9 @@ import uvloop
 from edge.command_line import parse_settings
 from edge.http.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging, tell_failure
+from edge.program import settle
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
-from host.garbage import settle
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys
 from router.errors import ConfigurationError

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a start takes, phase by phase, with an empty cache of compiled kernels and with a full one:
+"""Times a start, phase by phase, with an empty cache of compiled kernels and with a full one:
 imports, device, weights, memory, KV cache, steps of warm-up, graphs.
 
     python -m bench.engine.start                              # 8B shape, random weights

@@ -34,7 +34,7 @@ _WORST = 20
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What had come together when a step's result came: seconds, and how often."""
+    """Holds what had come together when a step's result came: milliseconds, and how often."""
 
     host_ms: float
     core_cpu_ms: float

@@ -216,7 +216,7 @@ class EngineCore:
         stats.grammar = self._executor.grammar_stats
         stats.experts = self._executor.expert_stats
         stats.num_dropped_messages = self._executor.num_dropped_messages
-        stats.num_kernel_compiles = self._executor.late_kernels.count
+        stats.num_kernel_compiles, _ = self._executor.late_kernels
         return stats
 
     def facts(self) -> EngineFacts:
@@ -225,8 +225,8 @@ class EngineCore:
         workers = {pid: f"worker {rank}" for rank, pid in enumerate(self._executor.worker_pids)}
         movers = dict.fromkeys(self.connector.process_pids, "a transfer process")
         facts.names = {os.getpid(): "the engine core", **movers, **workers}
-        late = self._executor.late_kernels
-        facts.num_late_kernels, facts.late_kernels = late.count, list(late.names)
+        facts.num_late_kernels, late = self._executor.late_kernels
+        facts.late_kernels = list(late)
         return facts
 
     def check_empty(self) -> None:

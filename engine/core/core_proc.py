@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from edge.logs.setup import setup_logging
+from edge.program import settle
 from engine.contracts.crash_facts import EngineFacts, chain_of
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.messages import (
@@ -56,7 +57,6 @@ from engine.executor.abstract import Executor, PollSource
 from engine.executor.factory import create_executor
 from engine.life_places import CORE_PLACE
 from host.child_process import read_config
-from host.garbage import settle
 from host.life_signs import SIGN_INTERVAL_S, LifeSigns, LifeThread
 from host.pause_log import PauseKind, PauseLog
 from host.sockets.local_socket import connect_socket

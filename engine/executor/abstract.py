@@ -22,7 +22,6 @@ from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.contracts.errors import EngineDeadError
 from engine.contracts.group_step import Step, StepResult
 from engine.contracts.outputs import ExpertStats, GrammarStats
-from engine.executor.rank_reports import LateKernels
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from host.process_host import ProcessHost
 from kv_transfer.base import KVCacheHandle
@@ -127,9 +126,10 @@ class Executor(ABC):
         return None
 
     @property
-    def late_kernels(self) -> LateKernels:
-        """Returns the kernels that ranks compiled while they served."""
-        return LateKernels()
+    def late_kernels(self) -> tuple[int, Sequence[str]]:
+        """Returns how many kernels ranks have compiled while they served, and the last of them,
+        each with all that its compilation depends on."""
+        return 0, ()
 
     @property
     def num_dropped_messages(self) -> int:

@@ -35,7 +35,7 @@ from engine.contracts.outputs import ExpertStats, GrammarStats
 from engine.contracts.scheduler_output import EncodingOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.group_results import GroupResults
-from engine.executor.rank_reports import LateKernels, RankReports
+from engine.executor.rank_reports import RankReports
 from engine.executor.worker_messages import (
     AdapterLoaded,
     BeginProfile,
@@ -385,8 +385,8 @@ class ProcessExecutor(Executor):
         return self._reports.expert_stats
 
     @property
-    def late_kernels(self) -> LateKernels:
-        return self._reports.late_kernels
+    def late_kernels(self) -> tuple[int, Sequence[str]]:
+        return self._reports.late_kernels.all_told
 
     @property
     def num_dropped_messages(self) -> int:

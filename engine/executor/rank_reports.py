@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from engine.contracts.outputs import ExpertStats, GrammarStats
 from engine.executor.worker_messages import StepDone
 
-_KERNELS_NAMED = 16
+KERNELS_NAMED = 16
 
 
 class LateKernels:
@@ -21,7 +21,12 @@ class LateKernels:
 
     def __init__(self) -> None:
         self.count = 0
-        self.names: deque[str] = deque(maxlen=_KERNELS_NAMED)
+        self.names: deque[str] = deque(maxlen=KERNELS_NAMED)
+
+    @property
+    def all_told(self) -> tuple[int, list[str]]:
+        """Returns what `Executor.late_kernels` does."""
+        return self.count, list(self.names)
 
     def add(self, names: Iterable[str]) -> None:
         for name in names:
@@ -30,8 +35,8 @@ class LateKernels:
 
 
 class RankReports:
-    """What came with the latest results. `late_kernels` are those of all ranks that answer, the
-    rest is of the first; for its meaning see `Executor`."""
+    """Holds what came with the latest results. `late_kernels` are those of all ranks that answer,
+    the rest is of the first; for its meaning see `Executor`."""
 
     def __init__(self) -> None:
         self.host_s = 0.0

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections import deque
+from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
@@ -13,7 +14,7 @@ from engine.contracts.group_step import Step
 from engine.contracts.outputs import GrammarStats, ModelRunnerOutput
 from engine.executor.abstract import Executor, KVCaches, PollSource, ReportProgress
 from engine.executor.adapter_loader import AdapterLoader
-from engine.executor.rank_reports import LateKernels
+from engine.executor.rank_reports import KERNELS_NAMED
 from engine.executor.step_profiler import StepProfiler
 from engine.executor.worker_messages import AdapterLoaded, BeginProfile, EndProfile, ProfileReply
 from engine.models.identity import IdentityJob
@@ -34,7 +35,6 @@ class UniprocExecutor(Executor):
         self._adapter_replies: list[AdapterLoaded] = []
         self._adapters = AdapterLoader(self._worker, self._on_adapter)
         self._outputs: deque[AsyncOutput] = deque()
-        self._late_kernels = LateKernels()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def initialize(self, report: ReportProgress) -> KVCaches:
@@ -118,10 +118,9 @@ class UniprocExecutor(Executor):
         return self._worker.grammar_stats
 
     @property
-    def late_kernels(self) -> LateKernels:
-        known = self._late_kernels
-        known.add(self._worker.compile_guard.late[known.count :])
-        return known
+    def late_kernels(self) -> tuple[int, Sequence[str]]:
+        late = self._worker.compile_guard.late
+        return len(late), late[-KERNELS_NAMED:]
 
     @property
     def worker_pids(self) -> list[int]:

@@ -30,6 +30,7 @@ import msgspec
 import zmq
 
 from edge.logs.setup import setup_logging
+from edge.program import settle
 from engine.contracts.adapter_commands import DropAdapter, LoadAdapter
 from engine.contracts.crash_facts import chain_of
 from engine.contracts.errors import CannotStartError
@@ -57,7 +58,6 @@ from engine.executor.worker_messages import (
 from engine.worker.async_output import AsyncOutput
 from engine.worker.worker import Worker
 from host.child_process import read_config
-from host.garbage import settle
 from host.life_signs import LifeSign, LifeThread
 from host.sockets.local_socket import Context, connect_socket
 from host.sockets.secure_socket import connect_secure

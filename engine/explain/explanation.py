@@ -33,6 +33,7 @@ from engine.parallel.place import ParallelPlace
 from engine.worker.attention_of_model import attention_of, group_inputs
 from engine.worker.cudagraph_utils import capture_sizes, longest_prompt, recorded_prompts
 from engine.worker.kv_cache import layer_views
+from engine.worker.sampled_rows import attends_ends, keeps_sampled_rows
 from tandem_kernels.device import GpuFacts, as_on
 
 _TELL_AT_START = ("engine.models.factory", "engine.layers.attention.selection")
@@ -115,12 +116,14 @@ class _OneOf(ParallelGroup):
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step: `num_decodes` requests with `context` tokens each, and prompts of these lengths,
-    behind `cached` tokens each."""
+    behind `cached` tokens each. `num_logits`: of how many tokens logits are asked for; None: of one
+    in each request."""
 
     num_decodes: int = 0
     context: int = 1024
     prompts: tuple[int, ...] = ()
     cached: int = 0
+    num_logits: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -178,7 +181,7 @@ def asked_model(
         def run(batch: Batch) -> AttentionBackend:
             launches.by_layer, launches.layer = {}, 0
             attention = attention_of(config, _HOST, recorded_tokens)
-            _run(config, model, attention, batch, launches)
+            _run(config, model, attention, batch, launches, recorded_tokens)
             return attention
 
         yield run
@@ -279,10 +282,12 @@ def _run(
     attention: AttentionBackend,
     batch: Batch,
     launches: Launches,
+    recorded_tokens: int,
 ) -> None:
-    """Passes a batch through the model."""
+    """Passes a batch through the model, as `engine.worker.model_runner` does."""
     order, layout = _order(batch), config.kv_layout
     count, num_tokens = len(order.rows), batch.num_tokens
+    num_logits = count if batch.num_logits is None else batch.num_logits
     blocks = -(-config.model.max_model_len // config.cache.block_size)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -305,14 +310,17 @@ def _run(
     def next_layer(layer: int) -> None:
         launches.layer = layer + 1
 
+    keeps = keeps_sampled_rows(config, model) and num_logits < num_tokens
+    ends = keeps and batch.num_logits is None and attends_ends(seen, recorded_tokens)
     hidden = model(
         ForwardInputs(
             seen.input_ids,
             seen.positions,
-            group_inputs(layout.groups, by_group, attention),
+            group_inputs(layout.groups, by_group, attention, keeps_ends=ends),
             layer_views(pages, layout),
             attention,
             next_layer,
+            kept=zeros(num_logits, dtype=torch.int64) if keeps else None,
         )
     )
-    model.compute_logits(hidden[:count])
+    model.compute_logits(hidden[:num_logits])

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 import uvloop
 
 from edge.logs.setup import tell_failure
+from edge.program import settle
 from edge.security.config import SecurityError
 from edge.supervisor import tell_supervisor
 from edge.tracing.errors import TracingError
@@ -25,7 +26,6 @@ from engine.frontend.tokenizer import Tokenizer, TokenizerError
 from engine.kv_cache.capacity import tokens_that_fit
 from engine.node.grpc_server import PortInUse
 from engine.node.settings import SettingsError
-from host.garbage import settle
 
 
 def run_node(name: str, serve: Coroutine[None, None, int]) -> int:

@@ -22,6 +22,7 @@ from engine.sample.siblings import DRAWS_AT_ONCE
 from engine.worker.cudagraph_utils import MOST_PROMPT_TOKENS
 from kv_transfer.layout import KVGroup
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
+from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
 _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
@@ -192,8 +193,9 @@ def warm_up_steps(config: EngineConfig) -> list[DummyStep]:
     steps += _decodes_beside_a_prompt(config)
     steps += [DummyStep([num], _PLAIN) for num in _tokens_of_searched_pairs(config)]
     steps += [DummyStep([1], everything(num)) for num in _NUM_LOGPROBS[1:]]
-    # All tokens pass the last norm here, where they have logits.
-    steps.append(DummyStep([min(_LONG_PROMPT, longest)], everything(0, prompt_logprobs=0)))
+    # All tokens pass the last norm here, where they have logits: few and many.
+    for length in sorted({min(_LONG_PROMPT, longest), longest}):
+        steps.append(DummyStep([length], everything(0, prompt_logprobs=0)))
     return steps
 
 
@@ -214,14 +216,20 @@ def _chunks(config: EngineConfig, longest: int) -> list[DummyStep]:
 
 
 def _decodes_beside_a_prompt(config: EngineConfig) -> list[DummyStep]:
-    """Returns steps of one, two, four and more decodes beside a prompt: the parts of a context
-    depend on the one, and whether kernels begin early on the tokens of both."""
-    limits, steps, count = config.scheduler, [], 1
+    """Returns steps of one, two, four and more decodes beside a prompt, and of the fewest whose
+    kernels do not begin early: the parts of a context depend on the number of decodes, and whether
+    kernels begin early on that of their tokens."""
+    limits = config.scheduler
     longest = min(config.model.max_model_len, limits.max_num_batched_tokens)
-    while count < limits.max_num_seqs and count + _LONG_PROMPT <= longest:
-        steps.append(DummyStep([1] * count + [_LONG_PROMPT], _UNFILTERED))
-        count *= 2
-    return steps
+    most = min(limits.max_num_seqs - 1, longest - _LONG_PROMPT)
+    counts = {1 << power for power in range(max(0, most).bit_length())}
+    # Without drafts the prompt is no decode in any of the step's messages, with drafts it is.
+    counts |= {MAX_ROWS // length + (length == 1) for length in decode_lengths(config)}
+    return [
+        DummyStep([1] * count + [_LONG_PROMPT], _UNFILTERED)
+        for count in sorted(counts)
+        if count <= most
+    ]
 
 
 def _tokens_of_searched_pairs(config: EngineConfig) -> range:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -18,13 +19,14 @@ from engine.models.registry import spec_of
 from engine.worker.cudagraph_utils import capture_sizes, recorded_prompts
 from engine.worker.dummy_steps import DummyStep, warm_up_steps
 from tandem_kernels.device import KNOWN_GPUS
+from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
 
 pytest.importorskip("triton")
 
 H200 = KNOWN_GPUS["h200"]
 FAMILIES = {
     "dense": ("llama-3.1-8b", 1, ""),
-    "dense fp8": ("llama-3.1-8b", 1, "fp8"),
+    "dense fp8": ("llama-3.1-8b", 2, "fp8"),
     "experts": ("qwen3-30b-a3b", 1, "fp8"),
     "windows": ("gpt-oss-20b", 2, ""),
     "latents": ("deepseek-v2-lite", 2, ""),
@@ -54,7 +56,8 @@ def config_of(family: str) -> EngineConfig:
 def batch_of(step: DummyStep) -> Batch:
     prompts = tuple(length for length in step.lengths if length > 1)
     decodes = len(step.lengths) - len(prompts)
-    return Batch(decodes, step.num_cached + 1, prompts, step.num_cached)
+    asked = None if step.sampling.prompt_logprobs is None else sum(step.lengths)
+    return Batch(decodes, step.num_cached + 1, prompts, step.num_cached, asked)
 
 
 def warmed(config: EngineConfig) -> list[Batch]:
@@ -64,12 +67,14 @@ def warmed(config: EngineConfig) -> list[Batch]:
     steps += [Batch(size, config.model.max_model_len) for size in capture_sizes(config, most)]
     many = spec_of(config.model).has_many_launches
     keys = recorded_prompts(config, many_launches=many)
-    return list(dict.fromkeys([*steps, *(Batch(0, 0, (key.num_tokens,)) for key in keys)]))
+    steps += [Batch(0, 0, (key.num_tokens,), num_logits=key.num_reqs) for key in keys]
+    return list(dict.fromkeys(steps))
 
 
 def drawn(chance: random.Random, config: EngineConfig) -> Batch:
     """Returns a step as the scheduler makes them: decodes, chunks, prefixes that were found."""
-    decodes = chance.choice((0, 0, 1, 2, 5, 14, 50, chance.randint(0, 200)))
+    near = MAX_ROWS + chance.choice((0, 1, 2))
+    decodes = chance.choice((0, 0, 1, 2, 5, 14, 50, near, chance.randint(0, 200)))
     longest = chance.choice((4, 60, 500, 8000))
     room = config.scheduler.max_num_batched_tokens - decodes
     prompts: list[int] = []
@@ -79,7 +84,9 @@ def drawn(chance: random.Random, config: EngineConfig) -> Batch:
             prompts.append(length)
             room -= length
     cached = chance.choice((0, 0, 0, 50, 1000, 15_000))
-    return Batch(decodes, chance.randint(2, 20_000), tuple(prompts), cached)
+    batch = Batch(decodes, chance.randint(2, 20_000), tuple(prompts), cached)
+    asks_for_all = chance.random() < 0.1
+    return replace(batch, num_logits=batch.num_tokens) if asks_for_all else batch
 
 
 @pytest.mark.parametrize(
