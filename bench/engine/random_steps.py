@@ -29,6 +29,7 @@ from engine.config import EngineConfig, SpeculativeConfig
 from engine.contracts.group_step import Step
 from engine.contracts.scheduler_output import SchedulerOutput
 from engine.executor.uniproc_executor import UniprocExecutor
+from engine.models.errors import CheckpointError
 from engine.speed.offline_engine import OfflineEngine, offline_engine
 
 _NUM_LAYERS = {"qwen3.5-35b-a3b": 4, "qwen3-next-80b-a3b": 4}
@@ -162,7 +163,8 @@ def _wait_ms(next_step_at: float | None) -> float:
 
 
 def measure(shape: str, variant: str, arguments: argparse.Namespace) -> Found:
-    """Starts an engine and serves random traffic."""
+    """Starts an engine and serves random traffic. Raises `CheckpointError`: the shape has no such
+    variant."""
     config, found = config_of(shape, variant, arguments.device), Found(shape, variant)
     model, limits = config.model, config.scheduler
     traffic = RandomTraffic(
@@ -195,7 +197,11 @@ def main() -> None:
     everything: list[Found] = []
     for shape in arguments.shapes:
         for variant in arguments.variants:
-            everything.append(measure(shape, variant, arguments))
+            try:
+                everything.append(measure(shape, variant, arguments))
+            except CheckpointError as error:
+                print(f"left out: {shape} {variant}: {error}", flush=True)
+                continue
             write_result(arguments.name, [asdict(found) for found in everything])
     late = sum(len(found.late) for found in everything)
     print(f"{sum(found.num_steps for found in everything)} steps, {late} late compiles")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from edge.program import settle
 from engine.config import EngineConfig
 from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
 from engine.contracts.request_spec import RequestSpec
@@ -110,11 +111,13 @@ def offline_engine(
     gc.collect()
     engine = OfflineEngine(config, executor)
     # Or full collections look at all libraries, in the middle of what is measured.
-    gc.freeze()
+    thresholds = gc.get_threshold()
+    settle()
     try:
         yield engine
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
         engine.close()
 
 

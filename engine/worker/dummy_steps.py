@@ -19,7 +19,7 @@ from engine.contracts.step_shapes import lengths_up_to
 from engine.layers.gemm_policy import FUSED_QKV_ROWS
 from engine.models.registry import spec_of
 from engine.sample.siblings import DRAWS_AT_ONCE
-from engine.worker.cudagraph_utils import MOST_PROMPT_TOKENS
+from engine.worker.cudagraph_utils import FP8_PROMPT_TOKENS
 from kv_transfer.layout import KVGroup
 from tandem_kernels.experts.expert_tuning import MAX_SEARCHED_PAIRS
 from tandem_kernels.gemm.small_m_shapes import MAX_ROWS
@@ -28,7 +28,7 @@ _SHORT_PROMPTS = (2, 16, 32, 64)
 _LONG_PROMPT = 160
 _MANY_TOKENS = 2048
 """The tokens from which attention has tiles that depend on the context."""
-_NEVER_RECORDED = MOST_PROMPT_TOKENS[-1] + 1
+_NEVER_RECORDED = FP8_PROMPT_TOKENS[-1] + 1
 """Gives a step that a library attends, if there is one."""
 _CHUNK, _CHUNK_ROWS, _CHUNK_CONTEXT = 640, 128 * 128, 16
 """Tokens of a chunk that no library takes. For steps with more query rows (a token has one for each

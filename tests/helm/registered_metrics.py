@@ -35,12 +35,12 @@ def router_series() -> frozenset[str]:
 
 @cache
 def prefill_series() -> frozenset[str]:
-    return _node_series(PrefillMetrics(_engine().config).registry)
+    return _node_series(PrefillMetrics(measured_engine().config).registry)
 
 
 @cache
 def decode_series() -> frozenset[str]:
-    metrics = DecodeMetrics(_engine().config)
+    metrics = DecodeMetrics(measured_engine().config)
     metrics.watch_proxy(SimpleNamespace(open=SimpleNamespace(count=0), num_remote=0, num_queued=0, num_free_blocks=0))  # type: ignore[arg-type]  # fmt: skip  # noqa: E501
     return _node_series(metrics.registry)
 
@@ -52,7 +52,7 @@ def series_of(component: str) -> frozenset[str]:
 
 
 def _node_series(registry: CollectorRegistry) -> frozenset[str]:
-    registry.register(EngineCollector(_engine()))
+    registry.register(EngineCollector(measured_engine()))
     credentials: Any = SimpleNamespace(
         certificate_expires_at=lambda: None,
         plaintext_connections={"http": 0},
@@ -63,7 +63,7 @@ def _node_series(registry: CollectorRegistry) -> frozenset[str]:
     return frozenset(_series(generate_latest(registry).decode()))
 
 
-def _engine() -> Any:
+def measured_engine() -> Any:
     """Builds as much of an engine as its metrics ask for."""
     counters = dict.fromkeys(transfer_figures(), 0.0)
     return SimpleNamespace(

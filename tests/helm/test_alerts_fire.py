@@ -20,11 +20,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode_node.metrics import DecodeMetrics
+from engine.node.metrics import EngineCollector, MeasuredEngine
 from router.app import OuterWorld, make_services
 from router.config import RouterSettings
 from router.observe.metrics import RouterMetrics
 from tests.engine.core.tiny_engine import tiny_config
 from tests.helm.helm_engine import HelmSdk
+from tests.helm.registered_metrics import measured_engine
 from tests.helm.scenarios import overlay, values_of
 from tests.helm.test_metric_names import rules
 
@@ -73,6 +75,10 @@ def _local_prefills(metrics: DecodeMetrics) -> None:
     metrics._decisions.labels(*metrics._labels, "decode-only").inc(10)
 
 
+def _late_kernel(engine: MeasuredEngine) -> None:
+    engine.stats.num_kernel_compiles += 1
+
+
 BURSTS = [
     Burst("TandemErrors", "router", _answers(500, 30)),
     Burst("TandemErrors", "router", _answers(503, 30)),
@@ -82,6 +88,7 @@ BURSTS = [
     Burst("TandemDiscoveryFailing", "router", lambda metrics: metrics.discovery_failures.inc(40)),
     Burst("TandemPrefillAttemptsFail", "decode", _failed_prefills),
     Burst("TandemLocalPrefill", "decode", _local_prefills),
+    Burst("TandemKernelCompiled", "engine", _late_kernel, (("pod", "p"),)),
 ]
 
 
@@ -89,6 +96,10 @@ def _metrics(component: str) -> tuple[Any, CollectorRegistry]:
     if component == "decode":
         decode = DecodeMetrics(tiny_config())
         return decode, decode.registry
+    if component == "engine":
+        engine, registry = measured_engine(), CollectorRegistry()
+        registry.register(EngineCollector(engine))
+        return engine, registry
     router = make_services(RouterSettings(_cli_parse_args=[]), OuterWorld()).metrics
     return router, router.registry
 

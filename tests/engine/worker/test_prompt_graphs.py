@@ -203,6 +203,8 @@ def test_steps_that_wait_for_the_host_are_recorded(make_config) -> None:
     assert most[: len(long)] == long and long[: len(short)] == short
     assert sizes_of(quantization=ONLINE) == long
     assert sizes_of(2, many_launches=True) == most
+    of_fp8 = sizes_of(quantization=ONLINE, many_launches=True)
+    assert of_fp8[: len(most)] == most and of_fp8[len(most) :] == [4608, 5120, 5632, 6144]
     assert sizes_of(2, 1600) == [size for size in long if size <= 1600]
     for length in range(129, 4097):
         padded = next(size for size in most if size >= length)
