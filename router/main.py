@@ -7,17 +7,14 @@ import uvloop
 from edge.command_line import parse_settings
 from edge.http.large_blocks import return_large_blocks
 from edge.logs.setup import setup_logging, tell_failure
-from edge.program import settle
 from edge.security.config import SecurityError
 from edge.tracing.errors import TracingError
 from router.config import RouterSettings
 from router.edge.api_keys import ApiKeys
 from router.errors import ConfigurationError
+from router.garbage import settle
 from router.nodes.address import NodeRole, parse_node_list
 from router.server import RouterServer, bind, https_files
-
-_GARBAGE = 10_000, 20, 50
-"""Thresholds of its collections: requests leave few cycles."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         tell_failure("error", error)
         return 1
     return_large_blocks()
-    settle(*_GARBAGE)
+    settle()
     uvloop.run(server.run_until_drained())
     return 0
 

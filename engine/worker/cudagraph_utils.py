@@ -140,8 +140,8 @@ def prompt_keys(max_num_reqs: int, max_num_tokens: int) -> list[GraphKey]:
     are of as many requests as there may be: a few rows of logits more cost less than a graph."""
     sizes = sorted({min(num_reqs, max_num_reqs) for num_reqs in PROMPT_REQUESTS})
     keys: list[GraphKey] = []
-    every = PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS
-    every += MOST_PROMPT_TOKENS + FP8_PROMPT_TOKENS
+    common = PROMPT_TOKENS + LONG_PROMPT_TOKENS + LONGEST_PROMPT_TOKENS
+    every = common + MOST_PROMPT_TOKENS + FP8_PROMPT_TOKENS
     for num_tokens in every:
         fitting = [num_reqs for num_reqs in sizes if num_reqs < num_tokens <= max_num_tokens]
         drawing = fitting if num_tokens <= PROMPT_TOKENS[-1] else fitting[-1:]

@@ -27,7 +27,7 @@ H200 = KNOWN_GPUS["h200"]
 FAMILIES = {
     "dense": ("llama-3.1-8b", 1, ""),
     "dense fp8": ("llama-3.1-8b", 2, "fp8"),
-    "experts": ("qwen3-30b-a3b", 1, "fp8"),
+    "experts": ("qwen3-30b-a3b", 2, "fp8"),
     "windows": ("gpt-oss-20b", 2, ""),
     "latents": ("deepseek-v2-lite", 2, ""),
     "states": ("qwen3.5-35b-a3b", 4, ""),
