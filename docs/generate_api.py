@@ -59,18 +59,15 @@ A stream of events is never silent for longer than `--sse-keepalive-s` (default 
 | it does not | status 200 and headers after that time, and a comment, which clients skip |
 | in every pause of that time, also while an answer moves to another node | a comment |
 
-The time runs from the request's arrival, and waiting in the router's queue is part of it.
-**Where the line runs**: what fails before a stream has begun is an HTTP status, as for an answer in
-one piece. So are all refusals that need no waiting: a wrong body (400), rates (429), a full queue
-or a wait that would be too long (503), nodes that are not there (503; `--no-node-wait-s` is shorter
-than the default). What fails later, such as a request whose time in the queue is over, is an event
-with the same error object, and then the stream ends without its last event (`[DONE]`,
-`message_stop`, `response.completed`). Metrics count the request by the error's status either way. A
-stream that began with a comment has no `x-tandem-prefill-node`, since that is not known yet.
+The time runs from the request's arrival, waiting in the router's queue included. What fails before
+a stream has begun is an HTTP status; so are all refusals that need no waiting: a wrong body (400),
+rates (429), a full queue or a wait that would be too long (503), nodes that are not there (503).
+What fails later is an event with the same error object, and then the stream ends without its last
+event (`[DONE]`, `message_stop`, `response.completed`). A stream that began with a comment has no
+`x-tandem-prefill-node`.
 
-Comments (`: keep-alive`) come from the router; a decode node sends its own to clients that ask it
-directly. Answers in one piece (`"stream": false`) are sent when they are complete; a proxy in
-between has to wait for them ([proxies](proxies.md)). Every stream says `X-Accel-Buffering: no`.
+Answers in one piece (`"stream": false`) are sent when they are complete; a proxy in between has to
+wait for them ([proxies](proxies.md)). Every stream says `X-Accel-Buffering: no`.
 """
 
 STATE = """
@@ -152,8 +149,8 @@ Other servers know these fields, and they would change the answer, so they are r
 `unsupported_parameter` wherever they are not among the fields above. null, false, 0, and empty
 values ask for nothing and are accepted, but for an empty `web_search_options`.
 
-| field | also accepted | instead |
-|---|---|---|
+| field (also accepted) | instead |
+|---|---|
 """
 
 ROUTER_PATHS = {
@@ -166,6 +163,8 @@ ROUTER_PATHS = {
     "/health": "",
     "/ready": "",
     "/metrics": "",
+    "/switch_role": "Makes a node of `tandem node` a prefill or a decode node ([roles](roles.md)). "
+    "For operators alone.",
     "/status": "Shows the cluster to people.",
     "/status/{file}": "Sends what that page is made of.",
     "/status/events": "Streams what that page shows, as server-sent events.",
@@ -259,11 +258,8 @@ def endpoints() -> str:
     for path in sorted({*node, *router}, key=lambda path: (path[:4] != "/v1/", path)):
         method = ", ".join(sorted((node.get(path) or router[path])[0]))
         meaning = (node[path][1] if path in node else "") or ROUTER_PATHS.get(path, "")
-        is_passed_on = path in router and router[path][0] == {"POST"} and path not in ROUTER_PATHS
-        if is_passed_on and path not in node:
-            continue  # A router passes it on, and no node has it yet.
         if not meaning:
-            raise Undocumented(f"the route {path} has no docstring")
+            raise Undocumented(f"say in ROUTER_PATHS, or in its docstring, what {path} does")
         shown = path.replace("{model_id:path}", "{name}").replace("{name:path}", "{name}")
         marks = f"{router_mark(path, router)} | {_mark(path in node)}"
         rows.append(f"| `{method} {shown}` | {marks} | {meaning} |")
@@ -330,8 +326,10 @@ def _link(title: str) -> str:
 
 
 def table(body: type[BaseModel], leave_out: set[str]) -> str:
+    """Returns a row for each field; fields that are alike share one, and all that are ignored."""
     schema = body.model_json_schema()["properties"]
-    rows = ["| field | type | | meaning |", "|---|---|---|---|"]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    ignored: dict[str, list[str]] = {}
     for name, field in body.model_fields.items():
         if name in leave_out:
             continue
@@ -342,8 +340,19 @@ def table(body: type[BaseModel], leave_out: set[str]) -> str:
             )
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         fate = "limited" if meaning.startswith("Only ") else "accepted"
-        fate = "ignored" if IS_IGNORED in field.metadata else fate
-        rows.append(f"| `{shown}` | {type_of(schema[shown])} | {fate} | {meaning} |")
+        if IS_IGNORED in field.metadata:
+            ignored.setdefault(meaning, []).append(f"`{shown}`")
+        else:
+            alike.setdefault((type_of(schema[shown]), fate, meaning), []).append(f"`{shown}`")
+    if not alike and not ignored:
+        return ""
+    rows = ["| field | type | | meaning |", "|---|---|---|---|"]
+    rows += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in alike.items()]
+    if ignored:
+        names = ", ".join(name for names in ignored.values() for name in names)
+        reasons = [f"{', '.join(names)}: {why}" for why, names in ignored.items()]
+        reasons = list(ignored) if len(ignored) == 1 else reasons
+        rows.append(f"| {names} | any | ignored | {' '.join(reasons)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -385,11 +394,13 @@ def _type_of(schema: dict[str, Any]) -> str:
 
 
 def not_built() -> str:
-    return "".join(
-        f"| `{name}` | {', '.join(f'`{value}`' for value in dict.fromkeys(map(str, it.neutral)))} "
-        f"| {it.advice} |\n"
-        for name, it in NOT_BUILT.items()
-    )
+    """Returns a row for each advice, with the fields that get it and the values that ask for
+    nothing."""
+    fields: dict[str, list[str]] = {}
+    for name, it in NOT_BUILT.items():
+        neutral = ", ".join(f"`{value}`" for value in dict.fromkeys(map(str, it.neutral)))
+        fields.setdefault(it.advice, []).append(f"`{name}`" + (f" ({neutral})" if neutral else ""))
+    return "".join(f"| {', '.join(names)} | {advice} |\n" for advice, names in fields.items())
 
 
 def _whole(thing: object) -> str:

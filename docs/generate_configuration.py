@@ -10,11 +10,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from cli.chat import ChatSettings
 from cli.local_cluster.cluster import UpSettings
-from cli.node_profile import ProfileSettings
-from cli.nodes import NodesSettings
-from cli.switch_role import SwitchSettings
 from decode_node.config import DecodeNodeSettings
 from prefill_node.config import PrefillNodeSettings
 from role_node.config import RoleNodeSettings
@@ -25,10 +21,13 @@ PAGE = Path(__file__).parent / "configuration.md"
 HEAD = """\
 # Configuration
 
-Every setting is a flag and an environment variable; a flag wins. This page is generated from the
-settings classes by `make docs`. Settings of each command are in three groups: those that **one
-sets** for nearly every cluster, those that one **may set** for a need of one's own, and those for
-**experts**, whose defaults were measured or are derived from the machine.
+Every setting is a flag and an environment variable, the name of which is the flag's in capitals,
+with underscores, behind a prefix that each section names: `--log-level` of a router is
+`TANDEM_ROUTER_LOG_LEVEL`. A flag wins. `make docs` generates this page from the settings classes.
+Settings of each command are in three groups: those that **one sets** for nearly every cluster,
+those that one **may set** for a need of one's own, and those for **experts**, whose defaults were
+measured or are derived from the machine. Commands that are no services explain their flags with
+`--help`.
 
 """
 
@@ -139,11 +138,8 @@ SERVICES: list[tuple[str, type[BaseSettings]]] = [
     ("tandem prefill", PrefillNodeSettings),
     ("tandem decode", DecodeNodeSettings),
     ("tandem node", RoleNodeSettings),
-    ("tandem chat", ChatSettings),
-    ("tandem nodes", NodesSettings),
-    ("tandem profile", ProfileSettings),
-    ("tandem switch-role", SwitchSettings),
 ]
+_NODES = "tandem prefill and tandem decode"
 PARENTS: dict[type[BaseSettings], str] = {RoleNodeSettings: "tandem decode"}
 """Those that only add to another service's settings, or say what differs."""
 
@@ -176,21 +172,27 @@ def default(field: FieldInfo) -> str:
     return "" if value in (None, "") else f"`{value}`"
 
 
-def row(prefix: str, name: str, field: FieldInfo) -> str:
+def row(name: str, field: FieldInfo) -> str:
     meaning = (field.description or "").replace("|", "\\|").replace("\n", " ")
-    return (
-        f"| `{flag(name, field)}` | `{(prefix + name).upper()}` | {type_name(field)} "
-        f"| {default(field)} | {meaning} |"
-    )
+    return f"| `{flag(name, field)}` | {type_name(field)} | {default(field)} | {meaning} |"
 
 
 def rows(settings: type[BaseSettings]) -> dict[str, str]:
     """Returns the row of each setting, by its name."""
-    prefix = settings.model_config.get("env_prefix", "")
     return {
-        name: row(prefix, name, field)
+        name: row(name, field)
         for name, field in settings.model_fields.items()
         if settings not in PARENTS or name in settings.__annotations__
+    }
+
+
+def shared(*settings: type[BaseSettings]) -> dict[str, str]:
+    """Returns the rows that are the same in all of these."""
+    first, *others = map(rows, settings)
+    return {
+        name: text
+        for name, text in first.items()
+        if all(other.get(name) == text for other in others)
     }
 
 
@@ -204,35 +206,36 @@ def tables(found: dict[str, str]) -> list[str]:
     lines: list[str] = []
     for title, texts in groups.items():
         if texts:
-            lines += [f"**{title}**", "", "| flag | environment | type | default | meaning |"]
-            lines += ["|---|---|---|---|---|", *texts, ""]
+            lines += [f"**{title}**", "", "| flag | type | default | meaning |"]
+            lines += ["|---|---|---|---|", *texts, ""]
     return lines
 
 
-def section(title: str, found: dict[str, str], before: str = "") -> str:
-    lines = [f"## {title}", "", *([before, ""] if before else []), *tables(found)]
-    return "\n".join(lines)
+def section(title: str, found: dict[str, str], before: str) -> str:
+    return "\n".join([f"## {title}", "", before, "", *tables(found)])
 
 
 def sections() -> list[str]:
-    """Returns the section of each command; prefill and decode nodes have one together."""
-    shared = {
-        name: text
-        for name, text in rows(PrefillNodeSettings).items()
-        if rows(DecodeNodeSettings).get(name) == text
-    }
-    made = []
+    """Returns what all services have, what nodes have, and what each command has besides."""
+    of_all = shared(RouterSettings, PrefillNodeSettings, DecodeNodeSettings)
+    of_nodes = shared(PrefillNodeSettings, DecodeNodeSettings)
+    made = [
+        section("All services", of_all, "With the prefix of each: `TANDEM_ROUTER_`, `TANDEM_`.")
+    ]
     for title, settings in SERVICES:
-        found = rows(settings)
-        before = ""
+        prefix = f"`{settings.model_config.get('env_prefix', '')}`"
+        is_node = settings in (PrefillNodeSettings, DecodeNodeSettings)
+        known = of_all | (of_nodes if is_node else {})
         if settings is PrefillNodeSettings:
-            made.append(section("tandem prefill and tandem decode", shared))
-        if settings in (PrefillNodeSettings, DecodeNodeSettings):
-            found = {name: text for name, text in found.items() if name not in shared}
-            before = "All settings of `tandem prefill and tandem decode`, and:"
-        if parent := PARENTS.get(settings):
-            before = f"All settings of `{parent}`, and:"
-        made.append(section(title, found, before))
+            only = {name: text for name, text in of_nodes.items() if name not in of_all}
+            made.append(section(_NODES, only, f"{prefix}, and the settings of all services."))
+        found = {name: text for name, text in rows(settings).items() if known.get(name) != text}
+        parent = PARENTS.get(settings, _NODES if is_node else "")
+        if settings is RouterSettings:
+            parent = "all services"
+        made.append(
+            section(title, found, f"{prefix}, and the settings of {parent}." if parent else prefix)
+        )
     return made
 
 

@@ -11,7 +11,7 @@ For each template and conversation:
 - It is one that transformers makes, from one way of writing the messages.
 - Each word of the conversation is in it. A template that shows no calls or no system loses theirs.
 
-Token ids are compared for the tokenizers. docs/tool_calls.md must have the table of what was found;
+Token ids are compared for the tokenizers. README.md must have the table of what was found;
 with `--write` it is written.
 """
 
@@ -50,7 +50,7 @@ from tests.templates.table import Row, row, write
 
 Json = dict[str, Any]
 
-PAGE = Path(__file__).parents[2] / "docs" / "tool_calls.md"
+PAGE = Path(__file__).with_name("README.md")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 

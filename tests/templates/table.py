@@ -1,4 +1,4 @@
-"""Writes the table of published chat templates by what the probe found into docs/tool_calls.md."""
+"""Writes the table of published chat templates by what the probe found into README.md."""
 
 from __future__ import annotations
 
