@@ -3,16 +3,17 @@ are kept."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from router.beside_serving import running_tasks
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.models.known_models import ModelTable
@@ -57,12 +58,13 @@ def make_batches(settings: RouterSettings, parts: BatchParts) -> KeptBatches:
         from router.batches.batch_calls import BatchCalls
         from router.batches.batch_runs import BatchRuns
         from router.batches.batch_store import BatchStore
-        from router.batches.expiry import BatchExpiry
+        from router.batches.expiry import sweep_batches
         from router.batches.file_calls import FileCalls
         from router.batches.idle_room import IdleRoom
         from router.batches.settings import BatchLimits
         from router.edge.batch_api import BatchRoutes
         from router.store.database import Database, Purpose
+        from router.store.sweeping import sweep_forever
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"--batch-store needs the package {error.name}: pip install 'tandem[state]'"
@@ -100,21 +102,11 @@ def make_batches(settings: RouterSettings, parts: BatchParts) -> KeptBatches:
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         try:
-            async with _tasks(room.run(), runs.watch(), BatchExpiry(store).run()):
+            sweeping = sweep_forever(store.database, partial(sweep_batches, store))
+            async with running_tasks(room.run(), runs.watch(), sweeping):
                 yield
         finally:
             await runs.close()
             await store.database.close()
 
     return KeptBatches(routes.routes(), running, runs)
-
-
-@asynccontextmanager
-async def _tasks(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from router.beside_serving import running_tasks
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.models.request_room import RequestRoom
@@ -91,15 +92,16 @@ def make_responses(
 
 @asynccontextmanager
 async def _running(runs: BackgroundRuns) -> AsyncIterator[None]:
-    from router.responses.expiry import Expiry
+    from router.responses.expiry import sweep_responses
+    from router.store.sweeping import sweep_forever
 
     kept = runs.kept
-    tasks = [asyncio.create_task(work) for work in (runs.watch(), Expiry(kept).run())]
+    sweeping = sweep_forever(kept.database, partial(sweep_responses, kept))
     try:
-        yield
+        async with running_tasks(runs.watch(), sweeping):
+            try:
+                yield
+            finally:
+                await runs.close()
     finally:
-        await runs.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await kept.database.close()

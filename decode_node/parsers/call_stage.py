@@ -84,6 +84,16 @@ class CallStage(StepStage):
         yield from self.source.skip_white_space()
         return (yield from self.source.takes(begin))
 
+    def header(
+        self, marker: str, section: str, begin: str, name_ends: MarkerSet
+    ) -> Steps[tuple[str, str]]:
+        """Takes a header up to the end of its name. Returns the name and what ended it; nothing
+        where no call begins."""
+        if not (yield from self.enters(marker, section, begin)):
+            return "", ""
+        name, end = yield from self.source.read(name_ends, MAX_NAME)
+        return name.strip(), end
+
     def accept(self, name: str) -> None:
         """Begins a call for certain."""
         self.source.forget()

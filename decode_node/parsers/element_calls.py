@@ -58,10 +58,10 @@ class ElementStage(CallStage):
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source
-        if not (yield from self.enters(marker, self._section, self._before_name)):
-            return self.reject()
-        name, end = yield from source.read(self._name_ends, MAX_NAME)
-        tool = self.tools.get(name.strip())
+        name, end = yield from self.header(
+            marker, self._section, self._before_name, self._name_ends
+        )
+        tool = self.tools.get(name)
         if end != self._after_name or tool is None:
             source.put_back(end)
             return self.reject()

@@ -61,10 +61,10 @@ class XmlStage(CallStage):
 
     def call(self, marker: str) -> Steps[None]:
         source = self.source
-        if not (yield from self.enters(marker, self._section, self._before_name)):
-            return self.reject()
-        name, end = yield from source.read(self._name_ends, MAX_NAME)
-        tool = self._tool(name.strip())
+        name, end = yield from self.header(
+            marker, self._section, self._before_name, self._name_ends
+        )
+        tool = self._tool(name)
         if end != self._after_name:
             source.put_back(end)
         if tool is None or not end or (self._after_name and end != self._after_name):

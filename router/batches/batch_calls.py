@@ -21,7 +21,7 @@ from router.store.batches import (
     list_batches,
     num_unfinished,
 )
-from router.store.files import FilePage
+from router.store.files import ListQuery
 from router.store.transaction import Transaction
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -93,7 +93,7 @@ class BatchCalls:
         row = await self.store.database.read(lambda one: self.store.batch(one, tenant, name))
         return encode(batch_object(row))
 
-    async def list_all(self, tenant: str, page: FilePage) -> bytes:
+    async def list_all(self, tenant: str, page: ListQuery) -> bytes:
         now = self.store.clock()
         found, has_more = await self.store.database.read(
             lambda one: list_batches(one, tenant, page, now)

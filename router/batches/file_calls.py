@@ -17,9 +17,9 @@ from router.batches.form_reader import FormReader
 from router.batches.line_cutter import LineCutter
 from router.store.batches import uses_file
 from router.store.files import (
-    FilePage,
     FilePart,
     FileRow,
+    ListQuery,
     add_file,
     add_parts,
     finish_file,
@@ -69,7 +69,7 @@ class FileCalls:
         file = await self.store.database.read(lambda one: self.store.file(one, tenant, name))
         return encode(file_object(file))
 
-    async def list_all(self, tenant: str, page: FilePage) -> bytes:
+    async def list_all(self, tenant: str, page: ListQuery) -> bytes:
         now = self.store.clock()
         found, has_more = await self.store.database.read(
             lambda one: list_files(one, tenant, page, now)

@@ -33,7 +33,7 @@ from router.batches.batch_calls import BatchCalls
 from router.batches.file_calls import FileCalls
 from router.edge.list_order import is_ascending
 from router.request.tenants import Tenant
-from router.store.files import FilePage
+from router.store.files import ListQuery
 
 _JSON = "application/json"
 _MAX_FILES, _MAX_BATCHES, _DEFAULT_BATCHES = 10_000, 100, 20
@@ -104,13 +104,13 @@ def _tenant(request: Request) -> str:
     return tenant.name
 
 
-def _page(request: Request, default: int, most: int) -> FilePage:
+def _page(request: Request, default: int, most: int) -> ListQuery:
     """Returns the part of a list that is asked for. Raises `BadRequest`."""
     text = request.query_params.get("limit", str(default))
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
     if not is_number or not 1 <= int(text) <= most:
         raise BadRequest(f"limit must be 1 to {most}", param="limit")
-    return FilePage(
+    return ListQuery(
         limit=int(text),
         is_ascending=is_ascending(request),
         after=request.query_params.get("after", ""),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import msgspec
 from sqlalchemy import Row, delete, func, insert, select, update
 
-from router.store.files import FilePage, after
+from router.store.files import ListQuery, after
 from router.store.owned_rows import named, owned
 from router.store.tables import BATCHES
 from router.store.transaction import Transaction
@@ -97,7 +97,7 @@ def find_batch(transaction: Transaction, tenant: str, name: str, now: float) -> 
 
 
 def list_batches(
-    transaction: Transaction, tenant: str, page: FilePage, now: float
+    transaction: Transaction, tenant: str, page: ListQuery, now: float
 ) -> tuple[list[BatchRow], bool]:
     """Returns some of a tenant's batches, the newest first, and whether there are more."""
     where = [BATCHES.c.tenant == tenant, BATCHES.c.kept_until > now]

@@ -43,8 +43,9 @@ class FilePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilePage:
-    """Asks for some of a tenant's files: those of `purpose`, if it is not empty, behind `after`."""
+class ListQuery:
+    """Asks for some of a tenant's files or batches: those that follow `after` in a list, and of
+    files those of `purpose`, if it is not empty."""
 
     limit: int = 10_000
     is_ascending: bool = False
@@ -114,7 +115,7 @@ def find_file(transaction: Transaction, tenant: str, name: str, now: float) -> F
 
 
 def list_files(
-    transaction: Transaction, tenant: str, page: FilePage, now: float
+    transaction: Transaction, tenant: str, page: ListQuery, now: float
 ) -> tuple[list[FileRow], bool]:
     """Returns some of a tenant's files, and whether there are more behind them."""
     where = [FILES.c.tenant == tenant, *_is_seen(now)]

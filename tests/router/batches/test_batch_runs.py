@@ -13,6 +13,7 @@ import random
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from router.batches.answer import Answering
 from router.batches.batch_calls import BatchCalls
 from router.batches.batch_runs import BatchRuns
 from router.batches.batch_store import BatchStore
-from router.batches.expiry import BatchExpiry
+from router.batches.expiry import sweep_batches
 from router.batches.file_calls import FileCalls
 from router.batches.idle_room import IdleRoom
 from router.batches.settings import BatchLimits
@@ -34,7 +35,7 @@ from router.observe.batch_metrics import BatchTotals
 from router.request.model_route import plain_route
 from router.request.tenants import ANYONE
 from router.store.database import Database
-from router.store.files import FilePage, account
+from router.store.files import ListQuery, account
 from tests.router.batches.node import Json, jsonl, line
 from tests.router.cluster import TIMEOUT_S
 
@@ -295,7 +296,7 @@ async def test_what_has_expired_is_removed_with_its_bytes(tmp_path: Path) -> Non
     world.may_go.set()
     router = world.router()
     await router.ended(await router.create([line("a")]))
-    sweep = BatchExpiry(router.store).sweep
+    sweep = partial(sweep_batches, router.store)
 
     def num_bytes() -> Any:
         return router.store.database.read(lambda one: one.num_bytes_of(account(ANYONE.name)))
@@ -305,5 +306,5 @@ async def test_what_has_expired_is_removed_with_its_bytes(tmp_path: Path) -> Non
     world.now += 62 * 86400
     assert await sweep() == 3
     assert await num_bytes() == 0
-    assert json.loads(await router.calls.list_all(ANYONE.name, FilePage()))["data"] == []
+    assert json.loads(await router.calls.list_all(ANYONE.name, ListQuery()))["data"] == []
     await router.close()

@@ -15,7 +15,7 @@ from router.app import create_app
 from router.config import RouterSettings
 from router.edge.key_file import digest_of
 from router.errors import ConfigurationError
-from router.responses.expiry import Expiry
+from router.responses.expiry import sweep_responses
 from tests.router.cluster import Cluster, RunningRouter, eventually
 from tests.router.fakes import FakeDecodeNode
 from tests.router.responses.api import Api, kept_of, rows, said
@@ -168,7 +168,7 @@ async def test_what_has_expired_is_not_there_and_then_gone(
     await api("GET", f"responses/{alone['id']}", status=404)
     # A chain lives as long as its last response.
     await api.create("four", previous_response_id=third["id"])
-    while await Expiry(kept).sweep():
+    while await sweep_responses(kept):
         pass
     with sqlite3.connect(store) as database:
         found = {row[0] for row in database.execute("SELECT id FROM tandem_responses")}
