@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from router.beside_serving import running_tasks
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.models.known_models import ModelTable
@@ -21,6 +20,7 @@ from router.observe.batch_metrics import BatchCollector, BatchTotals
 from router.observe.store_metrics import StoreMetrics
 from router.placement.spare_nodes import SpareNodes
 from router.request.tenants import Tenant
+from router.store.running_tasks import running_tasks
 
 if TYPE_CHECKING:
     from router.batches.batch_runs import BatchRuns

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from router.beside_serving import running_tasks
 from router.config import RouterSettings
 from router.errors import ConfigurationError
 from router.models.request_room import RequestRoom
 from router.observe.store_metrics import StoreMetrics
 from router.request.tenants import Tenant
+from router.store.running_tasks import running_tasks
 
 if TYPE_CHECKING:
     from router.responses.background_runs import BackgroundRuns

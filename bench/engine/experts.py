@@ -5,7 +5,7 @@
     python -m bench.engine.experts --tune --shape mixtral-8x7b --ranks 2 --tables FOLDER
     python -m bench.engine.experts --tune --shape gpt-oss-120b --format mxfp4 --tokens 2048,8192
     python -m bench.engine.experts --tune --shape gpt-oss-120b --format mxfp4 --like strips=2
-    python -m bench.engine.experts --shape gpt-oss-120b --format mxfp4
+    python -m bench.engine.experts --shape qwen3-30b-a3b --format nvfp4,mxfp4,int4
 
 The floor is the bytes of the experts that are touched over what a copy reaches, or the operations
 over what a large GEMM reaches, whichever is longer. Routing is uniformly random. Reports are
@@ -14,7 +14,6 @@ written to bench/results.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
+from bench.arguments import names_among, parser_of
 from bench.engine.timing.device_time import copy_bytes_per_us, graph_us
 from bench.engine.timing.expert_formats import FORMATS, SHAPES, ExpertWeights, LayerShape
 from bench.record import write_result
@@ -224,9 +224,12 @@ def report(name: str, kind: type[ExpertWeights], shape: LayerShape) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the weights")
+    parser.add_argument(
+        "--format", type=names_among(FORMATS), default=["bf16"],
+        help="of the weights; without --tune several, comma separated",
+    )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--tune", action="store_true", help="sweep the tunings, write the table")
     parser.add_argument(
@@ -243,15 +246,18 @@ def main() -> None:
     given = parser.parse_args()
     if not set(given.tokens) <= set(_TOKENS):
         parser.error(f"--tokens: a table is of {_TOKENS}")
-    whole, kind = SHAPES[given.shape], FORMATS[given.format]
+    if given.tune and len(given.format) > 1:
+        parser.error("--tune takes one format")
+    whole, kind = SHAPES[given.shape], FORMATS[given.format[0]]
     shape = replace(whole, width=whole.width // given.ranks)
     sweep = Sweep(given.tokens, given.like, given.tables)
     if not given.tune:
-        name = f"{given.shape} {given.format}"
-        figures = {"shape": asdict(shape), "layer": report(name, kind, shape)}
-        print(write_result(f"experts-{given.shape}-{given.format}", figures))
+        formats: list[str] = given.format
+        layers = {name: report(f"{given.shape} {name}", FORMATS[name], shape) for name in formats}
+        name = f"experts-{given.shape}-{'-'.join(formats)}"
+        print(write_result(name, {"shape": asdict(shape), "layers": layers}))
     elif given.part is None:
-        options = ["--shape", given.shape, "--format", given.format, "--ranks", str(given.ranks)]
+        options = ["--shape", given.shape, "--format", *given.format, "--ranks", str(given.ranks)]
         options += ["--tokens", ",".join(map(str, given.tokens)), f"--like={given.like}"]
         options += ["--tables", str(given.tables)]
         compile_all(options, min(16, os.cpu_count() or 1))

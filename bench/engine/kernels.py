@@ -11,11 +11,11 @@ and prints the table.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 
 import torch
 
+from bench.arguments import parser_of
 from bench.engine.timing.device_time import copy_bytes_per_us, graph_us, matmul_flops_per_us
 from bench.engine.timing.kernel_cases import (
     Case,
@@ -62,7 +62,7 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float) -> dict[str, o
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="measure operations whose name contains this")
     parser.add_argument("--name", default="kernels", help="of the result file")
     arguments = parser.parse_args()

@@ -12,7 +12,6 @@ which the one with the lowest median counts: other programs can only make it slo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 import msgspec
 import xxhash
 
+from bench.arguments import parser_of
 from bench.record import write_result
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.contracts.messages import EngineCoreRequest
@@ -261,7 +261,7 @@ def _best_us(run: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Scheduler cost at steady decode.")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="measured steps of each batch")
     steps = parser.parse_args().steps
     costs = [

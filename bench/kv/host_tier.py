@@ -16,9 +16,7 @@ Goals on one H200, 8k tokens: first token in 40 ms (198 ms computed), p99 of the
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +26,9 @@ from dataclasses import dataclass, replace
 import msgspec
 import zmq
 
+from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES, shape_config
+from bench.figures import distribution, percentile
 from bench.record import write_result
 from engine.config import EngineConfig
 from engine.contracts.messages import EngineCoreOutput, EngineCoreRequest
@@ -236,39 +236,26 @@ def measure(bench: Bench, plan: Plan) -> dict[str, object]:
     return {
         "prefix tokens": plan.prefix,
         "first token, ms": {
-            "computed": summary(computed),
-            "loaded": summary(loaded),
-            "cached": summary(cached),
+            "computed": distribution(computed),
+            "loaded": distribution(loaded),
+            "cached": distribution(cached),
         },
         "share of prefix tokens that were loaded": round(share, 3),
-        "GB/s of a load alone": summary(alone),
-        "GB/s of a load beside rows": summary(bench.clock.rates),
+        "GB/s of a load alone": distribution(alone),
+        "GB/s of a load beside rows": distribution(bench.clock.rates),
         "time between tokens, ms": {
             "rows": plan.rows,
-            "prefixes in the cache": summary(in_cache),
-            "prefixes loaded": summary(beside),
-            "p99 ratio": round(percentile(beside, 0.99) / percentile(in_cache, 0.99), 3),
+            "prefixes in the cache": distribution(in_cache),
+            "prefixes loaded": distribution(beside),
+            "p99 ratio": round(p99(beside) / p99(in_cache), 3),
             "prefixes loaded meanwhile": round(loads, 2),
         },
         "tier": bench.tier.counters,
     }
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {
-        "p50": round(statistics.median(values), 3),
-        "p99": round(percentile(values, 0.99), 3),
-        "least": round(min(values), 3),
-        "most": round(max(values), 3),
-        "count": len(values),
-    }
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def p99(values: list[float]) -> float:
+    return percentile(sorted(values), 0.99)
 
 
 @contextmanager
@@ -281,7 +268,7 @@ def progress(what: str) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--processes", type=int, help="transfer processes of the rank")

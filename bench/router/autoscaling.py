@@ -20,7 +20,6 @@ a plot of what each setting costs and attains.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -30,7 +29,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from bench.arguments import names_among
+from bench.arguments import names_among, parser_of
 from bench.engine.speed_profiles import PROFILES
 from bench.record import RESULTS, write_result
 from bench.router.elastic_cluster import ElasticCluster
@@ -351,7 +350,7 @@ def table(run: Run) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", type=names_among(TRACES), default=list(TRACES), help="traces")
     parser.add_argument("--part", type=float, default=1.0, help="of each trace; for a first look")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and bursts")

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bench.arguments import parser_of
+from bench.figures import distribution_ms
 from bench.record import write_result
 from bench.router.processes import child, cpu_seconds, peak_rss_mib, port_of, running
 from cli.local_cluster.cluster import DEMO_CHECKPOINT
@@ -179,19 +180,13 @@ def _measure(kind: str, name: str, seconds: float) -> dict[str, object]:
             with child(run_attack, begun, attacked, name, seconds):
                 begun.get()
                 waits = asyncio.run(_waits(port, pid, seconds + 2))
-            found |= _figures(place, [wait.whole for wait in waits])
-            found |= _figures(f"{place}_own", [wait.own for wait in waits])
+            found[f"{place}_ms"] = distribution_ms([wait.whole for wait in waits])
+            found[f"{place}_own_ms"] = distribution_ms([wait.own for wait in waits])
         return found | {
             "grown_mib": round(peak_rss_mib(pid) - peak, 1),
             "cpu_s": round(cpu_seconds(pid) - cpu, 2),
             "load_average": round(os.getloadavg()[0], 1),
         }
-
-
-def _figures(name: str, seconds: list[float]) -> dict[str, float]:
-    found = sorted(seconds)
-    places = {"p50": len(found) // 2, "p99": len(found) * 99 // 100, "max": -1}
-    return {f"{name}_{at}_ms": round(found[i] * 1e3, 1) for at, i in places.items()}
 
 
 def main() -> int:

@@ -11,7 +11,6 @@ the other. The first row posts a harmless body: what is there is the machine's.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
 import json
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.arguments import parser_of
 from bench.record import write_result
 from bench.router.processes import child, port_of, run_token_server, running
 from cli.local_cluster.cluster import DEMO_CHECKPOINT
@@ -237,7 +237,7 @@ def measure_node(tree: Path, repeats: int, at_once: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tree", type=Path, default=Path.cwd(), help="source tree to measure")
     parser.add_argument("--name", default="hostile_bodies", help="name of the result")
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many is kept")

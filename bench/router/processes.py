@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -232,11 +231,6 @@ async def request_times(port: int, count: int) -> list[float]:
 
 
 # Figures ----------------------------------------------------------------------------------------
-
-
-def percentiles_ms(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"p50": round(cuts[49] * 1e3, 3), "p99": round(cuts[98] * 1e3, 3)}
 
 
 def cpu_seconds(pid: int) -> float:

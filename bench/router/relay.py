@@ -26,12 +26,12 @@ from typing import cast
 import uvloop
 
 from bench.arguments import parser_of
+from bench.figures import distribution_ms
 from bench.record import write_result
 from bench.router.processes import (
     child,
     cpu_seconds,
     peak_rss_mib,
-    percentiles_ms,
     request_times,
     run_router,
     run_token_server,
@@ -105,7 +105,7 @@ async def _measure(
         "streams": num_streams,
         "complete": len(delays_s) == num_streams * max_tokens,
         "tokens_per_s": round(len(delays_s) / wall_s),
-        "token_ms": percentiles_ms(delays_s),
+        "token_ms": distribution_ms(delays_s),
         "cpu_us_per_token": round(cpu / len(delays_s) * 1e6, 1),
         "cores": round(cpu / wall_s, 3),
         "peak_rss_mib": max(map(peak_rss_mib, pids), default=0.0),
@@ -116,7 +116,7 @@ async def _measure_all(
     args: argparse.Namespace, name: str, entries: list[int], pids: list[int]
 ) -> list[dict[str, object]]:
     await request_times(entries[0], 200)
-    request_ms = percentiles_ms(await request_times(entries[0], args.requests))
+    request_ms = distribution_ms(await request_times(entries[0], args.requests))
     rows = []
     for tokens in args.tokens:
         found = await _measure(args, entries, pids, tokens)

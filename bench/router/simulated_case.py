@@ -55,6 +55,8 @@ class Case:
     slow_nodes: int = 0
     """This many prefill nodes have half the speed."""
     seed: int = 0
+    beside_batch: bool = False
+    """A batch without end runs on capacity that nothing else uses."""
 
     @property
     def num_ordinary(self) -> float:
@@ -96,6 +98,7 @@ class Result:
     decision_p50_us: float
     decision_mean_us: float
     decode_overfull: int
+    batch_tokens_per_s: float
     choices: dict[str, int]
     wall_s: float
 
@@ -149,11 +152,18 @@ def run(case: Case) -> Result:
     )
     began = time.perf_counter()
     cluster = SimCluster(case.shape, policy_maker(case), case.seed, [0.5] * case.slow_nodes)
-    measured = cluster.run(requests, WARM_PART)
+    measured = cluster.run(requests, WARM_PART, _batch_of(case) if case.beside_batch else ())
     wall_s = time.perf_counter() - began
     first = int(WARM_PART * len(requests))
     ideal = ideal_ttft_s(requests, case.shape.num_prefill, first, case.shape.steps)
-    return _result(case, cluster, measured, limit, ideal, wall_s)
+    seconds = requests[-1].at_s
+    return _result(case, cluster, measured, limit, ideal, wall_s, seconds)
+
+
+def _batch_of(case: Case) -> Sequence[SimRequest]:
+    """Returns the requests of a batch, which are sent again and again."""
+    steps, shape = case.shape.steps, case.shape
+    return requests_of("1000-300", shape.num_prefill, case.load, 1000, case.seed + 1, steps)[0]
 
 
 def _load_of(case: Case) -> float:
@@ -175,6 +185,7 @@ def _result(
     limit: Limits,
     ideal: Sequence[float],
     wall_s: float,
+    seconds: float,
 ) -> Result:
     ttft = sorted(measured.ttft_s)
     busy = [node.engine.busy_s for node in cluster.prefills]
@@ -206,6 +217,7 @@ def _result(
         decision_p50_us=1e6 * statistics.median(decisions),
         decision_mean_us=1e6 * statistics.fmean(decisions[: int(0.99 * len(decisions))]),
         decode_overfull=measured.num_overfull,
+        batch_tokens_per_s=measured.num_batch_tokens / seconds,
         choices=dict(measured.choices),
         wall_s=wall_s,
     )

@@ -11,16 +11,16 @@ traffic loads the cluster.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import names_among
+from bench.arguments import names_among, parser_of
 from bench.engine.speed_profiles import PROFILES
 from bench.record import RESULTS, write_result
 from bench.router.simulated_case import HOT_KEY, SLO_S, Case, Result, policy_maker, requests_of, run
@@ -144,6 +144,21 @@ def rates() -> Iterable[Case]:
         yield from _at_rates("rates", policy, policy)
 
 
+def _of_h200s(num_prefill: int, num_decode: int, itl_objective_s: float) -> ClusterShape:
+    """Returns a cluster with one router and the steps of Llama-3.1-8B on H200s."""
+    steps = MeasuredTimes(load_profile(Path(PROFILES) / "h200-llama-3.1-8b.json"))
+    return ClusterShape(
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_routers=1,
+        steps=steps,
+        batched=True,
+        make_fill=partial(prompt_order, steps, _BUDGET),
+        max_batched_tokens=_BUDGET,
+        itl_objective_s=itl_objective_s,
+    )
+
+
 def deflected() -> Iterable[Case]:
     """Lets decode nodes compute prompts in the room of their steps, with objectives of theirs."""
     for objective_ms in (0, 15, 20, 30, 50):
@@ -156,21 +171,11 @@ def deflected() -> Iterable[Case]:
 def _at_rates(
     group: str, label: str, policy: PolicyName, itl_objective_s: float = 0.0
 ) -> Iterable[Case]:
-    steps = MeasuredTimes(load_profile(Path(PROFILES) / "h200-llama-3.1-8b.json"))
     for workload, num_prefill, num_decode, sent in (
         ("equal", 3, 1, (24, 48, 55, 60, 65)),
         ("1000-300", 2, 2, (30, 60, 70, 80)),
     ):
-        shape = ClusterShape(
-            num_prefill=num_prefill,
-            num_decode=num_decode,
-            num_routers=1,
-            steps=steps,
-            batched=True,
-            make_fill=partial(prompt_order, steps, _BUDGET),
-            max_batched_tokens=_BUDGET,
-            itl_objective_s=itl_objective_s,
-        )
+        shape = _of_h200s(num_prefill, num_decode, itl_objective_s)
         for rate in sent:
             yield Case(
                 group=group,
@@ -182,6 +187,26 @@ def _at_rates(
                 count=4000,
                 shape=shape,
             )
+
+
+def batches() -> Iterable[Case]:
+    """Compares the same requests alone and beside a batch on capacity that nothing else uses."""
+    for objective_ms in (0, 15):
+        for (num_prefill, num_decode), load in product(
+            ((1, 1), (4, 4), (16, 8)), (0.1, 0.3, 0.6, 0.9)
+        ):
+            shape = _of_h200s(num_prefill, num_decode, objective_ms / 1000)
+            for beside in (False, True):
+                name = f"{num_prefill}P{num_decode}D, ITL objective {objective_ms} ms"
+                yield Case(
+                    group="batches",
+                    label=f"{name}, beside a batch" if beside else name,
+                    load=load,
+                    workload="equal",
+                    count=4000,
+                    shape=replace(shape, reports_always=True),
+                    beside_batch=beside,
+                )
 
 
 def crowded() -> Iterable[Case]:
@@ -213,11 +238,13 @@ GROUPS: dict[str, Callable[[], Iterable[Case]]] = {
     group.__name__: group
     for group in (
         policies, seeds, routers, reports, nodes, workloads, parts, slow, overload,
-        uncached, rates, deflected, crowded,
+        uncached, rates, deflected, crowded, batches,
     )
 }
 # fmt: on
 
+
+_DECISIONS = "decisions"
 
 # The cost of a decision --------------------------------------------------------------------------
 
@@ -286,12 +313,6 @@ def keep(group: str, results: Sequence[Result]) -> None:
     write_result("routing_sim", figures)
 
 
-def keep_decisions(decisions: Mapping[int, float]) -> None:
-    figures = _last_figures()
-    figures["decision_us"] = {str(count): us for count, us in decisions.items()}
-    write_result("routing_sim", figures)
-
-
 def plot(runs: Sequence[Mapping[str, Any]], decisions: Mapping[str, float]) -> None:
     import matplotlib
 
@@ -317,29 +338,39 @@ def plot(runs: Sequence[Mapping[str, Any]], decisions: Mapping[str, float]) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only",
-        type=names_among(GROUPS),
-        default=list(GROUPS),
+        type=names_among([*GROUPS, _DECISIONS]),
+        default=[*GROUPS, _DECISIONS],
         help="groups of runs, comma separated; others keep their last result",
     )
     parser.add_argument("--part", type=float, default=1.0, help="of the requests; for a first look")
     args = parser.parse_args()
+    is_whole = args.part == 1.0
     for name in args.only:
+        if name == _DECISIONS:
+            measure_decisions(is_whole)
+            continue
         results = []
         for case in GROUPS[name]():
             result = run(replace(case, count=int(case.count * args.part)))
             results.append(result)
             print(table([result]).splitlines()[-1], f"{result.decision_p50_us:.0f} µs", flush=True)
-        if args.part == 1.0:
+        if is_whole:
             keep(name, results)
-    decisions = {count: decision_us(count) for count in (16, 64, 256, 1000)}
-    print("µs of processor time for a decision, by prefill nodes:", decisions)
-    if args.part == 1.0:
-        keep_decisions(decisions)
+    if is_whole:
         figures = _last_figures()
         plot(figures["runs"], figures["decision_us"])
+
+
+def measure_decisions(is_kept: bool) -> None:
+    decisions = {count: decision_us(count) for count in (16, 64, 256, 1000)}
+    print("µs of processor time for a decision, by prefill nodes:", decisions)
+    if is_kept:
+        figures = _last_figures()
+        figures["decision_us"] = {str(count): us for count, us in decisions.items()}
+        write_result("routing_sim", figures)
 
 
 if __name__ == "__main__":

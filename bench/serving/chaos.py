@@ -34,6 +34,7 @@ from typing import Any
 import aiohttp
 
 from bench.arguments import parser_of
+from bench.figures import distribution
 from bench.record import write_result
 from bench.serving.openai_stream import Outcome, stream_completion
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs, free_ports
@@ -273,19 +274,10 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         "refused_with_503": load.num_refused,
         "node_start_s": cluster.observer.start_s(),
         "reasons": load.wrong[:10],
-        "longest_silence_s": percentiles([s.seconds for s in load.silences]),
-        "of_answers_that_moved_s": percentiles([s.seconds for s in load.silences if s.phases]),
-        "of_the_others_s": percentiles([s.seconds for s in load.silences if not s.phases]),
+        "longest_silence_s": distribution([s.seconds for s in load.silences]),
+        "of_answers_that_moved_s": distribution([s.seconds for s in load.silences if s.phases]),
+        "of_the_others_s": distribution([s.seconds for s in load.silences if not s.phases]),
         "long_silences": breakdown([s for s in load.silences if s.seconds > _LONG_S]),
-    }
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    ranked = sorted(values) or [0.0]
-    return {
-        "p50": round(ranked[len(ranked) // 2], 2),
-        "p99": round(ranked[len(ranked) * 99 // 100], 2),
-        "max": round(ranked[-1], 2),
     }
 
 

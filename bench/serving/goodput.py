@@ -42,6 +42,7 @@ from rich.console import Console
 
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
+from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.goodput_report import Objectives, goodput, print_tables, read_rows
 from bench.serving.load import first_model
@@ -55,7 +56,7 @@ from bench.serving.node_history import (
 from bench.serving.openai_stream import Outcome
 from bench.serving.pd_cluster import Cluster, Setup, model_folder, probes_url, running
 from bench.serving.process_load import ProcessLoad
-from bench.serving.report import Figures, Slo, Span, summarize
+from bench.serving.report import Slo, Span, summarize
 from bench.serving.simulated import SimulatedNodes, StepTimesSeen, simulated
 from cli.local_cluster.cluster import UpSettings
 from cli.local_cluster.supervisor import Service

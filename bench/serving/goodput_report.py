@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.serving.report import Figures
+from bench.figures import Figures
 
 
 @dataclass(frozen=True, slots=True)

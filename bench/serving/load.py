@@ -35,10 +35,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.arguments import parser_of
+from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.prompts import PATHS, Conversation, PromptStyle
-from bench.serving.report import Figures, Slo, Span, one_line, print_table, summarize
+from bench.serving.report import Slo, Span, one_line, print_table, summarize
 from bench.workload import PRESETS, Preset, exactly, make_session, sessions
 
 _UNFINISHED = "not finished within the drain time"

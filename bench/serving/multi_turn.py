@@ -38,11 +38,11 @@ import aiohttp
 
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
+from bench.figures import distribution_ms
 from bench.record import write_result
 from bench.serving.node_metrics import by_label
 from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.pd_cluster import model_folder, supervised
-from bench.serving.report import distribution_ms
 from bench.serving.soak import metrics_url, until_nothing_is_held
 from cli.local_cluster.cluster import DEMO_CHECKPOINT, UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Service, ServiceSpec

@@ -27,8 +27,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from bench.figures import Figures, distribution_ms
 from bench.serving.openai_stream import Outcome
-from bench.serving.report import Figures, distribution_ms
 from engine.contracts.step_log import StepRecord
 from engine.frontend.step_history import HistoryReport, PauseTold
 

@@ -13,7 +13,6 @@ stream anyway. Beside it stands what making a parser costs, once for each choice
 from __future__ import annotations
 
 import gc
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -21,23 +20,12 @@ from dataclasses import asdict, dataclass
 
 from bench.record import write_result
 from decode_node.parsers.families import CALL_FAMILIES
-from decode_node.parsers.formats import (
-    BracedFormat,
-    CallFormat,
-    ElementFormat,
-    HarmonyFormat,
-    JsonListFormat,
-    JsonObjectFormat,
-    MistralFormat,
-    NamedJsonFormat,
-    PythonicFormat,
-    XmlFormat,
-    literals,
-)
+from decode_node.parsers.formats import CallFormat, literals
 from decode_node.parsers.output_parser import OutputParser
 from decode_node.parsers.output_parsers import OutputParsers
 from decode_node.protocol.tools import Tool
 from engine.frontend.pieces import Piece
+from tests.decode_node.parsers.writers import WRITERS, plain
 
 _ROUNDS = 15
 _TOKEN = 4
@@ -45,7 +33,7 @@ _TOKEN = 4
 _TOKENS = re.compile(r"<\|?/?[\w:｜▁]+\|?>|\[[A-Z_]+\]|\]<\]minimax\[>\[|<\|\"\|>")
 """Matches what is a token of its own in these models, or might be."""
 _PROSE = "The quick brown fox jumps over the lazy dog, and (again) 1 < 2.\n" * 60
-_ARGUMENTS = json.dumps({"path": "a.py", "lines": [f'print("{i}")' for i in range(240)]})
+_LINES = [f'print("{i}")' for i in range(240)]
 _NAME = "write_file"
 _TOOLS = (Tool(_NAME, {"properties": {"text": {"type": "string"}}}, strict=False, raw={}),)
 
@@ -64,45 +52,9 @@ class _Tokens:
         self.added_token_ids = added_token_ids
 
 
-def call_text(form: CallFormat) -> str:
-    """Returns one call with long arguments, as a format has it."""
-    match form:
-        case JsonObjectFormat():
-            return (
-                f'{form.begin}{{"name": "{_NAME}", "{form.arguments_key}": {_ARGUMENTS}}}{form.end}'
-            )
-        case JsonListFormat():
-            key = f'"{form.name_key}": "{_NAME}", "{form.arguments_key}"'
-            one = f"{{{key if form.name_key else json.dumps(_NAME)}: {_ARGUMENTS}}}"
-            return form.begin + form.opening + one + form.closing + form.end
-        case NamedJsonFormat():
-            number = ":0" if form.numbers_calls else ""
-            head = f"{form.section_begin}{form.begin}{form.before_name}{form.id_end}{_NAME}{number}"
-            return f"{head}{form.after_name}{_ARGUMENTS}{form.after_arguments}{form.end}"
-        case MistralFormat():
-            return f"{form.begin}{_NAME}{form.arguments}{_ARGUMENTS}"
-        case XmlFormat():
-            return _tagged(form)
-        case HarmonyFormat():
-            head = f"{form.channel}commentary to=functions.{_NAME} {form.constrain}json"
-            return f"{head}{form.message}{_ARGUMENTS}{form.call}"
-        case PythonicFormat():
-            call = f"{_NAME}(lines={_ARGUMENTS})"
-            return form.begin + form.opening + call + form.closing + form.end
-        case BracedFormat():
-            value = f"{form.quote}{_ARGUMENTS}{form.quote}"
-            return f"{form.begin}{form.before_name}{_NAME}{{text:{value}}}{form.end}"
-
-
-def _tagged(form: XmlFormat) -> str:
-    after_value = form.after_value.replace("{}", "text")
-    value = form.before_key + "text" + form.after_key + form.text_mark + form.before_value
-    address = f"{form.messages.to}{_NAME}{form.messages.message}" if form.messages else ""
-    return (
-        f"{address}{form.section_begin}{form.gap}{form.before_name}{_NAME}{form.after_name}"
-        f"{form.number.replace('{}', '1')}{form.header_end}"
-        f"{value}{_ARGUMENTS}{after_value}{form.end}{form.gap}{form.section_end}"
-    )
+def call_text(family: str, arguments: Mapping[str, object]) -> str:
+    """Returns one call with long arguments, as a family of models writes it."""
+    return plain(WRITERS[family]([(_NAME, arguments)]))
 
 
 def pieces(text: str, tokens: Mapping[str, int]) -> list[Piece]:
@@ -118,17 +70,6 @@ def pieces(text: str, tokens: Mapping[str, int]) -> list[Piece]:
         found.append(text[: min(stop, _TOKEN)])
         text = text[min(stop, _TOKEN) :]
     return found
-
-
-def elements() -> str:
-    """Returns one call with a long list, as MiniMax-M3 writes it."""
-    form = form_of("minimax_m3")
-    assert isinstance(form, ElementFormat)
-    lines = "".join(f"{form.tag}<item>{line}{form.tag}</item>" for line in _PROSE.splitlines())
-    value = f"{form.tag}<lines>{lines}{form.tag}</lines>{form.end}"
-    return (
-        f"{form.section_begin}\n{form.before_name}{_NAME}{form.after_name}{value}{form.section_end}"
-    )
 
 
 def form_of(family: str) -> CallFormat:
@@ -177,9 +118,10 @@ def main() -> None:
         measure("hermes", "content", _PROSE),
         measure("hermes", "reasoning", _PROSE, is_open=True),
     ]
-    cases.append(measure("minimax_m3", "call, list", elements()))
+    cases.append(measure("minimax_m3", "call, list", call_text("minimax_m3", {"lines": _LINES})))
     for family in CALL_FAMILIES:
-        cases.append(measure(family.names[0], "call", call_text(family.form)))
+        name = family.names[0]
+        cases.append(measure(name, "call", call_text(name, {"text": "\n".join(_LINES)})))
     for case in cases:
         print(
             f"{case.family:20} {case.what:11} {case.num_tokens:6} tokens  "

@@ -31,11 +31,11 @@ import uvloop
 
 from bench.arguments import parser_of
 from bench.engine.models.shapes import SHAPES
+from bench.figures import Figures
 from bench.record import RESULTS, write_result
 from bench.serving import load as serving
 from bench.serving.pd_client import Client, interference, stages
 from bench.serving.pd_cluster import Setup, model_folder, running
-from bench.serving.report import Figures
 from cli.local_cluster.cluster import UpSettings
 
 

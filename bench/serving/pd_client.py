@@ -13,19 +13,21 @@ from typing import Any
 
 import aiohttp
 
+from bench.figures import Figures, distribution_ms
 from bench.serving.node_metrics import read_metrics
+from bench.serving.openai_stream import Outcome, stream_completion
 from bench.serving.pd_cluster import Cluster
-from bench.serving.report import Figures, distribution_ms
 
-STAGES = (
-    "queue",
-    "prefill",
-    "first token",
-    "first KV byte",
-    "last KV byte injected",
-    "last byte after first token",
-    "second token",
-)
+STAGES = {
+    "queue": "queue_s",
+    "prefill": "prefill_s",
+    "first token": "first_token_s",
+    "first KV byte": "kv_first_byte_s",
+    "last KV byte injected": "kv_last_byte_s",
+    "second token": "second_token_s",
+}
+"""Names in results, and in a request's timeline."""
+_HEADERS = {"content-type": "application/json", "x-tandem-timeline": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,45 +59,28 @@ class Client:
         self._vocabulary = vocabulary
         self._number = 0
 
-    def body(self, max_tokens: int, num_tokens: int | None = None) -> dict[str, Any]:
-        """Makes a body with a prompt that no cache holds."""
+    async def ask(self, max_tokens: int, num_tokens: int | None = None) -> Outcome:
+        """Sends a prompt that no cache holds. Raises `SystemExit` for a request that fails."""
         self._number += 1
         length = num_tokens or self._num_tokens
-        prompt = [self._token(self._number, i) for i in range(length)]
-        return {
-            "prompt": prompt,
+        body = {
+            "prompt": [self._token(self._number, i) for i in range(length)],
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
         }
+        outcome = Outcome(due=time.perf_counter())
+        url = f"{self._cluster.url}/v1/completions"
+        await stream_completion(self._session, url, json.dumps(body).encode(), _HEADERS, outcome)
+        if outcome.error is not None:
+            raise SystemExit(f"error: {outcome.error}")
+        return outcome
 
     def _token(self, number: int, index: int) -> int:
         low, high = self._vocabulary
         return low + (number * 7919 + index * index * 31) % (high - low)
-
-    async def ask(self, body: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-        """Returns when each chunk came, and the timeline. Raises `SystemExit` for a refused
-        request.
-        """
-        arrivals: list[float] = []
-        timeline: dict[str, Any] = {}
-        headers = {"x-tandem-timeline": "1"}
-        async with self._session.post(
-            f"{self._cluster.url}/v1/completions", json=body, headers=headers
-        ) as response:
-            if response.status != 200:
-                raise SystemExit(f"error: {response.status}: {(await response.text())[:300]}")
-            async for line in response.content:
-                now = time.perf_counter()
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                timeline = event.get("timeline") or timeline
-                if any(c.get("token_ids") or c.get("text") for c in event.get("choices", ())):
-                    arrivals.append(now)
-        return arrivals, timeline
 
     async def host_time(self) -> HostTime:
         """Returns the host time of all decode nodes together, since their start."""
@@ -109,30 +94,22 @@ class Client:
 async def stages(client: Client, count: int) -> Figures:
     """Milliseconds since the decode node had the request, one request at a time; the first, which
     finds nothing that prompts share, is not counted."""
-    rows: dict[str, list[float]] = {name: [] for name in STAGES}
-    paths: list[str] = []
-    num_bytes: list[int] = []
-    await client.ask(client.body(max_tokens=4))
-    for _ in range(count):
-        _, timeline = await client.ask(client.body(max_tokens=4))
-        paths.append(timeline["path"])
-        num_bytes.append(timeline["kv_bytes"])
-        first, last = timeline["first_token_s"], timeline["kv_last_byte_s"]
-        found = (
-            timeline["queue_s"],
-            timeline["prefill_s"],
-            first,
-            timeline["kv_first_byte_s"],
-            last,
-            None if last is None else last - first,
-            timeline["second_token_s"],
-        )
-        for name, value in zip(STAGES, found, strict=True):
-            if value is not None:
-                rows[name].append(value)
+    await client.ask(max_tokens=4)
+    timelines: list[dict[str, Any]] = [
+        (await client.ask(max_tokens=4)).timeline or {} for _ in range(count)
+    ]
+    rows = {
+        name: [one[key] for one in timelines if one[key] is not None]
+        for name, key in STAGES.items()
+    }
+    rows["last byte after first token"] = [
+        one["kv_last_byte_s"] - one["first_token_s"]
+        for one in timelines
+        if one["kv_last_byte_s"] is not None
+    ]
     return {
-        "paths": paths,
-        "kv_bytes": num_bytes,
+        "paths": [one["path"] for one in timelines],
+        "kv_bytes": [one["kv_bytes"] for one in timelines],
         **{name: distribution_ms(values) for name, values in rows.items()},
     }
 
@@ -142,8 +119,7 @@ async def interference(client: Client, running: int, arrivals: int) -> Figures:
     whose KV comes over and which then end; and the host time of the steps of both times.
     """
     long_answers = [
-        asyncio.create_task(client.ask(client.body(max_tokens=1200, num_tokens=64)))
-        for _ in range(running)
+        asyncio.create_task(client.ask(max_tokens=1200, num_tokens=64)) for _ in range(running)
     ]
     await asyncio.sleep(2.0)
     counted = [await client.host_time()]
@@ -154,10 +130,10 @@ async def interference(client: Client, running: int, arrivals: int) -> Figures:
     for _ in range(arrivals):
         if any(task.done() for task in long_answers):
             break
-        await client.ask(client.body(max_tokens=2))
+        await client.ask(max_tokens=2)
     busy = (busy_start, time.perf_counter())
     counted.append(await client.host_time())
-    answers = [chunks for chunks, _ in await asyncio.gather(*long_answers)]
+    answers = [outcome.chunks for outcome in await asyncio.gather(*long_answers)]
     alone, beside = (distribution_ms(gaps_within(answers, span)) for span in (quiet, busy))
     ratio = beside["p99"] / alone["p99"] if alone and beside else None
     host_us = [later.us_per_step_since(one) for one, later in itertools.pairwise(counted)]

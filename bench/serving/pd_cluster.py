@@ -13,18 +13,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.engine.models.shapes import SHAPES
+from bench.engine.models.shapes import config_json
 from cli.local_cluster.cluster import UpSettings, cluster_specs
 from cli.local_cluster.supervisor import Listener, Service, ServiceSpec, Supervisor
 from cli.up import wait_routable
 
-_CONFIG = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131_072,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 0,
-}
 _KV_TRANSPORTS = {"auto": "auto", "stream": "stream", "cuda_ipc": "cuda_ipc,stream"}
 
 
@@ -56,11 +49,10 @@ class Setup:
 @contextmanager
 def model_folder(shape: str) -> Iterator[Path]:
     """Returns a folder with what random weights need: the shape."""
-    config = {**_CONFIG, **SHAPES[shape]}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / shape
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config_json(shape)))
         yield folder
 
 

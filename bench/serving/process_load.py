@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import aiohttp
 
+from bench.figures import Figures
 from bench.serving.node_metrics import by_label, histogram_quantile
 from bench.serving.pd_cluster import probes_url
 from bench.serving.process_tree import cpu_seconds
-from bench.serving.report import Figures
 from cli.local_cluster.supervisor import Service
 
 _GAPS = "vllm:inter_token_latency_seconds_bucket"

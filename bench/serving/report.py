@@ -6,15 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from bench.figures import Figures, distribution_ms, percentile
 from bench.serving.openai_stream import Outcome
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +45,6 @@ class Span:
     start: float
     last_arrival: float
     end: float
-
-
-def percentile(ordered: Sequence[float], part: float) -> float:
-    """Interpolates linearly between the two nearest ranks."""
-    rank = (len(ordered) - 1) * part
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
-def distribution_ms(seconds: Sequence[float]) -> Figures | None:
-    if not seconds:
-        return None
-    ordered = sorted(value * 1e3 for value in seconds)
-    return {
-        "mean": round(math.fsum(ordered) / len(ordered), 3),
-        **{f"p{q}": round(percentile(ordered, q / 100), 3) for q in (50, 90, 95, 99)},
-        "max": round(ordered[-1], 3),
-        "n": len(ordered),
-    }
 
 
 def summarize(outcomes: Sequence[Outcome], span: Span, slo: Slo) -> Figures:

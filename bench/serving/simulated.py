@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bench.figures import Figures, distribution_ms, percentile
 from bench.serving.node_history import gaps
 from bench.serving.openai_stream import Outcome
-from bench.serving.report import Figures, distribution_ms, percentile
 from engine.frontend.step_history import HistoryReport
 from engine.speed.profile import DecodePoint, PrefillPoint, SpeedProfile
 from planner.evaluation import STEP_LEAD_S

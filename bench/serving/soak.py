@@ -277,7 +277,7 @@ async def run_in(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         operator = Operator(session, url, args.seed)
         figures = await Run(session, soak, harm, operator, record, router, nodes, args).whole()
     if args.name:
-        (RESULTS / f"{args.name}.svg").write_text(plot(record.runs[-1]))
+        plot(record.runs[-1], RESULTS / f"{args.name}.svg")
     return figures
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
+from matplotlib.figure import Figure
 
 from bench.serving.process_tree import usage
 
-_WIDTH, _HEIGHT, _LEFT = 900, 420, 60
-_COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#edae49", "#7b4b94", "#00798c", "#8d96a3", "#3a3a3a")
 _LOOKS_TOLD = 40
 _NUM_BATCHES = 10
 _STUDENT = 2.306
@@ -130,31 +129,17 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return 3600 * slope, 3600 * (left / (len(points) - 2) / spread) ** 0.5
 
 
-def plot(looks: Sequence[Look]) -> str:
-    """Returns an SVG of the memory over time of each process that lived on behind the warm-up."""
-    names = survivors(after_warm_up(looks))
-    most = max(
-        (look.private_mib[name] for look in looks for name in names if name in look.private_mib),
-        default=1.0,
-    )
-    end = max(looks[-1].at_s, 1.0)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} '
-        f'{_HEIGHT + 16 * len(names)}" font-family="sans-serif" font-size="12">',
-        f'<text x="4" y="14">{most:.0f} MiB</text><text x="4" y="{_HEIGHT - 24}">0</text>',
-        f'<text x="{_WIDTH - 90}" y="{_HEIGHT - 4}">{end / 60:.0f} minutes</text>',
-    ]
-    for index, name in enumerate(names):
-        points = " ".join(
-            f"{_LEFT + (_WIDTH - _LEFT) * look.at_s / end:.1f},"
-            f"{(_HEIGHT - 30) * (1 - look.private_mib[name] / most) + 4:.1f}"
-            for look in looks
-            if name in look.private_mib
-        )
-        colour = _COLOURS[index % len(_COLOURS)]
-        parts.append(f'<polyline fill="none" stroke="{colour}" points="{points}"/>')
-        parts.append(f'<text x="{_LEFT}" y="{_HEIGHT + 16 * index}" fill="{colour}">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+def plot(looks: Sequence[Look], path: Path) -> None:
+    """Draws the memory over time of each process that lived on after the warm-up."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in survivors(after_warm_up(looks)):
+        seen = [look for look in looks if name in look.private_mib]
+        axes.plot([look.at_s / 60 for look in seen], [look.private_mib[name] for look in seen],
+                  label=name)  # fmt: skip
+    axes.set(xlabel="minutes", ylabel="MiB of its own", ylim=(0, None))
+    axes.legend(fontsize=6)
+    figure.savefig(path)
 
 
 def told(record: Record) -> Mapping[str, object]:

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import record
+from bench.figures import distribution_ms, percentile
 from bench.serving.load import parse_arguments, run
 from bench.serving.openai_stream import Outcome
 from bench.serving.prompts import Conversation, PromptStyle
-from bench.serving.report import Slo, Span, distribution_ms, percentile, summarize
+from bench.serving.report import Slo, Span, summarize
 from bench.workload import PRESETS, Preset, Quantiles, Session, Turn, exactly, sessions
 from tests.router.fakes import FakeDecodeNode, break_after, open_stream
 

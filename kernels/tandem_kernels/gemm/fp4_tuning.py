@@ -1,5 +1,5 @@
 """How GEMMs with four-bit floats run best, by their shape
-(`python -m bench.engine.fp4 --tune` tries others)."""
+(`python -m bench.engine.gemms --formats nvfp4 --tune` tries others)."""
 
 from __future__ import annotations
 

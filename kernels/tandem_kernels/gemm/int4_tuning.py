@@ -1,5 +1,5 @@
 """How GEMMs with 4-bit weights run best, by their shape; found by measurement
-(`python -m bench.engine.int4 --tune`)."""
+(`python -m bench.engine.gemms --formats int4 --tune`)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Few rows are computed by the kernel of FP8's few rows. For more, as many program
 tiles of [ROWS, COLS] outputs; the copy engine (tensor descriptors) brings x [ROWS, DEPTH] and the
 weight [PARTS, COLS, DEPTH]. Two parts are gate and up, whose sums lie in the registers of the same
 thread: the activation is part of the launch. The library writes sums of four bytes for each output,
-which another kernel would have to read and scale (`bench.engine.int8`).
+which another kernel would have to read and scale (`bench.engine.gemms`).
 """
 
 from __future__ import annotations

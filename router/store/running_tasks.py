@@ -1,4 +1,4 @@
-"""Work that goes on while a router serves."""
+"""Work that goes on while what a store keeps is served."""
 
 from __future__ import annotations
 

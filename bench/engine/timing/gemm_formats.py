@@ -1,0 +1,374 @@
+"""Weights of a linear layer in each format: random ones, ways to multiply by them, and tiles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.engine.timing.device_time import rotations
+from bench.engine.timing.expert_formats import POWERS, SCALES
+from tandem_kernels import ops
+from tandem_kernels.gemm import fp4_gemm, fp8_activations, fp8_gemm, int4_gemm, int8_gemm
+from tandem_kernels.gemm.few_row_gemm import FewRowTuning, few_row_tuning, run_few_rows
+from tandem_kernels.gemm.few_row_shapes import MANY_OUTPUTS, REGISTER_ROWS
+from tandem_kernels.gemm.fp4_tiles import NUMBER_WORDS, NVFP4_TILE_WORDS, TILE_WORDS, tiles_of
+from tandem_kernels.gemm.fp4_tuning import Fp4Tuning, fp4_tuning
+from tandem_kernels.gemm.fp8_gemm import Fp8Tuning, fp8_small_m
+from tandem_kernels.gemm.int4_packing import padded_inputs
+from tandem_kernels.gemm.int4_tuning import Int4Tuning, int4_tuning
+from tandem_kernels.gemm.int8_gemm import Int8Tuning, int8_tiles
+from tandem_kernels.gemm.int8_weights import MAX_ROWS, int8_weight_gate_up, int8_weight_gemm
+from tandem_kernels.gemm.small_m_gemm import small_m_gate_up, small_m_gemm
+from tandem_kernels.reference import fp8 as reference
+
+BF16 = torch.bfloat16
+_SMALL_M_ROWS, _FUSED_ROWS = 16, 1024
+"""Kernels of our own multiply bf16 weights up to and, with the activation, from these rows."""
+Way = Callable[[int], object]
+"""Multiplies by the weights of this number, of `Weights.count`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`outputs` of the kernel: half of the weight's when gated. `is_wide`: float32 outputs, and no
+    bias."""
+
+    outputs: int
+    inputs: int
+    gated: bool = False
+    is_wide: bool = False
+
+    @property
+    def weight_outputs(self) -> int:
+        return self.outputs * (1 + self.gated)
+
+
+SHAPES = {
+    "qkv": Shape(6144, 4096),
+    "o": Shape(4096, 4096),
+    "gate_up": Shape(14336, 4096, gated=True),
+    "down": Shape(4096, 14336),
+    "head": Shape(128256, 4096, is_wide=True),
+    "oss-qkv": Shape(5120, 2880),
+    "oss-o": Shape(2880, 4096),
+    "oss-router": Shape(128, 2880, is_wide=True),
+    "oss-head": Shape(201088, 2880, is_wide=True),
+}
+"""Llama-3.1-8B's, and gpt-oss-120b's."""
+
+
+class Weights(ABC):
+    """Holds the weights of one shape, as often as keeps them out of the cache, and `rows` tokens.
+
+    Attributes:
+        nbytes: Of one weight, with its scales.
+    """
+
+    nbytes: int
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        self.shape, self.rows = shape, rows
+        kind = torch.float32 if shape.is_wide else BF16
+        with torch.device("cuda"):
+            self.x = torch.randn(rows, shape.inputs, dtype=BF16)
+            self.out = torch.empty(rows, shape.outputs, dtype=kind)
+            self.count = self._make()
+
+    @abstractmethod
+    def _make(self) -> int:
+        """Makes weights on the GPU, sets `nbytes`, and returns how many there are."""
+
+    @abstractmethod
+    def ways(self) -> Mapping[str, Way]:
+        """Returns what can compute this layer; `chosen`: as the engine does."""
+
+    def tunings(self) -> Iterator[Any]:
+        """Yields tiles that may suit."""
+        yield from ()
+
+    def tiled(self, tuning: Any, index: int) -> object:
+        """Computes the layer by these tiles. Raises `OutOfResources`."""
+        raise NotImplementedError
+
+
+class Bf16(Weights):
+    def _make(self) -> int:
+        outputs, inner = self.shape.weight_outputs, self.shape.inputs
+        self.nbytes = 2 * outputs * inner
+        count = rotations(self.nbytes)
+        self.weights = torch.randn(count, outputs, inner, dtype=BF16)
+        self.bias = None if self.shape.is_wide else torch.randn(outputs, dtype=BF16)
+        return count
+
+    def ways(self) -> Mapping[str, Way]:
+        found: dict[str, Way] = {"library": lambda index: library(self, self.weights[index])}
+        if self.rows <= _SMALL_M_ROWS and not self.shape.is_wide:
+            small = small_m_gate_up if self.shape.gated else small_m_gemm
+            found["chosen"] = lambda index: small(self.x, self.weights[index])
+        return found
+
+
+class FewRows(Bf16):
+    """Our own GEMM of a few rows and any size, which has no activation in it."""
+
+    def ways(self) -> Mapping[str, Way]:
+        if self.shape.gated:
+            return super().ways()
+        usual = few_row_tuning(self.rows, self.shape.outputs)
+        return {**super().ways(), "chosen": partial(self.tiled, usual)}
+
+    def tiled(self, tuning: FewRowTuning, index: int) -> None:
+        run_few_rows(self.x, self.weights[index], self.bias, self.out, tuning)
+
+    def tunings(self) -> Iterator[FewRowTuning]:
+        if self.shape.gated:
+            return
+        yield few_row_tuning(self.rows, self.shape.outputs)
+        if self.rows > REGISTER_ROWS:
+            for cols, depth, stages in itertools.product((16, 32), (128, 256, 512), (3, 4, 5)):
+                yield FewRowTuning(cols, depth, 4, stages)
+            return
+        sizes = (1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)
+        if self.shape.outputs > MANY_OUTPUTS:
+            sizes = (4, 8, 16), (512, 1024, 2048), (1, 2, 4)
+        for cols, depth, warps in itertools.product(*sizes):
+            numbers = cols * depth // (32 * warps)
+            if numbers >= 8 and numbers * self.rows <= 128:
+                yield FewRowTuning(cols, depth, warps)
+
+
+_INT4_TILES = {
+    8: ((32, 1, 4), (64, 2, 4), (128, 4, 3), (32, 1, 3)),
+    16: ((32, 1, 3), (64, 2, 3), (128, 4, 3), (64, 4, 4)),
+    32: ((128, 4, 3), (64, 4, 3), (128, 4, 2)),
+    64: ((128, 8, 2), (64, 4, 2), (64, 4, 3), (128, 8, 3), (128, 4, 2)),
+    128: ((128, 8, 2), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 4)),
+}
+"""Cols, warps and stages that may suit this many rows: few, because each takes seconds to compile.
+Of 32 rows and more only products whose scales come late do not wait for each other."""
+
+
+class Int4(Weights):
+    group_size: ClassVar[int] = 128
+
+    def _make(self) -> int:
+        size, outputs = self.group_size, self.shape.weight_outputs
+        columns = padded_inputs(self.shape.inputs, size)
+        self.nbytes = outputs * (columns // 2 + columns // size * 4)
+        self.weights = []
+        for _ in range(rotations(self.nbytes)):
+            packed = torch.randint(-(2**15), 2**15, (outputs, columns // 4), dtype=torch.int16)
+            groups = torch.full((columns // size, outputs, 2), 8.0, dtype=BF16)
+            groups[..., 0] = 0.0043
+            self.weights.append((packed, groups))
+        return len(self.weights)
+
+    def ways(self) -> Mapping[str, Way]:
+        usual = int4_tuning(
+            self.rows, self.shape.outputs, self.shape.inputs, gated=self.shape.gated
+        )
+        return {"chosen": partial(self.tiled, usual), "written out": self._written_out}
+
+    def tiled(self, tuning: Int4Tuning, index: int) -> None:
+        weight = self.weights[index]
+        int4_gemm.launch(self.x, *weight, None, self.out, tuning, gated=self.shape.gated)
+
+    def _written_out(self, index: int) -> Tensor:
+        return library(self, ops.int4_dequantise(*self.weights[index], self.shape.inputs))
+
+    def tunings(self) -> Iterator[Int4Tuning]:
+        gated = self.shape.gated
+        yield int4_tuning(self.rows, self.shape.outputs, self.shape.inputs, gated=gated)
+        tile = next((size for size in _INT4_TILES if self.rows <= size), 128)
+        splits = (1, 2) if gated or tile == 128 else (2, 4) if tile in (32, 64) else (4, 8)
+        turns = (1, 2, 4) if tile == 128 else (1,)
+        for sizes, split, late, pieces in itertools.product(
+            _INT4_TILES[tile], splits, (False, True), turns
+        ):
+            ahead = 0 if tile == 128 and pieces == 1 else 8
+            cols, warps, stages = sizes
+            yield Int4Tuning(tile, cols, split, True, warps, stages, ahead, late, pieces)
+
+
+_FP4_TILES = {
+    8: (
+        (64, 64, 2, 3), (64, 64, 2, 5), (64, 128, 1, 3), (64, 128, 2, 3), (64, 128, 2, 4),
+        (64, 256, 1, 2), (64, 256, 1, 3), (64, 256, 2, 2), (64, 256, 2, 3),
+    ),
+    16: (
+        (64, 64, 4, 3), (64, 128, 2, 3), (64, 128, 4, 3), (64, 256, 2, 3), (64, 256, 4, 3),
+        (128, 128, 4, 3),
+    ),
+    32: (
+        (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 128, 4, 3),
+        (128, 128, 4, 4), (128, 128, 8, 3),
+    ),
+    64: ((64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 2), (128, 128, 8, 3)),
+    128: (
+        (64, 64, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 8, 5),
+        (128, 128, 8, 3),
+    ),
+}  # fmt: skip
+"""Cols, depth, warps and stages that may suit this many rows."""
+_FP4_AHEAD = (0, 16, 32, 64, 256)
+
+
+class Nvfp4(Weights):
+    words: ClassVar[int] = NVFP4_TILE_WORDS
+
+    def _make(self) -> int:
+        size = tiles_of(self.shape.weight_outputs, self.shape.inputs, self.words)
+        self.nbytes = 4 * math.prod(size)
+        self.factors = None
+        if self.words == NVFP4_TILE_WORDS:
+            self.factors = torch.full((self.shape.weight_outputs,), 0.5)
+        self.weights = []
+        for _ in range(rotations(self.nbytes)):
+            tiles = torch.randint(-(2**31), 2**31, size, dtype=torch.int32)
+            tiles[..., NUMBER_WORDS:] = POWERS if self.words == TILE_WORDS else SCALES
+            self.weights.append(tiles)
+        return len(self.weights)
+
+    def ways(self) -> Mapping[str, Way]:
+        return {"chosen": partial(self.tiled, None), "written out": self._written_out}
+
+    def tiled(self, tuning: Fp4Tuning | None, index: int) -> None:
+        given = self.x, self.weights[index], self.factors, None, self.out
+        fp4_gemm.launch(*given, tuning, gated=self.shape.gated)
+
+    def _written_out(self, index: int) -> Tensor:
+        given = self.weights[index], self.factors, self.shape.inputs, BF16
+        return library(self, ops.fp4_dequantise(*given))
+
+    def tunings(self) -> Iterator[Fp4Tuning]:
+        gated = self.shape.gated
+        yield fp4_tuning(self.rows, self.shape.outputs, self.shape.inputs, gated=gated)
+        tile = next((size for size in _FP4_TILES if self.rows <= size), 128)
+        few = tile <= 16
+        splits = {(True, True): (2, 4, 8), (True, False): (8, 16), (False, True): (1, 2, 4)}
+        counts = splits.get((few, gated), (1, 2, 4, 8))
+        for (*size, warps, stages), split in itertools.product(_FP4_TILES[tile], counts):
+            for ahead in _FP4_AHEAD if few else _FP4_AHEAD[-1:]:
+                yield Fp4Tuning(tile, *size, split, warps, stages, ahead)
+
+
+class Mxfp4(Nvfp4):
+    words = TILE_WORDS
+
+
+_INT8_TILES = (
+    Int8Tuning(64, 128, 128, 4, 5),
+    Int8Tuning(64, 256, 128, 4, 4),
+    Int8Tuning(128, 128, 128, 4, 5),
+    Int8Tuning(128, 128, 128, 8, 5),
+    Int8Tuning(128, 256, 128, 8, 3),
+    Int8Tuning(128, 256, 128, 8, 4),
+    Int8Tuning(256, 128, 128, 8, 3),
+)
+_FEW_TILES = (
+    Fp8Tuning(64, 128, 1, True, 4, 4, lines=8),
+    Fp8Tuning(64, 128, 2, True, 4, 4, lines=8),
+    Fp8Tuning(128, 128, 1, True, 4, 4, lines=8),
+    Fp8Tuning(32, 256, 1, False, 4, 4, lines=8),
+    Fp8Tuning(32, 256, 2, False, 4, 4, lines=8),
+)
+_MOST_FEW = 128
+"""Rows: the kernel of few rows has a tile of all of them."""
+
+
+class Int8(Weights):
+    """Rows are quantised as well; `w8a16`: they stay in bf16."""
+
+    def _make(self) -> int:
+        outputs, inner = self.shape.weight_outputs, self.shape.inputs
+        self.nbytes = outputs * inner
+        self.scales = torch.rand(outputs) / 1000
+        count = max(2, rotations(self.nbytes, 8))
+        self.weights = [
+            torch.randint(-128, 128, (outputs, inner), dtype=torch.int8) for _ in range(count)
+        ]
+        self.given = fp8_activations.quantise_int8(self.x)
+        return count
+
+    def ways(self) -> Mapping[str, Way]:
+        found: dict[str, Way] = {"chosen": self._chosen}
+        if self.rows > 16:
+            found["_int_mm"] = lambda i: torch._int_mm(self.given[0], self.weights[i].t())
+        if self.rows <= MAX_ROWS:
+            found["w8a16"] = self._halves
+        return found
+
+    def _chosen(self, index: int) -> Tensor:
+        given = *self.given, self.weights[index], self.scales
+        if self.shape.gated:
+            return int8_gemm.int8_gate_up(*given, BF16)
+        return int8_gemm.int8_gemm(*given, None, BF16)
+
+    def _halves(self, index: int) -> Tensor:
+        given = self.x, self.weights[index], self.scales[None], None
+        return (int8_weight_gate_up if self.shape.gated else int8_weight_gemm)(*given)
+
+    def tiled(self, tuning: Int8Tuning | Fp8Tuning, index: int) -> object:
+        given = *self.given, self.weights[index], self.scales, None, self.out
+        if isinstance(tuning, Int8Tuning):
+            return int8_tiles(*given, tuning, gated=self.shape.gated)
+        return fp8_small_m(*given, tuning, gated=self.shape.gated)
+
+    def tunings(self) -> Iterator[Int8Tuning | Fp8Tuning]:
+        if self.rows > 32:
+            yield from _INT8_TILES
+        for few in _FEW_TILES if self.rows <= _MOST_FEW else ():
+            is_narrow = few.swap or self.rows <= 32
+            if is_narrow and not (self.shape.gated and few.splits > 1):
+                yield few
+
+
+class Fp8(Weights):
+    def _make(self) -> int:
+        outputs, inner = self.shape.weight_outputs, self.shape.inputs
+        self.nbytes = outputs * inner
+        self.scales = torch.rand(outputs) / 1000
+        count = max(2, rotations(self.nbytes, 8))
+        self.weights = [reference.to_e4m3(torch.randn(outputs, inner)) for _ in range(count)]
+        self.given = fp8_activations.quantise_fp8(self.x)
+        return count
+
+    def ways(self) -> Mapping[str, Way]:
+        return {"chosen": self._chosen}
+
+    def _chosen(self, index: int) -> Tensor:
+        given = *self.given, self.weights[index], self.scales
+        if self.shape.gated:
+            return fp8_gemm.fp8_gate_up(*given, BF16)
+        return fp8_gemm.fp8_gemm(*given, None, BF16)
+
+
+def library(given: Weights, weight: Tensor) -> Tensor:
+    """Computes what the engine leaves to the library, of a weight in bf16."""
+    if given.shape.is_wide:
+        return torch.mm(given.x, weight.t(), out_dtype=torch.float32)
+    if not given.shape.gated:
+        return F.linear(given.x, weight)
+    if given.rows >= _FUSED_ROWS:
+        return ops.fused_gate_up(given.x, weight)
+    return ops.silu_and_mul(F.linear(given.x, weight))
+
+
+FORMATS: Mapping[str, type[Weights]] = {
+    "bf16": Bf16,
+    "few-rows": FewRows,
+    "int4": Int4,
+    "int8": Int8,
+    "nvfp4": Nvfp4,
+    "mxfp4": Mxfp4,
+    "fp8": Fp8,
+}
